@@ -1,0 +1,205 @@
+"""Loading through transformers and accelerate, patched, with errors that say what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rope_patch.methods import registered
+from rope_patch.patching import check, patch
+from rope_patch.saving import SIDECAR, read_sidecar
+
+
+def load(
+    path: str | os.PathLike[str],
+    method: str | None = None,
+    *,
+    factor: float | None = None,
+    length: int | None = None,
+    trained_length: int | None = None,
+    layer_types: list[str] | None = None,
+    kernels: str = "auto",
+    device_map: Any = None,
+    dtype: Any = "auto",
+    gguf_file: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Loads a pretrained model and patches it.
+
+    The request is checked on an empty model first, so nothing large is read for one that fails.
+    A folder written by `rope_patch.save` is loaded as it was before the patch, and patched with
+    what is asked for, or as recorded if no method is named.
+
+    Args:
+        path: A folder, or a model's name on the Hub.
+        method: A name from `rope_patch.methods()`.
+        factor: Target length / trained length. Exactly one of `factor` and `length`.
+        length: Target length in tokens.
+        trained_length: See `patch`.
+        layer_types: See `patch`.
+        kernels: See `patch`.
+        device_map: As in transformers: "auto" spreads over GPUs, memory and disk (accelerate).
+        dtype: As in transformers; "auto" is what the checkpoint was saved in.
+        gguf_file: The GGUF file within `path`, which is expanded to plain weights.
+        **kwargs: The method's options, and whatever else `from_pretrained` takes (`max_memory`,
+            `revision`, `attn_implementation`, ...).
+
+    Returns:
+        The patched model, in evaluation mode.
+
+    Raises:
+        ValueError: No such model, a damaged one, or a request that cannot be met.
+    """
+    options, kwargs = _split(method, kwargs)
+    sidecar = read_sidecar(path)
+    recorded: dict[str, Any] = {}
+    if method is None:
+        if sidecar is None:
+            raise ValueError(
+                f"name a method (rope_patch.methods() lists them): {path} has no {SIDECAR} that "
+                "records one"
+            )
+        if factor is not None or length is not None:
+            raise ValueError("factor and length go with a method: name one, or leave all three out")
+        method, recorded = sidecar["method"], dict(sidecar["options"])
+        factor, length = recorded.pop("factor"), None
+        trained_length, layer_types = sidecar["trained_length"], sidecar["layer_types"]
+    request = {
+        "method": method,
+        "factor": factor,
+        "length": length,
+        "trained_length": trained_length,
+        "layer_types": layer_types,
+        "kernels": kernels,
+        **recorded,
+        **options,
+    }
+    config = read_config(path, gguf_file=gguf_file, **kwargs)
+    if sidecar is not None:
+        text = config.get_text_config(decoder=True)
+        for name, value in sidecar["original"].items():
+            setattr(text, name, value)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    check(empty, **request)
+    model = read_model(
+        path, config=config, device_map=device_map, dtype=dtype, gguf_file=gguf_file, **kwargs
+    )
+    patch(model, **request)
+    return model
+
+
+def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Reads a model's config.
+
+    Raises:
+        ValueError: There is none: says where was looked and what to do.
+    """
+    _require_folder(path, kwargs.get("gguf_file"))
+    try:
+        kwargs.pop("max_memory", None)
+        return AutoConfig.from_pretrained(path, **kwargs)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(path, error) from error
+
+
+def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Reads a model without patching it.
+
+    Args:
+        path: A folder, or a model's name on the Hub.
+        **kwargs: What `from_pretrained` takes.
+
+    Raises:
+        ValueError: There is none, or it is damaged.
+    """
+    gguf_file = kwargs.get("gguf_file")
+    _require_folder(path, gguf_file)
+    if gguf_file is None:
+        _require_whole_shards(Path(path))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _cannot_load(path, error) from error
+    # A GGUF's weights are dense once read, yet transformers still calls them quantized and refuses
+    # to save or train them.
+    if gguf_file is not None and (quantizer := getattr(model, "hf_quantizer", None)):
+        quantizer.remove_quantization_config(model)
+    return model.eval()
+
+
+def _split(method: str | None, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts the method's options (and what looks like a misspelt one) from the loader's."""
+    cls = registered().get(method or "")
+    known = list(cls.__dataclass_fields__) if cls else []
+    options = {
+        key: value
+        for key, value in kwargs.items()
+        if key in known or get_close_matches(key, known, n=1, cutoff=0.8)
+    }
+    return options, {key: value for key, value in kwargs.items() if key not in options}
+
+
+def _require_folder(path: str | os.PathLike[str], gguf_file: str | None) -> None:
+    """Refuses what looks like a folder and is not one that holds a model."""
+    folder = Path(path)
+    if not folder.exists():
+        if folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1:
+            raise ValueError(f"no such folder: {path}")
+        return
+    if not folder.is_dir():
+        raise ValueError(
+            f"{path} is a file: expected the folder it is in"
+            + (f", with gguf_file={folder.name!r}" if folder.suffix == ".gguf" else "")
+        )
+    needed = gguf_file or "config.json"
+    if not (folder / needed).is_file():
+        there = sorted(p.name for p in folder.iterdir())[:5]
+        raise ValueError(
+            f"{path} holds no {needed}: expected a model's folder, found "
+            f"{', '.join(there) or 'nothing'}"
+        )
+
+
+def _require_whole_shards(folder: Path) -> None:
+    """Refuses a folder whose safetensors are missing or cut short, before anything is read."""
+    if not folder.is_dir():
+        return
+    index = folder / "model.safetensors.index.json"
+    shards = [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
+    if not shards and index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = [folder / name for name in names]
+        if missing := [shard.name for shard in shards if not shard.is_file()]:
+            raise ValueError(
+                f"{folder} is incomplete: {len(missing)} of {len(shards)} shards are missing "
+                f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); download them "
+                "again"
+            )
+    for shard in shards:
+        try:
+            with safe_open(shard, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{shard} is cut short or damaged ({error}); download it again"
+            ) from error
+
+
+def _cannot_load(path: str | os.PathLike[str], error: Exception) -> ValueError:
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Path(path).is_dir():
+        return ValueError(f"cannot load {path}: {said}")
+    return ValueError(
+        f"cannot load {str(path)!r}: there is no such folder, and the Hugging Face Hub did not "
+        f"give a model of that name ({said}); check the name, the network and HF_HUB_OFFLINE, or "
+        "give a local folder"
+    )

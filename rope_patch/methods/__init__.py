@@ -1,0 +1,68 @@
+"""The methods, one file each. Importing this package registers them, in the order users see."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods.base import Frequencies, Method
+from rope_patch.methods.registry import build, registered
+
+__all__ = ["Frequencies", "Method", "build", "frequencies", "methods", "registered"]
+
+for _file in (
+    "default",
+    "linear",
+    "ntk",
+    "ntk_by_parts",
+    "yarn",
+    "llama3",
+    "abf",
+    "longrope",
+    "proportional",
+):
+    import_module(f"rope_patch.methods.{_file}")
+
+
+def methods() -> dict[str, str]:
+    """Names and one-line descriptions of all methods, in a stable order."""
+    return {name: (cls.__doc__ or "").splitlines()[0] for name, cls in registered().items()}
+
+
+def frequencies(
+    method: str,
+    *,
+    head_dim: int,
+    theta: float,
+    trained_length: int,
+    factor: float = 1.0,
+    seq_len: int | None = None,
+    rotary_dim: int | None = None,
+    **options: Any,
+) -> Frequencies:
+    """Computes a method's rotation without any model.
+
+    Args:
+        method: A name from `methods()`.
+        head_dim: Size of one attention head (D).
+        theta: Rope base.
+        trained_length: Tokens the model saw at once in pretraining.
+        factor: Target length / trained length.
+        seq_len: Tokens in the sequence, for methods that depend on it; None means the target.
+        rotary_dim: Dimensions that rotate (R), if not the whole head.
+        **options: The method's own.
+
+    Returns:
+        `.inv_freq`, radians per token, float64, `[R / 2]`, and `.attention_factor`.
+
+    Raises:
+        ValueError: Unknown method or option, or a value out of range.
+    """
+    geometry = Geometry(
+        head_dim=head_dim,
+        theta=theta,
+        trained_length=trained_length,
+        rotary_dim=rotary_dim or head_dim,
+    )
+    return build(method, factor=factor, **options).frequencies(geometry, seq_len)

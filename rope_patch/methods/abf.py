@@ -1,0 +1,54 @@
+"""Adjusted base frequency (Xiong et al. 2023, arXiv:2309.16039): pretrain on with a larger theta.
+
+Where no base is given it is the critical base of Liu et al. (arXiv:2310.05209, theorem 2): the pair
+whose first turn took the trained length takes the target length afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods.base import Frequencies, Method, option, require_number
+from rope_patch.methods.registry import register
+
+
+@register("abf", paper="ABF, arXiv:2309.16039; base from arXiv:2310.05209", training="fine-tune")
+@dataclass(frozen=True, kw_only=True)
+class ABF(Method):
+    """Adjusted base frequency: a larger theta, given or derived from the target length."""
+
+    new_theta: float | None = option(
+        "the new rope base; derived from the target length unless given", default=None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.new_theta is not None:
+            require_number("new_theta", self.new_theta)
+            if self.new_theta <= 1:
+                raise ValueError(f"new_theta must be above 1, got {self.new_theta}")
+
+    def theta(self, geometry: Geometry) -> float:
+        """The base that the scaled rotation has.
+
+        Raises:
+            ValueError: The trained length is too short to derive one from.
+        """
+        if self.new_theta is not None:
+            return float(self.new_theta)
+        trained = geometry.trained_length / (2 * math.pi)
+        if trained <= 1:
+            raise ValueError(
+                f"a trained_length of {geometry.trained_length} tokens is less than one turn of "
+                "the fastest pair, too short to derive a base from; pass new_theta=..."
+            )
+        return geometry.theta ** (math.log(trained * self.factor) / math.log(trained))
+
+    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+        return Frequencies(geometry.inv_freq(self.theta(geometry)))
+
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.theta(geometry)}

@@ -1,0 +1,124 @@
+"""What every method is: frozen options, and a pure function from geometry to frequencies."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from numbers import Real
+from typing import Any, ClassVar
+
+import torch
+
+from rope_patch.geometry import Geometry
+
+
+@dataclass(frozen=True, eq=False)
+class Frequencies:
+    """The rotation that a method asks for.
+
+    Attributes:
+        inv_freq: Radians per token of each pair, float64, `[R / 2]`.
+        attention_factor: Multiplier of cos and sin; attention logits get its square.
+    """
+
+    inv_freq: torch.Tensor
+    attention_factor: float = 1.0
+
+    def same_as(self, other: Frequencies) -> bool:
+        """Whether both rotate alike in float32, the precision in which models rotate."""
+        return self.attention_factor == other.attention_factor and torch.equal(
+            self.inv_freq.float(), other.inv_freq.float()
+        )
+
+    def close_to(self, other: Frequencies) -> bool:
+        """Whether they differ no more than by float32 rounding in how they were computed."""
+        return abs(self.attention_factor - other.attention_factor) < 1e-6 and torch.allclose(
+            self.inv_freq.double(), other.inv_freq.double(), rtol=2e-6, atol=0
+        )
+
+
+def option(help: str, **kwargs: Any) -> Any:
+    """A dataclass field whose help text the command line shows."""
+    return field(metadata={"help": help}, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """How frequencies stretch. Knows no model: geometry in, frequencies out.
+
+    Subclasses add their options as fields and say where they come from.
+
+    Attributes:
+        factor: Target length / trained length.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    training: ClassVar[str]
+
+    factor: float = option("target length / trained length", default=1.0)
+
+    def __post_init__(self) -> None:
+        require_number("factor", self.factor)
+        if self.factor < 1:
+            raise ValueError(
+                f"factor must be at least 1 (target length / trained length), got {self.factor}: "
+                "a method extends a context, it does not shorten one"
+            )
+
+    @abstractmethod
+    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+        """Computes the rotation for one kind of layer.
+
+        Args:
+            geometry: The unextended rotation.
+            seq_len: Tokens in the sequence, for methods that depend on it; None means the whole
+                target length, `factor * trained_length`.
+
+        Returns:
+            Frequencies in float64.
+        """
+
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        """Spells the method as a transformers `rope_parameters` dict that rotates the same.
+
+        Methods without a spelling of their own are written as `longrope` with explicit factors.
+        """
+        frequencies = self.frequencies(geometry)
+        stretch = (geometry.inv_freq() / frequencies.inv_freq).tolist()
+        return {
+            "rope_type": "longrope",
+            "factor": float(self.factor),
+            "long_factor": stretch,
+            "short_factor": stretch,
+            "attention_factor": float(frequencies.attention_factor),
+            **origin(geometry),
+        }
+
+    def options(self) -> dict[str, Any]:
+        """The options as plain data, `factor` included."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    def __str__(self) -> str:
+        return f"{self.name} ×{self.factor:g}"
+
+
+def origin(geometry: Geometry) -> dict[str, Any]:
+    """The entries of `rope_parameters` that tell where an extension starts from."""
+    return {
+        "rope_theta": geometry.theta,
+        "original_max_position_embeddings": geometry.trained_length,
+    }
+
+
+def require_number(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError unless `value` is a finite real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

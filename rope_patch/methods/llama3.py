@@ -1,0 +1,52 @@
+"""The rotation of Llama 3.1 (arXiv:2407.21783; formula in Meta's reference code).
+
+Pairs with wavelengths under trained_length / high_freq_factor are kept, those over trained_length /
+low_freq_factor are interpolated, and between them the share is linear in the number of turns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods.base import Frequencies, Method, option, origin, require_number
+from rope_patch.methods.registry import register
+
+
+@register("llama3", paper="Llama 3.1, arXiv:2407.21783", training="better with")
+@dataclass(frozen=True, kw_only=True)
+class Llama3(Method):
+    """Llama 3.1's: like NTK-by-parts, with the ramp over turns and no attention factor."""
+
+    low_freq_factor: float = option(
+        "pairs that turn less often are fully interpolated", default=1.0
+    )
+    high_freq_factor: float = option("pairs that turn more often are kept", default=4.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number("low_freq_factor", self.low_freq_factor)
+        require_number("high_freq_factor", self.high_freq_factor)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "low_freq_factor must be above 0 and below high_freq_factor, got "
+                f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}"
+            )
+
+    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+        inv_freq = geometry.inv_freq()
+        turns = geometry.trained_length * inv_freq / (2 * math.pi)
+        span = self.high_freq_factor - self.low_freq_factor
+        kept = ((turns - self.low_freq_factor) / span).clamp(0, 1)
+        return Frequencies(inv_freq * kept + inv_freq / self.factor * (1 - kept))
+
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "factor": float(self.factor),
+            "low_freq_factor": float(self.low_freq_factor),
+            "high_freq_factor": float(self.high_freq_factor),
+            **origin(geometry),
+        }

@@ -1,0 +1,90 @@
+"""LongRoPE (Ding et al. 2024, arXiv:2402.13753): one searched stretch for every pair.
+
+Sequences up to the trained length use the short factors, longer ones the long factors. cos and sin
+are multiplied by sqrt(1 + ln(factor) / ln(trained_length)) for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods.base import Frequencies, Method, option, origin, require_number
+from rope_patch.methods.registry import register
+
+
+@register("longrope", paper="LongRoPE, arXiv:2402.13753", training="better with")
+@dataclass(frozen=True, kw_only=True)
+class LongRoPE(Method):
+    """LongRoPE with given factors: each pair stretched by its own searched number."""
+
+    long_factor: Sequence[float] = option(
+        "stretch of each pair beyond the trained length, R / 2 numbers"
+    )
+    short_factor: Sequence[float] | None = option(
+        "stretch of each pair up to the trained length; none unless given", default=None
+    )
+    attention_factor: float | None = option(
+        "multiplier of cos and sin; sqrt(1 + ln(factor) / ln(trained_length)) unless given",
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("long_factor", "short_factor"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _stretches(name, value))
+        if self.attention_factor is not None:
+            require_number("attention_factor", self.attention_factor)
+            if self.attention_factor <= 0:
+                raise ValueError(f"attention_factor must be above 0, got {self.attention_factor}")
+
+    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+        is_long = seq_len is None or seq_len > geometry.trained_length
+        stretch = self._fitting("long_factor" if is_long else "short_factor", geometry)
+        return Frequencies(
+            geometry.inv_freq() / torch.tensor(stretch, dtype=torch.float64, device="cpu"),
+            self._cos_sin_factor(geometry),
+        )
+
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        return {
+            "rope_type": "longrope",
+            "factor": float(self.factor),
+            "long_factor": list(self._fitting("long_factor", geometry)),
+            "short_factor": list(self._fitting("short_factor", geometry)),
+            "attention_factor": self._cos_sin_factor(geometry),
+            **origin(geometry),
+        }
+
+    def _fitting(self, name: str, geometry: Geometry) -> Sequence[float]:
+        pairs = geometry.rotary_dim // 2
+        stretch = getattr(self, name)
+        if stretch is None:
+            return (1.0,) * pairs
+        if len(stretch) != pairs:
+            raise ValueError(
+                f"{name} must have one number for each of the {pairs} rotated pairs, got "
+                f"{len(stretch)}"
+            )
+        return stretch
+
+    def _cos_sin_factor(self, geometry: Geometry) -> float:
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        return math.sqrt(1 + math.log(self.factor) / math.log(geometry.trained_length))
+
+
+def _stretches(name: str, value: Any) -> tuple[float, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a list of numbers, got {value!r}")
+    for number in value:
+        require_number(name, number)
+        if number <= 0:
+            raise ValueError(f"{name} must hold numbers above 0, got {number}")
+    return tuple(float(number) for number in value)

@@ -1,0 +1,68 @@
+"""Names to methods. Each method's file registers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from rope_patch.methods.base import Method
+
+_REGISTRY: dict[str, type[Method]] = {}
+_M = TypeVar("_M", bound=type[Method])
+
+
+def register(name: str, *, paper: str, training: str) -> Callable[[_M], _M]:
+    """Class decorator that puts a method under `name`.
+
+    Args:
+        name: What users write.
+        paper: Where the formula comes from.
+        training: What the method needs to work well: fine-tuning, or none.
+    """
+
+    def decorate(cls: _M) -> _M:
+        if name in _REGISTRY:
+            raise ValueError(f"method {name!r} is registered twice")
+        cls.name, cls.paper, cls.training = name, paper, training
+        _REGISTRY[name] = cls
+        return cls
+
+    return decorate
+
+
+def registered() -> dict[str, type[Method]]:
+    """All methods by name, in order of registration."""
+    return dict(_REGISTRY)
+
+
+def build(name: str, **options: Any) -> Method:
+    """Makes a method from its name and options.
+
+    Raises:
+        ValueError: Unknown name or option (with the closest match), or one that is missing.
+        TypeError: A value of the wrong type.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(
+            f"unknown method {name!r}{_did_you_mean(name, _REGISTRY)}; "
+            f"expected one of: {', '.join(_REGISTRY)}"
+        )
+    cls = _REGISTRY[name]
+    known = {f.name: f for f in fields(cls)}
+    for key in options:
+        if key not in known:
+            raise ValueError(
+                f"method {name!r} has no option {key!r}{_did_you_mean(key, known)}; "
+                f"its options are: {', '.join(known)}"
+            )
+    for key, f in known.items():
+        if f.default is MISSING and key not in options:
+            raise ValueError(f"method {name!r} needs the option {key!r}: {f.metadata['help']}")
+    return cls(**options)
+
+
+def _did_you_mean(word: str, known: Any) -> str:
+    close = get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

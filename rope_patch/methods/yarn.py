@@ -1,0 +1,43 @@
+"""YaRN (Peng et al. 2023, arXiv:2309.00071): NTK-by-parts with a warmer attention.
+
+cos and sin are multiplied by 0.1 ln(factor) + 1 (section 3.4), so attention logits get its square.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rope_patch.methods.base import option, require_number
+from rope_patch.methods.ntk_by_parts import NTKByParts, attention_law
+from rope_patch.methods.registry import register
+
+
+@register("yarn", paper="YaRN, arXiv:2309.00071", training="better with")
+@dataclass(frozen=True, kw_only=True)
+class YaRN(NTKByParts):
+    """YaRN: fast pairs kept, slow ones interpolated, attention sharpened by its factor."""
+
+    attention_factor: float | None = option(
+        "multiplier of cos and sin; 0.1 ln(factor) + 1 unless given", default=None
+    )
+    mscale: float | None = option(
+        "with mscale_all_dim: attention_factor is the ratio of both laws (DeepSeek)", default=None
+    )
+    mscale_all_dim: float | None = option("see mscale", default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if (value := getattr(self, name)) is not None:
+                require_number(name, value)
+        if self.attention_factor is not None and self.attention_factor <= 0:
+            raise ValueError(f"attention_factor must be above 0, got {self.attention_factor}")
+
+    def cos_sin_factor(self) -> float:
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        if self.mscale and self.mscale_all_dim:  # as in transformers: both, and neither of them 0
+            return attention_law(self.factor, self.mscale) / attention_law(
+                self.factor, self.mscale_all_dim
+            )
+        return attention_law(self.factor)

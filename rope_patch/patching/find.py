@@ -1,0 +1,71 @@
+"""Where a live model's rotations are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """A module that turns positions into cos and sin, for one or several layer types.
+
+    Attributes:
+        module: The rotary module.
+        prefixes: What precedes `inv_freq` and `attention_scaling` in the module's attributes, for
+            each of its layer types; a module for all layers alike has {None: ""}.
+    """
+
+    module: nn.Module
+    prefixes: dict[str | None, str]
+
+
+def find_rotaries(model: nn.Module) -> list[Rotary]:
+    """Finds the rotary modules of a model's text decoder, in transformers 5's shape.
+
+    Raises:
+        TypeError: Not a torch module.
+        ValueError: There is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a transformers model, got {type(model).__name__}")
+    text_config = _text_config(model)
+    rotaries = [
+        Rotary(module, prefixes)
+        for module in model.modules()
+        if isinstance(getattr(module, "config", None), text_config)
+        and (prefixes := _prefixes(module))
+    ]
+    if not rotaries:
+        raise ValueError(
+            f"no rotary embedding found in {type(model).__name__}: expected a decoder with RoPE "
+            "from transformers 5 (Llama, Qwen, Gemma, ...)"
+        )
+    return rotaries
+
+
+def _text_config(model: nn.Module) -> type:
+    """The config class of the text decoder, to tell its rotations from a vision tower's."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            return type(config.get_text_config(decoder=True))
+    raise ValueError(
+        f"{type(model).__name__} has no transformers config: expected a transformers model"
+    )
+
+
+def _prefixes(module: nn.Module) -> dict[str | None, str]:
+    rope_type: Any = getattr(module, "rope_type", None)
+    if isinstance(rope_type, dict):
+        names: dict[str | None, str] = {kind: f"{kind}_" for kind in rope_type}
+    else:
+        names = {None: ""}
+    return {
+        kind: prefix
+        for kind, prefix in names.items()
+        if f"{prefix}inv_freq" in module._buffers and hasattr(module, f"{prefix}attention_scaling")
+    }

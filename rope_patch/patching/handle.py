@@ -1,0 +1,237 @@
+"""patch() and the handle it returns."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.patching.configs import ConfigSwap
+from rope_patch.patching.find import Rotary, find_rotaries
+from rope_patch.patching.request import Plan, make_plan
+from rope_patch.patching.rotary import set_frequencies
+from rope_patch.patching.swap import Swaps
+
+logger = logging.getLogger("rope_patch")
+
+_KERNELS = ("auto", "hf")
+
+
+class Patch:
+    """A patched model's handle: what is in effect, and how to undo it.
+
+    Works as a context manager that undoes on exit, exception or not.
+
+    Attributes:
+        method: The method with its options.
+        trained_length: Tokens the model was trained on at once.
+        length: Tokens it is now meant for.
+        factor: length / trained_length.
+        geometries: The unextended rotation of each layer type that was changed (None: all layers).
+        frequencies: The rotation in effect at the target length, for the same layer types.
+        original_config: The text config of the unpatched model.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.method = plan.method
+        self.trained_length = plan.trained_length
+        self.length = plan.length
+        self.factor = plan.method.factor
+        self.geometries = plan.geometries
+        self.frequencies = plan.frequencies()
+        self.original_config = plan.config
+        self._unchanged = plan.unchanged
+        self._swaps = Swaps()
+        self._config: ConfigSwap | None = None
+
+    @property
+    def original(self) -> dict[str, Any]:
+        """What the config said before: `max_position_embeddings` and `rope_parameters`."""
+        names = ("max_position_embeddings", "rope_parameters")
+        return {name: getattr(self.original_config, name) for name in names}
+
+    @property
+    def active(self) -> bool:
+        """Whether the patch is in effect: neither undone nor replaced."""
+        return self._config is not None
+
+    def undo(self) -> None:
+        """Puts the model back, bit for bit; does nothing if the patch is not active."""
+        self._swaps.undo()
+        if self._config is not None:
+            self._config.undo()
+            self._config = None
+
+    def summary(self) -> str:
+        """What is in effect, a few lines to print."""
+        lines = [f"{self}" + ("" if self.active else " (undone)")]
+        for kind, geometry in self.geometries.items():
+            changed = self.frequencies[kind]
+            stretch = geometry.inv_freq() / changed.inv_freq
+            pairs = int((stretch != 1).sum())
+            slowest = "no longer rotates" if stretch.isinf().any() else f"×{stretch.max():.4g}"
+            lines.append(
+                f"  {kind or 'all layers'}: theta {geometry.theta:g}, {pairs} of {len(stretch)} "
+                f"pairs changed (slowest: {slowest}), "
+                f"attention factor {changed.attention_factor:.6g}"
+            )
+        lines += [f"  {kind}: unchanged" for kind in self._unchanged]
+        options = {
+            k: v for k, v in self.method.options().items() if k != "factor" and v is not None
+        }
+        if options:
+            lines.append("  options: " + ", ".join(f"{k}={_short(v)}" for k, v in options.items()))
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return f"{self.method}, {self.trained_length:,} → {self.length:,} tokens"
+
+    def __repr__(self) -> str:
+        return f"<rope_patch.Patch {self}{'' if self.active else ' (undone)'}>"
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def _apply(self, model: nn.Module, plan: Plan) -> None:
+        """Changes the model; leaves it as it was if anything goes wrong on the way."""
+        try:
+            short = plan.frequencies(plan.trained_length)
+            for rotary, before in plan.rotaries:
+                _report_cast(rotary)
+                set_frequencies(
+                    rotary, before, short, self.frequencies, plan.trained_length, self._swaps
+                )
+                self._swaps.set(rotary.module, "extra_repr", partial(str, str(self)))
+                self._swaps.set(rotary.module, "_rope_patch", self)
+            fields = {
+                "max_position_embeddings": plan.length,
+                "rope_parameters": plan.rope_parameters(),
+            }
+            self._config = ConfigSwap(model, type(plan.config), fields)
+        except BaseException:
+            self.undo()
+            raise
+
+
+def patch(
+    model: nn.Module,
+    method: str,
+    *,
+    factor: float | None = None,
+    length: int | None = None,
+    trained_length: int | None = None,
+    layer_types: list[str] | None = None,
+    kernels: str = "auto",
+    **options: Any,
+) -> Patch:
+    """Takes a live model to a longer context, in place.
+
+    A model that is patched already gets the new patch instead; undoing still returns to the
+    original.
+
+    Args:
+        model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
+        method: A name from `rope_patch.methods()`.
+        factor: Target length / trained length. Exactly one of `factor` and `length`.
+        length: Target length in tokens.
+        trained_length: Tokens of pretraining, if the config does not tell the truth about them.
+        layer_types: Which layers to change, where a model has several types; all but the
+            sliding-window ones unless given.
+        kernels: Who applies the rotation: "auto", or "hf" for transformers' own code.
+        **options: The method's options.
+
+    Returns:
+        The handle, with `.undo()`.
+
+    Raises:
+        ValueError: A request that cannot be met or would change nothing. The model is as before.
+        TypeError: A value of the wrong type. The model is as before.
+    """
+    plan = check(
+        model,
+        method,
+        factor=factor,
+        length=length,
+        trained_length=trained_length,
+        layer_types=layer_types,
+        kernels=kernels,
+        **options,
+    )
+    if standing := current(model):
+        standing.undo()
+    handle = Patch(plan)
+    handle._apply(model, plan)
+    logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
+    return handle
+
+
+def check(
+    model: nn.Module,
+    method: str,
+    *,
+    factor: float | None = None,
+    length: int | None = None,
+    trained_length: int | None = None,
+    layer_types: list[str] | None = None,
+    kernels: str = "auto",
+    **options: Any,
+) -> Plan:
+    """Raises whatever `patch` would raise for the same arguments; changes nothing."""
+    if kernels not in _KERNELS:
+        raise ValueError(f"kernels must be one of {', '.join(_KERNELS)}, got {kernels!r}")
+    rotaries = find_rotaries(model)
+    standing = current(model)
+    return make_plan(
+        rotaries,
+        standing.original_config if standing else rotaries[0].module.config,
+        method,
+        factor=factor,
+        length=length,
+        trained_length=trained_length,
+        layer_types=layer_types,
+        options=options,
+    )
+
+
+def current(model: nn.Module) -> Patch | None:
+    """The handle of the patch that is in effect on a model, or None."""
+    for module in model.modules():
+        if handle := vars(module).get("_rope_patch"):
+            return handle
+    return None
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undoes the patch that is in effect on a model.
+
+    Raises:
+        ValueError: There is none.
+    """
+    handle = current(model)
+    if handle is None:
+        raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
+    handle.undo()
+
+
+def _report_cast(rotary: Rotary) -> None:
+    for prefix in rotary.prefixes.values():
+        live = getattr(rotary.module, f"{prefix}inv_freq")
+        if live.dtype != torch.float32:
+            logger.warning(
+                "%sinv_freq of %s had been cast to %s, which rotates far positions wrongly; while "
+                "patched it is exact again. To keep it exact, load with dtype=... instead of "
+                "casting.",
+                prefix,
+                type(rotary.module).__name__,
+                str(live.dtype).removeprefix("torch."),
+            )
+
+
+def _short(value: Any) -> str:
+    return f"[{len(value)} numbers]" if isinstance(value, tuple | list) else str(value)

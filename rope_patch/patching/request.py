@@ -1,0 +1,163 @@
+"""From what a user asks for to a plan that is known to work; nothing is changed here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_patch.geometry import Geometry, by_layer_type, read_geometries, require_replaceable
+from rope_patch.methods import Frequencies, Method, build
+from rope_patch.methods.base import require_number
+from rope_patch.patching.find import Rotary
+from rope_patch.patching.rotary import unpatched
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A request that can be met.
+
+    Attributes:
+        method: The method with its options.
+        length: Target length in tokens.
+        geometries: The unextended rotation of each layer type that changes (None: all layers).
+        unchanged: The layer types that stay as they are.
+        config: The text config of the unpatched model.
+        rotaries: The modules to change, each with what it rotates by when unpatched.
+    """
+
+    method: Method
+    length: int
+    geometries: dict[str | None, Geometry]
+    unchanged: list[str]
+    config: Any
+    rotaries: list[tuple[Rotary, dict[str | None, Frequencies]]]
+
+    @property
+    def trained_length(self) -> int:
+        """Tokens the model was trained on at once."""
+        return next(iter(self.geometries.values())).trained_length
+
+    def frequencies(self, seq_len: int | None = None) -> dict[str | None, Frequencies]:
+        """What each layer type that changes will rotate by."""
+        return {kind: self.method.frequencies(g, seq_len) for kind, g in self.geometries.items()}
+
+    def rope_parameters(self) -> dict[str, Any]:
+        """The config's `rope_parameters` once the plan is carried out."""
+        standing = self.config.rope_parameters
+        spelled: dict[Any, dict[str, Any]] = {}
+        for kind, geometry in self.geometries.items():
+            spelled[kind] = self.method.rope_parameters(geometry)
+            # A partial rotation is part of the geometry, whatever the method.
+            if share := by_layer_type(standing)[kind].get("partial_rotary_factor"):
+                spelled[kind].setdefault("partial_rotary_factor", share)
+        return spelled.get(None) or {**standing, **spelled}
+
+
+def make_plan(
+    rotaries: list[Rotary],
+    config: Any,
+    method: str,
+    *,
+    factor: float | None,
+    length: int | None,
+    trained_length: int | None,
+    layer_types: list[str] | None,
+    options: dict[str, Any],
+) -> Plan:
+    """Checks a request against a model; see `patch` for the arguments.
+
+    Args:
+        rotaries: The model's rotary modules.
+        config: The text config of the unpatched model.
+
+    Raises:
+        ValueError: The request cannot be met, or would change nothing.
+        TypeError: A value of the wrong type.
+    """
+    if trained_length is not None:
+        require_number("trained_length", trained_length)
+    every = read_geometries(config, trained_length)
+    geometries = _select(every, layer_types, config)
+    for kind in geometries:
+        require_replaceable(
+            by_layer_type(config.rope_parameters)[kind], given_length=trained_length is not None
+        )
+    trained = next(iter(geometries.values())).trained_length
+    factor, length = _target(factor, length, trained)
+    plan = Plan(
+        method=build(method, factor=factor, **options),
+        length=length,
+        geometries=geometries,
+        unchanged=[str(kind) for kind in every if kind not in geometries],
+        config=config,
+        rotaries=[(rotary, unpatched(rotary, config)) for rotary in rotaries],
+    )
+    _require_understood(plan)
+    _require_change(plan)
+    return plan
+
+
+def _target(factor: float | None, length: int | None, trained: int) -> tuple[float, int]:
+    if (factor is None) == (length is None):
+        got = "neither" if factor is None else f"factor={factor} and length={length}"
+        raise ValueError(
+            f"expected exactly one of factor and length, got {got}; for example factor=4, or "
+            f"length={4 * trained}"
+        )
+    if factor is not None:
+        require_number("factor", factor)
+        return float(factor), round(factor * trained)
+    require_number("length", length)
+    assert length is not None
+    if length < trained:
+        raise ValueError(
+            f"length must be at least the trained length, {trained:,} tokens, got {length:,}"
+        )
+    return length / trained, int(length)
+
+
+def _select(
+    geometries: dict[str | None, Geometry], layer_types: list[str] | None, config: Any
+) -> dict[str | None, Geometry]:
+    known = [kind for kind in geometries if kind is not None]
+    if layer_types is None:
+        # Layers that only see a window never meet a distance that they were not trained on.
+        far = [kind for kind in known if "sliding" not in kind and "chunked" not in kind]
+        return {kind: geometries[kind] for kind in far or geometries}
+    if not layer_types or not set(layer_types) <= set(known):
+        has = f"has the layer types {', '.join(known)}" if known else "rotates all layers alike"
+        raise ValueError(
+            f"layer_types={layer_types!r} does not fit: {type(config).__name__} {has}"
+            + ("" if known else "; leave layer_types out")
+        )
+    return {kind: geometries[kind] for kind in layer_types}
+
+
+def _require_understood(plan: Plan) -> None:
+    """Refuses an architecture whose plain rotation is not the one that its config describes."""
+    for rotary, before in plan.rotaries:
+        for kind in before.keys() & plan.geometries.keys():
+            parameters = by_layer_type(plan.config.rope_parameters)[kind]
+            if parameters.get("rope_type", "default") != "default":
+                continue
+            geometry = plan.geometries[kind]
+            expected, got = geometry.inv_freq(), before[kind].inv_freq
+            if expected.shape != got.shape or not torch.allclose(expected, got, rtol=1e-5, atol=0):
+                raise ValueError(
+                    f"{type(rotary.module).__name__} does not rotate as its config says: expected "
+                    f"{geometry.rotary_dim} dimensions with theta {geometry.theta:g}; this "
+                    "architecture is not supported yet"
+                )
+
+
+def _require_change(plan: Plan) -> None:
+    for seq_len in (None, plan.trained_length):
+        for kind, after in plan.frequencies(seq_len).items():
+            if any(kind in b and not b[kind].close_to(after) for _, b in plan.rotaries):
+                return
+    raise ValueError(
+        f"{plan.method} would change nothing: the model already rotates that way; expected a "
+        "method and a factor that change at least one frequency"
+    )

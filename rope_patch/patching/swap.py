@@ -1,0 +1,63 @@
+"""Set attributes of live objects, remember what they were, put everything back in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ABSENT:
+    """Stands for "the object had no such attribute of its own"; a class, so that copies keep it."""
+
+
+class Swaps:
+    """A list of changes that can be undone.
+
+    Everything it holds is copied and pickled along with the model that holds it, so a deep copy of
+    a patched model carries a record about itself.
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[Any, str, Any]] = []
+        self._hooks: list[Any] = []
+
+    def set(self, owner: Any, attribute: str, value: Any, *, old: Any = None) -> None:
+        """Sets an attribute of the instance, buffers of modules included.
+
+        Args:
+            owner: The object to change.
+            attribute: Its attribute, which may be new or shadow one of the class.
+            value: The new value.
+            old: What to put back, if not the value that stands there now.
+        """
+        standing = _own(owner, attribute)
+        setattr(owner, attribute, value)
+        self._changes.append((owner, attribute, standing if old is None else old))
+
+    def hook(self, module: nn.Module, before: Callable[..., None]) -> None:
+        """Runs `before(module, args, kwargs)` ahead of each of the module's forward calls."""
+        self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+
+    def undo(self) -> None:
+        """Puts everything back, the latest change first. Calling it again does nothing."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        while self._changes:
+            owner, attribute, old = self._changes.pop()
+            if old is ABSENT:
+                if _own(owner, attribute) is not ABSENT:
+                    delattr(owner, attribute)
+                continue
+            if isinstance(old, torch.Tensor):  # the model may have moved meanwhile
+                old = old.to(_own(owner, attribute).device)
+            setattr(owner, attribute, old)
+
+
+def _own(owner: Any, attribute: str) -> Any:
+    """The instance's own attribute, or ABSENT if only its class has it."""
+    if isinstance(owner, nn.Module) and attribute in owner._buffers:
+        return owner._buffers[attribute]
+    return vars(owner).get(attribute, ABSENT)
