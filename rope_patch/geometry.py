@@ -80,14 +80,22 @@ def read_geometries(config: Any, trained_length: int | None = None) -> dict[str 
             f"{type(config).__name__} has no rope_parameters: expected a decoder with rotary "
             "position embeddings (Llama, Qwen, Gemma, ...)"
         )
-    head_dim = getattr(config, "head_dim", None)
+    try:
+        head_dim = getattr(config, "head_dim", None)
+    except RuntimeError as error:  # transformers will not say one size for all layers (Gemma 4)
+        raise ValueError(
+            f"the layers of {type(config).__name__} have heads of different sizes, which is not "
+            "supported yet"
+        ) from error
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     geometries = {}
     for layer_type, spelled in by_layer_type(parameters).items():
         geometries[layer_type] = Geometry(
             head_dim=head_dim,
             theta=float(spelled["rope_theta"]),
-            trained_length=trained_length or _trained_length(config, spelled),
+            trained_length=_trained_length(config, spelled)
+            if trained_length is None
+            else trained_length,
             rotary_dim=int(head_dim * (spelled.get("partial_rotary_factor") or 1.0)),
             layer_type=layer_type,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.methods import registered
 from rope_patch.patching import check, patch
@@ -58,19 +58,23 @@ def load(
     Raises:
         ValueError: No such model, a damaged one, or a request that cannot be met.
     """
-    options, kwargs = _split(method, kwargs)
     sidecar = read_sidecar(path)
-    recorded: dict[str, Any] = {}
+    options, kwargs = _split(method or (sidecar or {}).get("method"), kwargs)
     if method is None:
         if sidecar is None:
             raise ValueError(
                 f"name a method (rope_patch.methods() lists them): {path} has no {SIDECAR} that "
                 "records one"
             )
-        if factor is not None or length is not None:
-            raise ValueError("factor and length go with a method: name one, or leave all three out")
-        method, recorded = sidecar["method"], dict(sidecar["options"])
-        factor, length = recorded.pop("factor"), None
+        asked = {"factor": factor, "length": length, **options}
+        given = [name for name, value in asked.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} goes with a method: name it too, or leave all out to get what "
+                f"{SIDECAR} records"
+            )
+        method, options = sidecar["method"], dict(sidecar["options"])
+        factor = options.pop("factor")
         trained_length, layer_types = sidecar["trained_length"], sidecar["layer_types"]
     request = {
         "method": method,
@@ -79,17 +83,13 @@ def load(
         "trained_length": trained_length,
         "layer_types": layer_types,
         "kernels": kernels,
-        **recorded,
         **options,
     }
-    config = read_config(path, gguf_file=gguf_file, **kwargs)
-    if sidecar is not None:
-        text = config.get_text_config(decoder=True)
-        for name, value in sidecar["original"].items():
-            setattr(text, name, value)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    check(empty, **request)
+    if sidecar is None:
+        config = read_config(path, gguf_file=gguf_file, **kwargs)
+    else:
+        config = _original_config(Path(path), sidecar)
+    check(empty_model(path, config), **request)
     model = read_model(
         path, config=config, device_map=device_map, dtype=dtype, gguf_file=gguf_file, **kwargs
     )
@@ -107,7 +107,38 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     try:
         kwargs.pop("max_memory", None)
         return AutoConfig.from_pretrained(path, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(path, error) from error
+
+
+def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None) -> Any:
+    """Reads a model's tokenizer.
+
+    Raises:
+        ValueError: There is none.
+    """
+    _require_folder(path, gguf_file)
+    extra = {} if gguf_file is None else {"gguf_file": gguf_file}
+    try:
+        return AutoTokenizer.from_pretrained(path, **extra)
     except (OSError, ValueError) as error:
+        raise _cannot_load(path, error, what="the tokenizer of ") from error
+
+
+def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
+    """A model without weights, to check requests on: everything is on the meta device.
+
+    Args:
+        path: Where the config comes from, for the error.
+        config: Any causal language model's.
+
+    Raises:
+        ValueError: It is another kind of model's.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except ValueError as error:
         raise _cannot_load(path, error) from error
 
 
@@ -134,6 +165,20 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     if gguf_file is not None and (quantizer := getattr(model, "hf_quantizer", None)):
         quantizer.remove_quantization_config(model)
     return model.eval()
+
+
+def _original_config(folder: Path, sidecar: dict[str, Any]) -> Any:
+    """The config that a saved folder's model had before it was patched.
+
+    Put together before transformers reads it: not every version can read every scaling.
+    """
+    _require_folder(folder, None)
+    try:
+        said = json.loads((folder / "config.json").read_text())
+        said.get("text_config", said).update(sidecar["original"])
+        return AutoConfig.for_model(**said)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _cannot_load(folder, error) from error
 
 
 def _split(method: str | None, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,7 +221,10 @@ def _require_whole_shards(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     shards = [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
     if not shards and index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged ({error}); download it again") from error
         shards = [folder / name for name in names]
         if missing := [shard.name for shard in shards if not shard.is_file()]:
             raise ValueError(
@@ -194,12 +242,12 @@ def _require_whole_shards(folder: Path) -> None:
             ) from error
 
 
-def _cannot_load(path: str | os.PathLike[str], error: Exception) -> ValueError:
+def _cannot_load(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if Path(path).is_dir():
-        return ValueError(f"cannot load {path}: {said}")
+        return ValueError(f"cannot load {what}{path}: {said}")
     return ValueError(
-        f"cannot load {str(path)!r}: there is no such folder, and the Hugging Face Hub did not "
-        f"give a model of that name ({said}); check the name, the network and HF_HUB_OFFLINE, or "
-        "give a local folder"
+        f"cannot load {what}{str(path)!r}: there is no such folder, and the Hugging Face Hub did "
+        f"not give a model of that name ({said}); check the name, the network and "
+        "HF_HUB_OFFLINE, or give a local folder"
     )

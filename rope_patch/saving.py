@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,12 @@ from transformers import AutoConfig
 from rope_patch.patching import Patch, current
 from rope_patch.patching.find import find_rotaries
 from rope_patch.patching.rotary import unpatched
+from rope_patch.versions import version
 
 logger = logging.getLogger("rope_patch")
 
 SIDECAR = "rope_patch.json"
+_NEEDED = {"method", "options", "trained_length", "layer_types", "original"}
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -74,9 +75,9 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     try:
         sidecar = json.loads(path.read_text())
-        if missing := {"method", "options", "original", "length"} - sidecar.keys():
+        if missing := _NEEDED - dict(sidecar).keys():
             raise ValueError(f"no {', '.join(sorted(missing))}")
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): save the model again") from error
     return sidecar
 

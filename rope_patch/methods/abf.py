@@ -15,7 +15,7 @@ from rope_patch.methods.base import Frequencies, Method, option, require_number
 from rope_patch.methods.registry import register
 
 
-@register("abf", paper="ABF, arXiv:2309.16039; base from arXiv:2310.05209", training="fine-tune")
+@register("abf", paper="ABF, arXiv:2309.16039; base from arXiv:2310.05209", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class ABF(Method):
     """Adjusted base frequency: a larger theta, given or derived from the target length."""
@@ -35,9 +35,15 @@ class ABF(Method):
         """The base that the scaled rotation has.
 
         Raises:
-            ValueError: The trained length is too short to derive one from.
+            ValueError: The given base is smaller than the model's, or the trained length too short
+                to derive one from.
         """
         if self.new_theta is not None:
+            if self.new_theta < geometry.theta:
+                raise ValueError(
+                    f"new_theta must be above the model's own theta, {geometry.theta:g}, got "
+                    f"{self.new_theta:g}: a smaller base shortens the reach"
+                )
             return float(self.new_theta)
         trained = geometry.trained_length / (2 * math.pi)
         if trained <= 1:

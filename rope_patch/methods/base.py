@@ -33,8 +33,10 @@ class Frequencies:
 
     def close_to(self, other: Frequencies) -> bool:
         """Whether they differ no more than by float32 rounding in how they were computed."""
-        return abs(self.attention_factor - other.attention_factor) < 1e-6 and torch.allclose(
-            self.inv_freq.double(), other.inv_freq.double(), rtol=2e-6, atol=0
+        return (
+            self.inv_freq.shape == other.inv_freq.shape
+            and abs(self.attention_factor - other.attention_factor) < 1e-6
+            and torch.allclose(self.inv_freq.double(), other.inv_freq.double(), rtol=2e-6, atol=0)
         )
 
 
@@ -118,6 +120,13 @@ def require_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value!r}")
+
+
+def require_tokens(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError unless `value` is a whole number of at least 1."""
+    require_number(name, value)
+    if value < 1 or value != int(value):
+        raise ValueError(f"{name} must be a whole number of tokens, at least 1, got {value!r}")
 
 
 def _plain(value: Any) -> Any:

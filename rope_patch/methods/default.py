@@ -10,7 +10,7 @@ from rope_patch.methods.base import Frequencies, Method
 from rope_patch.methods.registry import register
 
 
-@register("default", paper="RoFormer, arXiv:2104.09864", training="none")
+@register("default", paper="RoFormer, arXiv:2104.09864", training="not needed")
 @dataclass(frozen=True, kw_only=True)
 class Default(Method):
     """Plain RoPE, the baseline: no frequency changes."""

@@ -10,7 +10,7 @@ from rope_patch.methods.base import Frequencies, Method
 from rope_patch.methods.registry import register
 
 
-@register("linear", paper="Position Interpolation, arXiv:2306.15595", training="fine-tune")
+@register("linear", paper="Position Interpolation, arXiv:2306.15595", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class Linear(Method):
     """Position interpolation: every frequency divided by the factor; costs short context."""

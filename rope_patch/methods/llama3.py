@@ -15,7 +15,7 @@ from rope_patch.methods.base import Frequencies, Method, option, origin, require
 from rope_patch.methods.registry import register
 
 
-@register("llama3", paper="Llama 3.1, arXiv:2407.21783", training="better with")
+@register("llama3", paper="Llama 3.1, arXiv:2407.21783", training="not needed, but helps")
 @dataclass(frozen=True, kw_only=True)
 class Llama3(Method):
     """Llama 3.1's: like NTK-by-parts, with the ramp over turns and no attention factor."""

@@ -18,7 +18,7 @@ from rope_patch.methods.base import Frequencies, Method, option, origin, require
 from rope_patch.methods.registry import register
 
 
-@register("longrope", paper="LongRoPE, arXiv:2402.13753", training="better with")
+@register("longrope", paper="LongRoPE, arXiv:2402.13753", training="not needed, but helps")
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(Method):
     """LongRoPE with given factors: each pair stretched by its own searched number."""

@@ -14,7 +14,9 @@ from rope_patch.methods.base import Frequencies, Method
 from rope_patch.methods.registry import register
 
 
-@register("ntk", paper="NTK-aware, arXiv:2309.00071 section 3.1", training="none for small factors")
+@register(
+    "ntk", paper="NTK-aware, arXiv:2309.00071 section 3.1", training="not needed for small factors"
+)
 @dataclass(frozen=True, kw_only=True)
 class NTK(Method):
     """NTK-aware: a larger base, so that slow pairs stretch by the factor and fast ones hardly."""

@@ -18,7 +18,9 @@ from rope_patch.methods.registry import register
 
 
 @register(
-    "ntk-by-parts", paper="NTK-by-parts, arXiv:2309.00071 section 3.2", training="better with"
+    "ntk-by-parts",
+    paper="NTK-by-parts, arXiv:2309.00071 section 3.2",
+    training="not needed, but helps",
 )
 @dataclass(frozen=True, kw_only=True)
 class NTKByParts(Method):
@@ -34,6 +36,8 @@ class NTKByParts(Method):
         super().__post_init__()
         require_number("beta_fast", self.beta_fast)
         require_number("beta_slow", self.beta_slow)
+        if not isinstance(self.truncate, bool):
+            raise TypeError(f"truncate must be True or False, got {self.truncate!r}")
         if not 0 < self.beta_slow < self.beta_fast:
             raise ValueError(
                 "beta_slow must be above 0 and below beta_fast, got "

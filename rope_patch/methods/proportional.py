@@ -13,7 +13,7 @@ from rope_patch.methods.base import Frequencies, Method, option, require_number
 from rope_patch.methods.registry import register
 
 
-@register("proportional", paper="p-RoPE, arXiv:2410.06205", training="fine-tune")
+@register("proportional", paper="p-RoPE, arXiv:2410.06205", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class Proportional(Method):
     """p-RoPE: the slowest pairs stop rotating and carry content alone."""

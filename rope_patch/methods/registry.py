@@ -19,7 +19,7 @@ def register(name: str, *, paper: str, training: str) -> Callable[[_M], _M]:
     Args:
         name: What users write.
         paper: Where the formula comes from.
-        training: What the method needs to work well: fine-tuning, or none.
+        training: Whether the method needs fine-tuning to work well.
     """
 
     def decorate(cls: _M) -> _M:
@@ -37,6 +37,23 @@ def registered() -> dict[str, type[Method]]:
     return dict(_REGISTRY)
 
 
+def get(name: str) -> type[Method]:
+    """The method of that name.
+
+    Raises:
+        ValueError: There is none; names the closest.
+        TypeError: Not a name.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a method is given by its name, got {name!r}")
+    if name not in _REGISTRY:
+        raise ValueError(
+            f"unknown method {name!r}{_did_you_mean(name, _REGISTRY)}; "
+            f"expected one of: {', '.join(_REGISTRY)}"
+        )
+    return _REGISTRY[name]
+
+
 def build(name: str, **options: Any) -> Method:
     """Makes a method from its name and options.
 
@@ -44,12 +61,7 @@ def build(name: str, **options: Any) -> Method:
         ValueError: Unknown name or option (with the closest match), or one that is missing.
         TypeError: A value of the wrong type.
     """
-    if name not in _REGISTRY:
-        raise ValueError(
-            f"unknown method {name!r}{_did_you_mean(name, _REGISTRY)}; "
-            f"expected one of: {', '.join(_REGISTRY)}"
-        )
-    cls = _REGISTRY[name]
+    cls = get(name)
     known = {f.name: f for f in fields(cls)}
     for key in options:
         if key not in known:

@@ -12,7 +12,7 @@ from rope_patch.methods.ntk_by_parts import NTKByParts, attention_law
 from rope_patch.methods.registry import register
 
 
-@register("yarn", paper="YaRN, arXiv:2309.00071", training="better with")
+@register("yarn", paper="YaRN, arXiv:2309.00071", training="not needed, but helps")
 @dataclass(frozen=True, kw_only=True)
 class YaRN(NTKByParts):
     """YaRN: fast pairs kept, slow ones interpolated, attention sharpened by its factor."""

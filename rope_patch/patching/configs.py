@@ -17,17 +17,21 @@ class ConfigSwap:
     Undoing restores the changed fields, and then the very objects that stood there, unless somebody
     changed the copies meanwhile (a resized vocabulary, another attention kernel): those changes are
     the user's and stay.
-
-    Args:
-        model: The model whose modules hold configs.
-        kind: The class of the configs to change.
-        fields: Their new values.
     """
 
-    def __init__(self, model: nn.Module, kind: type, fields: dict[str, Any]) -> None:
+    def __init__(self) -> None:
         self._swaps = Swaps()
         self._fields = Swaps()
         self._pairs: list[tuple[PreTrainedConfig, PreTrainedConfig]] = []
+
+    def apply(self, model: nn.Module, kind: type, fields: dict[str, Any]) -> None:
+        """Makes the copies and changes them.
+
+        Args:
+            model: The model whose modules hold configs.
+            kind: The class of the configs to change.
+            fields: Their new values.
+        """
         copies: dict[int, Any] = {}  # deepcopy's memo: also maps configs inside other configs
         for module in model.modules():
             for attribute, value in list(vars(module).items()):
@@ -46,3 +50,4 @@ class ConfigSwap:
         self._fields.undo()
         if all(own == original for original, own in self._pairs):
             self._swaps.undo()
+        self._pairs.clear()

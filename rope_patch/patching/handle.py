@@ -45,7 +45,8 @@ class Patch:
         self.original_config = plan.config
         self._unchanged = plan.unchanged
         self._swaps = Swaps()
-        self._config: ConfigSwap | None = None
+        self._config = ConfigSwap()
+        self._active = False
 
     @property
     def original(self) -> dict[str, Any]:
@@ -56,14 +57,13 @@ class Patch:
     @property
     def active(self) -> bool:
         """Whether the patch is in effect: neither undone nor replaced."""
-        return self._config is not None
+        return self._active
 
     def undo(self) -> None:
         """Puts the model back, bit for bit; does nothing if the patch is not active."""
         self._swaps.undo()
-        if self._config is not None:
-            self._config.undo()
-            self._config = None
+        self._config.undo()
+        self._active = False
 
     def summary(self) -> str:
         """What is in effect, a few lines to print."""
@@ -113,7 +113,8 @@ class Patch:
                 "max_position_embeddings": plan.length,
                 "rope_parameters": plan.rope_parameters(),
             }
-            self._config = ConfigSwap(model, type(plan.config), fields)
+            self._config.apply(model, type(plan.config), fields)
+            self._active = True
         except BaseException:
             self.undo()
             raise
@@ -201,6 +202,8 @@ def check(
 
 def current(model: nn.Module) -> Patch | None:
     """The handle of the patch that is in effect on a model, or None."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a transformers model, got {type(model).__name__}")
     for module in model.modules():
         if handle := vars(module).get("_rope_patch"):
             return handle

@@ -9,9 +9,26 @@ import torch
 
 from rope_patch.geometry import Geometry, by_layer_type, read_geometries, require_replaceable
 from rope_patch.methods import Frequencies, Method, build
-from rope_patch.methods.base import require_number
+from rope_patch.methods.base import require_number, require_tokens
 from rope_patch.patching.find import Rotary
 from rope_patch.patching.rotary import unpatched
+
+# What transformers' scalings are spelled with, which the standing one does not hand on to the next.
+_SCALING = {
+    "rope_type",
+    "type",
+    "factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +66,10 @@ class Plan:
         spelled: dict[Any, dict[str, Any]] = {}
         for kind, geometry in self.geometries.items():
             spelled[kind] = self.method.rope_parameters(geometry)
-            # A partial rotation is part of the geometry, whatever the method.
-            if share := by_layer_type(standing)[kind].get("partial_rotary_factor"):
-                spelled[kind].setdefault("partial_rotary_factor", share)
+            # What is not about scaling stays: partial rotation, M-RoPE sections, temperatures.
+            for key, value in by_layer_type(standing)[kind].items():
+                if key not in _SCALING:
+                    spelled[kind].setdefault(key, value)
         return spelled.get(None) or {**standing, **spelled}
 
 
@@ -77,15 +95,15 @@ def make_plan(
         TypeError: A value of the wrong type.
     """
     if trained_length is not None:
-        require_number("trained_length", trained_length)
+        require_tokens("trained_length", trained_length)
     every = read_geometries(config, trained_length)
-    geometries = _select(every, layer_types, config)
+    geometries = select(every, layer_types, config)
     for kind in geometries:
         require_replaceable(
             by_layer_type(config.rope_parameters)[kind], given_length=trained_length is not None
         )
     trained = next(iter(geometries.values())).trained_length
-    factor, length = _target(factor, length, trained)
+    factor, length = target(factor, length, trained)
     plan = Plan(
         method=build(method, factor=factor, **options),
         length=length,
@@ -99,7 +117,8 @@ def make_plan(
     return plan
 
 
-def _target(factor: float | None, length: int | None, trained: int) -> tuple[float, int]:
+def target(factor: float | None, length: int | None, trained: int) -> tuple[float, int]:
+    """Factor and target length (tokens) from exactly one of them; ValueError otherwise."""
     if (factor is None) == (length is None):
         got = "neither" if factor is None else f"factor={factor} and length={length}"
         raise ValueError(
@@ -109,7 +128,7 @@ def _target(factor: float | None, length: int | None, trained: int) -> tuple[flo
     if factor is not None:
         require_number("factor", factor)
         return float(factor), round(factor * trained)
-    require_number("length", length)
+    require_tokens("length", length)
     assert length is not None
     if length < trained:
         raise ValueError(
@@ -118,9 +137,10 @@ def _target(factor: float | None, length: int | None, trained: int) -> tuple[flo
     return length / trained, int(length)
 
 
-def _select(
+def select(
     geometries: dict[str | None, Geometry], layer_types: list[str] | None, config: Any
 ) -> dict[str | None, Geometry]:
+    """The geometries that a request is about; ValueError for a layer type that is not there."""
     known = [kind for kind in geometries if kind is not None]
     if layer_types is None:
         # Layers that only see a window never meet a distance that they were not trained on.

