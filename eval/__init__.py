@@ -1,0 +1,1 @@
+"""Evaluation: retrieval through lm-eval, perplexity against position, and the report on both."""

@@ -1,0 +1,300 @@
+"""Figures of a report: SVG that follows the page's colours, and PNG to attach elsewhere.
+
+Lengths are in CSS pixels throughout: at 72 dots per inch one point of matplotlib is one pixel.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MultipleLocator, NullLocator
+
+from rope_patch.eval import tables
+
+# Name: (on paper, on a dark screen). After Okabe and Ito, so colour-blind readers tell them apart.
+PALETTE = {
+    "ink": ("#1c2128", "#e6e8eb"),
+    "muted": ("#5c6570", "#a0a8b2"),
+    "line": ("#d9dde2", "#363c45"),
+    "paper": ("#fefefe", "#15181d"),
+    "shade": ("#f4f1ea", "#221f1a"),
+    "plain": ("#6b7480", "#98a2ae"),
+    "control": ("#1d222a", "#dfe3e8"),
+    "m0": ("#0068b0", "#56b4f5"),
+    "m1": ("#d05a00", "#ff9447"),
+    "m2": ("#00845f", "#3fcf9f"),
+    "m3": ("#b0508f", "#ec9fce"),
+    "m4": ("#a87900", "#e9bd45"),
+    "m5": ("#3a3fa8", "#a3a8ff"),
+    "m6": ("#7b4a2b", "#cda07c"),
+    "m7": ("#5d6b10", "#bccb58"),
+}
+# Heat maps from nothing found to everything found, on any background.
+HEAT = ("#e9925c", "#f1ece4", "#1f66a8")
+
+_HEAT = LinearSegmentedColormap.from_list("found", HEAT)
+_PAPER = {name: colours[0] for name, colours in PALETTE.items()}
+_MARKERS = "osD^vP"
+_DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))
+_WIDE, _NARROW, _FONT = 912, 372, 12.5
+
+# Above this no vocabulary has a perplexity that means anything; such points sit at the top.
+_OFF_SCALE = 1e6
+
+_STYLE: Any = {
+    "font.size": _FONT,
+    "text.color": _PAPER["ink"],
+    "text.parse_math": False,  # a model's name may hold dollars
+    "axes.edgecolor": _PAPER["line"],
+    "axes.labelcolor": _PAPER["muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": _PAPER["line"],
+    "xtick.color": _PAPER["line"],
+    "ytick.color": _PAPER["line"],
+    "xtick.labelcolor": _PAPER["muted"],
+    "ytick.labelcolor": _PAPER["muted"],
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "rope_patch",  # the same results make the same file
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One figure; `svgs` are its wide and its narrow drawing, for either kind of screen."""
+
+    name: str
+    alt: str
+    png: bytes
+    svgs: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Line:
+    label: str
+    key: str
+    points: list[tuple[float, float]]
+    marker: str
+    dash: Any
+
+
+@dataclass(frozen=True)
+class _Panel:
+    lines: list[_Line]
+    trained: int
+    x: str
+    y: str
+    title: str = ""
+    log_x: bool = False
+
+
+def draw(results: dict[str, Any]) -> dict[str, Picture]:
+    """Draws what the results hold of `perplexity` and `stretch`, by name."""
+    pictures = (_perplexity(results), _stretch(results))
+    return {picture.name: picture for picture in pictures if picture}
+
+
+def _perplexity(results: dict[str, Any]) -> Picture | None:
+    measured: dict[Any, Any] = {**tables.curves(results), None: tables.control(results)}
+    values = {
+        label: [(end, float(point["perplexity"])) for end, point in sorted(points.items())]
+        for label, points in measured.items()
+    }
+    lines = _lines(results, values)
+    if not lines:
+        return None
+    if held := values[None]:
+        lines.append(_Line("control", tables.CONTROL, held, "o", (0, (1, 2))))
+    trained = results["run"]["trained_length"]
+    panel = _Panel(lines, trained, "position in the text (tokens)", "perplexity")
+    return _chart("perplexity", "Perplexity by position in the text, a line per method", [panel])
+
+
+def _stretch(results: dict[str, Any]) -> Picture | None:
+    layers: dict[str, dict[str | None, list[tuple[float, float]]]] = {}
+    for method in results["methods"]:
+        for layer, f in (method.get("frequencies") or {}).items():
+            layers.setdefault(layer, {})[method["label"]] = [
+                (2 * math.pi / old, old / new if new else math.inf)
+                for old, new in zip(f["unscaled"], f["inv_freq"], strict=True)
+                if old
+            ]
+    panels, run = [], results["run"]
+    x = "trained wavelength of the pair (tokens per turn)"
+    for layer, points in layers.items():
+        geometry = (run.get("geometry") or {}).get(layer) or run
+        title = "" if layer == "all" else tables.one_line(layer).replace("_", " ")
+        if lines := _lines(results, points):
+            trained = geometry["trained_length"]
+            panels.append(_Panel(lines, trained, x, "stretch factor", title, log_x=True))
+    return _chart("stretch", "Stretch of each pair by its wavelength", panels) if panels else None
+
+
+def heat_colours(share: float) -> tuple[str, str]:
+    """A heat map cell's background, and a text colour that stands out from it."""
+    return to_hex(_HEAT(share)), "#ffffff" if share > 0.925 else "#000000"
+
+
+def _lines(results: dict[str, Any], points: Mapping[Any, list[tuple[float, float]]]) -> list[_Line]:
+    lines = []
+    for i, (label, name) in enumerate(tables.names(results).items()):
+        if points.get(label):
+            dash = _DASHES[i // len(_MARKERS) % len(_DASHES)]
+            key, marker = tables.keys(results)[label], _MARKERS[i % len(_MARKERS)]
+            lines.append(_Line(name, key, points[label], marker, dash))
+    return lines
+
+
+def _chart(name: str, alt: str, panels: list[_Panel]) -> Picture:
+    """Draws panels below one another; lines are named at their ends, or below if names are long."""
+    most = max(len(panel.lines) for panel in panels)
+    longest = max(len(line.label) for panel in panels for line in panel.lines)
+
+    def paint(width: int) -> Figure:
+        wide = width == _WIDE
+        direct = most <= 8 and longest <= (24 if wide else 12)
+        high, below, right = 315 if wide else 240, 52, 20 + 7 * longest
+        columns = 3 if wide and longest <= 24 else 1
+        if not direct:
+            below, right = below + 12 + 21 * math.ceil(most / columns), 14
+        row = 34 + high + below
+        total = row * len(panels)
+        figure = Figure(figsize=(width / 72, total / 72))
+        for i, panel in enumerate(panels):
+            bottom = total - row * (i + 1) + below
+            box = (58 / width, bottom / total, (width - 58 - right) / width, high / total)
+            axes = figure.add_axes(box)
+            handles, roof = _plot(axes, panel.lines)
+            _scale_x(axes, panel, 8 if wide else 4)
+            if direct:
+                _name_ends(axes, panel.lines, roof, high)
+            else:
+                # With a space in front, because matplotlib leaves out labels that start with a _.
+                texts = [" " + _short(line.label, 100 if wide else 38) for line in panel.lines]
+                corner = (52 / width, (bottom - 52) / total)
+                look: Any = {"loc": "upper left", "borderpad": 0, "ncols": columns}
+                figure.legend(handles, texts, bbox_to_anchor=corner, **look)
+        return figure
+
+    return _picture(name, alt, paint)
+
+
+def _plot(axes: Axes, lines: list[_Line]) -> tuple[list[Any], float]:
+    roof = _scale_y(axes, [y for line in lines for _, y in line.points])
+    handles = []
+    for line in lines:
+        # The control's rings go around the points that it is compared with.
+        ring = {"markersize": 9.5, "mfc": "none"} if line.key == tables.CONTROL else {}
+        look: Any = {"color": _PAPER[line.key], "markersize": 4.5, "zorder": 3, **ring}
+        x = [point[0] for point in line.points]
+        y = [min(value, roof) for _, value in line.points]
+        handles += axes.plot(x, y, linestyle=line.dash, marker=line.marker, lw=1.7, mew=1.1, **look)
+        off = [point[0] for point in line.points if point[1] > roof]
+        axes.plot(off, [roof] * len(off), "^", color=look["color"], markersize=10, zorder=3)
+        endless = math.inf in dict(line.points).values()
+        text = ("infinite" if endless else f"over {_OFF_SCALE:,.0f}") + 3 * "\u00a0"
+        for x_off in off[:1]:
+            axes.text(x_off, roof, text, color=look["color"], ha="right", va="center")
+    return handles, roof
+
+
+def _scale_x(axes: Axes, panel: _Panel, ticks: int) -> None:
+    x = [point[0] for line in panel.lines for point in line.points]
+    if panel.log_x:
+        axes.set_xscale("log")
+        axes.set_xlim(min(x) / 1.3, max(*x, panel.trained) * 1.3)
+        axes.xaxis.set_major_locator(LogLocator(numticks=ticks))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(0, max(x) * 1.01)
+        # Steps of a power of two, as lengths mostly are.
+        axes.xaxis.set_major_locator(MultipleLocator(2 ** math.ceil(math.log2(max(x) / ticks))))
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.y)
+    axes.set_title(_short(panel.title, 60), loc="left", fontsize=_FONT, pad=9)
+    low, high = axes.get_xlim()
+    if low < panel.trained < high:
+        axes.axvspan(panel.trained, high, color=_PAPER["shade"], lw=0, zorder=0)
+        axes.axvline(panel.trained, color=_PAPER["muted"], lw=1.2, zorder=2)
+        text = f"trained on {panel.trained:,}"
+        place: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+        axes.annotate(text, (panel.trained, 1), (0, 7), color=_PAPER["muted"], ha="center", **place)
+
+
+def _scale_y(axes: Axes, values: list[float]) -> float:
+    """Sets the y axis, logarithmic over a factor of 5; returns where larger values are drawn."""
+    shown = [value for value in values if 0 < value <= _OFF_SCALE] or [1.0]
+    low, high = min(shown), max(shown)
+    off = any(value > _OFF_SCALE for value in values)
+    if high / low > 5:
+        roof = high * 1.5 if off else high
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.25, roof * (roof / low) ** 0.1)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 2e3 else (1,)))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        pad = max(high - low, 0.05 * high) * 0.12
+        roof = high + 3 * pad if off else high
+        axes.set_ylim(low - pad, roof + 2 * pad)
+    axes.yaxis.set_major_formatter("{x:,.10g}")
+    return roof
+
+
+def _name_ends(axes: Axes, lines: list[_Line], roof: float, high: float) -> None:
+    """Writes each line's name to the right of its last point, kept apart from one another."""
+    gap, at = 1.35 * _FONT / high, -1.0
+    ends = []
+    for line in lines:
+        last = next((y for _, y in reversed(line.points) if not math.isnan(y)), roof)
+        spot = axes.transAxes.inverted().transform(axes.transData.transform((1, min(last, roof))))
+        ends.append((float(spot[1]), line))
+    ends.sort(key=lambda end: end[0])
+    # Upwards past the one below, from as far down as leaves room for those above.
+    for i, (y, line) in enumerate(ends):
+        at = max(min(y, 1 - gap * (len(ends) - 1 - i)), at + gap)
+        look: Any = {"color": _PAPER[line.key], "va": "center_baseline"}
+        place: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        axes.annotate(line.label, (1, at), (11, 0), **place, **look)
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
+    with rc_context(_STYLE):
+        png = io.BytesIO()
+        paint(_WIDE).savefig(png, format="png", dpi=144, facecolor="white")
+        svgs = {}
+        for kind, width in (("wide", _WIDE), ("narrow", _NARROW)):
+            file = io.StringIO()
+            bare = {"Date": None, "Creator": None, "Format": None, "Type": None}
+            paint(width).savefig(file, format="svg", transparent=True, metadata=bare)
+            svgs[kind] = _inline(file.getvalue(), f"{name}-{kind}-")
+    return Picture(name, alt, png.getvalue(), svgs)
+
+
+def _inline(svg: str, prefix: str) -> str:
+    """Fits a drawing into a page: no ids that meet others, no fonts, the page's own colours."""
+    variables = {colour: f"var(--{name})" for name, colour in _PAPER.items()}
+
+    def fit(tag: re.Match[str]) -> str:
+        text = re.sub(r' xmlns(:\w+)?="[^"]*"| font-family: [^;"]*;|xlink:(?=href)', "", tag[0])
+        text = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', prefix, text)
+        text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", text)
+        return re.sub(r"#[0-9a-f]{6}\b", lambda c: variables.get(c[0], c[0]), text)
+
+    svg = re.sub(r"<style.*?</style>", "", svg[svg.index("<svg") :], count=1, flags=re.DOTALL)
+    return re.sub(r"<[^>]+>", fit, svg)
