@@ -1,0 +1,1 @@
+"""Runnable recipes: short scripts that make what the tests and examples use."""
