@@ -1,0 +1,109 @@
+"""Frequencies against other implementations: vectors that they computed (assets/golden.md), and
+transformers' own functions where a geometry is unusual."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import rope_patch
+
+ROWS = json.loads((Path(__file__).parents[1] / "assets" / "golden.json").read_text())
+METHODS = ("linear", "ntk", "yarn", "llama3", "longrope", "proportional")
+
+
+def rows(*methods):
+    return [row for row in ROWS if row["method"] in methods]
+
+
+def row_id(row):
+    options = (f"{k}={v}" for k, v in row["params"].items() if not isinstance(v, list))
+    by = row["source"].split()[0]
+    return "-".join([row["method"], by, f"{row['head_dim']}x{row['rope_theta']}", *options])
+
+
+def ours(row, method=None, **options):
+    return rope_patch.frequencies(
+        method or row["method"],
+        head_dim=row["head_dim"],
+        theta=row["rope_theta"],
+        trained_length=row["original_length"],
+        **options,
+    )
+
+
+def assert_inv_freq(got, row):
+    expected = torch.tensor(row["inv_freq"], dtype=torch.float64)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)  # so zeros are exactly zero
+
+
+@pytest.mark.parametrize("row", rows(*METHODS), ids=row_id)
+def test_method_rotates_as_the_reference(row):
+    got = ours(row, **row["params"])
+    assert_inv_freq(got.inv_freq, row)
+    assert got.attention_factor == pytest.approx(row["attention_factor"], rel=0, abs=1e-7)
+
+
+def test_enough_rows_are_checked():
+    assert len(rows(*METHODS)) >= 60
+    assert {row["method"] for row in rows(*METHODS)} == set(METHODS)
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in rows("yarn") if "mscale" not in r["params"]], ids=row_id
+)
+def test_ntk_by_parts_is_yarn_without_its_attention_factor(row):
+    got = ours(row, "ntk-by-parts", **row["params"])
+    assert_inv_freq(got.inv_freq, row)
+    assert got.attention_factor == 1
+
+
+@pytest.mark.parametrize("row", rows("linear"), ids=row_id)
+def test_default_is_the_formula(row):
+    got = ours(row, "default")
+    half = row["head_dim"] // 2
+    expected = [math.pow(row["rope_theta"], -pair / half) for pair in range(half)]
+    torch.testing.assert_close(
+        got.inv_freq, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
+    )
+    assert got.attention_factor == 1
+
+
+# head_dim, theta, trained_length: a ramp that begins before the first pair or ends after the last,
+# one that is a single step, and a trained length of less than one turn.
+UNUSUAL = [(16, 1e4, 2**20), (64, 100, 4096), (64, 1e6, 300), (2, 1e4, 4096), (64, 1e4, 6)]
+
+
+@pytest.mark.parametrize("options", [{}, {"truncate": False}, {"beta_fast": 2.0, "beta_slow": 1.9}])
+@pytest.mark.parametrize(("head_dim", "theta", "trained_length"), UNUSUAL)
+@pytest.mark.parametrize("method", ["yarn", "llama3"])
+def test_unusual_geometries_rotate_as_in_transformers(
+    method, head_dim, theta, trained_length, options
+):
+    if method == "llama3":
+        fast, slow = options.get("beta_fast", 4.0), options.get("beta_slow", 1.0)
+        options = {"high_freq_factor": fast, "low_freq_factor": slow}
+    config = transformers.LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=8 * trained_length,
+        rope_parameters={
+            "rope_type": method,
+            "rope_theta": theta,
+            "factor": 8.0,
+            "original_max_position_embeddings": trained_length,
+            **options,
+        },
+    )
+    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[method](config, "cpu")
+    got = rope_patch.frequencies(
+        method, head_dim=head_dim, theta=theta, trained_length=trained_length, factor=8, **options
+    )
+    torch.testing.assert_close(got.inv_freq, inv_freq.double(), rtol=2e-6, atol=0)
+    assert got.attention_factor == pytest.approx(attention_factor, rel=0, abs=1e-7)

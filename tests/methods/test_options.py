@@ -1,0 +1,182 @@
+"""What holds for every method on real geometries, and what the methods' options do."""
+
+import math
+
+import pytest
+import torch
+
+import rope_patch
+
+# head_dim, rotary_dim, theta, trained_length
+GEOMETRIES = {
+    "llama-2": (128, 128, 1e4, 4096),
+    "llama-3": (128, 128, 5e5, 8192),
+    "smollm2": (64, 64, 1e5, 8192),
+    "qwen-2.5": (128, 128, 1e6, 32768),
+    "gemma-3": (256, 256, 1e6, 32768),
+    "phi-2": (80, 32, 1e4, 2048),
+}
+FACTORS = (1.5, 4, 32)
+GROW_TO_FACTOR = ("linear", "ntk", "ntk-by-parts", "yarn", "llama3")
+
+
+def frequencies(method, model, **options):
+    head_dim, rotary_dim, theta, trained_length = GEOMETRIES[model]
+    return rope_patch.frequencies(
+        method,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        theta=theta,
+        trained_length=trained_length,
+        **options,
+    )
+
+
+def plain(model):
+    _, rotary_dim, theta, _ = GEOMETRIES[model]
+    pairs = range(rotary_dim // 2)
+    return torch.tensor([theta ** (-2 * i / rotary_dim) for i in pairs], dtype=torch.float64)
+
+
+def needed(method, model):
+    pairs = GEOMETRIES[model][1] // 2
+    return {"long_factor": [1 + i / 8 for i in range(pairs)]} if method == "longrope" else {}
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("model", GEOMETRIES)
+@pytest.mark.parametrize("method", rope_patch.methods())
+def test_every_method_slows_pairs_down_in_order(method, model, factor):
+    got = frequencies(method, model, factor=factor, **needed(method, model))
+    unscaled = plain(model)
+    assert got.inv_freq.dtype == torch.float64
+    assert got.inv_freq.shape == unscaled.shape
+    assert (got.inv_freq.diff() <= 0).all()
+    assert (got.inv_freq <= unscaled * (1 + 1e-12)).all()
+    assert (got.inv_freq >= 0).all()
+    assert got.attention_factor >= 1
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("model", GEOMETRIES)
+@pytest.mark.parametrize("method", GROW_TO_FACTOR)
+def test_slowest_pair_stretches_by_the_factor(method, model, factor):
+    got = frequencies(method, model, factor=factor)
+    assert plain(model)[-1] / got.inv_freq[-1] == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("model", GEOMETRIES)
+@pytest.mark.parametrize("method", ["ntk", "ntk-by-parts", "yarn", "llama3", "abf", "proportional"])
+def test_fastest_pair_is_kept(method, model):
+    assert frequencies(method, model, factor=4).inv_freq[0] == 1
+
+
+@pytest.mark.parametrize("model", GEOMETRIES)
+@pytest.mark.parametrize("method", [m for m in GROW_TO_FACTOR if m != "linear"])
+def test_slow_pairs_stretch_more(method, model):
+    stretch = plain(model) / frequencies(method, model, factor=4).inv_freq
+    assert (stretch.diff() >= -1e-12).all()
+
+
+@pytest.mark.parametrize("model", GEOMETRIES)
+@pytest.mark.parametrize("method", [*GROW_TO_FACTOR, "abf"])
+def test_factor_one_is_the_plain_rotation(method, model):
+    got = frequencies(method, model, factor=1)
+    torch.testing.assert_close(got.inv_freq, plain(model), rtol=1e-13, atol=0)
+    assert got.attention_factor == 1
+
+
+@pytest.mark.parametrize("model", GEOMETRIES)
+def test_abf_with_a_base_is_plain_rope_at_that_base(model):
+    head_dim, rotary_dim, _, trained_length = GEOMETRIES[model]
+    at_base = rope_patch.frequencies(
+        "default",
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        theta=8e6,
+        trained_length=trained_length,
+    )
+    got = frequencies("abf", model, factor=4, new_theta=8e6)
+    torch.testing.assert_close(got.inv_freq, at_base.inv_freq, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("model", GEOMETRIES)
+def test_abf_derives_the_critical_base(model, factor):
+    _, rotary_dim, theta, trained_length = GEOMETRIES[model]
+    got = frequencies("abf", model, factor=factor)
+    # The (fractional) pair whose turn takes exactly the trained length ...
+    critical = rotary_dim * math.log(trained_length / (2 * math.pi)) / (2 * math.log(theta))
+    assert 2 * math.pi * theta ** (2 * critical / rotary_dim) == pytest.approx(trained_length)
+    # ... takes exactly the target length under the new base.
+    new_theta = float(got.inv_freq[-1]) ** (-rotary_dim / (rotary_dim - 2))
+    wavelength = 2 * math.pi * new_theta ** (2 * critical / rotary_dim)
+    assert wavelength == pytest.approx(factor * trained_length, rel=1e-9)
+
+
+def test_yarn_mscale_alone_changes_nothing():
+    plain_law = frequencies("yarn", "llama-2", factor=4)
+    alone = frequencies("yarn", "llama-2", factor=4, mscale=0.707)
+    assert alone.attention_factor == plain_law.attention_factor == 0.1 * math.log(4) + 1
+
+
+@pytest.mark.parametrize("method", ["yarn", "longrope"])
+def test_attention_factor_can_be_given(method):
+    options = needed(method, "llama-2")
+    got = frequencies(method, "llama-2", factor=4, attention_factor=1.25, **options)
+    assert got.attention_factor == 1.25
+    law = frequencies(method, "llama-2", factor=4, **options)
+    torch.testing.assert_close(got.inv_freq, law.inv_freq, rtol=0, atol=0)
+
+
+def test_longrope_without_short_factors_leaves_short_sequences_alone():
+    options = {"factor": 4, **needed("longrope", "llama-2")}
+    at_border = frequencies("longrope", "llama-2", seq_len=4096, **options)
+    beyond = frequencies("longrope", "llama-2", seq_len=4097, **options)
+    torch.testing.assert_close(at_border.inv_freq, plain("llama-2"), rtol=1e-14, atol=0)
+    stretch = torch.tensor(options["long_factor"], dtype=torch.float64)
+    torch.testing.assert_close(beyond.inv_freq, plain("llama-2") / stretch, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(("share", "rotating"), [(1.0, 64), (0.75, 48), (0.5, 32), (0.01, 0)])
+def test_proportional_stops_the_slowest_pairs(share, rotating):
+    got = frequencies("proportional", "llama-2", factor=4, partial_rotary_factor=share).inv_freq
+    torch.testing.assert_close(got[:rotating], plain("llama-2")[:rotating], rtol=1e-14, atol=0)
+    assert not got[rotating:].any()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "error", "says"),
+    [
+        ("yarn", {"beta_fast": 1, "beta_slow": 32}, ValueError, "below beta_fast"),
+        ("yarn", {"beta_slow": 0}, ValueError, "beta_slow must be above 0"),
+        ("yarn", {"attention_factor": 0}, ValueError, "attention_factor must be above 0"),
+        ("yarn", {"mscale": "0.7"}, TypeError, "mscale must be a number"),
+        ("llama3", {"low_freq_factor": 4}, ValueError, "below high_freq_factor"),
+        ("abf", {"new_theta": 1}, ValueError, "new_theta must be above 1"),
+        ("proportional", {"partial_rotary_factor": 0}, ValueError, "above 0 and at most 1"),
+        ("proportional", {"partial_rotary_factor": 1.5}, ValueError, "above 0 and at most 1"),
+        ("longrope", {"long_factor": [1.0] * 63}, ValueError, "each of the 64 rotated pairs"),
+        ("longrope", {"long_factor": [0.0] * 64}, ValueError, "above 0"),
+        ("longrope", {"long_factor": "1,2"}, TypeError, "list of numbers"),
+        ("linear", {"factor": 0.5}, ValueError, "at least 1"),
+        ("linear", {"factor": math.nan}, ValueError, "finite"),
+        ("linear", {"factor": True}, TypeError, "factor must be a number"),
+    ],
+)
+def test_options_out_of_range_are_refused(method, options, error, says):
+    with pytest.raises(error, match=says):
+        frequencies(method, "llama-2", **{"factor": 4, **options})
+
+
+def test_a_geometry_that_cannot_rotate_is_refused():
+    for bad in ({"head_dim": 63}, {"rotary_dim": 66}, {"theta": 1}, {"trained_length": 0}):
+        sizes = {"head_dim": 64, "theta": 1e4, "trained_length": 2048, **bad}
+        with pytest.raises(ValueError, match=r"rotary_dim|theta|trained_length"):
+            rope_patch.frequencies("linear", factor=2, **sizes)
+
+
+def test_methods_lists_every_name_with_one_line():
+    described = rope_patch.methods()
+    assert list(described)[:2] == ["default", "linear"]
+    assert all(line and "\n" not in line for line in described.values())

@@ -1,0 +1,225 @@
+"""Patched logits are those of transformers' own model with the same scaling in its config.
+
+The native configs are written out here by hand, from transformers' documentation of
+`rope_parameters`; our own spelling of them is checked against the patched model separately.
+"""
+
+import copy
+
+import pytest
+from tiny_models import (
+    FACTOR,
+    FAMILIES,
+    LONG,
+    LONG_FACTOR,
+    OLD_TRANSFORMERS,
+    SHORT,
+    SHORT_FACTOR,
+    TARGET,
+    TRAINED,
+    assert_close,
+    assert_differs,
+    logits,
+    make_model,
+    make_native,
+)
+
+import rope_patch
+
+R = 16  # rotated dimensions
+THETA = {"gemma3": 1e6}  # its full-attention layers; the others rotate by 1e4
+ORIGIN = {"original_max_position_embeddings": TRAINED}
+YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGIN}
+LONGROPE = {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
+
+# name: (method, its options, what transformers' config says for the same)
+REQUESTS = {
+    "linear": ("linear", {}, {"rope_type": "linear", "factor": 4.0}),
+    "yarn": ("yarn", {}, YARN),
+    "llama3": (
+        "llama3",
+        {},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            **ORIGIN,
+        },
+    ),
+    "longrope": (
+        "longrope",
+        LONGROPE,
+        {"rope_type": "longrope", **LONGROPE, "factor": 4.0, **ORIGIN},
+    ),
+}
+OPTIONS = {
+    "yarn-truncate": ("yarn", {"truncate": False}, {**YARN, "truncate": False}),
+    "yarn-betas": (
+        "yarn",
+        {"beta_fast": 4, "beta_slow": 0.5},
+        {**YARN, "beta_fast": 4.0, "beta_slow": 0.5},
+    ),
+    "yarn-mscale": (
+        "yarn",
+        {"mscale": 0.707, "mscale_all_dim": 1.2},
+        {**YARN, "mscale": 0.707, "mscale_all_dim": 1.2},
+    ),
+    "yarn-attention": ("yarn", {"attention_factor": 1.5}, {**YARN, "attention_factor": 1.5}),
+    "ntk-by-parts": ("ntk-by-parts", {}, {**YARN, "attention_factor": 1.0}),
+    "ntk": ("ntk", {}, {"rope_type": "default", "rope_theta": 1e4 * 4 ** (R / (R - 2))}),
+    "abf": ("abf", {"new_theta": 5e6}, {"rope_type": "default", "rope_theta": 5e6}),
+    "llama3-ramp": (
+        "llama3",
+        {"low_freq_factor": 0.5, "high_freq_factor": 8},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 0.5,
+            "high_freq_factor": 8.0,
+            **ORIGIN,
+        },
+    ),
+    "longrope-attention": (
+        "longrope",
+        {**LONGROPE, "attention_factor": 1.3},
+        {"rope_type": "longrope", **LONGROPE, "attention_factor": 1.3, "factor": 4.0, **ORIGIN},
+    ),
+    "proportional": (
+        "proportional",
+        {"partial_rotary_factor": 0.5},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    ),
+}
+
+
+# Every family with the common methods, and Llama with every option.
+CASES = [(family, name) for family in FAMILIES for name in REQUESTS]
+CASES += [("llama", name) for name in OPTIONS]
+# Nested scalings that cannot be compared by hand, since transformers reads `truncate` elsewhere.
+NESTED = [("gemma3", name) for name in ("yarn-truncate", "ntk", "abf", "proportional")]
+
+
+def native_broken(family, name):
+    # 5.0 validates nested scalings as if they were flat, and cannot switch a nested longrope.
+    nested = family == "gemma3" and name.split("-")[0] in ("yarn", "longrope")
+    return OLD_TRANSFORMERS and (nested or name == "proportional")
+
+
+def mark(family, name):
+    reason = "transformers 5.0 itself cannot build this"
+    broken = pytest.mark.skipif(native_broken(family, name), reason=reason)
+    return pytest.param(family, name, id=f"{family}-{name}", marks=broken)
+
+
+def native_parameters(family, name):
+    full = {"rope_theta": THETA.get(family, 1e4), **{**REQUESTS, **OPTIONS}[name][2]}
+    if family != "gemma3":
+        return full
+    return {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": full,
+    }
+
+
+def apply(model, name):
+    method, options, _ = {**REQUESTS, **OPTIONS}[name]
+    return rope_patch.patch(model, method, factor=FACTOR, **options)
+
+
+@pytest.mark.parametrize(("family", "name"), [mark(*case) for case in CASES])
+def test_patched_logits_are_the_native_ones(family, name):
+    model = make_model(family)
+    native = make_native(
+        model,
+        family,
+        max_position_embeddings=TARGET,
+        rope_parameters=native_parameters(family, name),
+    )
+    apply(model, name)
+    for length in (SHORT, LONG, SHORT):  # back again: longrope switches both ways
+        assert_close(logits(model, length), logits(native, length))
+
+
+@pytest.mark.parametrize(("family", "name"), [mark(*case) for case in CASES + NESTED])
+def test_a_config_made_by_the_patch_builds_the_same_model(family, name):
+    model = make_model(family)
+    apply(model, name)
+    native = make_native(
+        model,
+        family,
+        max_position_embeddings=model.config.max_position_embeddings,
+        rope_parameters=copy.deepcopy(model.config.rope_parameters),
+    )
+    for length in (SHORT, LONG):
+        assert_close(logits(model, length), logits(native, length))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_longrope_switches_right_after_the_trained_length(family):
+    model, short, long = (make_model(family) for _ in range(3))
+    apply(model, "longrope")
+    for one, factors in ((short, SHORT_FACTOR), (long, LONG_FACTOR)):
+        both = {"long_factor": factors, "short_factor": factors}
+        rope_patch.patch(one, "longrope", factor=FACTOR, **both)
+    for length in (TRAINED + 1, TRAINED, TRAINED + 1):
+        alike, other = (long, short) if length > TRAINED else (short, long)
+        assert logits(model, length).equal(logits(alike, length))
+        assert_differs(logits(model, length), logits(other, length))
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_logits_change_and_come_back(family, name):
+    model = make_model(family)
+    before = {length: logits(model, length) for length in (SHORT, LONG)}
+    handle = apply(model, name)
+    for length, plain in before.items():
+        assert_differs(logits(model, length), plain)
+    handle.undo()
+    for length, plain in before.items():
+        assert logits(model, length).equal(plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_length_asks_for_the_same_as_factor(family):
+    by_factor, by_length = make_model(family), make_model(family)
+    rope_patch.patch(by_factor, "yarn", factor=FACTOR)
+    rope_patch.patch(by_length, "yarn", length=TARGET)
+    assert logits(by_length).equal(logits(by_factor))
+
+
+def test_trained_length_overrides_the_config():
+    model = make_model("llama")
+    handle = rope_patch.patch(model, "yarn", length=TARGET, trained_length=TRAINED // 2)
+    assert (handle.trained_length, handle.factor) == (TRAINED // 2, 2 * FACTOR)
+    native = make_native(
+        model,
+        "llama",
+        max_position_embeddings=TARGET,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "original_max_position_embeddings": TRAINED // 2,
+        },
+    )
+    assert_close(logits(model), logits(native))
+
+
+@pytest.mark.parametrize(
+    "layer_types",
+    [["sliding_attention"], ["full_attention"], ["sliding_attention", "full_attention"]],
+)
+def test_layer_types_choose_what_is_scaled(layer_types):
+    model = make_model("gemma3")
+    rope_patch.patch(model, "linear", factor=FACTOR, layer_types=layer_types)
+    parameters = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    for kind in layer_types:
+        parameters[kind] |= {"rope_type": "linear", "factor": 4.0}
+    native = make_native(
+        model, "gemma3", max_position_embeddings=TARGET, rope_parameters=parameters
+    )
+    assert_close(logits(model), logits(native))

@@ -1,0 +1,262 @@
+"""Requests that cannot be met: a clear error, and a model that is as it was."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from tiny_models import LONG_FACTOR, TRAINED, assert_close, logits, make_model, make_native
+
+import rope_patch
+
+# name: (family, method, arguments, error, what the message says)
+BAD = {
+    "factor-one": ("llama", "yarn", {"factor": 1}, ValueError, "would change nothing"),
+    "length-trained": ("llama", "yarn", {"length": 64}, ValueError, "would change nothing"),
+    "default": ("llama", "default", {"factor": 4}, ValueError, "would change nothing"),
+    "abf-same-theta": (
+        "llama",
+        "abf",
+        {"factor": 4, "new_theta": 10000},
+        ValueError,
+        "would change nothing",
+    ),
+    "factor-below-one": ("llama", "yarn", {"factor": 0.5}, ValueError, "at least 1"),
+    "factor-zero": ("llama", "yarn", {"factor": 0}, ValueError, "at least 1"),
+    "factor-nan": ("llama", "yarn", {"factor": math.nan}, ValueError, "finite"),
+    "factor-inf": ("llama", "yarn", {"factor": math.inf}, ValueError, "finite"),
+    "factor-str": ("llama", "yarn", {"factor": "4"}, TypeError, "must be a number, got '4'"),
+    "factor-bool": ("llama", "yarn", {"factor": True}, TypeError, "must be a number, got True"),
+    "both": ("llama", "yarn", {"factor": 4, "length": 256}, ValueError, "exactly one of factor"),
+    "neither": ("llama", "yarn", {}, ValueError, "got neither.*factor=4, or length=256"),
+    "length-below": ("llama", "yarn", {"length": 63}, ValueError, "trained length, 64.*got 63"),
+    "length-nan": ("llama", "yarn", {"length": math.nan}, ValueError, "finite"),
+    "length-str": ("llama", "yarn", {"length": "256"}, TypeError, "length must be a number"),
+    "trained-zero": (
+        "llama",
+        "yarn",
+        {"factor": 4, "trained_length": 0},
+        ValueError,
+        "trained_len",
+    ),
+    "trained-negative": (
+        "llama",
+        "yarn",
+        {"factor": 4, "trained_length": -64},
+        ValueError,
+        "trained_length",
+    ),
+    "trained-str": ("llama", "yarn", {"factor": 4, "trained_length": "64"}, TypeError, "a number"),
+    "unknown-method": ("llama", "yran", {"factor": 4}, ValueError, "did you mean 'yarn'.*linear"),
+    "unknown-option": (
+        "llama",
+        "yarn",
+        {"factor": 4, "beta_fst": 16},
+        ValueError,
+        "did you mean 'beta_fast'.*beta_slow",
+    ),
+    "another-methods-option": (
+        "llama",
+        "linear",
+        {"factor": 4, "beta_fast": 16},
+        ValueError,
+        "no option 'beta_fast'",
+    ),
+    "missing-option": (
+        "llama",
+        "longrope",
+        {"factor": 4},
+        ValueError,
+        "needs the option 'long_factor'",
+    ),
+    "wrong-factor-count": (
+        "llama",
+        "longrope",
+        {"factor": 4, "long_factor": LONG_FACTOR[1:]},
+        ValueError,
+        "8 rotated pairs, got 7",
+    ),
+    "betas-swapped": (
+        "llama",
+        "yarn",
+        {"factor": 4, "beta_fast": 1, "beta_slow": 32},
+        ValueError,
+        "below beta_fast",
+    ),
+    "unknown-layer-type": (
+        "gemma3",
+        "yarn",
+        {"factor": 4, "layer_types": ["full"]},
+        ValueError,
+        "has the layer types.*full_attention",
+    ),
+    "no-layer-type": (
+        "gemma3",
+        "yarn",
+        {"factor": 4, "layer_types": []},
+        ValueError,
+        "layer_types",
+    ),
+    "layer-types-on-llama": (
+        "llama",
+        "yarn",
+        {"factor": 4, "layer_types": ["full_attention"]},
+        ValueError,
+        "rotates all layers alike; leave layer_types out",
+    ),
+    "triton": ("llama", "yarn", {"factor": 4, "kernels": "triton"}, ValueError, "auto, hf"),
+}
+
+
+@pytest.mark.parametrize("standing", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests_change_nothing(name, standing):
+    family, method, arguments, error, says = BAD[name]
+    model = make_model(family)
+    handle = rope_patch.patch(model, "linear", factor=2) if standing else None
+    before, config = logits(model), model.config.to_dict()
+    with pytest.raises(error, match=says):
+        rope_patch.patch(model, method, **arguments)
+    assert rope_patch.current(model) is handle
+    assert model.config.to_dict() == config
+    assert logits(model).equal(before)
+    if handle is not None:
+        assert handle.active
+        handle.undo()
+        assert logits(model).equal(logits(make_model(family)))
+
+
+def test_a_model_without_rope_is_refused():
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    with pytest.raises(ValueError, match="no rotary embedding found in GPT2LMHeadModel"):
+        rope_patch.patch(model, "yarn", factor=4)
+    assert rope_patch.current(model) is None
+
+
+@pytest.mark.parametrize("what", ["llama", None, {"model": 1}])
+def test_what_is_no_module_is_refused(what):
+    got = type(what).__name__
+    with pytest.raises(TypeError, match=f"expected a transformers model, got {got}"):
+        rope_patch.patch(what, "yarn", factor=4)
+
+
+def test_a_module_without_config_is_refused():
+    with pytest.raises(ValueError, match="Linear has no transformers config"):
+        rope_patch.patch(torch.nn.Linear(2, 2), "yarn", factor=4)
+
+
+@pytest.mark.parametrize("change", [lambda f: 2 * f, lambda f: f[:4]], ids=["faster", "fewer"])
+def test_a_rotation_that_is_not_its_configs_is_refused(change):
+    model = make_model()
+
+    class Own(type(model.model.rotary_emb)):
+        def __init__(self, config):
+            super().__init__(config)
+            self.inv_freq = change(self.inv_freq)
+
+    model.model.rotary_emb = Own(model.config)
+    with pytest.raises(ValueError, match="Own does not rotate as its config says"):
+        rope_patch.patch(model, "yarn", factor=4)
+    assert rope_patch.current(model) is None
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="transformers is older")
+def test_an_architecture_whose_heads_differ_is_refused():
+    with torch.device("meta"):
+        model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig())
+    with pytest.raises(ValueError, match="Gemma4"):
+        rope_patch.patch(model, "linear", factor=4)
+    assert rope_patch.current(model) is None
+
+
+TRAINED_IN = {
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "long_factor": LONG_FACTOR,
+        "short_factor": [1.0] * 8,
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED_IN)
+def test_a_scaling_that_was_trained_in_is_refused(kind):
+    model = make_model("llama", rope_parameters=TRAINED_IN[kind])
+    before = logits(model)
+    with pytest.raises(ValueError, match=f"already scales its rotation with '{kind}'"):
+        rope_patch.patch(model, "yarn", factor=4)
+    assert rope_patch.current(model) is None
+    assert logits(model).equal(before)
+
+
+def yarn(factor):
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": factor,
+        "original_max_position_embeddings": TRAINED,
+    }
+
+
+def test_a_native_yarn_is_replaced_from_its_original_length():
+    model = make_model("llama", rope_parameters=yarn(2.0), max_position_embeddings=128)
+    before = logits(model)
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    assert (handle.trained_length, handle.length) == (TRAINED, 4 * TRAINED)
+    native = make_native(model, "llama", rope_parameters=yarn(4.0), max_position_embeddings=256)
+    assert_close(logits(model), logits(native))
+    handle.undo()
+    assert logits(model).equal(before)
+
+
+def test_the_native_yarn_itself_would_change_nothing():
+    model = make_model("llama", rope_parameters=yarn(2.0), max_position_embeddings=128)
+    with pytest.raises(ValueError, match="would change nothing"):
+        rope_patch.patch(model, "yarn", length=128)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_a_native_scaling_of_unknown_origin_needs_the_trained_length(kind):
+    scaled = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    model = make_model("llama", rope_parameters=scaled)
+    before = logits(model, TRAINED)
+    with pytest.raises(ValueError, match=r"pass trained_length=\.\.\."):
+        rope_patch.patch(model, "yarn", factor=4)
+    handle = rope_patch.patch(model, "yarn", factor=8, trained_length=TRAINED // 2)
+    origin = {"original_max_position_embeddings": TRAINED // 2}
+    native = make_native(model, "llama", rope_parameters={**yarn(8.0), **origin})
+    assert_close(logits(model), logits(native))
+    handle.undo()
+    assert logits(model, TRAINED).equal(before)
+
+
+@pytest.mark.parametrize("method", ["linear", "yarn", "longrope"])
+def test_an_error_halfway_leaves_nothing_behind(method):
+    model = make_model("gemma3")
+    config, before = model.config, logits(model)
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    attention = model.model.layers[1].self_attn
+
+    class Sealed(type(attention)):
+        def __setattr__(self, name, value):
+            raise RuntimeError(f"{name} cannot be set")
+
+    attention.__class__ = Sealed
+    options = {"long_factor": LONG_FACTOR} if method == "longrope" else {}
+    with pytest.raises(RuntimeError, match="config cannot be set"):
+        rope_patch.patch(model, method, factor=4, **options)
+    assert rope_patch.current(model) is None
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert logits(model).equal(before)
+    assert model.config is config

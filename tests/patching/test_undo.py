@@ -1,0 +1,224 @@
+"""Undoing a patch puts everything back, and nothing else is touched meanwhile."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tiny_models import (
+    FAMILIES,
+    LONG_FACTOR,
+    SHORT_FACTOR,
+    TARGET,
+    logits,
+    make_config,
+    make_model,
+)
+
+import rope_patch
+
+LONGROPE = {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
+REQUESTS = [("linear", {}), ("yarn", {}), ("longrope", LONGROPE)]
+
+
+def snapshot(model):
+    """Every module's attributes and buffers: objects by identity, tensors by value and dtype."""
+    seen = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in ("_buffers", "_parameters"):
+                tensors = {k: t for k, t in value.items() if t is not None}
+                seen[name, key] = {k: (t.dtype, t.clone()) for k, t in tensors.items()}
+            elif key == "_non_persistent_buffers_set" or "hooks" in key:
+                seen[name, key] = copy.copy(value)
+            else:
+                seen[name, key] = value
+    return seen
+
+
+def assert_same(after, before):
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        if key[1] in ("_buffers", "_parameters"):
+            assert after[key].keys() == value.keys()
+            for name, (dtype, tensor) in value.items():
+                assert after[key][name][0] == dtype
+                assert torch.equal(after[key][name][1], tensor), (key, name)
+        else:
+            assert after[key] is value or after[key] == value, key
+
+
+@pytest.mark.parametrize(("method", "options"), REQUESTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_undo_restores_every_module(family, method, options):
+    model = make_model(family)
+    config, text = model.config, copy.deepcopy(model.config.to_dict())
+    before = snapshot(model)
+    handle = rope_patch.patch(model, method, factor=4, **options)
+    logits(model)  # longrope changes frequencies on the way
+    handle.undo()
+    assert_same(snapshot(model), before)
+    assert model.config is config
+    assert config.to_dict() == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_dict_and_names_are_unchanged_while_patched(family):
+    model = make_model(family)
+    modules, keys = dict(model.named_modules()), list(model.state_dict())
+    buffers = [name for name, _ in model.named_buffers()]
+    rope_patch.patch(model, "longrope", factor=4, **LONGROPE)
+    assert list(model.state_dict()) == keys
+    assert [name for name, _ in model.named_buffers()] == buffers
+    assert all(modules[name] is module for name, module in model.named_modules())
+
+
+def by_handle(model):
+    rope_patch.patch(model, "yarn", factor=4).undo()
+
+
+def by_unpatch(model):
+    rope_patch.patch(model, "yarn", factor=4)
+    rope_patch.unpatch(model)
+
+
+def by_leaving(model):
+    with rope_patch.patch(model, "yarn", factor=4) as handle:
+        assert rope_patch.current(model) is handle
+
+
+def by_exception(model):
+    with pytest.raises(KeyError), rope_patch.patch(model, "yarn", factor=4):
+        raise KeyError
+
+
+def by_undoing_twice(model):
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    handle.undo()
+    handle.undo()
+
+
+@pytest.mark.parametrize("way", [by_handle, by_unpatch, by_leaving, by_exception, by_undoing_twice])
+def test_every_way_back_is_bit_exact(way):
+    model = make_model()
+    before = logits(model)
+    way(model)
+    assert rope_patch.current(model) is None
+    assert logits(model).equal(before)
+
+
+def test_unpatching_what_is_not_patched_is_an_error():
+    model = make_model()
+    with pytest.raises(ValueError, match="not patched"):
+        rope_patch.unpatch(model)
+    by_handle(model)
+    with pytest.raises(ValueError, match="not patched"):
+        rope_patch.unpatch(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_patching_again_replaces(family):
+    model, fresh = make_model(family), make_model(family)
+    before = logits(model)
+    first = rope_patch.patch(model, "longrope", factor=2, **LONGROPE)
+    second = rope_patch.patch(model, "yarn", factor=4)
+    rope_patch.patch(fresh, "yarn", factor=4)
+    assert logits(model).equal(logits(fresh))  # starts from the original, not from the first
+    assert model.config.to_dict() == fresh.config.to_dict()
+    assert (first.active, second.active) == (False, True)
+    assert rope_patch.current(model) is second
+
+    patched = logits(model)
+    first.undo()  # replaced, so without effect
+    assert logits(model).equal(patched)
+    assert rope_patch.current(model) is second
+
+    second.undo()
+    assert logits(model).equal(before)
+    assert model.config.max_position_embeddings == 64
+
+
+def test_a_second_model_of_the_same_config_is_untouched():
+    config = make_config("gemma3")
+    model, other = make_model("gemma3", config), make_model("gemma3", config, seed=7)
+    before, text = logits(other), copy.deepcopy(config.to_dict())
+    rope_patch.patch(model, "yarn", factor=4)
+    assert other.config is config
+    assert config.to_dict() == text
+    assert logits(other).equal(before)
+    assert rope_patch.current(other) is None
+    assert logits(make_model("gemma3", config, seed=7)).equal(before)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+@pytest.mark.parametrize(("method", "options"), REQUESTS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_copies_are_undone_by_themselves(family, method, options, duplicate):
+    model = make_model(family)
+    before = logits(model)
+    rope_patch.patch(model, method, factor=4, **options)
+    patched = logits(model)
+    twin = duplicate(model)
+    assert logits(twin).equal(patched)
+    assert twin.config.max_position_embeddings == TARGET
+
+    rope_patch.unpatch(twin)
+    assert logits(twin).equal(before)
+    assert twin.config.max_position_embeddings == 64
+    assert logits(model).equal(patched)
+    assert rope_patch.current(model).active
+
+    second = duplicate(model)
+    rope_patch.unpatch(model)
+    assert logits(model).equal(before)
+    assert logits(second).equal(patched)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_frequencies_stay_exact_through_casts(family):
+    model, cast_before = make_model(family), make_model(family).to(torch.bfloat16)
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    model.to(torch.bfloat16)
+    rotary = model.model.rotary_emb
+    for kind, wanted in handle.frequencies.items():
+        live = getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq")
+        assert live.dtype == torch.float32
+        assert live.equal(wanted.inv_freq.float())
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+    rope_patch.patch(cast_before, "yarn", factor=4)  # repairs what the cast had rounded
+    assert logits(cast_before).equal(logits(model))
+
+    handle.undo()
+    for name, buffer in make_model(family).model.rotary_emb.named_buffers():
+        if "original" not in name:  # transformers' own spare copy, cast by transformers
+            assert getattr(rotary, name).equal(buffer)
+
+
+def test_a_rounded_buffer_is_reported_and_comes_back_as_it_was(caplog):
+    model = make_model().to(torch.bfloat16)
+    rounded, before = model.model.rotary_emb.inv_freq, logits(model)
+    with rope_patch.patch(model, "yarn", factor=4):
+        assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert "inv_freq of LlamaRotaryEmbedding had been cast to bfloat16" in caplog.text
+    assert model.model.rotary_emb.inv_freq is rounded
+    assert logits(model).equal(before)
+
+
+def test_what_users_change_in_the_config_survives():
+    config = make_config()
+    model = make_model(config=config)
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    model.config.use_cache = False
+    model.resize_token_embeddings(130, mean_resizing=False)
+    handle.undo()
+    assert model.config.use_cache is False
+    assert model.config.vocab_size == 130
+    assert model.config.max_position_embeddings == 64
+    assert model.config.rope_parameters == make_config().rope_parameters
+    assert (config.use_cache, config.vocab_size) == (True, 128)  # another model's, perhaps
+
+    with rope_patch.patch(model, "linear", factor=4):
+        assert (model.config.use_cache, model.config.vocab_size) == (False, 130)

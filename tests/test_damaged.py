@@ -1,0 +1,172 @@
+"""What cannot be loaded: a ValueError that names the folder and says what is wrong with it."""
+
+import json
+import shutil
+
+import pytest
+import transformers
+from tiny_models import make_model
+
+import rope_patch
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """The same checkpoint in one file and in several."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    make_model().save_pretrained(root / "whole")
+    make_model().save_pretrained(root / "sharded", max_shard_size="20KB")
+    return root
+
+
+@pytest.fixture
+def checkpoint(originals, tmp_path):
+    """Copies one of the checkpoints, to be damaged."""
+    return lambda name: shutil.copytree(originals / name, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "says"),
+    [
+        ("yran", {"factor": 4}, "did you mean 'yarn'"),
+        ("yarn", {"factor": 4, "beta_fst": 16}, "did you mean 'beta_fast'"),
+        ("yarn", {"factor": 1}, "would change nothing"),
+        ("yarn", {}, "exactly one of factor and length"),
+        ("longrope", {"factor": 4}, "needs the option 'long_factor'"),
+        ("yarn", {"factor": 4, "layer_types": ["x"]}, "rotates all layers alike"),
+        ("yarn", {"factor": 4, "kernels": "triton"}, "kernels"),
+    ],
+)
+def test_requests_are_checked_before_weights_are_read(checkpoint, method, arguments, says):
+    folder = checkpoint("whole")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=says):
+        rope_patch.load(folder, method, **arguments)
+
+
+def lose_a_shard(folder):
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
+    return r"1 of \d+ shards are missing \(model-00002"
+
+
+def cut_a_shard(folder):
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    return "model-00002.*is cut short or damaged"
+
+
+def cut_the_weights(folder):
+    whole = folder / "model.safetensors"
+    whole.write_bytes(whole.read_bytes()[:50_000])
+    return "model.safetensors is cut short or damaged"
+
+
+def empty_the_weights(folder):
+    (folder / "model.safetensors").write_bytes(b"")
+    return "model.safetensors is cut short or damaged"
+
+
+def lose_the_weights(folder):
+    (folder / "model.safetensors").unlink()
+    return "cannot load"
+
+
+def lose_the_config(folder):
+    (folder / "config.json").unlink()
+    return "holds no config.json.*found generation_config.json, model.safetensors"
+
+
+def cut_the_config(folder):
+    config = folder / "config.json"
+    config.write_text(config.read_text()[:100])
+    return "cannot load"
+
+
+def cut_the_index(folder):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:100])
+    return "index"
+
+
+def name_an_unknown_kind(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "nosuch"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return "nosuch"
+
+
+def hold_an_encoder(folder):
+    transformers.ViTConfig().save_pretrained(folder)
+    return "ViTConfig"
+
+
+def be_empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return "holds no config.json.*found nothing"
+
+
+def be_a_file(folder):
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+    return "is a file: expected the folder it is in"
+
+
+def be_absent(folder):
+    shutil.rmtree(folder)
+    return "no such folder"
+
+
+DAMAGES = [
+    ("sharded", lose_a_shard),
+    ("sharded", cut_a_shard),
+    ("sharded", cut_the_index),
+    ("whole", cut_the_weights),
+    ("whole", empty_the_weights),
+    ("whole", lose_the_weights),
+    ("whole", lose_the_config),
+    ("whole", cut_the_config),
+    ("whole", name_an_unknown_kind),
+    ("whole", hold_an_encoder),
+    ("whole", be_empty),
+    ("whole", be_a_file),
+    ("whole", be_absent),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=[d.__name__ for _, d in DAMAGES])
+def test_a_damaged_folder_is_named(checkpoint, name, damage):
+    folder = checkpoint(name)
+    says = damage(folder)
+    with pytest.raises(ValueError, match=says) as error:
+        rope_patch.load(folder, "yarn", factor=4)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "record",
+    ['{"method": ', "[]", '{"method": "yarn"}', '"yarn"', None],
+    ids=["cut", "list", "short", "string", "no-lengths"],
+)
+def test_a_damaged_record_is_named(record, tmp_path):
+    model = make_model()
+    rope_patch.patch(model, "yarn", factor=4)
+    rope_patch.save(model, tmp_path)
+    sidecar = tmp_path / "rope_patch.json"
+    said = json.loads(sidecar.read_text())
+    del said["trained_length"], said["layer_types"]
+    sidecar.write_text(record or json.dumps(said))
+    with pytest.raises(ValueError, match=r"rope_patch\.json is damaged") as error:
+        rope_patch.load(tmp_path)
+    assert str(sidecar) in str(error.value)
+
+
+def test_a_name_that_the_hub_does_not_give():
+    with pytest.raises(ValueError, match=r"cannot load 'nobody/nothing'.*HF_HUB_OFFLINE"):
+        rope_patch.load("nobody/nothing", "yarn", factor=4)
+
+
+def test_a_checkpoint_without_rope(tmp_path):
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no rotary embedding found in GPT2LMHeadModel"):
+        rope_patch.load(tmp_path, "yarn", factor=4)

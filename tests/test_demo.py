@@ -1,0 +1,73 @@
+"""The main job on real pretrained weights: what the report claims, on a smaller scale."""
+
+import pytest
+import torch
+
+import rope_patch
+from rope_patch import demo
+from rope_patch.eval import perplexity, texts
+from rope_patch.loading import read_model, read_tokenizer
+
+pytestmark = pytest.mark.slow
+
+LENGTH, WINDOW, CONTEXT = 12288, 1024, 4096
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return demo.folder()
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    torch.set_num_threads(2)
+    return read_model(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ids(folder):
+    return texts.tokens("emma", read_tokenizer(folder), LENGTH)
+
+
+def test_the_demo_is_converted_once_and_checked(folder, monkeypatch):
+    monkeypatch.setattr(demo, "_convert", None)  # a second conversion would fail
+    assert demo.folder() == folder
+    assert demo.resolve("demo") == str(folder)
+    assert demo.resolve("some/other") == "some/other"
+
+
+def test_a_damaged_demo_is_made_again(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = tmp_path / "rope_patch" / folder.name
+    made.mkdir(parents=True)
+    (made / "model.safetensors").write_bytes(b"cut short")
+    assert demo.folder() == made
+    digest = demo._sha256(made / "model.safetensors")
+    assert digest == demo._sha256(folder / "model.safetensors")
+
+
+def test_the_demos_own_text_is_sane(model, folder):
+    tokenizer = read_tokenizer(folder)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    written = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    assert "Paris" in tokenizer.decode(written[0])
+
+
+def test_plain_breaks_down_past_its_length_and_yarn_stays_with_the_control(model, ids):
+    control = perplexity.control_point(model, ids, LENGTH, WINDOW, CONTEXT)["perplexity"]
+    plain = perplexity.curve(model, ids, WINDOW, "plain")[-1]["perplexity"]
+    with rope_patch.patch(model, "yarn", factor=2):
+        yarn = perplexity.curve(model, ids, WINDOW, "yarn")[-1]["perplexity"]
+    assert yarn <= 1.1 * control
+    assert plain >= 2 * yarn
+
+
+def test_a_saved_model_loads_in_plain_transformers(model, folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(100, 164)[None]
+    with torch.no_grad(), rope_patch.patch(model, "yarn", factor=2):
+        rope_patch.save(model, tmp_path)
+        expected = model(ids).logits
+        got = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-3)

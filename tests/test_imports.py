@@ -1,0 +1,85 @@
+"""The package imports light, and its modules only what lies below them."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rope_patch
+
+PACKAGE = Path(rope_patch.__file__).parent
+HEAVY = ["lm_eval", "peft", "datasets", "matplotlib", "triton", "jinja2", "gguf", "wonderwords"]
+
+# What each part of the package may import of it; whatever is not named here stands on top.
+CORE = {"geometry", "methods", "patching"}
+BELOW = {
+    "geometry": set(),
+    "methods": {"geometry"},
+    "patching": {"geometry", "methods"},
+    "versions": set(),
+    "saving": CORE | {"versions"},
+    "loading": CORE | {"saving"},
+    "diagnosing": CORE,
+}
+ON_TOP = {"eval", "recipes"}
+
+
+def modules():
+    """Every module of `rope_patch/` proper, by dotted name."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), path
+
+
+def imports(path):
+    """Dotted names of all that a file imports from this package, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == "rope_patch")
+
+
+def part(name):
+    """The file or folder right under `rope_patch/` that a dotted name lies in."""
+    return name.split(".")[1] if "." in name else ""
+
+
+MODULES = dict(modules())
+
+
+def test_the_modules_are_found():
+    assert {part(name) for name in MODULES} >= BELOW.keys()
+    assert "rope_patch.geometry.Geometry" in set(imports(MODULES["rope_patch.methods.base"]))
+    assert "rope_patch.patching.check" in set(imports(MODULES["rope_patch.loading"]))
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if part(name) in BELOW])
+def test_imports_point_down(name):
+    own = part(name)
+    reached = {part(imported) for imported in imports(MODULES[name])}
+    assert reached <= BELOW[own] | {own}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if part(name) != "cli"])
+def test_only_the_command_line_imports_what_is_on_top(name):
+    assert not {part(imported) for imported in imports(MODULES[name])} & {*ON_TOP, "cli"}
+
+
+def loaded_by(statement):
+    """Which heavy packages a fresh interpreter holds after a statement."""
+    code = f"import sys; {statement}; print(*({set(HEAVY)} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_stays_light():
+    assert loaded_by("import json, ast, jinja2") == {"jinja2"}
+    # transformers itself loads jinja2, for chat templates, and newer ones may load more.
+    assert loaded_by("import rope_patch") <= loaded_by("import transformers")

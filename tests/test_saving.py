@@ -1,0 +1,210 @@
+"""Saved folders load in plain transformers to the same logits, and saving is all or nothing."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from tiny_models import (
+    LONG,
+    LONG_FACTOR,
+    OLD_TRANSFORMERS,
+    SHORT,
+    SHORT_FACTOR,
+    SIZES,
+    TARGET,
+    TRAINED,
+    assert_close,
+    assert_differs,
+    logits,
+    make_config,
+    make_model,
+)
+
+import rope_patch
+
+METHODS = {
+    "linear": {},
+    "yarn": {"beta_fast": 16},
+    "ntk": {},
+    "ntk-by-parts": {},
+    "llama3": {},
+    "longrope": {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR},
+    "abf": {},
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+
+
+def is_native(family, method):
+    """What transformers has a form of its own for; 5.0 cannot read or switch nested scalings."""
+    nested = family == "gemma3" and method in ("yarn", "ntk-by-parts", "longrope")
+    return not (OLD_TRANSFORMERS and (nested or method == "proportional"))
+
+
+def saved(folder, family="llama", method="yarn", **options):
+    model = make_model(family)
+    rope_patch.patch(model, method, factor=4, **options)
+    rope_patch.save(model, folder)
+    return model
+
+
+def sidecar(folder):
+    return json.loads((folder / "rope_patch.json").read_text())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_plain_transformers_loads_the_same_model(family, method, tmp_path):
+    model = saved(tmp_path, family, method, **METHODS[method])
+    if not is_native(family, method):
+        assert method == "longrope" or sidecar(tmp_path)["native"] is False
+        return
+    assert sidecar(tmp_path)["native"] is True
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert rope_patch.current(native) is None
+    assert native.config.max_position_embeddings == TARGET
+    for length in (SHORT, LONG):
+        assert_close(logits(native, length), logits(model, length))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_our_load_brings_the_patch_back(family, method, tmp_path):
+    plain = logits(make_model(family))
+    model = saved(tmp_path, family, method, **METHODS[method])
+    loaded = rope_patch.load(tmp_path)
+    handle, was = rope_patch.current(loaded), rope_patch.current(model)
+    assert handle.method == was.method
+    assert (handle.trained_length, handle.length) == (was.trained_length, was.length)
+    for length in (SHORT, LONG):
+        assert logits(loaded, length).equal(logits(model, length))
+    assert_differs(logits(loaded), plain)
+    handle.undo()
+    assert logits(loaded).equal(plain)
+    assert loaded.config.max_position_embeddings == TRAINED
+    assert loaded.config.rope_parameters == make_config(family).rope_parameters
+
+
+def test_what_transformers_cannot_say_is_said(tmp_path, caplog):
+    # Twice partial: transformers' proportional rotation counts whole heads.
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)).eval()
+    rope_patch.patch(model, "proportional", factor=4, partial_rotary_factor=0.5)
+    rope_patch.save(model, tmp_path)
+    assert sidecar(tmp_path)["native"] is False
+    assert "load this folder with rope_patch.load" in caplog.text
+    assert logits(rope_patch.load(tmp_path)).equal(logits(model))
+
+
+def test_sidecar(tmp_path):
+    model = saved(tmp_path, "gemma3", "yarn", beta_fast=16)
+    said = sidecar(tmp_path)
+    handle = rope_patch.current(model)
+    assert said["method"] == "yarn"
+    assert said["options"] == handle.method.options()
+    assert (said["options"]["factor"], said["options"]["beta_fast"]) == (4.0, 16)
+    assert (said["trained_length"], said["length"]) == (TRAINED, TARGET)
+    assert said["layer_types"] == ["full_attention"]
+    assert said["original"] == {
+        "max_position_embeddings": TRAINED,
+        "rope_parameters": make_config("gemma3").rope_parameters,
+    }
+    assert said["transformers"] == transformers.__version__
+    frequencies = said["frequencies"]["full_attention"]
+    wanted = handle.frequencies["full_attention"]
+    assert torch.tensor(frequencies["inv_freq"], dtype=torch.float64).equal(wanted.inv_freq)
+    assert frequencies["attention_factor"] == wanted.attention_factor
+
+
+def test_saving_leaves_the_model_patched(tmp_path):
+    model = make_model()
+    plain = logits(model)
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    patched = logits(model)
+    rope_patch.save(model, tmp_path / "new" / "folder")
+    assert rope_patch.current(model) is handle
+    assert logits(model).equal(patched)
+    handle.undo()
+    assert logits(model).equal(plain)
+
+
+def test_saving_from_bfloat16_keeps_the_frequencies(tmp_path):
+    model = make_model()
+    rope_patch.patch(model, "yarn", factor=4)
+    model.to(torch.bfloat16)
+    rope_patch.save(model, tmp_path)
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert native.dtype == torch.bfloat16
+    assert logits(native).equal(logits(model))
+
+
+def test_sharding_leaves_no_stale_weights(tmp_path, monkeypatch):
+    saved(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    (tmp_path / "notes.md").write_text("mine")
+    model = make_model(seed=5)
+    rope_patch.patch(model, "yarn", factor=4)
+    whole = model.save_pretrained
+    monkeypatch.setattr(model, "save_pretrained", lambda path: whole(path, max_shard_size="20KB"))
+    rope_patch.save(model, tmp_path)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert not (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "notes.md").read_text() == "mine"
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_close(logits(native), logits(model))
+
+    monkeypatch.undo()
+    rope_patch.save(model, tmp_path)  # and back to one file
+    assert not list(tmp_path.glob("model-*")) + list(tmp_path.glob("*.index.json"))
+    assert logits(rope_patch.load(tmp_path)).equal(logits(model))
+
+
+@pytest.mark.parametrize("when", ["before", "midway"])
+def test_a_failing_save_leaves_the_folder_as_it_was(when, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    old = saved(folder)
+    there = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = make_model(seed=5)
+    rope_patch.patch(model, "linear", factor=2)
+    whole = model.save_pretrained
+
+    def failing(path):
+        if when == "midway":
+            whole(path)
+            (path / "config.json").unlink()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", failing)
+    with pytest.raises(OSError, match="No space left"):
+        rope_patch.save(model, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == there
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # no leftovers beside it
+    assert logits(rope_patch.load(folder)).equal(logits(old))
+
+
+def test_a_save_that_fails_the_first_time_leaves_no_folder(tmp_path, monkeypatch):
+    model = make_model()
+    rope_patch.patch(model, "linear", factor=2)
+
+    def failing(path):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(model, "save_pretrained", failing)
+    with pytest.raises(OSError, match="No space left"):
+        rope_patch.save(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_saved(tmp_path):
+    model = make_model()
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is not patched.*save_pretrained"):
+        rope_patch.save(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+    file = tmp_path / "file"
+    file.write_text("mine")
+    rope_patch.patch(model, "linear", factor=2)
+    with pytest.raises(ValueError, match=f"{file} is a file"):
+        rope_patch.save(model, file)
+    assert file.read_text() == "mine"

@@ -1,0 +1,92 @@
+"""Tiny random models of six families, and what the tests do with them.
+
+Weights are drawn wide enough that logits move by about 1 when the rotation changes, and narrow
+enough that float32 rounding moves them by less than 1e-5.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+
+TRAINED = 64  # tokens every model says it was trained on
+FACTOR = 4
+TARGET = FACTOR * TRAINED
+SHORT, LONG = 40, 150  # inputs below and above the trained length
+LONG_FACTOR = [1 + 0.4 * pair for pair in range(8)]  # 8 rotated pairs: head_dim 16
+SHORT_FACTOR = [1 + 0.05 * pair for pair in range(8)]
+
+OLD_TRANSFORMERS = Version(transformers.__version__) < Version("5.1")
+
+_GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 32}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", _GEMMA),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": TRAINED,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": None,  # so that generate goes on for as long as it is asked to
+    "pad_token_id": 0,
+}
+
+
+def make_config(family: str = "llama", **changes: Any) -> Any:
+    """A family's tiny config."""
+    config, _, special = FAMILIES[family]
+    return getattr(transformers, config)(**{**SIZES, **special, **changes})
+
+
+def make_model(family: str = "llama", config: Any = None, seed: int = 0, **changes: Any) -> Any:
+    """A family's tiny random model, the same for the same seed."""
+    torch.manual_seed(seed)
+    config = config or make_config(family, **changes)
+    return getattr(transformers, FAMILIES[family][1])(config).eval()
+
+
+def make_native(model: nn.Module, family: str, **changes: Any) -> Any:
+    """A model of transformers' own with another config and the weights of `model`."""
+    native = make_model(family, **changes)
+    native.load_state_dict(model.state_dict())
+    return native
+
+
+def tokens(length: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
+    """Random token ids, none of them special, `[B, S]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, length: int = LONG) -> torch.Tensor:
+    """A model's logits for the same tokens every time, `[1, S, vocab]`."""
+    return model(input_ids=tokens(length), use_cache=False).logits
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal logits but for float32 rounding."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def assert_differs(got: torch.Tensor, other: torch.Tensor) -> None:
+    """Logits of another rotation, not of rounding."""
+    assert (got - other).abs().max() > 1e-2
