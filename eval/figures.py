@@ -173,7 +173,7 @@ def _chart(name: str, alt: str, panels: list[_Panel]) -> Picture:
         figure = Figure(figsize=(width / 72, total / 72))
         for i, panel in enumerate(panels):
             bottom = total - row * (i + 1) + below
-            box = (58 / width, bottom / total, (width - 58 - right) / width, high / total)
+            box = (66 / width, bottom / total, (width - 66 - right) / width, high / total)
             axes = figure.add_axes(box)
             handles, roof = _plot(axes, panel.lines)
             _scale_x(axes, panel, 8 if wide else 4)
