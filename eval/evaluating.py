@@ -49,7 +49,7 @@ class Request:
         trained_length: Tokens of pretraining, if the config does not tell the truth about them.
         options: The methods' options.
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
-        device_map: As in transformers.
+        device_map: As in transformers; "auto" where there is a GPU.
         gguf_file: The GGUF file within the model's folder.
         seed: For the retrieval samples.
         folder: Where everything is written.
@@ -151,7 +151,7 @@ class _Run:
         self.model = read_model(
             path,
             dtype=_dtype(request),
-            device_map=request.device_map,
+            device_map=request.device_map or ("auto" if torch.cuda.is_available() else None),
             gguf_file=request.gguf_file,
         )
         self.weights = provenance.fingerprint(self.model)

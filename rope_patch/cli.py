@@ -180,7 +180,7 @@ def evaluate(
         typer.Option(help="float32, bfloat16 or float16; auto is float32 on a CPU."),
     ] = "auto",
     device_map: Annotated[
-        str | None, typer.Option(help="As in transformers: auto, cuda, cpu.")
+        str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
     ] = None,
     gguf_file: GGUF = None,
     seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
@@ -208,32 +208,35 @@ def evaluate(
             f"{error.name} is not installed, which evaluation needs: pip install 'rope-patch[eval]'"
         ) from error
 
-    results = run(
-        Request(
-            model=model,
-            methods=tuple(_split(",".join(method))),
-            factor=factor,
-            length=length,
-            lengths=tuple(_numbers("lengths", lengths, minimum=1)),
-            tasks=tuple(_split(tasks)),
-            limit=limit,
-            depths=tuple(_numbers("depths", depths, minimum=0)),
-            text=text,
-            perplexity_length=perplexity_length,
-            window=window,
-            control_context=control_context,
-            trained_length=trained_length,
-            options=_options(option),
-            dtype=dtype,
-            device_map=device_map,
-            gguf_file=gguf_file,
-            seed=seed,
-            folder=report,
-            command=shlex.join(["rope-patch", *sys.argv[1:]]),
-        )
+    request = Request(
+        model=model,
+        methods=tuple(_split(",".join(method))),
+        factor=factor,
+        length=length,
+        lengths=tuple(_numbers("lengths", lengths, minimum=1)),
+        tasks=tuple(_split(tasks)),
+        limit=limit,
+        depths=tuple(_numbers("depths", depths, minimum=0)),
+        text=text,
+        perplexity_length=perplexity_length,
+        window=window,
+        control_context=control_context,
+        trained_length=trained_length,
+        options=_options(option),
+        dtype=dtype,
+        device_map=device_map,
+        gguf_file=gguf_file,
+        seed=seed,
+        folder=report,
+        command=shlex.join(["rope-patch", *sys.argv[1:]]),
     )
+    try:
+        run(request)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from here", file=sys.stderr)
+        raise typer.Exit(130) from None
     if as_json:
-        print(json.dumps(results, indent=1))
+        print((report / "report.json").read_text(encoding="utf-8"), end="")
     else:
         print(f"{report / 'report.html'}")
 
@@ -244,9 +247,6 @@ def main() -> None:
     logging.getLogger("rope_patch").setLevel(logging.INFO)
     try:
         app()
-    except KeyboardInterrupt:
-        print("stopped; the same command continues", file=sys.stderr)
-        sys.exit(130)
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

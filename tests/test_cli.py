@@ -47,6 +47,12 @@ def test_eval_writes_a_report_and_says_where(tmp_path):
     assert done.stdout == "out/report.html\n"
     assert "yarn ×4, 256 → 1,024 tokens" in done.stderr
     assert "perplexity" in done.stderr  # the progress bars
+    again = run(
+        *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
+        *("--depths", "50", "--report", "out", "--json"),
+        cwd=tmp_path,
+    )
+    assert json.loads(again.stdout) == json.loads((tmp_path / "out" / "report.json").read_text())
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
 
 
