@@ -22,6 +22,7 @@ from rope_patch.geometry import read_geometries
 from rope_patch.loading import empty_model, read_config, read_model, read_tokenizer
 from rope_patch.methods import registered
 from rope_patch.patching import Patch, check, current, patch
+from rope_patch.saving import read_sidecar
 
 BASELINE = "none"
 PERPLEXITY = "perplexity"
@@ -312,10 +313,16 @@ def _check(request: Request, path: str, config: Any) -> None:
         raise ValueError(f"limit must be at least 1 sample a length, got {request.limit}")
     if request.dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {request.dtype!r}")
+    saved = read_sidecar(path)
     model = None
     for method in request.methods:
         if method == BASELINE:
             continue
+        if saved is not None:
+            raise ValueError(
+                f"{request.model} holds a model that was saved with {saved['method']} in it: "
+                f"evaluate it as it is (--method {BASELINE}), or evaluate the original checkpoint"
+            )
         model = model or empty_model(path, config)
         check(model, **request.patch_arguments(method))
     fields = {

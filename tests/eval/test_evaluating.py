@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.eval import perplexity
+import rope_patch
+from rope_patch.eval import perplexity, texts
 from rope_patch.eval.evaluating import Request, evaluate
 from rope_patch.eval.language_model import LongContextLM
 
@@ -139,3 +141,17 @@ def test_bad_requests_write_nothing(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         evaluate(request(folder, **changes))
     assert not folder.exists()
+
+
+def test_a_saved_patch_is_evaluated_as_it_is_and_never_patched_twice(tmp_path):
+    rope_patch.save(rope_patch.load(TINY, "ntk", factor=4), tmp_path / "saved")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "saved")
+    asked = request(tmp_path / "out", model=str(tmp_path / "saved"), tasks=("perplexity",))
+    with pytest.raises(ValueError, match="saved with ntk in it"):
+        evaluate(asked)
+    results = evaluate(replace(asked, methods=("none",), factor=None))
+    with rope_patch.patch(model := AutoModelForCausalLM.from_pretrained(TINY), "ntk", factor=4):
+        ids = texts.tokens("emma", AutoTokenizer.from_pretrained(TINY), 768)
+        expected = perplexity.curve(model, ids, 64, "ntk")
+    got = results["perplexity"]["curves"]["none"]
+    assert got[-1]["nll"] == pytest.approx(expected[-1]["nll"], abs=1e-4)
