@@ -127,7 +127,8 @@ def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
 def _move_into(written: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     new = {path.name for path in written.iterdir()}
-    for path in written.iterdir():
+    # Weights first: what describes them must not be there before them.
+    for path in sorted(written.iterdir(), key=lambda path: path.suffix == ".json"):
         if path.is_dir():
             shutil.rmtree(folder / path.name, ignore_errors=True)
         path.replace(folder / path.name)
