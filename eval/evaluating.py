@@ -181,7 +181,7 @@ class _Run:
         """Runs all tasks under one method."""
         with self._patched(method) as handle:
             label = BASELINE if handle is None else str(handle.method)
-            self.methods.append(_describe(label, handle))
+            self.methods.append(_describe(label, handle, self.longest or len(self.ids)))
             if self.ids:
                 window = self._window()
                 measure = partial(perplexity.curve, self.model, self.ids, window, label)
@@ -338,9 +338,11 @@ def _check(request: Request, path: str, config: Any) -> None:
         )
 
 
-def _describe(label: str, handle: Patch | None) -> dict[str, Any]:
+def _describe(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:
     if handle is None:
         return {"label": label, "method": None}
+    # A method that follows the length is shown as it is where the evaluation goes.
+    shown = handle.frequencies_at(longest) if handle.method.grows else handle.frequencies
     return {
         "label": label,
         "method": handle.method.name,
@@ -358,7 +360,7 @@ def _describe(label: str, handle: Patch | None) -> dict[str, Any]:
                 "inv_freq": frequencies.inv_freq.tolist(),
                 "attention_factor": frequencies.attention_factor,
             }
-            for kind, frequencies in handle.frequencies.items()
+            for kind, frequencies in shown.items()
         },
     }
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from rope_patch.geometry import Geometry, by_layer_type, read_geometries
 from rope_patch.methods import Method, build
+from rope_patch.methods.registry import get
 from rope_patch.patching import current
-from rope_patch.patching.request import select, target
+from rope_patch.patching.request import aim, select
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,11 @@ def diagnose(
     config = config.get_text_config(decoder=True)
     geometries = select(read_geometries(config, trained_length), layer_types, config)
     trained = next(iter(geometries.values())).trained_length
-    if factor is None and length is None:
+    if factor is None and length is None and not get(method).grows:
         factor = 1.0
-    factor, length = target(factor, length, trained)
-    chosen = build(method, factor=factor, **options)
+    options, reached = aim(method, factor, length, trained, options)
+    length = reached or trained
+    chosen = build(method, **options)
     parameters = by_layer_type(config.rope_parameters)
     return Diagnosis(
         model_type=config.model_type,
@@ -175,7 +177,7 @@ def diagnose(
 
 
 def _rotation(geometry: Geometry, method: Method, length: int, rope_type: str) -> Rotation:
-    frequencies = method.frequencies(geometry)
+    frequencies = method.at(geometry, length)
     pairs = []
     scaled = frequencies.inv_freq.tolist()
     for i, (before, after) in enumerate(zip(geometry.inv_freq().tolist(), scaled, strict=True)):

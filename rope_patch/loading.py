@@ -41,8 +41,8 @@ def load(
     Args:
         path: A folder, or a model's name on the Hub.
         method: A name from `rope_patch.methods()`.
-        factor: Target length / trained length. Exactly one of `factor` and `length`.
-        length: Target length in tokens.
+        factor: See `patch`.
+        length: See `patch`.
         trained_length: See `patch`.
         layer_types: See `patch`.
         kernels: See `patch`.
@@ -75,6 +75,9 @@ def load(
             )
         method, options = sidecar["method"], dict(sidecar["options"])
         factor = options.pop("factor")
+        if registered()[method].grows:
+            length = sidecar["length"]
+            factor = factor if registered()[method].factor_in_formula else None
         trained_length, layer_types = sidecar["trained_length"], sidecar["layer_types"]
     request = {
         "method": method,

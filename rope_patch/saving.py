@@ -28,7 +28,10 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Writes a patched model: safetensors, a native config, and the sidecar `rope_patch.json`.
 
     Plain transformers loads the folder to the same logits where the method has a native form;
-    where it has none a warning says so, and the sidecar's `native` is false. An interrupted save
+    where it has none a warning says so, and the sidecar's `native` is false. Dynamic methods other
+    than `dynamic` have none: plain transformers then loads the unpatched model. Its own `dynamic`
+    grows with every token and leaves cached keys behind, so it equals ours with growth="exact" in
+    one pass, and never beyond the trained length with a cache. An interrupted save
     leaves what was in the folder before.
 
     Args:
@@ -107,6 +110,8 @@ def _sidecar(handle: Patch, native: bool) -> dict[str, Any]:
 def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
     """Whether transformers, given nothing but the folder, rotates as the patched model does."""
     if not (folder / "config.json").is_file():  # an adapter without its base
+        return False
+    if not handle.method.native:
         return False
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)

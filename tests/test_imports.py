@@ -13,11 +13,13 @@ PACKAGE = Path(rope_patch.__file__).parent
 HEAVY = ["lm_eval", "peft", "datasets", "matplotlib", "triton", "jinja2", "gguf", "wonderwords"]
 
 # What each part of the package may import of it; whatever is not named here stands on top.
-CORE = {"geometry", "methods", "patching"}
+CORE = {"geometry", "methods", "ops", "cache", "patching"}
 BELOW = {
     "geometry": set(),
     "methods": {"geometry"},
-    "patching": {"geometry", "methods"},
+    "ops": set(),
+    "cache": set(),
+    "patching": {"geometry", "methods", "ops", "cache"},
     "versions": set(),
     "saving": CORE | {"versions"},
     "loading": CORE | {"saving"},

@@ -32,12 +32,16 @@ METHODS = {
     "longrope": {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR},
     "abf": {},
     "proportional": {"partial_rotary_factor": 0.5},
+    "dynamic": {"growth": "exact"},
+    "dynamic-yarn": {"growth": "exact"},
 }
 
 
 def is_native(family, method):
     """What transformers has a form of its own for; 5.0 cannot read or switch nested scalings."""
-    nested = family == "gemma3" and method in ("yarn", "ntk-by-parts", "longrope")
+    if method == "dynamic-yarn":
+        return False
+    nested = family == "gemma3" and method in ("yarn", "ntk-by-parts", "longrope", "dynamic")
     return not (OLD_TRANSFORMERS and (nested or method == "proportional"))
 
 
@@ -57,12 +61,14 @@ def sidecar(folder):
 def test_plain_transformers_loads_the_same_model(family, method, tmp_path):
     model = saved(tmp_path, family, method, **METHODS[method])
     if not is_native(family, method):
-        assert method == "longrope" or sidecar(tmp_path)["native"] is False
+        assert method in ("longrope", "dynamic") or sidecar(tmp_path)["native"] is False
         return
     assert sidecar(tmp_path)["native"] is True
     native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert rope_patch.current(native) is None
-    assert native.config.max_position_embeddings == TARGET
+    # transformers takes it for the trained length where its own dynamic scaling is on.
+    expected = TRAINED if method == "dynamic" else TARGET
+    assert native.config.max_position_embeddings == expected
     for length in (SHORT, LONG):
         assert_close(logits(native, length), logits(model, length))
 

@@ -34,6 +34,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+# Beside them those whose configs have no form for the usual scalings.
+MODELS = {
+    **FAMILIES,
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"original_max_position_embeddings": TRAINED}),
+}
+
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -52,7 +58,7 @@ SIZES = {
 
 def make_config(family: str = "llama", **changes: Any) -> Any:
     """A family's tiny config."""
-    config, _, special = FAMILIES[family]
+    config, _, special = MODELS[family]
     return getattr(transformers, config)(**{**SIZES, **special, **changes})
 
 
@@ -60,7 +66,7 @@ def make_model(family: str = "llama", config: Any = None, seed: int = 0, **chang
     """A family's tiny random model, the same for the same seed."""
     torch.manual_seed(seed)
     config = config or make_config(family, **changes)
-    return getattr(transformers, FAMILIES[family][1])(config).eval()
+    return getattr(transformers, MODELS[family][1])(config).eval()
 
 
 def make_native(model: nn.Module, family: str, **changes: Any) -> Any:
@@ -80,6 +86,34 @@ def tokens(length: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
 def logits(model: nn.Module, length: int = LONG) -> torch.Tensor:
     """A model's logits for the same tokens every time, `[1, S, vocab]`."""
     return model(input_ids=tokens(length), use_cache=False).logits
+
+
+@torch.no_grad()
+def forward(model: nn.Module, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """A model's logits for `ids`, nothing cached, `[B, S, vocab]`."""
+    return model(input_ids=ids, use_cache=False, **kwargs).logits
+
+
+@torch.no_grad()
+def step_by_step(
+    model: nn.Module, ids: torch.Tensor, prompt: int, cache: Any = None, **kwargs: Any
+) -> torch.Tensor:
+    """Logits `[B, S, vocab]` of a prompt in one pass, and of the rest token by token."""
+    cache = transformers.DynamicCache(config=model.config) if cache is None else cache
+    cuts = [prompt] + [1] * (ids.shape[1] - prompt)
+    parts = [model(part, past_key_values=cache, **kwargs).logits for part in ids.split(cuts, 1)]
+    return torch.cat(parts, dim=1)
+
+
+def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of different lengths `[1, S]` as one batch, with its mask."""
+    length = max(row.shape[1] for row in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        here = slice(length - row.shape[1], None) if side == "left" else slice(row.shape[1])
+        ids[i, here], mask[i, here] = row, 1
+    return ids, mask
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:

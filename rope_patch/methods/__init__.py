@@ -21,6 +21,8 @@ for _file in (
     "abf",
     "longrope",
     "proportional",
+    "ntk_by_parts_2023_06",
+    "dynamic",
 ):
     import_module(f"rope_patch.methods.{_file}")
 
@@ -37,7 +39,7 @@ def frequencies(
     theta: float,
     trained_length: int,
     factor: float = 1.0,
-    seq_len: int | None = None,
+    seq_len: float | None = None,
     rotary_dim: int | None = None,
     **options: Any,
 ) -> Frequencies:

@@ -53,7 +53,7 @@ class ABF(Method):
             )
         return geometry.theta ** (math.log(trained * self.factor) / math.log(trained))
 
-    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         return Frequencies(geometry.inv_freq(self.theta(geometry)))
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:

@@ -58,6 +58,9 @@ class Method(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     training: ClassVar[str]
+    grows: ClassVar[bool] = False  # the factor follows the sequence: users need not give one
+    factor_in_formula: ClassVar[bool] = False  # what they give is no target, but an option
+    native: ClassVar[bool] = True  # a config of transformers can say it
 
     factor: float = option("target length / trained length", default=1.0)
 
@@ -70,7 +73,7 @@ class Method(ABC):
             )
 
     @abstractmethod
-    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         """Computes the rotation for one kind of layer.
 
         Args:
@@ -81,6 +84,28 @@ class Method(ABC):
         Returns:
             Frequencies in float64.
         """
+
+    def reach(self, length: float, trained_length: int) -> float:
+        """How far the rotation that a sequence gets will serve it while it grows.
+
+        Args:
+            length: Tokens in the sequence.
+            trained_length: Tokens of pretraining.
+
+        Returns:
+            The largest length in tokens that is rotated as `length` is; infinite where the
+            rotation does not change any more, as in every method that knows no sequence.
+        """
+        return math.inf
+
+    def at(self, geometry: Geometry, length: float) -> Frequencies:
+        """The rotation that a sequence of `length` tokens gets, which serves it up to its reach."""
+        reach = self.reach(length, geometry.trained_length)
+        return self.frequencies(geometry, None if math.isinf(reach) else reach)
+
+    def follows_length(self, trained_length: int) -> bool:
+        """Whether short sequences are rotated otherwise than long ones."""
+        return math.isfinite(self.reach(1, trained_length))
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """Spells the method as a transformers `rope_parameters` dict that rotates the same.

@@ -15,7 +15,7 @@ from rope_patch.methods.registry import register
 class Default(Method):
     """Plain RoPE, the baseline: no frequency changes."""
 
-    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         return Frequencies(geometry.inv_freq())
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rope_patch.methods.registry import register
 class Linear(Method):
     """Position interpolation: every frequency divided by the factor; costs short context."""
 
-    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         return Frequencies(geometry.inv_freq() / self.factor)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Llama3(Method):
                 f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}"
             )
 
-    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         inv_freq = geometry.inv_freq()
         turns = geometry.trained_length * inv_freq / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor

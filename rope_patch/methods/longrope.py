@@ -44,13 +44,18 @@ class LongRoPE(Method):
             if self.attention_factor <= 0:
                 raise ValueError(f"attention_factor must be above 0, got {self.attention_factor}")
 
-    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         is_long = seq_len is None or seq_len > geometry.trained_length
         stretch = self._fitting("long_factor" if is_long else "short_factor", geometry)
         return Frequencies(
             geometry.inv_freq() / torch.tensor(stretch, dtype=torch.float64, device="cpu"),
             self._cos_sin_factor(geometry),
         )
+
+    def reach(self, length: float, trained_length: int) -> float:
+        short = self.short_factor or (1.0,) * len(self.long_factor)
+        is_long = length > trained_length or short == self.long_factor
+        return math.inf if is_long else float(trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         return {

@@ -31,7 +31,7 @@ class NTK(Method):
             raise ValueError(f"ntk needs rotary_dim above 2, got {geometry.rotary_dim}")
         return geometry.theta * self.factor ** (geometry.rotary_dim / (geometry.rotary_dim - 2))
 
-    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         return Frequencies(geometry.inv_freq(self.theta(geometry)))
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class NTKByParts(Method):
         pair = torch.arange(geometry.rotary_dim // 2, dtype=torch.float64, device="cpu")
         return ((pair - low) / (high - low)).clamp(0, 1)
 
-    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         inv_freq, ramp = geometry.inv_freq(), self.ramp(geometry)
         return Frequencies(
             inv_freq * (1 - ramp) + inv_freq / self.factor * ramp, self.cos_sin_factor()

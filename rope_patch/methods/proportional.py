@@ -29,7 +29,7 @@ class Proportional(Method):
                 f"{self.partial_rotary_factor}"
             )
 
-    def frequencies(self, geometry: Geometry, seq_len: int | None = None) -> Frequencies:
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         rotating = int(self.partial_rotary_factor * geometry.rotary_dim // 2)
         inv_freq = geometry.inv_freq()
         inv_freq[rotating:] = 0.0

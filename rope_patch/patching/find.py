@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,23 @@ def find_rotaries(model: nn.Module) -> list[Rotary]:
             "from transformers 5 (Llama, Qwen, Gemma, ...)"
         )
     return rotaries
+
+
+def find_decoder(model: nn.Module, rotary: Rotary) -> nn.Module:
+    """The module that owns a rotary module and is given cache and positions.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for module in model.modules():
+        if any(child is rotary.module for child in module.children()):
+            names = inspect.signature(type(module).forward).parameters
+            if {"input_ids", "position_ids", "past_key_values"} <= names.keys():
+                return module
+    raise ValueError(
+        f"{type(rotary.module).__name__} does not belong to a decoder that is given positions and "
+        "a cache, so no length can be followed: use a method whose frequencies stay, such as yarn"
+    )
 
 
 def _text_config(model: nn.Module) -> type:

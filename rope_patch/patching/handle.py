@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rope_patch.methods import Frequencies
+from rope_patch.methods.base import require_tokens
 from rope_patch.patching.configs import ConfigSwap
-from rope_patch.patching.find import Rotary, find_rotaries
+from rope_patch.patching.find import Rotary
 from rope_patch.patching.request import Plan, make_plan
 from rope_patch.patching.rotary import set_frequencies
 from rope_patch.patching.swap import Swaps
@@ -28,10 +30,11 @@ class Patch:
     Attributes:
         method: The method with its options.
         trained_length: Tokens the model was trained on at once.
-        length: Tokens it is now meant for.
-        factor: length / trained_length.
+        length: Tokens it is now meant for; None if it follows every length and none was named.
+        factor: length / trained_length, or None.
         geometries: The unextended rotation of each layer type that was changed (None: all layers).
-        frequencies: The rotation in effect at the target length, for the same layer types.
+        frequencies: The rotation in effect at the target length, for the same layer types; at the
+            trained length where there is no target (see `frequencies_at`).
         original_config: The text config of the unpatched model.
     """
 
@@ -39,11 +42,14 @@ class Patch:
         self.method = plan.method
         self.trained_length = plan.trained_length
         self.length = plan.length
-        self.factor = plan.method.factor
+        self.factor = None if plan.length is None else plan.length / plan.trained_length
         self.geometries = plan.geometries
-        self.frequencies = plan.frequencies()
         self.original_config = plan.config
         self._unchanged = plan.unchanged
+        self._followings = [following for _, _, following in plan.followings]
+        self.frequencies = plan.frequencies()
+        if self._followings:
+            self.frequencies = self.frequencies_at(plan.length or plan.trained_length)
         self._swaps = Swaps()
         self._config = ConfigSwap()
         self._active = False
@@ -64,6 +70,40 @@ class Patch:
         self._swaps.undo()
         self._config.undo()
         self._active = False
+
+    def frequencies_at(self, length: float) -> dict[str | None, Frequencies]:
+        """The rotation of a sequence of `length` tokens, for each layer type that changed."""
+        if self._followings:
+            return self._followings[0].frequencies(length)
+        return self.frequencies
+
+    def fix_length(self, length: int | None) -> None:
+        """Says how long every sequence is from here on, instead of looking at each.
+
+        For training on one length, where nothing then waits for a device and processes need not
+        ask each other, and for caches whose keys cannot be rotated again. Does nothing where the
+        frequencies do not follow the sequence.
+
+        Args:
+            length: Tokens; None looks at each sequence again.
+        """
+        if length is not None:
+            require_tokens("length", length)
+        for following in self._followings:
+            following.fixed = length
+
+    def share_length(self, group: Any) -> None:
+        """Says that processes hold parts of the same sequences, so lengths are the largest of all.
+
+        Under accelerate's context parallelism this is known; call it where torch's is used without
+        accelerate, or where sequences are split in another way. Each process must be given the
+        positions in the whole sequence.
+
+        Args:
+            group: The processes, a torch.distributed group; None ends it.
+        """
+        for following in self._followings:
+            following.group = group
 
     def summary(self) -> str:
         """What is in effect, a few lines to print."""
@@ -87,7 +127,8 @@ class Patch:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        return f"{self.method}, {self.trained_length:,} → {self.length:,} tokens"
+        length = "any length" if self.length is None else f"{self.length:,} tokens"
+        return f"{self.method}, {self.trained_length:,} → {length}"
 
     def __repr__(self) -> str:
         return f"<rope_patch.Patch {self}{'' if self.active else ' (undone)'}>"
@@ -101,16 +142,20 @@ class Patch:
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         """Changes the model; leaves it as it was if anything goes wrong on the way."""
         try:
-            short = plan.frequencies(plan.trained_length)
+            # Where the frequencies follow the sequence, hooks put others in their place.
+            initial = self.frequencies_at(1)
             for rotary, before in plan.rotaries:
                 _report_cast(rotary)
-                set_frequencies(
-                    rotary, before, short, self.frequencies, plan.trained_length, self._swaps
-                )
+                set_frequencies(rotary, before, initial, self._swaps)
                 self._swaps.set(rotary.module, "extra_repr", partial(str, str(self)))
                 self._swaps.set(rotary.module, "_rope_patch", self)
+            for decoder, rotary, following in plan.followings:
+                following.attach(decoder, rotary, self._swaps)
+            # transformers' own dynamic scaling takes this field for the trained length, and no
+            # config has a form for the others: with a larger one it would promise too much.
+            grows = plan.method.grows
             fields = {
-                "max_position_embeddings": plan.length,
+                "max_position_embeddings": plan.trained_length if grows else plan.length,
                 "rope_parameters": plan.rope_parameters(),
             }
             self._config.apply(model, type(plan.config), fields)
@@ -139,8 +184,9 @@ def patch(
     Args:
         model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
         method: A name from `rope_patch.methods()`.
-        factor: Target length / trained length. Exactly one of `factor` and `length`.
-        length: Target length in tokens.
+        factor: Target length / trained length. Exactly one of `factor` and `length`; dynamic
+            methods need neither.
+        length: Target length in tokens; for dynamic methods the largest one expected.
         trained_length: Tokens of pretraining, if the config does not tell the truth about them.
         layer_types: Which layers to change, where a model has several types; all but the
             sliding-window ones unless given.
@@ -186,11 +232,10 @@ def check(
     """Raises whatever `patch` would raise for the same arguments; changes nothing."""
     if kernels not in _KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(_KERNELS)}, got {kernels!r}")
-    rotaries = find_rotaries(model)
     standing = current(model)
     return make_plan(
-        rotaries,
-        standing.original_config if standing else rotaries[0].module.config,
+        model,
+        standing.original_config if standing else None,
         method,
         factor=factor,
         length=length,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from rope_patch.geometry import Geometry, by_layer_type, read_geometries, require_replaceable
 from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_number, require_tokens
-from rope_patch.patching.find import Rotary
+from rope_patch.methods.registry import get
+from rope_patch.patching.find import Rotary, find_decoder, find_rotaries
+from rope_patch.patching.following import Following
 from rope_patch.patching.rotary import unpatched
 
 # What transformers' scalings are spelled with, which the standing one does not hand on to the next.
@@ -37,28 +40,36 @@ class Plan:
 
     Attributes:
         method: The method with its options.
-        length: Target length in tokens.
+        length: Target length in tokens; None where the method follows every length and no largest
+            one was named.
         geometries: The unextended rotation of each layer type that changes (None: all layers).
         unchanged: The layer types that stay as they are.
         config: The text config of the unpatched model.
         rotaries: The modules to change, each with what it rotates by when unpatched.
+        followings: Where the frequencies follow the sequence: the decoder, its rotary module, and
+            what will link them.
     """
 
     method: Method
-    length: int
+    length: int | None
     geometries: dict[str | None, Geometry]
     unchanged: list[str]
     config: Any
     rotaries: list[tuple[Rotary, dict[str | None, Frequencies]]]
+    followings: list[tuple[nn.Module, Rotary, Following]] = field(default_factory=list)
 
     @property
     def trained_length(self) -> int:
         """Tokens the model was trained on at once."""
         return next(iter(self.geometries.values())).trained_length
 
-    def frequencies(self, seq_len: int | None = None) -> dict[str | None, Frequencies]:
-        """What each layer type that changes will rotate by."""
-        return {kind: self.method.frequencies(g, seq_len) for kind, g in self.geometries.items()}
+    def frequencies(self, length: float | None = None) -> dict[str | None, Frequencies]:
+        """What each layer type that changes will rotate by, for sequences of `length` tokens.
+
+        At the target length unless another is given; at the trained one if there is no target.
+        """
+        length = length or self.length or self.trained_length
+        return {kind: self.method.at(g, length) for kind, g in self.geometries.items()}
 
     def rope_parameters(self) -> dict[str, Any]:
         """The config's `rope_parameters` once the plan is carried out."""
@@ -74,7 +85,7 @@ class Plan:
 
 
 def make_plan(
-    rotaries: list[Rotary],
+    model: nn.Module,
     config: Any,
     method: str,
     *,
@@ -87,13 +98,15 @@ def make_plan(
     """Checks a request against a model; see `patch` for the arguments.
 
     Args:
-        rotaries: The model's rotary modules.
-        config: The text config of the unpatched model.
+        model: The model.
+        config: The text config of the unpatched model, if a patch stands on it.
 
     Raises:
         ValueError: The request cannot be met, or would change nothing.
         TypeError: A value of the wrong type.
     """
+    rotaries = find_rotaries(model)
+    config = config or rotaries[0].module.config
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
     every = read_geometries(config, trained_length)
@@ -103,10 +116,10 @@ def make_plan(
             by_layer_type(config.rope_parameters)[kind], given_length=trained_length is not None
         )
     trained = next(iter(geometries.values())).trained_length
-    factor, length = target(factor, length, trained)
+    options, reached = aim(method, factor, length, trained, options)
     plan = Plan(
-        method=build(method, factor=factor, **options),
-        length=length,
+        method=build(method, **options),
+        length=reached,
         geometries=geometries,
         unchanged=[str(kind) for kind in every if kind not in geometries],
         config=config,
@@ -114,7 +127,47 @@ def make_plan(
     )
     _require_understood(plan)
     _require_change(plan)
+    if plan.method.follows_length(trained):
+        plan.followings.extend(_followings(model, plan))
     return plan
+
+
+def aim(
+    method: str,
+    factor: float | None,
+    length: int | None,
+    trained: int,
+    options: dict[str, Any],
+) -> tuple[dict[str, Any], int | None]:
+    """Puts factor and length together with a method's other options.
+
+    A method that follows the sequence needs neither. The length is then the largest one expected,
+    which the factor may spell, but where the factor is part of the formula (`dynamic`).
+
+    Args:
+        method: A method's name.
+        factor: What the user gave.
+        length: The same, in tokens.
+        trained: The trained length, in tokens.
+        options: The method's other options.
+
+    Returns:
+        All options, and the target length in tokens or None.
+
+    Raises:
+        ValueError: Not exactly one of factor and length, where that is needed.
+    """
+    kind = get(method)
+    if not kind.grows:
+        factor, length = target(factor, length, trained)
+        return {"factor": factor, **options}, length
+    if kind.factor_in_formula and factor is not None:
+        require_number("factor", factor)
+        options = {"factor": float(factor), **options}
+        factor = None if length is not None or factor <= 1 else factor
+    if factor is None and length is None:
+        return options, None
+    return options, target(factor, length, trained)[1]
 
 
 def target(factor: float | None, length: int | None, trained: int) -> tuple[float, int]:
@@ -173,11 +226,29 @@ def _require_understood(plan: Plan) -> None:
 
 
 def _require_change(plan: Plan) -> None:
-    for seq_len in (None, plan.trained_length):
-        for kind, after in plan.frequencies(seq_len).items():
+    # A method that follows the sequence changes nothing before the trained length is passed.
+    lengths = (plan.trained_length, plan.trained_length + 1, plan.length)
+    for frequencies in [plan.frequencies(length) for length in lengths]:
+        for kind, after in frequencies.items():
             if any(kind in b and not b[kind].close_to(after) for _, b in plan.rotaries):
                 return
     raise ValueError(
         f"{plan.method} would change nothing: the model already rotates that way; expected a "
         "method and a factor that change at least one frequency"
     )
+
+
+def _followings(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Rotary, Following]]:
+    found: list[tuple[nn.Module, Rotary, Following]] = []
+    for rotary, before in plan.rotaries:
+        if not rotary.prefixes.keys() & plan.geometries.keys():
+            continue
+        decoder = find_decoder(model, rotary)
+        if any(decoder is other for other, _, _ in found):
+            raise ValueError(
+                f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "
+                "followed in one cache yet: use a method whose frequencies stay, such as yarn"
+            )
+        following = Following(decoder, rotary, plan.method, plan.geometries, before, plan.config)
+        found.append((decoder, rotary, following))
+    return found

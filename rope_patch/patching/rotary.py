@@ -38,9 +38,7 @@ def unpatched(rotary: Rotary, config: Any) -> dict[str | None, Frequencies]:
 def set_frequencies(
     rotary: Rotary,
     before: dict[str | None, Frequencies],
-    short: dict[str | None, Frequencies],
-    long: dict[str | None, Frequencies],
-    border: int,
+    after: dict[str | None, Frequencies],
     swaps: Swaps,
 ) -> None:
     """Gives a rotary module its frequencies and keeps them exact through casts and moves.
@@ -50,9 +48,7 @@ def set_frequencies(
     Args:
         rotary: The module.
         before: What transformers computes for it from the unpatched config.
-        short: Frequencies of each layer type to change, for sequences up to `border` tokens.
-        long: The same for longer sequences.
-        border: The trained length, in tokens.
+        after: What it is to turn by, for each layer type to change.
         swaps: Where the changes are recorded.
     """
     module: Any = rotary.module
@@ -60,19 +56,16 @@ def set_frequencies(
     for kind, prefix in rotary.prefixes.items():
         name = f"{prefix}inv_freq"
         live = getattr(module, name)
-        exact[name] = long.get(kind, before[kind]).inv_freq.float()
-        if kind not in long and live.dtype == torch.float32:
+        exact[name] = after.get(kind, before[kind]).inv_freq.float()
+        if kind not in after and live.dtype == torch.float32:
             continue
         # Nothing stands on meta to go back to; a model that is materialised meanwhile needs values.
         old = before[kind].inv_freq.float() if live.is_meta else live
         swaps.set(module, name, exact[name].to(live.device), old=old)
     rope_type: Any = module.rope_type
-    for kind in rotary.prefixes.keys() & long.keys():
+    for kind in rotary.prefixes.keys() & after.keys():
         prefix = rotary.prefixes[kind]
-        swaps.set(module, f"{prefix}attention_scaling", long[kind].attention_factor)
-        if not short[kind].same_as(long[kind]):
-            pair = torch.stack([short[kind].inv_freq, long[kind].inv_freq]).float()
-            swaps.hook(module, partial(_choose_by_length, f"{prefix}inv_freq", kind, pair, border))
+        swaps.set(module, f"{prefix}attention_scaling", after[kind].attention_factor)
         # transformers' own updates ("dynamic", "longrope") look at rope_type; ours must stand.
         rope_type = "default" if kind is None else {**rope_type, kind: "default"}
     swaps.set(module, "rope_type", rope_type)
@@ -90,21 +83,3 @@ def _apply_and_restore(
     for name, inv_freq in exact.items():
         module._buffers[name] = inv_freq.to(module._buffers[name].device)
     return module
-
-
-def _choose_by_length(
-    name: str,
-    kind: str | None,
-    pair: torch.Tensor,
-    border: int,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Forward pre-hook: sets the short or the long set of `pair`, `[2, R / 2]`."""
-    given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-    if given.get("layer_type") != kind:
-        return
-    positions = given["position_ids"]
-    short, long = pair.to(positions.device)
-    setattr(module, name, torch.where(positions.max() >= border, long, short))

@@ -37,9 +37,24 @@ class Swaps:
         setattr(owner, attribute, value)
         self._changes.append((owner, attribute, standing if old is None else old))
 
-    def hook(self, module: nn.Module, before: Callable[..., None]) -> None:
-        """Runs `before(module, args, kwargs)` ahead of each of the module's forward calls."""
+    def hook(
+        self,
+        module: nn.Module,
+        before: Callable[..., None],
+        after: Callable[..., None] | None = None,
+    ) -> None:
+        """Runs functions around each of the module's forward calls.
+
+        Args:
+            module: The module.
+            before: Called with `(module, args, kwargs)`.
+            after: Called with `(module, args, kwargs, output)`, also when the call failed.
+        """
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if after is not None:
+            self._hooks.append(
+                module.register_forward_hook(after, with_kwargs=True, always_call=True)
+            )
 
     def undo(self) -> None:
         """Puts everything back, the latest change first. Calling it again does nothing."""

@@ -13,7 +13,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import rope_patch
 
 ROWS = json.loads((Path(__file__).parents[1] / "assets" / "golden.json").read_text())
-METHODS = ("linear", "ntk", "yarn", "llama3", "longrope", "proportional")
+NAMES = {"dynamic-ntk": "dynamic"}  # what we call otherwise
+for _row in ROWS:
+    _name = _row["method"].split(" (")[0]  # some say in brackets where it is from
+    _row["method"] = NAMES.get(_name, _name)
+DYNAMIC = ("dynamic", "dynamic-yarn", "dynamic-ntk-by-parts-2023-06")
+STATIC = ("linear", "ntk", "ntk-by-parts-2023-06", "yarn", "llama3", "longrope", "proportional")
+METHODS = STATIC + DYNAMIC
 
 
 def rows(*methods):
@@ -49,9 +55,10 @@ def test_method_rotates_as_the_reference(row):
     assert got.attention_factor == pytest.approx(row["attention_factor"], rel=0, abs=1e-7)
 
 
-def test_enough_rows_are_checked():
-    assert len(rows(*METHODS)) >= 60
-    assert {row["method"] for row in rows(*METHODS)} == set(METHODS)
+def test_every_row_is_checked():
+    assert len(rows(*METHODS)) == len(ROWS) == 102
+    assert {row["method"] for row in ROWS} == set(METHODS)
+    assert all("seq_len" in row["params"] for row in rows(*DYNAMIC))
 
 
 @pytest.mark.parametrize(

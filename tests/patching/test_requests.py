@@ -104,6 +104,16 @@ BAD = {
         ValueError,
         "rotates all layers alike; leave layer_types out",
     ),
+    "dynamic-both": (
+        "llama",
+        "dynamic-yarn",
+        {"factor": 4, "length": 256},
+        ValueError,
+        "exactly one of factor",
+    ),
+    "dynamic-below-one": ("llama", "dynamic", {"factor": 0.5}, ValueError, "at least 1"),
+    "dynamic-length-below": ("llama", "dynamic-yarn", {"length": 8}, ValueError, "trained length"),
+    "dynamic-growth": ("llama", "dynamic-yarn", {"growth": "x"}, ValueError, "growth must be"),
     "triton": ("llama", "yarn", {"factor": 4, "kernels": "triton"}, ValueError, "auto, hf"),
 }
 
@@ -260,3 +270,55 @@ def test_an_error_halfway_leaves_nothing_behind(method):
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert logits(model).equal(before)
     assert model.config is config
+
+
+# -- methods that follow the length ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "length", "factor"),
+    [
+        ({}, None, None),
+        ({"length": 256}, 256, 4),
+        ({"factor": 4}, 256, 4),
+    ],
+)
+def test_dynamic_methods_need_no_factor(request_, length, factor):
+    model = make_model()
+    handle = rope_patch.patch(model, "dynamic-yarn", **request_)
+    assert (handle.length, handle.factor, handle.trained_length) == (length, factor, TRAINED)
+    expected = handle.frequencies_at(length or TRAINED)[None]
+    assert handle.frequencies[None].same_as(expected)
+    # A longer length would promise what no config can say.
+    assert model.config.max_position_embeddings == TRAINED
+    assert model.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("request_", "length", "in_formula"),
+    [
+        ({}, None, 1),
+        ({"length": 256}, 256, 1),
+        ({"factor": 4}, 256, 4),
+        ({"factor": 2, "length": 1024}, 1024, 2),
+    ],
+)
+def test_the_factor_of_dynamic_ntk_is_part_of_its_formula(request_, length, in_formula):
+    model = make_model()
+    handle = rope_patch.patch(model, "dynamic", **request_)
+    assert (handle.length, handle.method.factor) == (length, in_formula)
+    assert model.config.max_position_embeddings == TRAINED
+    assert model.config.rope_parameters == {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": in_formula,
+    }
+
+
+def test_dynamic_says_what_it_does(capsys):
+    model = make_model()
+    handle = rope_patch.patch(model, "dynamic-yarn")
+    assert str(handle) == "dynamic-yarn, 64 → any length"
+    assert "growth=stepped" in handle.summary()
+    assert "dynamic-yarn, 64 → any length" in str(model)
+    assert str(rope_patch.patch(model, "dynamic", factor=2)) == "dynamic, factor 2, 64 → 128 tokens"

@@ -95,6 +95,7 @@ def compiled(model):
         ("llama", "yarn", {}, (LONG,)),
         ("gemma3", "yarn", {}, (LONG,)),
         ("llama", "longrope", LONGROPE, (LONG, SHORT, LONG)),
+        ("gemma3", "dynamic-yarn", {}, (LONG, SHORT, LONG)),
     ],
 )
 def test_compiling_before_or_after_patching(family, method, options, lengths):
@@ -214,7 +215,9 @@ def test_a_model_patched_on_meta_takes_weights():
     assert logits(empty).equal(plain)
 
 
-@pytest.mark.parametrize(("method", "options"), [("yarn", {}), ("longrope", LONGROPE)])
+@pytest.mark.parametrize(
+    ("method", "options"), [("yarn", {}), ("longrope", LONGROPE), ("dynamic-yarn", {})]
+)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_default_device_does_not_leak_in(family, method, options):
     model, reference = make_model(family), make_model(family)

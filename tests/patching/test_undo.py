@@ -18,7 +18,7 @@ from tiny_models import (
 import rope_patch
 
 LONGROPE = {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
-REQUESTS = [("linear", {}), ("yarn", {}), ("longrope", LONGROPE)]
+REQUESTS = [("linear", {}), ("yarn", {}), ("longrope", LONGROPE), ("dynamic-yarn", {})]
 
 
 def snapshot(model):
@@ -162,7 +162,7 @@ def test_copies_are_undone_by_themselves(family, method, options, duplicate):
     patched = logits(model)
     twin = duplicate(model)
     assert logits(twin).equal(patched)
-    assert twin.config.max_position_embeddings == TARGET
+    assert twin.config.max_position_embeddings == model.config.max_position_embeddings
 
     rope_patch.unpatch(twin)
     assert logits(twin).equal(before)

@@ -1,0 +1,157 @@
+"""Dynamic scaling: the factor follows the sequence (YaRN paper, arXiv:2309.00071, section 3.3).
+
+A sequence of n tokens is rotated by the factor n / trained_length, and not at all up to the trained
+length, so short context costs nothing. `Dynamic` makes that of any method: put it first among the
+bases, as the classes below do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods.abf import ABF
+from rope_patch.methods.base import Frequencies, Method, option
+from rope_patch.methods.linear import Linear
+from rope_patch.methods.llama3 import Llama3
+from rope_patch.methods.ntk import NTK
+from rope_patch.methods.ntk_by_parts import NTKByParts
+from rope_patch.methods.ntk_by_parts_2023_06 import NTKByParts202306
+from rope_patch.methods.registry import register
+from rope_patch.methods.yarn import YaRN
+
+_GROWTH = ("stepped", "exact")
+_STEPS = 4  # a doubling takes so many steps: the factor is on the grid 2^(k / 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic(Method):
+    """Follows the sequence's length with the factor of the method behind it among the bases."""
+
+    grows: ClassVar[bool] = True
+    native: ClassVar[bool] = False
+
+    growth: str = option(
+        "stepped: the factor rises on the grid 2^(k/4), so cached keys are seldom rotated again; "
+        "exact: with every token",
+        default="stepped",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.growth not in _GROWTH:
+            raise ValueError(f"growth must be one of {', '.join(_GROWTH)}, got {self.growth!r}")
+
+    def stretch(self, ratio: float) -> float:
+        """The inner method's factor for a sequence of `ratio` times the trained length, above 1."""
+        return ratio
+
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
+        ratio = self.factor if seq_len is None else seq_len / geometry.trained_length
+        if ratio <= 1:
+            return Frequencies(geometry.inv_freq())
+        # The method behind this class in the bases, at the factor of this length.
+        return super(Dynamic, replace(self, factor=self.stretch(ratio))).frequencies(  # type: ignore[safe-super]
+            geometry
+        )
+
+    def reach(self, length: float, trained_length: int) -> float:
+        if length <= trained_length:
+            return float(trained_length)
+        if self.growth == "exact":
+            return float(length)
+        step = math.ceil(_STEPS * math.log2(length / trained_length))
+        # The logarithm's rounding may land one step off at the steps themselves.
+        while _rung(step - 1, trained_length) >= length:
+            step -= 1
+        while _rung(step, trained_length) < length:
+            step += 1
+        return _rung(step, trained_length)
+
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        """The unscaled rotation: no config can say the rest, and up to there it is the truth."""
+        return {"rope_type": "default", "rope_theta": geometry.theta}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _rung(step: int, trained_length: int) -> float:
+    return trained_length * 2 ** (step / _STEPS)
+
+
+@register("dynamic", paper="Dynamic NTK, arXiv:2309.00071 section 3.3", training="not needed")
+@dataclass(frozen=True, kw_only=True)
+class DynamicNTK(Dynamic, NTK):
+    """NTK-aware, the factor following the sequence; transformers' `dynamic`, with its factor."""
+
+    factor_in_formula: ClassVar[bool] = True
+    native: ClassVar[bool] = True
+
+    factor: float = option(
+        "transformers' factor: the stretch is factor * n / trained_length - (factor - 1)",
+        default=1.0,
+    )
+
+    def stretch(self, ratio: float) -> float:
+        return self.factor * ratio - (self.factor - 1)
+
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        return {
+            "rope_type": "dynamic",
+            "rope_theta": geometry.theta,
+            "factor": float(self.factor),
+        }
+
+    def __str__(self) -> str:
+        return self.name if self.factor == 1 else f"{self.name}, factor {self.factor:g}"
+
+
+@register(
+    "dynamic-linear",
+    paper="Dynamic position interpolation, arXiv:2309.00071 section 3.3",
+    training="needed",
+)
+@dataclass(frozen=True, kw_only=True)
+class DynamicLinear(Dynamic, Linear):
+    """Position interpolation, the factor following the sequence."""
+
+
+@register(
+    "dynamic-ntk-by-parts",
+    paper="NTK-by-parts, arXiv:2309.00071 sections 3.2 and 3.3",
+    training="not needed",
+)
+@dataclass(frozen=True, kw_only=True)
+class DynamicNTKByParts(Dynamic, NTKByParts):
+    """NTK-by-parts, the factor following the sequence."""
+
+
+@register("dynamic-yarn", paper="Dynamic YaRN, arXiv:2309.00071 section 3.3", training="not needed")
+@dataclass(frozen=True, kw_only=True)
+class DynamicYaRN(Dynamic, YaRN):
+    """YaRN, the factor and with it the attention factor following the sequence."""
+
+
+@register("dynamic-llama3", paper="Llama 3.1's ramp, arXiv:2407.21783", training="not needed")
+@dataclass(frozen=True, kw_only=True)
+class DynamicLlama3(Dynamic, Llama3):
+    """Llama 3.1's ramp, the factor following the sequence."""
+
+
+@register("dynamic-abf", paper="critical base, arXiv:2310.05209", training="needed")
+@dataclass(frozen=True, kw_only=True)
+class DynamicABF(Dynamic, ABF):
+    """A base that follows the sequence: the critical one of its length."""
+
+
+@register(
+    "dynamic-ntk-by-parts-2023-06",
+    paper="NTK-by-parts of June 2023, github.com/jquesnelle/yarn",
+    training="not needed",
+)
+@dataclass(frozen=True, kw_only=True)
+class DynamicNTKByParts202306(Dynamic, NTKByParts202306):
+    """NTK-by-parts before YaRN, the factor following the sequence."""

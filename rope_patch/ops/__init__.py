@@ -1,0 +1,1 @@
+"""Rotation of queries and keys."""

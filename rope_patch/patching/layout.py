@@ -1,0 +1,118 @@
+"""How an architecture turns its keys, found out by asking its own code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from rope_patch.geometry import by_layer_type
+from rope_patch.ops.reference import rotate
+from rope_patch.patching.find import Rotary
+
+
+def is_interleaved(rotary: Rotary, config: Any) -> bool:
+    """Whether a model's rotated pairs are neighbours, rather than halves apart.
+
+    A random key goes through the `apply_rotary_pos_emb` of the model's modeling file, and the
+    result is compared with ours in both layouts.
+
+    Args:
+        rotary: The model's rotary module.
+        config: Its text config.
+
+    Raises:
+        ValueError: Neither is what the model does.
+    """
+    kind, prefix = next(iter(rotary.prefixes.items()))
+    with torch.device("cpu"):
+        fresh: Any = type(rotary.module)(config)
+        inv_freq = getattr(fresh, f"{prefix}inv_freq").float()
+        positions = torch.tensor([[0, 1, 7, 30]])
+        generator = torch.Generator().manual_seed(0)
+        keys = torch.randn(1, 2, 4, 2 * len(inv_freq), generator=generator)
+    angle = positions[..., None] * inv_freq
+    scale = float(getattr(fresh, f"{prefix}attention_scaling"))
+    cos, sin = (f(angle)[:, None] * scale for f in (torch.cos, torch.sin))
+    apply: Any = getattr(sys.modules[type(fresh).__module__], "apply_rotary_pos_emb", None)
+    if apply is not None:
+        try:
+            given = fresh(keys, positions) if kind is None else fresh(keys, positions, kind)
+            got = apply(keys, keys, *given)[1]
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            got = None  # another signature: another kind of rotation
+        for interleaved in (False, True):
+            expected = rotate(keys, cos, sin, interleaved=interleaved)
+            if isinstance(got, torch.Tensor) and torch.allclose(got, expected, atol=1e-5):
+                return interleaved
+    raise ValueError(
+        f"{type(rotary.module).__name__} turns keys in a way that cannot be followed in a cache "
+        "yet: expected pairs of neighbours or of halves; use a method whose frequencies stay, such "
+        "as yarn"
+    )
+
+
+def takes_rows(rotary: Rotary, config: Any) -> bool:
+    """Whether a rotary module's own forward takes other frequencies for each row, `[B, 1, R / 2]`.
+
+    That of transformers 5.0 does not yet.
+
+    Args:
+        rotary: The model's rotary module.
+        config: Its text config.
+    """
+    with torch.device("cpu"):
+        fresh: Any = type(rotary.module)(config)
+        x, positions = torch.zeros(2, 3, 4), torch.arange(3)[None]
+    kind, prefix = next(iter(rotary.prefixes.items()))
+    own = getattr(fresh, f"{prefix}inv_freq")
+    given = (x, positions) if kind is None else (x, positions, kind)
+    apart = []
+    for inv_freq in (own, own / 2):
+        setattr(fresh, f"{prefix}inv_freq", inv_freq)
+        apart.append(fresh(*given))
+    setattr(fresh, f"{prefix}inv_freq", torch.stack([own, own / 2])[:, None])
+    try:
+        together = fresh(*given)
+    except RuntimeError:
+        return False
+    expected = [torch.cat(parts) for parts in zip(*apart, strict=True)]
+    return all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
+
+
+def rotated_layers(config: Any) -> list[str | None]:
+    """The layer type of every layer that rotates its keys, "" for those that do not (NoPE).
+
+    Args:
+        config: The model's text config.
+
+    Raises:
+        ValueError: The architecture rotates only some layers, and it is unknown which.
+    """
+    if hasattr(config, "qk_rope_head_dim"):
+        raise ValueError(
+            f"{type(config).__name__} caches compressed keys (multi-head latent attention), which "
+            "cannot be followed yet: use a method whose frequencies stay, such as yarn"
+        )
+    spelled = by_layer_type(config.rope_parameters)
+    if any("mrope_section" in parameters for parameters in spelled.values()):
+        raise ValueError(
+            f"{type(config).__name__} gives a token several positions (M-RoPE), which cannot be "
+            "followed in a cache yet: use a method whose frequencies stay, such as yarn"
+        )
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    return [
+        (None if None in spelled else kinds[index]) if rotates else ""
+        for index, rotates in enumerate(_rotates(config, kinds))
+    ]
+
+
+def _rotates(config: Any, kinds: list[str | None]) -> list[bool]:
+    if getattr(config, "no_rope_layers", None):  # SmolLM3, Llama 4: 1 where a layer rotates
+        return [bool(rotates) for rotates in config.no_rope_layers]
+    if config.model_type in ("cohere2", "exaone4", "exaone_moe"):  # windows rotate, the rest not
+        sliding = [kind == "sliding_attention" for kind in kinds]
+        whole = config.model_type != "cohere2" and getattr(config, "sliding_window", None) is None
+        return [whole or window for window in sliding]
+    return [True] * len(kinds)

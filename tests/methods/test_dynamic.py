@@ -1,0 +1,117 @@
+"""Methods whose factor follows the sequence, by the definition and against their static forms."""
+
+import math
+
+import pytest
+import torch
+from test_options import GEOMETRIES, frequencies, plain
+
+import rope_patch
+from rope_patch.methods import build, registered
+
+INNER = {
+    "dynamic": "ntk",
+    "dynamic-linear": "linear",
+    "dynamic-yarn": "yarn",
+    "dynamic-ntk-by-parts": "ntk-by-parts",
+    "dynamic-llama3": "llama3",
+    "dynamic-abf": "abf",
+    "dynamic-ntk-by-parts-2023-06": "ntk-by-parts-2023-06",
+}
+
+
+def trained(model):
+    return GEOMETRIES[model][3]
+
+
+def test_every_growing_method_is_here():
+    assert set(INNER) == {name for name, method in registered().items() if method.grows}
+
+
+@pytest.mark.parametrize("ratio", [1.01, 2, 7.3, 64])
+@pytest.mark.parametrize("model", GEOMETRIES)
+@pytest.mark.parametrize("method", INNER)
+def test_a_longer_sequence_gets_the_static_method_at_its_factor(method, model, ratio):
+    length = round(ratio * trained(model))
+    got = frequencies(method, model, seq_len=length)
+    static = frequencies(INNER[method], model, factor=length / trained(model))
+    torch.testing.assert_close(got.inv_freq, static.inv_freq, rtol=1e-14, atol=0)
+    assert got.attention_factor == pytest.approx(static.attention_factor, rel=1e-14)
+
+
+@pytest.mark.parametrize("share", [1e-4, 0.5, 1])
+@pytest.mark.parametrize("model", GEOMETRIES)
+@pytest.mark.parametrize("method", INNER)
+def test_up_to_the_trained_length_nothing_is_scaled(method, model, share):
+    got = frequencies(method, model, seq_len=max(1, int(share * trained(model))))
+    torch.testing.assert_close(got.inv_freq, plain(model), rtol=1e-14, atol=0)
+    assert got.attention_factor == 1
+
+
+def test_an_attention_factor_of_ones_own_holds_beyond_the_trained_length_only():
+    given = {"attention_factor": 1.5}
+    assert frequencies("dynamic-yarn", "smollm2", seq_len=8192, **given).attention_factor == 1
+    assert frequencies("dynamic-yarn", "smollm2", seq_len=8193, **given).attention_factor == 1.5
+
+
+@pytest.mark.parametrize("length", [4097, 6000, 16384, 131072])
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_transformers_factor_is_in_the_formula(factor, length):
+    """base * (f n / L - (f - 1))^(d / (d - 2))"""
+    got = frequencies("dynamic", "llama-2", factor=factor, seq_len=length)
+    theta = 1e4 * (factor * length / 4096 - (factor - 1)) ** (128 / 126)
+    assert got.inv_freq[-1].item() == pytest.approx(theta ** (-126 / 128), rel=1e-12)
+
+
+@pytest.mark.parametrize("trained", [64, 2048, 8192, 1000])
+def test_growth_is_stepped_on_quarter_powers_of_two(trained):
+    method = build("dynamic-yarn")
+    reaches = [method.reach(length, trained) for length in range(1, 9 * trained, 7)]
+    assert reaches == sorted(reaches)
+    for length, reach in zip(range(1, 9 * trained, 7), reaches, strict=True):
+        assert reach >= length
+        if reach == trained:
+            assert length <= trained
+            continue
+        step = 4 * math.log2(reach / trained)
+        assert step == pytest.approx(round(step), abs=1e-9)
+        assert trained * 2 ** ((round(step) - 1) / 4) < length  # no earlier step would do
+
+
+@pytest.mark.parametrize("step", range(1, 40))
+def test_a_step_serves_its_own_end(step):
+    end = 8192 * 2 ** (step / 4)
+    assert build("dynamic").reach(end, 8192) == end
+    assert build("dynamic").reach(math.floor(end) + 1, 8192) > end
+
+
+def test_exact_growth_reaches_no_further_than_the_sequence():
+    method = build("dynamic-linear", growth="exact")
+    assert [method.reach(n, 64) for n in (1, 64, 65, 66)] == [64, 64, 65, 66]
+
+
+def test_static_methods_reach_anywhere_and_longrope_to_its_border():
+    assert build("yarn", factor=4).reach(10, 64) == math.inf
+    longrope = build("longrope", factor=4, long_factor=[1.0, 2.0])
+    assert [longrope.reach(n, 64) for n in (1, 64, 65)] == [64, 64, math.inf]
+    even = build("longrope", factor=4, long_factor=[1.0, 2.0], short_factor=[1.0, 2.0])
+    assert even.reach(1, 64) == math.inf
+
+
+def test_without_a_length_it_is_the_factor():
+    static = frequencies("yarn", "llama-3", factor=4)
+    assert frequencies("dynamic-yarn", "llama-3", factor=4).inv_freq.equal(static.inv_freq)
+
+
+@pytest.mark.parametrize("growth", ["fast", 2, None])
+def test_unknown_growth(growth):
+    with pytest.raises(ValueError, match="growth must be one of stepped, exact"):
+        build("dynamic-yarn", growth=growth)
+
+
+def test_options_of_the_inner_method_are_checked():
+    with pytest.raises(ValueError, match="did you mean 'beta_fast'"):
+        build("dynamic-yarn", beta_fst=3)
+    with pytest.raises(ValueError, match="did you mean 'dynamic-yarn'"):
+        build("dynamic_yarn")
+    assert rope_patch.methods()["dynamic-yarn"].startswith("YaRN")

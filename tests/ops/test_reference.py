@@ -1,0 +1,179 @@
+"""The rotation against transformers' own and float64, and turning cached keys on."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import rope_patch
+from rope_patch.ops.reference import rerotate_, rotate
+
+# head_dim, rotary_dim, theta, trained length: Llama 3, SmolLM2, Gemma 3 (full), Phi-2
+GEOMETRIES = [
+    (128, 128, 5e5, 8192),
+    (64, 64, 1e5, 8192),
+    (256, 256, 1e6, 32768),
+    (80, 32, 1e4, 2048),
+]
+
+
+def keys_of(head_dim, slots=7, batch=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, 3, slots, head_dim, generator=generator).to(dtype)
+
+
+def angles(positions, inv_freq, scale=1.0):
+    """cos and sin `[B, 1, S, R / 2]` by float64."""
+    angle = positions[:, None, :, None].double() * inv_freq.double()
+    return angle.cos() * scale, angle.sin() * scale
+
+
+def frequencies(geometry, method="default", **options):
+    head_dim, rotary_dim, theta, trained = geometry
+    return rope_patch.frequencies(
+        method,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        theta=theta,
+        trained_length=trained,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("layout", ["llama", "cohere", "phi3", "glm"])
+def test_rotation_is_the_one_of_the_architecture(layout):
+    """Halves (Llama), neighbours (Cohere), a part of each head (Phi-3), both of these (GLM)."""
+    modeling = importlib.import_module(f"transformers.models.{layout}.modeling_{layout}")
+    keys, positions = keys_of(64), torch.arange(7)[None] * 3
+    pairs = 16 if layout in ("phi3", "glm") else 32
+    cos, sin = (c.float() for c in angles(positions, 100.0 ** -torch.arange(0, 1, 1 / pairs)))
+    interleaved = layout in ("cohere", "glm")
+    wide = [torch.cat([c, c], -1)[:, 0] for c in (cos, sin)]
+    if layout == "cohere":  # its rotary module repeats each number
+        wide = [c.repeat_interleave(2, -1)[:, 0] for c in (cos, sin)]
+    _, expected = modeling.apply_rotary_pos_emb(keys, keys, *wide)
+    torch.testing.assert_close(
+        rotate(keys, cos, sin, interleaved=interleaved), expected, rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotation_rounds_once(dtype):
+    keys, positions = keys_of(128, dtype=dtype), torch.arange(7)[None] * 1000
+    cos, sin = angles(positions, frequencies(GEOMETRIES[0]).inv_freq)
+    exact = rotate(keys.double(), cos, sin)
+    got = rotate(keys, cos.float(), sin.float())
+    assert got.dtype == dtype
+    assert (got == exact.to(dtype)).float().mean() > 0.999  # but for ties that float32 moved
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_turning_on_is_rotating_afresh(geometry, interleaved):
+    """Rows with frequencies, factors and positions of their own, in any order."""
+    raw, trained = keys_of(geometry[0]), geometry[3]
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.randint(0, 2000, (2, 7), generator=generator)
+    old = [frequencies(geometry, "dynamic-yarn", seq_len=n * trained) for n in (1, 2)]
+    new = [frequencies(geometry, "dynamic-yarn", seq_len=n * trained) for n in (3, 1.5)]
+
+    def rotated(sets):
+        rows = zip(raw.double(), positions, sets, strict=True)
+        turned = [
+            rotate(
+                k[None], *angles(p[None], f.inv_freq, f.attention_factor), interleaved=interleaved
+            )
+            for k, p, f in rows
+        ]
+        return torch.cat(turned)
+
+    keys = rotated(old).float()
+    was = keys.clone()
+    rerotate_(
+        keys,
+        positions,
+        torch.stack([f.inv_freq for f in old]),
+        torch.stack([f.inv_freq for f in new]),
+        torch.tensor(
+            [n.attention_factor / o.attention_factor for o, n in zip(old, new, strict=True)]
+        ),
+        interleaved=interleaved,
+    )
+    # Angles are products in float32, as in transformers: 2000 tokens cost some 1e-4.
+    torch.testing.assert_close(keys.double(), rotated(new), rtol=0, atol=2e-3)
+    assert keys[..., geometry[1] :].equal(was[..., geometry[1] :])
+    assert (keys - was).abs().max() > 0.1
+
+
+def test_angles_are_those_of_transformers_to_the_last_bit():
+    """At 100,000 tokens float32 products are off by 1e-3: the same way for old and new keys."""
+    geometry = GEOMETRIES[0]
+    raw, positions = keys_of(128, batch=1), torch.arange(100_000, 100_007)[None]
+
+    def theirs(f):
+        angle = positions[..., None].float() * f.inv_freq.float()
+        wide = torch.cat([angle, angle], -1)
+        return apply_rotary_pos_emb(raw, raw, wide.cos(), wide.sin())[1]
+
+    old, new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (2, 13))
+    keys = theirs(old)
+    rerotate_(keys, positions, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
+    torch.testing.assert_close(keys, theirs(new), rtol=0, atol=2e-6)
+
+
+def test_long_caches_are_turned_piece_by_piece():
+    geometry = GEOMETRIES[1]
+    keys = keys_of(64, slots=9000, batch=1)
+    positions = torch.arange(9000)[None]
+    old, new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (1, 2))
+    one_by_one = [k.clone() for k in keys.split(1000, 2)]
+    for part, at in zip(one_by_one, positions.split(1000, 1), strict=True):
+        rerotate_(part, at, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
+    rerotate_(keys, positions, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
+    assert keys.equal(torch.cat(one_by_one, 2))
+
+
+# -- many turns in 16 bits -------------------------------------------------------------------------
+
+
+def theirs_in(dtype, raw, positions, f):
+    """Keys as transformers rotates them in a dtype."""
+    angle = positions[..., None].float() * f.inv_freq.float()
+    wide = torch.cat([angle, angle], -1)
+    cos, sin = ((c * f.attention_factor).to(dtype) for c in (wide.cos(), wide.sin()))
+    return apply_rotary_pos_emb(raw.to(dtype), raw.to(dtype), cos, sin)[1]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES[:2])
+@pytest.mark.parametrize(
+    "method", ["dynamic", "dynamic-linear", "dynamic-ntk-by-parts", "dynamic-yarn"]
+)
+def test_sixteen_turns_round_no_more_than_four_rotations_in_bfloat16(method, geometry):
+    """A decode from 8k to 128k takes 16 steps; the keys of the prompt go through all of them."""
+    trained = geometry[3]
+    raw, positions = keys_of(geometry[0], 4096, 1, torch.bfloat16), torch.arange(0, 8192, 2)[None]
+    sets = [frequencies(geometry, method, seq_len=trained * 2 ** (k / 4)) for k in range(17)]
+    keys = theirs_in(torch.bfloat16, raw, positions, sets[0])
+    for old, new in itertools.pairwise(sets):
+        scale = torch.tensor([new.attention_factor / old.attention_factor], dtype=torch.float64)
+        rerotate_(keys, positions, old.inv_freq[None], new.inv_freq[None], scale)
+    truth = theirs_in(torch.float64, raw, positions, sets[-1])
+    once = theirs_in(torch.bfloat16, raw, positions, sets[-1])
+    assert rms(keys - truth) < 4 * rms(once - truth)
+    # Without a bias: what a query sees of a key stays right on average.
+    along = ((keys * truth).sum() / (truth * truth).sum()).item()
+    assert along == pytest.approx(1, abs=3e-4)
+
+
+def rms(x):
+    return x.double().pow(2).mean().sqrt().item()
+
+
+def test_turning_keys_that_do_not_change_leaves_their_bits():
+    keys = keys_of(64, dtype=torch.bfloat16)
+    was = keys.clone()
+    same = frequencies(GEOMETRIES[1]).inv_freq[None].expand(2, -1)
+    rerotate_(keys, torch.arange(7)[None].expand(2, -1), same, same, torch.ones(2))
+    assert keys.equal(was)

@@ -1,0 +1,133 @@
+"""Whole generations of dynamically patched models, against keys rotated afresh (unrotated.py)."""
+
+import pytest
+import torch
+import transformers
+from tiny_models import OLD_TRANSFORMERS, SHORT, TRAINED, make_model, padded, tokens
+from transformers import DynamicCache
+from unrotated import Reference
+
+import rope_patch
+
+NEW = 100  # tokens, from SHORT to past twice the trained length
+FAMILIES = ["llama", "qwen3", "gemma3"]
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 20, "temperature": 1.3},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 4},
+}
+
+
+def make_generator(family, seed=0):
+    """A model whose next token depends on the whole context: tied weights echo the last one."""
+    return make_model(family, seed=seed, tie_word_embeddings=False, initializer_range=0.2)
+
+
+def generate(model, ids, **kwargs):
+    torch.manual_seed(5)
+    return model.generate(ids, max_new_tokens=NEW, **kwargs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generating(family, way):
+    model, ids = make_generator(family), tokens(SHORT)
+    reference = Reference(model, "dynamic-yarn")
+    expected = generate(reference.model, ids, past_key_values=reference.new_cache(), **WAYS[way])
+    unpatched = generate(model, ids, **WAYS[way])
+    rope_patch.patch(model, "dynamic-yarn")
+    got = generate(model, ids, **WAYS[way])
+    assert got.equal(expected)
+    assert not got.equal(unpatched)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_assisted_generating(family):
+    """Candidates that are rejected leave the cache, and the length, again."""
+    model, ids = make_generator(family), tokens(SHORT)
+    assistant = make_generator(family, seed=3)
+    way = {"do_sample": False, "assistant_model": assistant}
+    reference = Reference(model, "dynamic-yarn")
+    expected = generate(reference.model, ids, past_key_values=reference.new_cache(), **way)
+    rope_patch.patch(model, "dynamic-yarn")
+    assert generate(model, ids, **way).equal(expected)
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_batch_generates_what_its_rows_do(family, implementation):
+    model = make_generator(family)
+    rows = [tokens(length, seed=length) for length in (30, 120, 70)]
+    alone = []
+    for row in rows:
+        reference = Reference(model, "dynamic-yarn")
+        cache = reference.new_cache()
+        said = generate(reference.model, row, past_key_values=cache, do_sample=False)
+        alone.append(said[0, row.shape[1] :])
+    rope_patch.patch(model, "dynamic-yarn")
+    ids, mask = padded(rows, "left")
+    kind = {} if implementation == "dynamic" else {"cache_implementation": implementation}
+    together = generate(model, ids, attention_mask=mask, do_sample=False, **kind)
+    for got, expected in zip(together[:, ids.shape[1] :], alone, strict=True):
+        assert got.equal(expected)
+
+
+def test_a_conversation_goes_on_from_its_cache():
+    model, ids = make_generator("llama"), tokens(SHORT)
+    reference = Reference(model, "dynamic-yarn")
+    rope_patch.patch(model, "dynamic-yarn")
+    talks = []
+    for speaker, cache in (
+        (model, DynamicCache(config=model.config)),
+        (reference.model, reference.new_cache()),
+    ):
+        said = speaker.generate(ids, past_key_values=cache, max_new_tokens=TRAINED, do_sample=False)
+        more = torch.cat([said, tokens(30, seed=8)], dim=1)
+        talks.append(
+            speaker.generate(more, past_key_values=cache, max_new_tokens=30, do_sample=False)
+        )
+    assert talks[0].equal(talks[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_longrope_generates_across_its_border_as_if_it_had_been_there_before(family):
+    """In one layer a cache that is turned on equals no cache at all."""
+    from tiny_models import LONG_FACTOR, SHORT_FACTOR
+
+    model = make_model(
+        family, tie_word_embeddings=False, initializer_range=0.2, num_hidden_layers=1
+    )
+    ids = tokens(TRAINED - 20)
+    rope_patch.patch(
+        model, "longrope", factor=4, long_factor=LONG_FACTOR, short_factor=SHORT_FACTOR
+    )
+    way = {"do_sample": False}
+    assert generate(model, ids, **way).equal(generate(model, ids, use_cache=False, **way))
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="needs lm-eval, which is tested with new versions")
+def test_batches_of_lm_eval():
+    """Prompts of several lengths, answered in batches: each as by itself."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    tiny = "tests/assets/tiny-llama"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    rope_patch.patch(model, "dynamic-yarn")
+    text = "It is a truth universally acknowledged, that a single man in possession of a good "
+    prompts = [text * times for times in (1, 9, 4, 14, 6)]
+
+    def answers(batch_size):
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=2048)
+        settings = {"until": [], "max_gen_toks": 20, "do_sample": False}
+        requests = [
+            Instance("generate_until", {}, (prompt, settings), i)
+            for i, prompt in enumerate(prompts)
+        ]
+        return lm.generate_until(requests, disable_tqdm=True)
+
+    lengths = [len(tokenizer(prompt).input_ids) for prompt in prompts]
+    assert min(lengths) < 256 < 2 * 256 < max(lengths)
+    assert answers(batch_size=3) == answers(batch_size=1)

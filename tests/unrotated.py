@@ -1,0 +1,155 @@
+"""The truth that cached decoding is held against: keys are kept unrotated, and all of them are
+rotated afresh, under the current frequencies, whenever they are read.
+
+Independent of the package: transformers' own modules and formulas, a cache of its own.
+"""
+
+import copy
+import math
+import types
+
+import torch
+from transformers import DynamicCache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def stepped(length, trained):
+    """The factor on the grid 2^(k/4), by searching the grid from below."""
+    step = 0
+    while trained * 2 ** (step / 4) < length:
+        step += 1
+    return 2 ** (step / 4)
+
+
+def exact(length, trained):
+    return max(1.0, length / trained)
+
+
+def frequencies(config, method, length, growth=stepped, layer_type=None, options=None):
+    """(inv_freq, attention factor) of a sequence, by transformers' functions."""
+    trained = config.max_position_embeddings
+    parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
+    theta = parameters["rope_theta"]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = 1 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if method == "longrope":
+        stretch = options["short_factor" if length <= trained else "long_factor"]
+        scale = math.sqrt(1 + math.log(options["factor"]) / math.log(trained))
+        return plain / torch.tensor(stretch), scale
+    factor = growth(length, trained)
+    if factor == 1:
+        return plain, 1.0
+    if method == "dynamic":
+        return 1 / (theta * factor ** (head_dim / (head_dim - 2))) ** (
+            torch.arange(0, head_dim, 2).float() / head_dim
+        ), 1.0
+    if method == "dynamic-linear":
+        return plain / factor, 1.0
+    flat = copy.deepcopy(config)
+    flat.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": trained,
+    }
+    inv_freq, scale = ROPE_INIT_FUNCTIONS["yarn"](flat, "cpu")
+    return inv_freq, 1.0 if method == "dynamic-ntk-by-parts" else scale
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def turn(x, positions, inv_freq, scale):
+    angle = positions[:, None, :, None].float() * torch.cat([inv_freq, inv_freq])
+    return x * angle.cos() * scale + rotate_half(x) * angle.sin() * scale
+
+
+class Reference:
+    """A model without any patch that rotates by the definition.
+
+    All rows stand at the same positions, as those of one prompt's beams do: a padded row is held
+    against a reference of its own.
+
+    Attributes:
+        model: transformers' model; what it decodes with `new_cache()` is the truth.
+    """
+
+    def __init__(self, model, method, growth=stepped, options=None):
+        self.model = copy.deepcopy(model)
+        self.config = self.model.config
+        self.method, self.growth, self.options = method, growth, options
+        nested = all(isinstance(v, dict) for v in self.config.rope_parameters.values())
+        self.kinds = self.config.layer_types if nested else [None] * self.config.num_hidden_layers
+        self.model.base_model.register_forward_pre_hook(self._note_positions, with_kwargs=True)
+        for module in self.model.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "o_proj"):
+                self._keep_keys_unrotated(module)
+
+    def new_cache(self):
+        return _Unrotated(self)
+
+    def current(self, layer):
+        kind = self.kinds[layer]
+        if kind is not None and "sliding" in kind:  # those stay as they were trained
+            return frequencies(self.config, "dynamic", 1, exact, kind)
+        length = (self.positions.max() - self.positions.min()).item() + 1
+        return frequencies(self.config, self.method, length, self.growth, kind, self.options)
+
+    @torch.no_grad()
+    def decode(self, ids, prompt, cache=None):
+        """Logits `[1, S, V]` of a prompt in one pass, and of the rest token by token."""
+        cache = cache or self.new_cache()
+        cuts = [prompt] + [1] * (ids.shape[1] - prompt)
+        return torch.cat(
+            [self.model(p, past_key_values=cache).logits for p in ids.split(cuts, 1)], 1
+        )
+
+    def _note_positions(self, module, args, kwargs):
+        cache = kwargs.get("past_key_values")
+        past = torch.empty(1, 0, dtype=torch.long) if cache is None else cache.positions
+        new = kwargs.get("position_ids")
+        if new is None:
+            tokens = args[0] if args else kwargs["input_ids"]
+            new = torch.arange(past.shape[1], past.shape[1] + tokens.shape[1])[None]
+        self.positions = torch.cat([past, new[:1]], dim=1)
+        if cache is not None:
+            cache.positions = self.positions
+
+    def _keep_keys_unrotated(self, attention):
+        def apply(q, k, cos, sin, *args, **kwargs):
+            own = self.current(attention.layer_idx)
+            now = self.positions[:, -q.shape[2] :]
+            return turn(q, now, *own), k
+
+        forward = type(attention).forward
+        while hasattr(forward, "__wrapped__"):
+            forward = forward.__wrapped__
+        bound = types.FunctionType(
+            forward.__code__,
+            {**forward.__globals__, "apply_rotary_pos_emb": apply},
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        bound.__kwdefaults__ = forward.__kwdefaults__
+        attention.forward = types.MethodType(bound, attention)
+
+
+class _Unrotated(DynamicCache):
+    """Stores keys as they come, hands them out rotated under the current frequencies."""
+
+    def __init__(self, reference):
+        super().__init__(config=reference.config)
+        self.reference = reference
+        self.positions = torch.empty(1, 0, dtype=torch.long)
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        positions = self.positions[:, -keys.shape[2] :]
+        return turn(keys, positions, *self.reference.current(layer_idx)), values
+
+    def crop(self, tokens_to_remove):
+        super().crop(tokens_to_remove)
+        self.positions = self.positions[:, : self.get_seq_length()]
