@@ -42,6 +42,7 @@ Option = Annotated[
         help="An option of the method, such as beta_fast=16 (`rope-patch methods` lists them).",
     ),
 ]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto is float32 on a CPU.")]
 GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
 
 
@@ -175,10 +176,7 @@ def evaluate(
     ] = None,
     trained_length: TrainedLength = None,
     option: Option = None,
-    dtype: Annotated[
-        str,
-        typer.Option(help="float32, bfloat16 or float16; auto is float32 on a CPU."),
-    ] = "auto",
+    dtype: Dtype = "auto",
     device_map: Annotated[
         str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
     ] = None,
@@ -239,6 +237,68 @@ def evaluate(
         print((report / "report.json").read_text(encoding="utf-8"), end="")
     else:
         print(f"{report / 'report.html'}")
+
+
+@app.command()
+def bench(
+    model: Model,
+    method: Annotated[
+        list[str],
+        typer.Option(
+            help="A method, or `none` for the model as it is; compared with the one named first."
+        ),
+    ],
+    factor: Annotated[
+        float,
+        typer.Option(help="Target length / trained length; dynamic methods follow up to there."),
+    ] = 4,
+    prompt: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the prompt; factor times the trained length if left out."),
+    ] = None,
+    decode: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32,
+    repeats: Annotated[int, typer.Option(help="How often everything timed is done.")] = 5,
+    dtype: Dtype = "auto",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="Count torch.compile's graph breaks and recompilations."),
+    ] = False,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Read the config alone; times stay the same."),
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the results there too, as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time methods side by side: prompts, decoding, growth, memory.
+
+    Prints ratios to the method named first, of times taken in turns in this one run, because times
+    of different runs do not compare. Growth is what dynamic methods pay when the sequence outgrows
+    their frequencies and all cached keys turn on to the next.
+
+    \b
+    Examples:
+      rope-patch bench demo --method yarn --method dynamic-yarn --factor 2 --decode 16 --repeats 3
+      rope-patch bench ./my-model --method none,yarn,dynamic-yarn --compile --out speed.json
+    """
+    from rope_patch.eval import files, speed
+
+    results = speed.bench(
+        speed.Request(
+            model=model,
+            methods=tuple(_split(",".join(method))),
+            factor=factor,
+            prompt=prompt,
+            decode=decode,
+            repeats=repeats,
+            dtype=dtype,
+            compiled=compiled,
+            random_weights=random_weights,
+        )
+    )
+    if out is not None:
+        files.write_json(out, results)
+    print(json.dumps(results, indent=1) if as_json else speed.table(results))
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from tiny_models import (
     FAMILIES,
     LONG_FACTOR,
     SHORT_FACTOR,
-    TARGET,
     logits,
     make_config,
     make_model,
