@@ -7,14 +7,23 @@ is reordered, repeated, selected, copied and pickled with the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 UNKNOWN = torch.nan
+
+_TURNABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 @dataclass
@@ -32,21 +41,49 @@ class Record:
             where unknown.
         sets: The frequencies of each row's keys, one layer type's after another's, `[B, F]`,
             float64, on the CPU; NaN where there are none yet.
+        static: Whether `positions` has room for all that the cache will ever hold.
     """
 
     owner: str
     positions: torch.Tensor
     bounds: torch.Tensor
     sets: torch.Tensor
+    static: bool
+
+    @classmethod
+    def blank(cls, owner: str, positions: torch.Tensor, width: int) -> Record:
+        """A record of rows of which nothing is known but where their tokens stand.
+
+        Args:
+            owner: See above.
+            positions: See above.
+            width: F, the numbers that a row's frequencies are.
+        """
+        rows = positions.shape[0]
+        with torch.inference_mode(False):  # a cache may be used outside of it later
+            bounds = torch.full((rows, 3), UNKNOWN, dtype=torch.float64, device="cpu")
+            sets = torch.full((rows, width), UNKNOWN, dtype=torch.float64, device="cpu")
+        return cls(owner, positions, bounds, sets, static=positions.shape[1] > 0)
 
     def rearranged(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> Record:
         """The record of a cache whose rows went through `rows`, a function of `[B, ...]`."""
-        return Record(self.owner, rows(self.positions), rows(self.bounds), rows(self.sets))
+        moved = (rows(self.positions), rows(self.bounds), rows(self.sets))
+        return Record(self.owner, *moved, self.static)
 
-    def cut(self, slots: int) -> None:
-        """Forgets all but the first slots, as the cache did when it was cropped."""
-        self.positions = self.positions[:, :slots]
-        self.bounds = torch.full_like(self.bounds, UNKNOWN)
+    def append(self, past: Any, new: torch.Tensor) -> None:
+        """Writes down where new tokens stand.
+
+        Args:
+            past: How many slots are filled, an int or, in static caches, a tensor.
+            new: Their positions, `[B, S]`.
+        """
+        if not self.static:
+            self.positions = torch.cat([self.positions, new], dim=1)
+            return
+        slot = torch.arange(self.positions.shape[1], device=new.device)
+        self.positions.masked_fill_(slot >= past, -1)  # what a failed forward left there
+        at = torch.arange(new.shape[1], device=new.device) + past
+        self.positions.index_copy_(1, at, new.to(self.positions.dtype))
 
 
 class Remembering(Cache):
@@ -90,9 +127,119 @@ def remember(cache: Any, record: Record) -> None:
     cache.rotation = record
 
 
-def recall(cache: Any) -> Record | None:
-    """The record of a cache, or None."""
-    return getattr(cache, "rotation", None)
+def recall(cache: Any, past: Any, batch: int, width: int, owner: str) -> Record | None:
+    """The record of a cache, brought to what the cache holds now; None for an empty cache.
+
+    Args:
+        cache: Any of transformers' caches, or None.
+        past: How many slots are filled.
+        batch: Rows that are about to be added to it.
+        width: Numbers that a row's frequencies are, under the patch that asks.
+        owner: The patch that asks.
+
+    Raises:
+        ValueError: It is unknown how the cache's keys are rotated. The cache is as it was.
+    """
+    record = getattr(cache, "rotation", None)
+    if record is None:
+        if not torch.compiler.is_compiling() and int(past) > 0:
+            raise ValueError(
+                f"the cache holds {int(past)} tokens, and no record of how their keys were "
+                "rotated: it was filled before the model was patched, or rebuilt from its tensors. "
+                "Expected an empty cache, or one that this patched model filled; copy caches with "
+                "copy.deepcopy, which keeps the record"
+            )
+        return None
+    if record.sets.shape[1] != width:
+        raise ValueError(
+            "the cache was filled under a patch of other layer types: expected an empty cache, or "
+            "one that was filled under this patch"
+        )
+    rows, slots = record.positions.shape
+    if rows != batch or (not record.static and slots < past):
+        raise ValueError(
+            f"the cache is not as this model left it: expected {rows} rows of {slots} tokens, got "
+            f"{batch} rows of {past}; change caches by their own methods (reorder_cache, "
+            "batch_select_indices, crop)"
+        )
+    cropped = not record.static and slots > past
+    if cropped:
+        record.positions = record.positions[:, :past]
+    if cropped or record.owner != owner:
+        record.owner = owner
+        record.bounds = torch.full_like(record.bounds, UNKNOWN)
+    return record
+
+
+def blank_positions(cache: Any, new: torch.Tensor) -> torch.Tensor:
+    """No positions, `[B, S]`, with room for all that a static cache will hold."""
+    with torch.inference_mode(False):
+        return new.new_full((new.shape[0], _capacity(cache)), -1)
+
+
+def cached_keys(
+    cache: Any, record: Record, past: Any
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """What the layers of a cache hold of the first `past` tokens.
+
+    Args:
+        cache: Any of transformers' caches, or None.
+        record: Its record, which may say more than `past` tokens already.
+        past: How many slots are filled.
+
+    Yields:
+        Index of a layer, its keys `[B, K, S, D]`, where they were rotated at `[B, S]`.
+
+    Raises:
+        ValueError: The keys are not at hand to be changed.
+    """
+    require_turnable(cache)
+    if getattr(cache, "offloading", False) and torch.cuda.is_available():
+        torch.cuda.synchronize()  # keys may still be on their way
+    for index, layer in enumerate([] if cache is None else cache.layers):
+        keys = getattr(layer, "keys", None)
+        if keys is None or keys.numel() == 0:
+            continue
+        if not torch.compiler.is_compiling():
+            layer.keys = keys = _writable(keys)
+        end, held = past, keys.shape[2]
+        if record.static:  # a window that is not full yet starts at the first slot
+            end = max(layer.get_seq_length(), held) if layer.is_sliding else held
+        yield index, keys, record.positions[:, end - held : end]
+
+
+def require_turnable(cache: Any) -> None:
+    """Refuses a cache whose keys are not at hand to be rotated again.
+
+    Raises:
+        ValueError: Says what to use instead.
+    """
+    layers = [] if cache is None else cache.layers or [cache.layer_class_to_replicate]
+    for layer in layers:
+        kind = layer if isinstance(layer, type) else type(layer)
+        if kind in _TURNABLE or not issubclass(kind, CacheLayerMixin):
+            continue
+        raise ValueError(
+            f"the keys of a {type(cache).__name__} ({kind.__name__}) cannot be rotated again, "
+            "which this method needs when the sequence grows: expected a DynamicCache or a "
+            "StaticCache; or say the length beforehand (`handle.fix_length(...)`), or use a method "
+            "whose frequencies stay, such as yarn"
+        )
+
+
+def _capacity(cache: Any) -> int:
+    """Slots that a static cache has for the whole sequence; 0 for caches that grow."""
+    slots = 0
+    for layer in [] if cache is None else cache.layers:
+        if isinstance(layer, StaticLayer) and not layer.is_sliding:
+            slots = max(slots, layer.max_cache_len)
+    return slots
+
+
+def _writable(keys: torch.Tensor) -> torch.Tensor:
+    """Keys that may be changed in place: what inference mode made may be only within it."""
+    outside = keys.is_inference() and not torch.is_inference_mode_enabled()
+    return keys.clone() if outside else keys
 
 
 def _remembering(kind: type) -> type:

@@ -14,36 +14,34 @@ from __future__ import annotations
 import inspect
 import itertools
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import Cache
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
 
-from rope_patch.cache import UNKNOWN, Record, recall, remember
+from rope_patch.cache import (
+    UNKNOWN,
+    Record,
+    blank_positions,
+    cached_keys,
+    recall,
+    remember,
+    require_turnable,
+)
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.ops.reference import rerotate_
+from rope_patch.patching import graph
 from rope_patch.patching.find import Rotary
 from rope_patch.patching.layout import is_interleaved, rotated_layers, takes_rows
+from rope_patch.patching.lengths import context_parallel_group, positions_of, spans
 from rope_patch.patching.swap import Swaps
 
 # (keys [B, K, S, D], where they were rotated at [B, S], layer type)
 Cached = tuple[torch.Tensor, torch.Tensor, str | None]
-
-_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 class Following:
@@ -77,12 +75,13 @@ class Following:
         # Each layer type's part of a set: its frequencies, and then its attention factor.
         ends = list(itertools.accumulate(len(before[kind].inv_freq) + 1 for kind in self.prefixes))
         self.parts = {k: (s, e) for k, s, e in zip(self.prefixes, [0, *ends], ends, strict=False)}
+        self.width = ends[-1]
         self._names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         self._sets: dict[float, torch.Tensor] = {}
         self._on_device: dict[Any, torch.Tensor] = {}
         self._now: torch.Tensor | None = None
         self._unrecorded: Record | None = None
-        self.serial = _announce(self)
+        self.serial = graph.announce(self)
 
     def attach(self, decoder: nn.Module, rotary: Rotary, swaps: Swaps) -> None:
         """Puts the hooks on the live modules."""
@@ -109,14 +108,20 @@ class Following:
         cache = given.get("past_key_values")
         cache = getattr(cache, "self_attention_cache", cache)
         past = cache.get_seq_length() if cache is not None else 0
-        new = self._positions(given, tokens, past)
-        record = self._recalled(cache, past, new)
-        self._append(record, cache, past, new)
+        if isinstance(past, torch.Tensor) and given.get("cache_position") is not None:
+            past = given["cache_position"][0]  # transformers 5.0 counts static slots by content
+        new = positions_of(given, tokens, past, shared=self._group() is not None)
+        record = recall(cache, past, new.shape[0], self.width, self.owner)
+        if record is None:
+            if self.fixed is None:
+                require_turnable(cache)
+            record = Record.blank(self.owner, blank_positions(cache, new), self.width)
+        record.append(past, new)
         if cache is not None:
             remember(cache, record)
         steps = new.shape[1]
         if torch.compiler.is_compiling():
-            cached = list(self._cached(cache, record, past, steps))
+            cached = list(self._cached(cache, record, past))
             self._now = torch.ops.rope_patch.follow(
                 [keys for keys, _, _ in cached],
                 [slots for _, slots, _ in cached],
@@ -128,15 +133,15 @@ class Following:
                 self.serial,
             )
         else:
-            # Without padding or gaps the lengths need no reading.
+            # A whole sequence without padding or gaps: its length needs no reading.
             plain = given.get("position_ids") is None and given.get("attention_mask") is None
-            known = past + steps if plain and isinstance(past, int) else None
+            known = steps if plain and isinstance(past, int) and past == 0 else None
             self._now = self.settle(
                 record.bounds,
                 record.sets,
                 record.positions,
                 steps,
-                lambda: self._cached(cache, record, past, steps),
+                lambda: self._cached(cache, record, past),
                 known,
             )
         self._unrecorded = record if cache is None else None
@@ -157,9 +162,9 @@ class Following:
             return
         rows = self._now
         if rows is None:  # called by itself: its positions are all there is to know
-            positions = given["position_ids"]
-            bounds, sets = self._blank(positions.shape[0])
-            rows = self.settle(bounds, sets, positions, positions.shape[1], lambda: ())
+            own = Record.blank(self.owner, given["position_ids"], self.width)
+            steps = own.positions.shape[1]
+            rows = self.settle(own.bounds, own.sets, own.positions, steps, lambda: ())
         start, end = self.parts[kind]
         rows = rows[:, start:end].to(given["x"].device)
         prefix = self.prefixes[kind]
@@ -220,11 +225,15 @@ class Following:
             bounds[:, 1] += 1
             return self._to_device(served.tolist(), positions.device)
         if self.fixed is not None:
+            bounds[:, :2] = UNKNOWN
             reaches = [self._reach(self.fixed)] * len(bounds)
         else:
-            spans = self._spans(positions, known)
-            bounds[:, :2] = spans
-            reaches = [self._reach(end - start + 1) for start, end in spans.tolist()]
+            group = self._group()
+            if known is not None and group is None:
+                bounds[:, 0], bounds[:, 1] = 0, known - 1
+            else:
+                bounds[:, :2] = spans(positions, group)
+            reaches = [self._reach(end - start + 1) for start, end, _ in bounds.tolist()]
         wanted = torch.stack([self._set(reach) for reach in reaches])
         changed = (sets != wanted).any(1)
         if changed.any():
@@ -268,22 +277,13 @@ class Following:
             self._on_device[key] = rows.to(device, torch.float32)
         return self._on_device[key]
 
-    def _spans(self, positions: torch.Tensor, known: int | None) -> torch.Tensor:
-        """First and last position of each row, `[B, 2]`, float64, on the CPU; (0, -1) if empty."""
-        group = self.group or _context_parallel_group()
-        if known is not None and group is None:
-            return torch.tensor([[0, known - 1]], dtype=torch.float64, device="cpu").expand(
-                len(positions), 2
-            )
-        positions = positions.long()  # narrower types have no room for what is no position
-        real = positions >= 0
-        last = torch.where(real, positions, -1).amax(1)
-        first = torch.where(real, positions, torch.iinfo(torch.int64).max).amin(1)
-        if group is not None:
-            ends = torch.cat([last, -first])
-            dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
-            last, first = ends.chunk(2)[0], -ends.chunk(2)[1]
-        return torch.stack([torch.minimum(first, last + 1), last], dim=1).to("cpu", torch.float64)
+    def _group(self) -> Any:
+        return self.group or context_parallel_group()
+
+    def _cached(self, cache: Any, record: Record, past: Any) -> Iterator[Cached]:
+        for index, keys, slots in cached_keys(cache, record, past):
+            if index < len(self.layers) and self.layers[index] in self.parts:
+                yield keys, slots, self.layers[index]
 
     def _turn(
         self,
@@ -311,190 +311,8 @@ class Following:
                     interleaved=self.interleaved,
                 )
 
-    # -- what the cache knows ----------------------------------------------------------------------
-
-    def _positions(self, given: dict[str, Any], tokens: torch.Tensor, past: Any) -> torch.Tensor:
-        """Where the new tokens stand, -1 for padding, `[B, S]`."""
-        batch, steps = tokens.shape[:2]
-        positions = given.get("position_ids")
-        if positions is None:
-            if (self.group or _context_parallel_group()) is not None:
-                raise ValueError(
-                    "under context parallelism each process sees a part of the sequence: expected "
-                    "position_ids, which say where the tokens stand in the whole of it"
-                )
-            positions = (torch.arange(steps, device=tokens.device) + past)[None]
-        positions = positions.expand(batch, -1)
-        mask = given.get("attention_mask")
-        # Masks of other shapes were made from a 2-D one, as were the position_ids beside them.
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= steps:
-            mask = mask[:, -steps:].to(positions.device)
-            positions = torch.where(mask.bool(), positions, -1)
-        return positions
-
-    def _recalled(self, cache: Any, past: Any, new: torch.Tensor) -> Record:
-        """The cache's record, made to fit what the cache holds now; a new one for an empty cache.
-
-        Raises:
-            ValueError: The cache cannot be followed; it is as it was.
-        """
-        if cache is not None and self.fixed is None:
-            _require_followable(cache)
-        record = recall(cache)
-        if record is None:
-            if not torch.compiler.is_compiling() and int(past) > 0:
-                raise ValueError(
-                    f"the cache holds {past} tokens, and no record of how their keys were rotated: "
-                    "it was filled before the model was patched, or rebuilt from its tensors. "
-                    "Expected an empty cache, or one that this patched model filled; copy caches "
-                    "with copy.deepcopy, which keeps the record"
-                )
-            bounds, sets = self._blank(new.shape[0])
-            with torch.inference_mode(False):  # a cache may be used outside of it later
-                positions = new.new_full((new.shape[0], _capacity(cache)), -1)
-            return Record(self.owner, positions, bounds, sets)
-        if record.sets.shape[1] != self._set(self._reach(1)).shape[0]:
-            raise ValueError(
-                "the cache was filled under a patch of other layer types: expected an empty cache, "
-                "or one that was filled under this patch"
-            )
-        static = _capacity(cache) > 0
-        if record.positions.shape[0] != new.shape[0] or (
-            not static and record.positions.shape[1] < past
-        ):
-            raise ValueError(
-                f"the cache is not as this model left it: expected {record.positions.shape[0]} "
-                f"rows of {record.positions.shape[1]} tokens, got {new.shape[0]} rows of {past}; "
-                "change caches by their own methods (reorder_cache, batch_select_indices, crop)"
-            )
-        if record.owner != self.owner:  # under another patch: what it served is not what we serve
-            record.owner = self.owner
-            record.bounds.fill_(UNKNOWN)
-        if not static and record.positions.shape[1] > past:
-            record.cut(past)
-        return record
-
-    def _append(self, record: Record, cache: Any, past: Any, new: torch.Tensor) -> None:
-        """Writes down where the new tokens stand."""
-        if not _capacity(cache):
-            record.positions = torch.cat([record.positions, new], dim=1)
-            return
-        slot = torch.arange(record.positions.shape[1], device=new.device)
-        record.positions.masked_fill_(slot >= past, -1)  # what a reset or a failure left there
-        at = torch.arange(new.shape[1], device=new.device) + past
-        record.positions.index_copy_(1, at, new.to(record.positions.dtype))
-
-    def _cached(self, cache: Any, record: Record, past: Any, steps: int) -> Iterator[Cached]:
-        """The rotated keys that the cache holds already, with where they were rotated at."""
-        if cache is None:
-            return
-        if getattr(cache, "offloading", False) and torch.cuda.is_available():
-            torch.cuda.synchronize()  # keys may still be on their way
-        for layer, kind in zip(cache.layers, self.layers, strict=False):
-            keys = getattr(layer, "keys", None)
-            if kind not in self.parts or keys is None or keys.numel() == 0:
-                continue
-            if not torch.compiler.is_compiling():
-                layer.keys = keys = _writable(keys)
-            held = keys.shape[2]
-            if not _capacity(cache):
-                slots = record.positions[:, past - held : past]
-            elif getattr(layer, "is_sliding", False):
-                filled = max(layer.cumulative_length_int, held)
-                slots = record.positions[:, filled - held : filled]
-            else:
-                slots = record.positions
-            yield keys, slots, kind
-
-    def _blank(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(end for _, end in self.parts.values())
-        with torch.inference_mode(False):
-            unknown = partial(torch.full, fill_value=UNKNOWN, dtype=torch.float64, device="cpu")
-            return unknown((batch, 3)), unknown((batch, width))
-
     # -- copies ------------------------------------------------------------------------------------
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.serial = _announce(self)
-
-
-def _require_followable(cache: Any) -> None:
-    for layer in cache.layers or [getattr(cache, "layer_class_to_replicate", None)]:
-        kind = layer if isinstance(layer, type) else type(layer)
-        if kind in _LAYERS or not issubclass(kind, CacheLayerMixin):
-            continue
-        raise ValueError(
-            f"the keys of a {type(cache).__name__} ({kind.__name__}) cannot be rotated again, "
-            "which this method needs when the sequence grows: expected a DynamicCache or a "
-            "StaticCache; or say the length beforehand (`handle.fix_length(...)`), or use a method "
-            "whose frequencies stay, such as yarn"
-        )
-
-
-def _capacity(cache: Any) -> int:
-    """Slots that a static cache has for the whole sequence; 0 for caches that grow."""
-    slots = 0
-    for layer in [] if cache is None else cache.layers:
-        if isinstance(layer, StaticLayer) and not layer.is_sliding:
-            slots = max(slots, layer.max_cache_len)
-    return slots
-
-
-def _writable(keys: torch.Tensor) -> torch.Tensor:
-    """Keys that may be changed in place: what inference mode made may be only within it."""
-    outside = keys.is_inference() and not torch.is_inference_mode_enabled()
-    return keys.clone() if outside else keys
-
-
-def _context_parallel_group() -> Any:
-    """The processes that share sequences in accelerate's context parallelism, or None."""
-    shared = AcceleratorState._shared_state
-    parallelism = shared.get("parallelism_config") if shared else None
-    if parallelism is None or not parallelism.cp_enabled:
-        return None
-    return AcceleratorState().device_mesh["cp"].get_group()
-
-
-# -- torch.compile: what depends on numbers stays out of the graph, as one operator ----------------
-
-_ALIVE: weakref.WeakValueDictionary[int, Following] = weakref.WeakValueDictionary()
-_SERIALS = itertools.count()
-
-
-def _announce(following: Following) -> int:
-    serial = next(_SERIALS)
-    _ALIVE[serial] = following
-    return serial
-
-
-@torch.library.custom_op("rope_patch::follow", mutates_args=("keys", "bounds", "sets"))
-def _follow(
-    keys: list[torch.Tensor],
-    slots: list[torch.Tensor],
-    kinds: list[int],
-    positions: torch.Tensor,
-    bounds: torch.Tensor,
-    sets: torch.Tensor,
-    steps: int,
-    serial: int,
-) -> torch.Tensor:
-    following = _ALIVE[serial]
-    names = list(following.parts)
-    cached = [(k, s, names[i]) for k, s, i in zip(keys, slots, kinds, strict=True)]
-    rows = following.settle(bounds, sets, positions, steps, lambda: cached)
-    return rows.expand(positions.shape[0], -1).clone()
-
-
-@_follow.register_fake
-def _(
-    keys: list[torch.Tensor],
-    slots: list[torch.Tensor],
-    kinds: list[int],
-    positions: torch.Tensor,
-    bounds: torch.Tensor,
-    sets: torch.Tensor,
-    steps: int,
-    serial: int,
-) -> torch.Tensor:
-    return positions.new_empty(sets.shape, dtype=torch.float32)
+        self.serial = graph.announce(self)

@@ -192,7 +192,7 @@ def measure_training():
 
     for method in TRAINED_WITH:
         found[method]["split"] = measure_step(prepared(method), backward, into)
-        with mock.patch.object(following, "_context_parallel_group", return_value=None):
+        with mock.patch.object(following, "context_parallel_group", return_value=None):
             found[method]["unknown"] = measure_step(prepared(method), backward, into)
     found["complaint"] = complaint(prepared("dynamic-yarn"), into)
     return found

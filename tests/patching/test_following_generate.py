@@ -3,7 +3,16 @@
 import pytest
 import torch
 import transformers
-from tiny_models import OLD_TRANSFORMERS, SHORT, TRAINED, make_model, padded, tokens
+from tiny_models import (
+    LONG_FACTOR,
+    OLD_TRANSFORMERS,
+    SHORT,
+    SHORT_FACTOR,
+    TRAINED,
+    make_model,
+    padded,
+    tokens,
+)
 from transformers import DynamicCache
 from unrotated import Reference
 
@@ -32,6 +41,8 @@ def generate(model, ids, **kwargs):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generating(family, way):
+    if OLD_TRANSFORMERS and way == "prompt lookup":
+        pytest.skip("transformers 5.0 itself fails without an eos token")
     model, ids = make_generator(family), tokens(SHORT)
     reference = Reference(model, "dynamic-yarn")
     expected = generate(reference.model, ids, past_key_values=reference.new_cache(), **WAYS[way])
@@ -45,6 +56,8 @@ def test_generating(family, way):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_assisted_generating(family):
     """Candidates that are rejected leave the cache, and the length, again."""
+    if OLD_TRANSFORMERS and family == "gemma3":
+        pytest.skip("transformers 5.0 itself cannot crop sliding windows")
     model, ids = make_generator(family), tokens(SHORT)
     assistant = make_generator(family, seed=3)
     way = {"do_sample": False, "assistant_model": assistant}
@@ -90,11 +103,9 @@ def test_a_conversation_goes_on_from_its_cache():
     assert talks[0].equal(talks[1])
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", ["llama"] if OLD_TRANSFORMERS else ["llama", "phi3"])
 def test_longrope_generates_across_its_border_as_if_it_had_been_there_before(family):
     """In one layer a cache that is turned on equals no cache at all."""
-    from tiny_models import LONG_FACTOR, SHORT_FACTOR
-
     model = make_model(
         family, tie_word_embeddings=False, initializer_range=0.2, num_hidden_layers=1
     )

@@ -1,0 +1,66 @@
+"""Following lengths within torch.compile: one operator, so that no number gets into the graph.
+
+Whether a step changes any frequencies depends on lengths. Read in the graph they would break it or
+be compiled in; behind an operator they are looked at when the graph runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+_alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_serials = itertools.count()
+
+
+def announce(following: Any) -> int:
+    """Makes a `Following` known to the operator, by a number; it is not kept alive by that."""
+    serial = next(_serials)
+    _alive[serial] = following
+    return serial
+
+
+# CUDA graphs would replay what the numbers said when they were recorded.
+_tags: Any = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
+
+
+@torch.library.custom_op(
+    "rope_patch::follow",
+    mutates_args=("keys", "bounds", "sets"),
+    **({"tags": _tags} if _tags else {}),
+)
+def follow(
+    keys: list[torch.Tensor],
+    slots: list[torch.Tensor],
+    kinds: list[int],
+    positions: torch.Tensor,
+    bounds: torch.Tensor,
+    sets: torch.Tensor,
+    steps: int,
+    serial: int,
+) -> torch.Tensor:
+    """`Following.settle` of the one that was announced as `serial`, for every row, `[B, F]`.
+
+    Args:
+        keys: Of each layer that may have to be turned, `[B, K, S, D]`.
+        slots: Where they were rotated at, `[B, S]` each.
+        kinds: Which layer types they belong to, as indices.
+        positions: See `Following.settle`.
+        bounds: See `Following.settle`.
+        sets: See `Following.settle`.
+        steps: See `Following.settle`.
+        serial: What `announce` returned.
+    """
+    following = _alive[serial]
+    names = list(following.parts)
+    cached = [(k, s, names[i]) for k, s, i in zip(keys, slots, kinds, strict=True)]
+    rows = following.settle(bounds, sets, positions, steps, lambda: cached)
+    return rows.expand(positions.shape[0], -1).clone()
+
+
+@follow.register_fake
+def _(keys, slots, kinds, positions, bounds, sets, steps, serial):
+    return positions.new_empty(sets.shape, dtype=torch.float32)

@@ -1,0 +1,74 @@
+"""How long sequences are: from their tokens' positions, over all processes that share them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+
+
+def positions_of(
+    given: dict[str, Any], tokens: torch.Tensor, past: Any, *, shared: bool
+) -> torch.Tensor:
+    """Where the tokens of a forward call stand.
+
+    Args:
+        given: What the decoder is given, by name.
+        tokens: Ids or embeddings, `[B, S, ...]`.
+        past: Tokens before them, in the cache.
+        shared: Whether other processes hold other parts of the sequences.
+
+    Returns:
+        `[B, S]`, -1 for padding.
+
+    Raises:
+        ValueError: Sequences are shared, and nobody said where these tokens stand in them.
+    """
+    batch, steps = tokens.shape[:2]
+    positions = given.get("position_ids")
+    if positions is None:
+        if shared:
+            raise ValueError(
+                "under context parallelism each process sees a part of the sequence: expected "
+                "position_ids, which say where the tokens stand in the whole of it"
+            )
+        positions = (torch.arange(steps, device=tokens.device) + past)[None]
+    # Narrower types have no room for what is no position.
+    positions = positions.expand(batch, -1).long()
+    mask = given.get("attention_mask")
+    # Masks of other shapes were made from a 2-D one, as were the position_ids beside them.
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= steps:
+        mask = mask[:, -steps:].to(positions.device)
+        positions = torch.where(mask.bool(), positions, -1)
+    return positions
+
+
+def spans(positions: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """First and last position of each row; this waits for the device that they are on.
+
+    Args:
+        positions: `[B, S]`, -1 where there is no token.
+        group: The processes that hold other parts of the same rows, if any.
+
+    Returns:
+        `[B, 2]`, float64, on the CPU; a row without tokens has its last position before its first.
+    """
+    real = positions >= 0
+    last = torch.where(real, positions, -1).amax(1)
+    first = torch.where(real, positions, torch.iinfo(torch.int64).max).amin(1)
+    if group is not None:
+        ends = torch.cat([last, -first])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+        last, first = ends[: len(last)], -ends[len(last) :]
+    return torch.stack([torch.minimum(first, last + 1), last], dim=1).to("cpu", torch.float64)
+
+
+def context_parallel_group() -> Any:
+    """The processes that share sequences in accelerate's context parallelism, or None."""
+    shared = AcceleratorState._shared_state
+    parallelism = shared.get("parallelism_config") if shared else None
+    if parallelism is None or not parallelism.cp_enabled:
+        return None
+    return AcceleratorState().device_mesh["cp"].get_group()
