@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _SLOTS = 4096  # rotated at once: what is in float32 meanwhile stays small beside the cache
@@ -33,7 +35,7 @@ def rotate(
 
 @torch.no_grad()
 def rerotate_(
-    keys: torch.Tensor,
+    layers: Sequence[torch.Tensor],
     positions: torch.Tensor,
     old: torch.Tensor,
     new: torch.Tensor,
@@ -51,23 +53,26 @@ def rerotate_(
     would undo a small turn each time anew.
 
     Args:
-        keys: `[B, K, S, D]`, of which the first R dimensions of each head are rotated.
+        layers: Keys of one layer or of several on one device, `[B, K, S, D]` each, of which the
+            first R dimensions of each head are rotated.
         positions: Tokens, `[B, S]`.
         old: Frequencies that the keys were rotated by, radians per token, `[B, R / 2]`.
         new: Those to rotate them by.
         scale: New attention factor / old one, `[B]`.
         interleaved: See `rotate`.
     """
-    device = keys.device
+    device = layers[0].device
     wide = torch.float32 if device.type == "mps" else torch.float64  # all that mps has
     was, becomes = (f.to(device, torch.float32)[:, None] for f in (old, new))
     factor = scale.to(device, wide)[:, None, None]
-    for start in range(0, keys.shape[2], _SLOTS):
-        part = keys[:, :, start : start + _SLOTS, : 2 * old.shape[-1]]
-        at = positions[:, start : start + _SLOTS].to(device, torch.float32)[..., None]
+    for start in range(0, positions.shape[1], _SLOTS):
+        piece = slice(start, start + _SLOTS)
+        at = positions[:, piece].to(device, torch.float32)[..., None]
         angle = (at * becomes).to(wide) - (at * was).to(wide)
         cos, sin = ((f(angle) * factor).float()[:, None] for f in (torch.cos, torch.sin))
-        part.copy_(_round_fairly(_turned(part, cos, sin, interleaved), keys.dtype))
+        for keys in layers:
+            part = keys[:, :, piece, : 2 * old.shape[-1]]
+            part.copy_(_round_fairly(_turned(part, cos, sin, interleaved), keys.dtype))
 
 
 def _turned(

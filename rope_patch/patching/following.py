@@ -79,6 +79,7 @@ class Following:
         self._names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         self._sets: dict[float, torch.Tensor] = {}
         self._on_device: dict[Any, torch.Tensor] = {}
+        self._applied: dict[str | None, Any] = {}
         self._now: torch.Tensor | None = None
         self._unrecorded: Record | None = None
         self.serial = graph.announce(self)
@@ -100,7 +101,7 @@ class Following:
 
     def enter(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ahead of the decoder's forward: brings cache and frequencies to the rows' lengths."""
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        given = kwargs if not args else dict(zip(self._names, args, strict=False)) | kwargs
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
@@ -156,22 +157,28 @@ class Following:
 
     def rotate(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ahead of the rotary module's forward: sets the frequencies that it turns by."""
-        given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
-        kind = given.get("layer_type")
-        if kind not in self.prefixes:
+        kind = args[2] if len(args) > 2 else kwargs.get("layer_type")
+        prefix = self.prefixes.get(kind)
+        if prefix is None:
             return
         rows = self._now
+        applied, inv_freq = self._applied.get(kind, (None, None))
+        standing = module._buffers[f"{prefix}inv_freq"]
+        if rows is not None and applied is rows and standing is inv_freq:
+            return  # as in most decoding steps
+        given = dict(zip(("x", "position_ids"), args, strict=False)) | kwargs
         if rows is None:  # called by itself: its positions are all there is to know
             own = Record.blank(self.owner, given["position_ids"], self.width)
             steps = own.positions.shape[1]
             rows = self.settle(own.bounds, own.sets, own.positions, steps, lambda: ())
         start, end = self.parts[kind]
-        rows = rows[:, start:end].to(given["x"].device)
-        prefix = self.prefixes[kind]
+        part = rows[:, start:end].to(given["x"].device)
         # [R / 2] where rows turn alike, [B, 1, R / 2] where they do not.
-        row = rows[0] if rows.shape[0] == 1 else rows[:, None]
+        row = part[0] if part.shape[0] == 1 else part[:, None]
         setattr(module, f"{prefix}inv_freq", row[..., :-1])
         setattr(module, f"{prefix}attention_scaling", row[..., -1:] if row.ndim > 1 else row[-1])
+        if not torch.compiler.is_compiling():
+            self._applied[kind] = (rows, module._buffers[f"{prefix}inv_freq"])
 
     def row_by_row(
         self,
@@ -220,10 +227,12 @@ class Following:
             Frequencies and attention factors in float32 on the positions' device, `[B, F]`, or
             `[1, F]` where all rows turn alike.
         """
-        first, last, served = bounds.unbind(1)
-        if steps == 1 and self.fixed is None and bool((last + 2 - first <= served).all()):
-            bounds[:, 1] += 1
-            return self._to_device(served.tolist(), positions.device)
+        if steps == 1 and self.fixed is None:
+            # In Python numbers: of the ways to ask, the quickest for the few rows of a batch.
+            known_bounds = bounds.tolist()
+            if all(last + 2 - first <= served for first, last, served in known_bounds):
+                bounds.select(1, 1).add_(1)
+                return self._to_device([row[2] for row in known_bounds], positions.device)
         if self.fixed is not None:
             bounds[:, :2] = UNKNOWN
             reaches = [self._reach(self.fixed)] * len(bounds)
@@ -269,7 +278,8 @@ class Following:
         return torch.cat([frequencies.inv_freq.double(), factor])
 
     def _to_device(self, reaches: list[float], device: torch.device) -> torch.Tensor:
-        key = (tuple(reaches if len(set(reaches)) > 1 else reaches[:1]), device)
+        alike = len(reaches) == 1 or len(set(reaches)) == 1
+        key = (tuple(reaches[:1] if alike else reaches), device)
         if key not in self._on_device:
             if len(self._on_device) > 64:
                 self._on_device.clear()
@@ -298,12 +308,17 @@ class Following:
             return
         # As one block where all rows change, which is the rule; else row by row, in place.
         blocks = [slice(None)] if len(rows) == len(changed) else [slice(r, r + 1) for r in rows]
+        # Layers of one type that hold the same slots turn by the same angles.
+        together: dict[Any, list[Cached]] = {}
         for keys, slots, kind in cached:
+            together.setdefault((kind, slots.shape[1], keys.device), []).append((keys, slots, kind))
+        for layers in together.values():
+            _, slots, kind = layers[0]
             start, end = self.parts[kind]
             for block in blocks:
                 old, new = sets[block, start:end], wanted[block, start:end]
                 rerotate_(
-                    keys[block],
+                    [keys[block] for keys, _, _ in layers],
                     slots[block].clamp(min=0),
                     old[:, :-1],
                     new[:, :-1],

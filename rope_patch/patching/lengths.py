@@ -34,9 +34,14 @@ def positions_of(
                 "under context parallelism each process sees a part of the sequence: expected "
                 "position_ids, which say where the tokens stand in the whole of it"
             )
-        positions = (torch.arange(steps, device=tokens.device) + past)[None]
-    # Narrower types have no room for what is no position.
-    positions = positions.expand(batch, -1).long()
+        if steps == 1 and isinstance(past, int):  # a decoding step takes the shortest way
+            positions = torch.full((batch, 1), past, device=tokens.device)
+        else:
+            positions = (torch.arange(steps, device=tokens.device) + past)[None]
+    if positions.shape[0] != batch:
+        positions = positions.expand(batch, -1)
+    if positions.dtype != torch.int64:  # narrower types have no room for what is no position
+        positions = positions.long()
     mask = given.get("attention_mask")
     # Masks of other shapes were made from a 2-D one, as were the position_ids beside them.
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= steps:

@@ -92,7 +92,7 @@ def test_turning_on_is_rotating_afresh(geometry, interleaved):
     keys = rotated(old).float()
     was = keys.clone()
     rerotate_(
-        keys,
+        [keys],
         positions,
         torch.stack([f.inv_freq for f in old]),
         torch.stack([f.inv_freq for f in new]),
@@ -119,7 +119,7 @@ def test_angles_are_those_of_transformers_to_the_last_bit():
 
     old, new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (2, 13))
     keys = theirs(old)
-    rerotate_(keys, positions, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
+    rerotate_([keys], positions, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
     torch.testing.assert_close(keys, theirs(new), rtol=0, atol=2e-6)
 
 
@@ -130,8 +130,8 @@ def test_long_caches_are_turned_piece_by_piece():
     old, new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (1, 2))
     one_by_one = [k.clone() for k in keys.split(1000, 2)]
     for part, at in zip(one_by_one, positions.split(1000, 1), strict=True):
-        rerotate_(part, at, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
-    rerotate_(keys, positions, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
+        rerotate_([part], at, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
+    rerotate_([keys], positions, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
     assert keys.equal(torch.cat(one_by_one, 2))
 
 
@@ -158,7 +158,7 @@ def test_sixteen_turns_round_no_more_than_four_rotations_in_bfloat16(method, geo
     keys = theirs_in(torch.bfloat16, raw, positions, sets[0])
     for old, new in itertools.pairwise(sets):
         scale = torch.tensor([new.attention_factor / old.attention_factor], dtype=torch.float64)
-        rerotate_(keys, positions, old.inv_freq[None], new.inv_freq[None], scale)
+        rerotate_([keys], positions, old.inv_freq[None], new.inv_freq[None], scale)
     truth = theirs_in(torch.float64, raw, positions, sets[-1])
     once = theirs_in(torch.bfloat16, raw, positions, sets[-1])
     assert rms(keys - truth) < 4 * rms(once - truth)
@@ -175,5 +175,5 @@ def test_turning_keys_that_do_not_change_leaves_their_bits():
     keys = keys_of(64, dtype=torch.bfloat16)
     was = keys.clone()
     same = frequencies(GEOMETRIES[1]).inv_freq[None].expand(2, -1)
-    rerotate_(keys, torch.arange(7)[None].expand(2, -1), same, same, torch.ones(2))
+    rerotate_([keys], torch.arange(7)[None].expand(2, -1), same, same, torch.ones(2))
     assert keys.equal(was)
