@@ -184,9 +184,14 @@ class _Run:
             self.methods.append(_describe(label, handle, self.longest or len(self.ids)))
             if self.ids:
                 window = self._window()
-                measure = partial(perplexity.curve, self.model, self.ids, window, label)
+                # Short texts are what such a method leaves alone: they are read as short texts.
+                follows = handle and handle.method.follows_length(self.trained_length)
+                piece = {"curve": window} | ({"alone": self.trained_length} if follows else {})
+                measure = partial(
+                    perplexity.curve, self.model, self.ids, window, label, piece.get("alone", 0)
+                )
                 with self._timed(PERPLEXITY):
-                    self.curves[label] = self._cached({"curve": window}, measure)
+                    self.curves[label] = self._cached(piece, measure)
             for name in self._retrieval_tasks():
                 with self._timed(name):
                     self._retrieval(name, label, method)
@@ -349,6 +354,7 @@ def _describe(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:
         "paper": handle.method.paper,
         "factor": handle.factor,
         "length": handle.length,
+        "follows_length": handle.method.follows_length(handle.trained_length),
         "options": handle.method.options(),
         "rope_parameters": {
             kind or "all": handle.method.rope_parameters(geometry)

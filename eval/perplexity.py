@@ -21,7 +21,9 @@ def default_window(length: int) -> int:
     return max(16, 2 ** int(math.log2(max(length // 12, 1))))
 
 
-def curve(model: Any, ids: list[int], window: int, label: str) -> list[dict[str, Any]]:
+def curve(
+    model: Any, ids: list[int], window: int, label: str, alone: int = 0
+) -> list[dict[str, Any]]:
     """Perplexity of each window of positions, every token given all tokens before it.
 
     Args:
@@ -29,12 +31,17 @@ def curve(model: Any, ids: list[int], window: int, label: str) -> list[dict[str,
         ids: The document's tokens.
         window: Tokens averaged into a point.
         label: Says on the progress bar what runs.
+        alone: How many tokens from the start get a pass of their own. Where the rotation follows
+            the length, that is how a text that ends there is read.
 
     Returns:
         Points with end (position, tokens), tokens (scored in the window), nll (mean, nats) and
         perplexity.
     """
     losses = token_losses(model, ids, scored=len(ids) - 1, label=label)
+    if 1 < alone < len(ids):
+        start = token_losses(model, ids[:alone], scored=alone - 1, label=f"{label} to {alone:,}")
+        losses[: alone - 1] = start
     points = []
     for end in range(window, len(ids) + 1, window):
         # losses[i] is of the token at position i + 1; the first has nothing before it.

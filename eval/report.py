@@ -36,6 +36,11 @@ _CONTROL = (
     "The control is the plain model on the same tokens, given only the last few thousand before "
     "them: what cutting the text gets you. A patch that does no better gains nothing there."
 )
+_FOLLOWING = (
+    "{names}: the rotation follows the length, so the text's first {trained:,} tokens are read by "
+    "themselves, as a text that ends there, and the rest in one pass as the whole length asks for; "
+    "the picture of stretches shows it at the longest length."
+)
 
 
 def write_report(results: dict[str, Any], folder: Path) -> Path:
@@ -196,13 +201,21 @@ def _content(results: dict[str, Any]) -> dict[str, Any]:
             for task in tasks
         ],
         "stretch": _STRETCH,
-        "limits": _LIMITS + (_CONTROL,) * bool(tables.control(results)),
+        "limits": _LIMITS + (_CONTROL,) * bool(tables.control(results)) + _following(results),
         "facts": _facts(results),
         "methods": [
             unpatched | method | {"name": name[method["label"]], "key": key[method["label"]]}
             for method in results["methods"]
         ],
     }
+
+
+def _following(results: dict[str, Any]) -> tuple[str, ...]:
+    following = [m["label"] for m in results["methods"] if m.get("follows_length")]
+    if not following or not tables.curves(results):
+        return ()
+    trained = results["run"]["trained_length"]
+    return (_FOLLOWING.format(names=", ".join(following), trained=trained),)
 
 
 def _facts(results: dict[str, Any]) -> list[tuple[str, str]]:

@@ -155,3 +155,42 @@ def test_a_saved_patch_is_evaluated_as_it_is_and_never_patched_twice(tmp_path):
         expected = perplexity.curve(model, ids, 64, "ntk")
     got = results["perplexity"]["curves"]["none"]
     assert got[-1]["nll"] == pytest.approx(expected[-1]["nll"], abs=1e-4)
+
+
+def test_dynamic_methods_read_short_texts_as_the_plain_model_does(tmp_path):
+    """They need no factor, and their curve up to the trained length is the plain one, exactly."""
+    asked = request(
+        tmp_path, methods=("none", "dynamic-yarn"), factor=None, perplexity_length=768, window=64
+    )
+    results = evaluate(asked)
+    plain, dynamic = (
+        {point["end"]: point["nll"] for point in points}
+        for points in results["perplexity"]["curves"].values()
+    )
+    # In one pass of 256 or of 768 tokens sums go in another order.
+    assert all(dynamic[end] == pytest.approx(plain[end], abs=1e-4) for end in plain if end <= 256)
+    assert all(abs(dynamic[end] - plain[end]) > 1e-2 for end in plain if end > 320)
+    page = (tmp_path / "report.md").read_text()
+    assert "dynamic-yarn: the rotation follows the length, so the text's first 256 tokens" in page
+    method = results["methods"][1]
+    assert (method["factor"], method["length"]) == (None, None)
+    stretch = [
+        a / b
+        for a, b in zip(
+            *(method["frequencies"]["all"][k] for k in ("unscaled", "inv_freq")), strict=True
+        )
+    ]
+    assert max(stretch) == pytest.approx(2 ** (7 / 4))  # the step that serves 768 tokens
+
+
+def test_dynamic_methods_answer_past_the_trained_length(tmp_path):
+    """By generation and by likelihood, both from one cache that grows, is cropped and grows."""
+    asked = request(tmp_path, methods=("dynamic-yarn",), factor=None, tasks=("niah_single",))
+    results = evaluate(asked)
+    cells = results["retrieval"][0]["cells"]["dynamic-yarn"]
+    again = evaluate(
+        replace(asked, tasks=("niah_single_likelihood",), folder=tmp_path / "likelihood")
+    )["retrieval"][0]["cells"]["dynamic-yarn"]
+    for cell, other in zip(cells, again, strict=True):
+        # One pass and a step on a cache differ by what old tokens' hidden states keep.
+        assert cell["answer_probability"] == pytest.approx(other["answer_probability"], abs=0.05)
