@@ -56,13 +56,14 @@ def test_generation_is_greedy_decoding_of_the_prompt(model, tokenizer, method):
 
 @pytest.mark.parametrize("method", [None, "dynamic-yarn"])
 def test_the_answer_is_scored_from_the_same_prompt(model, tokenizer, method):
-    prompt = tokenizer(CONTEXT).input_ids
-    target = tokenizer(f"{CONTEXT} {ANSWER}").input_ids[len(prompt) :]
+    context = " ".join([CONTEXT] * 3)
+    prompt = tokenizer(context).input_ids
+    target = tokenizer(f"{context} {ANSWER}").input_ids[len(prompt) :]
     if method:  # one step of growth serves the prompt and the answer, not all that is generated
         handle = rope_patch.patch(model, method, trained_length=len(prompt) - 1)
         reach = handle.method.reach(len(prompt), len(prompt) - 1)
         assert len(prompt) + len(target) < reach < len(prompt) + SETTINGS["max_gen_toks"]
-    got = ask(lm_for(model, tokenizer), "generate_until", (CONTEXT, SETTINGS))
+    got = ask(lm_for(model, tokenizer), "generate_until", (context, SETTINGS))
     with torch.no_grad():
         out = model(torch.tensor([prompt + target]), use_cache=False).logits[0].log_softmax(-1)
     expected = sum(out[len(prompt) + i - 1, token].item() for i, token in enumerate(target))
