@@ -60,8 +60,8 @@ def test_the_answer_is_scored_from_the_same_prompt(model, tokenizer, method):
     prompt = tokenizer(context).input_ids
     target = tokenizer(f"{context} {ANSWER}").input_ids[len(prompt) :]
     if method:  # one step of growth serves the prompt and the answer, not all that is generated
-        handle = rope_patch.patch(model, method, trained_length=len(prompt) - 1)
-        reach = handle.method.reach(len(prompt), len(prompt) - 1)
+        handle = rope_patch.patch(model, method, trained_length=len(prompt) - 2)
+        reach = handle.method.reach(len(prompt), len(prompt) - 2)
         assert len(prompt) + len(target) < reach < len(prompt) + SETTINGS["max_gen_toks"]
     got = ask(lm_for(model, tokenizer), "generate_until", (context, SETTINGS))
     with torch.no_grad():
