@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tiny_models import step_by_step
+from unrotated import Reference
 
 import rope_patch
 from rope_patch import demo
@@ -60,6 +62,19 @@ def test_plain_breaks_down_past_its_length_and_yarn_stays_with_the_control(model
         yarn = perplexity.curve(model, ids, WINDOW, "yarn")[-1]["perplexity"]
     assert yarn <= 1.1 * control
     assert plain >= 2 * yarn
+
+
+def test_decoding_on_is_as_if_all_keys_were_rotated_afresh(folder, ids):
+    """As if the model had been trained on 512 tokens; 30 layers, and logits of size 20."""
+    model, part = read_model(folder, dtype=torch.float32), torch.tensor([ids[:650]])
+    model.config.max_position_embeddings = 512
+    expected = Reference(model, "dynamic-yarn").decode(part, 500)
+    plain = step_by_step(model, part, 500)
+    rope_patch.patch(model, "dynamic-yarn")
+    got = step_by_step(model, part, 500)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+    assert (got - plain)[:, :512].abs().max() == 0
+    assert (got - plain)[:, 512:].abs().max() > 0.5
 
 
 def test_a_saved_model_loads_in_plain_transformers(model, folder, tmp_path):

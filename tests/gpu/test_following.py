@@ -1,0 +1,72 @@
+"""On a GPU: decoding does not wait for it, and gives what the CPU gives."""
+
+import pytest
+import torch
+from tiny_models import LONG, SHORT, TRAINED, make_model, step_by_step, tokens
+from transformers import DynamicCache, StaticCache
+
+import rope_patch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture
+def no_waiting():
+    """Any operation that waits for the device is an error while this is entered."""
+
+    class NoWaiting:
+        def __enter__(self):
+            torch.cuda.set_sync_debug_mode("error")
+
+        def __exit__(self, *_):
+            torch.cuda.set_sync_debug_mode("default")
+
+    return NoWaiting()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_decoding_is_as_on_the_cpu(family):
+    model, ids = make_model(family), tokens(LONG)
+    rope_patch.patch(model, "dynamic-yarn")
+    expected = step_by_step(model, ids, SHORT)
+    got = step_by_step(model.cuda(), ids.cuda(), SHORT)
+    torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_step_without_growth_does_not_wait(no_waiting, static):
+    """From 77 to 90 tokens one step of growth serves: 64 * 2^(2/4) is 90.5."""
+    model, ids = make_model().cuda(), tokens(LONG).cuda()
+    rope_patch.patch(model, "dynamic-yarn")
+    size = {"max_cache_len": LONG} if static else {}
+    cache = (StaticCache if static else DynamicCache)(config=model.config, **size)
+    positions = torch.arange(LONG, device="cuda")[None]
+    with torch.no_grad():
+        step_by_step(model, ids[:, : TRAINED + 15], SHORT, cache)
+        with no_waiting:
+            for i in range(TRAINED + 15, TRAINED + 25):
+                here = slice(i, i + 1)
+                model(ids[:, here], position_ids=positions[:, here], past_key_values=cache)
+
+
+def test_an_offloaded_cache_is_turned_where_it_lies():
+    model, ids = make_model().cuda(), tokens(LONG).cuda()
+    rope_patch.patch(model, "dynamic-yarn")
+    expected = step_by_step(model, ids, SHORT)
+    cache = DynamicCache(config=model.config, offloading=True)
+    got = step_by_step(model, ids, SHORT, cache)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+def test_compiled_for_cuda_graphs():
+    model, ids = make_model().cuda(), tokens(LONG).cuda()
+    rope_patch.patch(model, "dynamic-yarn")
+    expected = step_by_step(model, ids, SHORT)
+    step = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    cache = StaticCache(config=model.config, max_cache_len=LONG)
+    with torch.no_grad():
+        model(ids[:, :SHORT], past_key_values=cache)
+        for i in range(SHORT, LONG):
+            at = torch.tensor([[i]], device="cuda")
+            got = step(ids[:, i : i + 1], position_ids=at, past_key_values=cache).logits.clone()
+    torch.testing.assert_close(got[:, -1], expected[:, -1], rtol=0, atol=1e-3)
