@@ -66,7 +66,7 @@ class Following:
         self.before = before
         self.trained_length = next(iter(geometries.values())).trained_length
         self.prefixes = {k: p for k, p in rotary.prefixes.items() if k in geometries}
-        self.layers = rotated_layers(config)
+        self.layers = rotated_layers(decoder, config)
         self.interleaved = is_interleaved(rotary, config)
         self.takes_rows = takes_rows(rotary, config)
         self.fixed: float | None = None

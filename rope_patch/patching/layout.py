@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
+import textwrap
 from typing import Any
 
 import torch
+from torch import nn
 
 from rope_patch.geometry import by_layer_type
 from rope_patch.ops.reference import rotate
 from rope_patch.patching.find import Rotary
+
+_NOT_YET = "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
+
+# Layers that share another one's keys cache none of their own.
+_HARMLESS = {"self.is_kv_shared_layer"}
 
 
 def is_interleaved(rotary: Rotary, config: Any) -> bool:
@@ -47,9 +56,8 @@ def is_interleaved(rotary: Rotary, config: Any) -> bool:
             if isinstance(got, torch.Tensor) and torch.allclose(got, expected, atol=1e-5):
                 return interleaved
     raise ValueError(
-        f"{type(rotary.module).__name__} turns keys in a way that cannot be followed in a cache "
-        "yet: expected pairs of neighbours or of halves; use a method whose frequencies stay, such "
-        "as yarn"
+        f"{type(rotary.module).__name__} turns keys neither as pairs of neighbours nor of halves, "
+        f"and other ways {_NOT_YET}"
     )
 
 
@@ -81,38 +89,61 @@ def takes_rows(rotary: Rotary, config: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
 
 
-def rotated_layers(config: Any) -> list[str | None]:
+def rotated_layers(decoder: nn.Module, config: Any) -> list[str | None]:
     """The layer type of every layer that rotates its keys, "" for those that do not (NoPE).
 
     Args:
+        decoder: The module that holds the layers.
         config: The model's text config.
 
     Raises:
-        ValueError: The architecture rotates only some layers, and it is unknown which.
+        ValueError: The keys are cached in a form that cannot be followed, or only some layers
+            rotate and it is unknown which.
     """
     if hasattr(config, "qk_rope_head_dim"):
         raise ValueError(
             f"{type(config).__name__} caches compressed keys (multi-head latent attention), which "
-            "cannot be followed yet: use a method whose frequencies stay, such as yarn"
+            f"{_NOT_YET}"
         )
     spelled = by_layer_type(config.rope_parameters)
     if any("mrope_section" in parameters for parameters in spelled.values()):
         raise ValueError(
-            f"{type(config).__name__} gives a token several positions (M-RoPE), which cannot be "
-            "followed in a cache yet: use a method whose frequencies stay, such as yarn"
+            f"{type(config).__name__} gives a token several positions (M-RoPE), which {_NOT_YET}"
         )
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     return [
         (None if None in spelled else kinds[index]) if rotates else ""
-        for index, rotates in enumerate(_rotates(config, kinds))
+        for index, rotates in enumerate(_rotates(decoder, config, kinds))
     ]
 
 
-def _rotates(config: Any, kinds: list[str | None]) -> list[bool]:
+def _rotates(decoder: nn.Module, config: Any, kinds: list[str | None]) -> list[bool]:
     if getattr(config, "no_rope_layers", None):  # SmolLM3, Llama 4: 1 where a layer rotates
         return [bool(rotates) for rotates in config.no_rope_layers]
     if config.model_type in ("cohere2", "exaone4", "exaone_moe"):  # windows rotate, the rest not
         sliding = [kind == "sliding_attention" for kind in kinds]
         whole = config.model_type != "cohere2" and getattr(config, "sliding_window", None) is None
         return [whole or window for window in sliding]
+    for kind in {type(module) for module in decoder.modules()}:
+        if conditions := _conditions(kind) - _HARMLESS:
+            raise ValueError(
+                f"{kind.__name__} rotates only if {', '.join(sorted(conditions))}: layers that do "
+                f"not rotate {_NOT_YET}"
+            )
     return [True] * len(kinds)
+
+
+def _conditions(kind: type) -> set[str]:
+    """What a module class makes its rotation depend on, as its forward is written."""
+    try:
+        forward = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))  # type: ignore[attr-defined]
+    except (OSError, TypeError, AttributeError, SyntaxError):
+        return set()
+    return {
+        ast.unparse(choice.test)
+        for choice in ast.walk(forward)
+        if isinstance(choice, ast.If)
+        for part in (*choice.body, *choice.orelse)
+        for call in ast.walk(part)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "apply_rotary_pos_emb"
+    }

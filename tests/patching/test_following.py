@@ -373,12 +373,25 @@ def test_architectures_whose_keys_are_turned_otherwise():
     )
     with torch.device("meta"):
         model = transformers.DeepseekV3ForCausalLM(config)
-    with pytest.raises(ValueError, match="cannot be followed yet: use a method whose frequencies"):
+    with pytest.raises(
+        ValueError, match=r"compressed keys.*cannot be followed in a cache yet: use a method"
+    ):
         rope_patch.patch(model, "dynamic-yarn")
     assert rope_patch.current(model) is None
 
 
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="has no such model")
+def test_layers_that_may_not_rotate_are_not_guessed_at():
+    config = transformers.AfmoeConfig(**small(), num_hidden_layers=2, head_dim=16)
+    with torch.device("meta"):
+        model = transformers.AfmoeForCausalLM(config)
+    with pytest.raises(
+        ValueError, match=r"rotates only if self\.is_local_attention: layers that do"
+    ):
+        rope_patch.patch(model, "dynamic-yarn")
 
 
 def test_interleaved_pairs_are_followed():
