@@ -1,37 +1,92 @@
-"""What extension methods do to a model that really recalls: the literature in one small file."""
+"""What extension methods do to models that really recall: the literature in three small files."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import step_by_step
 from transformers import AutoModelForCausalLM
+from unrotated import Reference
 
 import rope_patch
-from rope_patch.recipes.train_tiny import recall_accuracy
+from rope_patch.methods import registered
+from rope_patch.recipes.measure_tiny import answers, decode, requests, stale_keys
+from rope_patch.recipes.train_tiny import recall_accuracy, recall_batch
 
-TINY = Path(__file__).parent / "assets" / "tiny-llama"
+ASSETS = Path(__file__).parent / "assets"
 TRAINED = 256
+SEQUENCES = 16  # of 8 queries each
+COLLAPSED = {"llama": 0.5, "qwen3": 0.5, "gemma3": 0.7}  # at four times the trained length
+DYNAMIC = [name for name, method in registered().items() if method.grows]
+
+
+def load(name):
+    return AutoModelForCausalLM.from_pretrained(ASSETS / f"tiny-{name}")
+
+
+@pytest.fixture(scope="module", params=COLLAPSED)
+def model(request):
+    return load(request.param)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(TINY)
+def llama():
+    return load("llama")
 
 
-def test_plain_recall_holds_within_the_trained_length_and_collapses_at_four_times(model):
-    assert recall_accuracy(model, TRAINED) >= 0.95
-    assert recall_accuracy(model, 4 * TRAINED) <= 0.5
+def recall(model, length):
+    return recall_accuracy(model, length, SEQUENCES)
 
 
-def test_yarn_keeps_recall_at_four_times_the_trained_length(model):
-    with rope_patch.patch(model, "yarn", factor=4):
-        assert recall_accuracy(model, 4 * TRAINED) >= 0.9
+def questions(length, sequences=SEQUENCES):
+    return recall_batch(torch.Generator().manual_seed(1234), sequences, length, pairs=8)
 
 
-def test_linear_pays_at_short_length(model):
-    plain = recall_accuracy(model, TRAINED // 2)
+def decoded_recall(model, length):
+    """Recall with a cache, from a prompt of the trained length on."""
+    input_ids, labels = questions(length)
+    return answers(decode(model, input_ids, step=8), labels)[0]
+
+
+def furthest(got, expected):
+    """The largest difference of logits, relative to the largest logit."""
+    return (got - expected).abs().max() / expected.abs().max()
+
+
+# -- reading in one pass ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COLLAPSED)
+def test_plain_recall_holds_within_the_trained_length_and_collapses_at_four_times(name):
+    model = load(name)
+    assert recall(model, TRAINED) >= 0.95
+    assert recall(model, 4 * TRAINED) <= COLLAPSED[name]
+
+
+@pytest.mark.parametrize("request_", [{"method": "yarn", "factor": 4}, {"method": "dynamic-yarn"}])
+def test_yarn_keeps_recall_at_four_times_the_trained_length(model, request_):
+    with rope_patch.patch(model, **request_):
+        assert recall(model, 4 * TRAINED) >= 0.9
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # most of Gemma 3 looks too near to care
+def test_linear_pays_at_short_length(name):
+    model = load(name)
+    plain = recall(model, TRAINED // 2)
     with rope_patch.patch(model, "linear", factor=4):
-        assert recall_accuracy(model, TRAINED // 2) <= plain - 0.1
+        assert recall(model, TRAINED // 2) <= plain - 0.1
+
+
+@pytest.mark.parametrize("method", DYNAMIC)
+def test_dynamic_methods_cost_nothing_up_to_the_trained_length(model, method):
+    input_ids, _ = questions(2 * TRAINED, sequences=1)
+    lengths = (TRAINED // 2, TRAINED, 2 * TRAINED)
+    with torch.no_grad():
+        *plain, beyond = [model(input_ids[:, :length]).logits for length in lengths]
+        with rope_patch.patch(model, method):
+            *got, extended = [model(input_ids[:, :length]).logits for length in lengths]
+    assert all(map(torch.equal, got, plain))
+    assert not torch.equal(extended, beyond)
 
 
 def test_undo_restores_the_trained_model_bit_for_bit(model):
@@ -41,3 +96,47 @@ def test_undo_restores_the_trained_model_bit_for_bit(model):
         with rope_patch.patch(model, "yarn", factor=4):
             assert not torch.equal(model(ids).logits, before)
         assert torch.equal(model(ids).logits, before)
+
+
+# -- decoding with cached keys ---------------------------------------------------------------------
+
+
+def test_dynamic_yarn_keeps_recall_while_the_sequence_grows_to_four_times(model):
+    with rope_patch.patch(model, "dynamic-yarn"):
+        assert decoded_recall(model, 4 * TRAINED) >= 0.9
+
+
+@pytest.mark.parametrize("method", ["dynamic-yarn", "longrope"])
+def test_every_step_is_as_if_all_keys_were_rotated_afresh(model, method):
+    input_ids, _ = questions(400, sequences=1)
+    options = {}
+    if method == "longrope":
+        stretch = requests(model)["longrope"]["long_factor"]
+        options = {"factor": 4, "long_factor": stretch, "short_factor": [1.0] * len(stretch)}
+    truth = Reference(model, method, options=options).decode(input_ids, TRAINED - 6)
+    with rope_patch.patch(model, method, **options):
+        assert furthest(step_by_step(model, input_ids, TRAINED - 6), truth) < 1e-5
+        with stale_keys(model, native=False) as stale:
+            assert furthest(step_by_step(stale, input_ids, TRAINED - 6), truth) > 0.1
+
+
+@pytest.mark.parametrize("row", ["longrope", "dynamic, growth exact"])
+def test_keys_that_are_not_turned_are_what_transformers_has(model, row):
+    input_ids, _ = questions(2 * TRAINED, sequences=1)
+    with rope_patch.patch(model, **requests(model)[row]):
+        right = decode(model, input_ids, step=16)
+        with stale_keys(model, native=False) as stale:
+            emulated = decode(stale, input_ids, step=16)
+        with stale_keys(model, native=True) as native:
+            own = decode(native, input_ids, step=16)
+    assert furthest(emulated, own) < 1e-4
+    assert furthest(right, own) > 0.1
+
+
+@pytest.mark.parametrize(("row", "native"), [("longrope", True), ("dynamic-linear", False)])
+def test_stale_keys_cost_recall_and_right_ones_do_not(llama, row, native):
+    with rope_patch.patch(llama, **requests(llama)[row]):
+        right = decoded_recall(llama, 2 * TRAINED)
+        assert right >= recall(llama, 2 * TRAINED) - 0.05
+        with stale_keys(llama, native) as stale:
+            assert decoded_recall(stale, 2 * TRAINED) <= right - 0.1

@@ -1,0 +1,27 @@
+"""The recipe that measures the tiny models, at short lengths."""
+
+import json
+from pathlib import Path
+
+from rope_patch.recipes import measure_tiny, train_tiny
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = [("one pass", "64"), ("cached", "288"), ("stale", "288"), ("change", "288")]
+
+
+def test_tables_say_what_the_results_say(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(train_tiny, "TABLE_LENGTHS", (64,))
+    monkeypatch.setattr(measure_tiny, "DECODED_LENGTHS", (288,))
+    measure_tiny.main(["--models", "llama", "--sequences", "1", "--out", str(tmp_path)])
+    readme = (tmp_path / "README.md").read_text()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["command"] in readme
+    rows = results["results"]["llama"]
+    assert len(rows) == 13
+    for name, row in rows.items():
+        follows = name == "longrope" or name.startswith("dynamic")
+        assert ("stale" in row) == follows
+        assert not follows or row["change"]["288"] > 0
+        cells = [f"{row[group][n]:.3f}" if group in row else "" for group, n in COLUMNS]
+        assert f"| {name} | " + " | ".join(cells) + " |" in readme
