@@ -75,9 +75,10 @@ def load(
             )
         method, options = sidecar["method"], dict(sidecar["options"])
         factor = options.pop("factor")
-        if registered()[method].grows:
-            length = sidecar["length"]
-            factor = factor if registered()[method].factor_in_formula else None
+        kind = registered().get(method)
+        if kind is not None and kind.grows:
+            length = sidecar.get("length")
+            factor = factor if kind.factor_in_formula else None
         trained_length, layer_types = sidecar["trained_length"], sidecar["layer_types"]
     request = {
         "method": method,

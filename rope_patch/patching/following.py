@@ -149,10 +149,11 @@ class Following:
 
     def leave(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After the decoder's forward, failed ones too: a cache it made gets its record."""
-        made = getattr(output, "past_key_values", None)
-        made = getattr(made, "self_attention_cache", made)
-        if self._unrecorded is not None and isinstance(made, Cache):
-            remember(made, self._unrecorded)
+        if self._unrecorded is not None:
+            made = getattr(output, "past_key_values", None)
+            made = getattr(made, "self_attention_cache", made)
+            if isinstance(made, Cache):
+                remember(made, self._unrecorded)
         self._now = self._unrecorded = None
 
     def rotate(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -228,10 +229,10 @@ class Following:
             `[1, F]` where all rows turn alike.
         """
         if steps == 1 and self.fixed is None:
-            # In Python numbers: of the ways to ask, the quickest for the few rows of a batch.
+            # In Python's and NumPy's numbers: for the few rows of a batch the quickest way.
             known_bounds = bounds.tolist()
             if all(last + 2 - first <= served for first, last, served in known_bounds):
-                bounds.select(1, 1).add_(1)
+                bounds.numpy()[:, 1] += 1
                 return self._to_device([row[2] for row in known_bounds], positions.device)
         if self.fixed is not None:
             bounds[:, :2] = UNKNOWN

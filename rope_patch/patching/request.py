@@ -167,7 +167,12 @@ def aim(
         factor = None if length is not None or factor <= 1 else factor
     if factor is None and length is None:
         return options, None
-    return options, target(factor, length, trained)[1]
+    factor, length = target(factor, length, trained)
+    if factor < 1:
+        raise ValueError(
+            f"factor must be at least 1 (largest length / trained length), got {factor}"
+        )
+    return options, length
 
 
 def target(factor: float | None, length: int | None, trained: int) -> tuple[float, int]:

@@ -111,6 +111,13 @@ BAD = {
         ValueError,
         "exactly one of factor",
     ),
+    "dynamic-yarn-below-one": (
+        "llama",
+        "dynamic-yarn",
+        {"factor": 0.5},
+        ValueError,
+        "at least 1",
+    ),
     "dynamic-below-one": ("llama", "dynamic", {"factor": 0.5}, ValueError, "at least 1"),
     "dynamic-length-below": ("llama", "dynamic-yarn", {"length": 8}, ValueError, "trained length"),
     "dynamic-growth": ("llama", "dynamic-yarn", {"growth": "x"}, ValueError, "growth must be"),
