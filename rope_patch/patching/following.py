@@ -79,15 +79,16 @@ class Following:
         self._names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         self._sets: dict[float, torch.Tensor] = {}
         self._on_device: dict[Any, torch.Tensor] = {}
-        self._applied: dict[str | None, Any] = {}
+        self._splits: dict[str | None, Any] = {}
         self._now: torch.Tensor | None = None
         self._unrecorded: Record | None = None
+        self._resting: tuple[str, torch.Tensor] | None = None
         self.serial = graph.announce(self)
 
     def attach(self, decoder: nn.Module, rotary: Rotary, swaps: Swaps) -> None:
         """Puts the hooks on the live modules."""
         swaps.hook(decoder, before=self.enter, after=self.leave)
-        swaps.hook(rotary.module, before=self.rotate)
+        swaps.hook(rotary.module, before=self.rotate, after=self.rest)
         for prefix in self.prefixes.values():
             # A tensor from the start: graphs that were compiled without the hooks, which nothing
             # else tells apart, are then not taken for this model.
@@ -162,24 +163,26 @@ class Following:
         prefix = self.prefixes.get(kind)
         if prefix is None:
             return
-        rows = self._now
-        applied, inv_freq = self._applied.get(kind, (None, None))
-        standing = module._buffers[f"{prefix}inv_freq"]
-        if rows is not None and applied is rows and standing is inv_freq:
-            return  # as in most decoding steps
         given = dict(zip(("x", "position_ids"), args, strict=False)) | kwargs
+        rows = self._now
         if rows is None:  # called by itself: its positions are all there is to know
             own = Record.blank(self.owner, given["position_ids"], self.width)
             steps = own.positions.shape[1]
             rows = self.settle(own.bounds, own.sets, own.positions, steps, lambda: ())
-        start, end = self.parts[kind]
-        part = rows[:, start:end].to(given["x"].device)
-        # [R / 2] where rows turn alike, [B, 1, R / 2] where they do not.
-        row = part[0] if part.shape[0] == 1 else part[:, None]
-        setattr(module, f"{prefix}inv_freq", row[..., :-1])
-        setattr(module, f"{prefix}attention_scaling", row[..., -1:] if row.ndim > 1 else row[-1])
-        if not torch.compiler.is_compiling():
-            self._applied[kind] = (rows, module._buffers[f"{prefix}inv_freq"])
+        inv_freq, scale = self._split(rows, kind, given["x"].device)
+        self._resting = (f"{prefix}inv_freq", getattr(module, f"{prefix}inv_freq"))
+        setattr(module, f"{prefix}inv_freq", inv_freq)
+        setattr(module, f"{prefix}attention_scaling", scale)
+
+    def rest(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """After the rotary module's forward: its buffer is again what it is in all processes.
+
+        DistributedDataParallel writes the buffers of one process over those of the others, which
+        may have rows of other lengths.
+        """
+        if self._resting is not None:
+            setattr(module, *self._resting)
+            self._resting = None
 
     def row_by_row(
         self,
@@ -287,6 +290,26 @@ class Following:
             rows = torch.stack([self._set(reach) for reach in key[0]])
             self._on_device[key] = rows.to(device, torch.float32)
         return self._on_device[key]
+
+    def _split(
+        self, rows: torch.Tensor, kind: str | None, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer type's frequencies and attention factor.
+
+        `[R / 2]` and a number where rows turn alike, `[B, 1, R / 2]` and `[B, 1, 1]` where not.
+        """
+        last, *split = self._splits.get(kind, (None,))
+        if last is rows and split[0].device == device and not torch.compiler.is_compiling():
+            return split[0], split[1]  # as in most decoding steps
+        start, end = self.parts[kind]
+        part = rows[:, start:end].to(device)
+        if rows.shape[0] == 1:
+            inv_freq, scale = part[0, :-1], part[0, -1]
+        else:
+            inv_freq, scale = part[:, None, :-1], part[:, None, -1:]
+        if not torch.compiler.is_compiling():
+            self._splits[kind] = (rows, inv_freq, scale)
+        return inv_freq, scale
 
     def _group(self) -> Any:
         return self.group or context_parallel_group()

@@ -131,6 +131,10 @@ def test_under_accelerate_the_length_is_shared_unasked(found, method):
         assert abs(unknown["loss"] - whole["loss"]) > 1e-2
 
 
+def test_data_parallel_processes_do_not_mix_their_frequencies(found):
+    assert [report["data parallel"] for report in found] == [0, 0]
+
+
 @pytest.mark.parametrize("where", ["torch", "accelerate"])
 def test_missing_positions_are_refused(found, where):
     for report in found:

@@ -141,6 +141,23 @@ def measure_complaint(mesh):
     return complaint(model, by_torch(mesh))
 
 
+# -- data parallelism ------------------------------------------------------------------------------
+
+
+def measure_rows_of_ones_own():
+    """How far logits under DDP, which hands buffers around, are from those without it.
+
+    Each process has rows of its own, so frequencies of other shapes: by rows or for all of them.
+    """
+    model, _ = make_patched("dynamic-yarn")
+    rows = {0: (30, LENGTH), 1: (LENGTH // 2, LENGTH // 2)}[dist.get_rank()]
+    batches = [make_batch(rows), make_batch((20, 25)), make_batch(rows[::-1])]
+    alone = [model(**batch, use_cache=False).logits for batch in batches]
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    together = [parallel(**batch, use_cache=False).logits for batch in batches]
+    return max((a - b).abs().max().item() for a, b in zip(alone, together, strict=True))
+
+
 # -- accelerate's ----------------------------------------------------------------------------------
 
 
@@ -214,6 +231,7 @@ def main(folder):
         "positions": measure_positions(mesh),
         "logits": {method: measure_logits(mesh, method) for method in METHODS},
         "complaint": measure_complaint(mesh),
+        "data parallel": measure_rows_of_ones_own(),
         "training": measure_training(),
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -238,15 +238,18 @@ def test_an_empty_row_harms_nobody():
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="its rotary module takes no rows")
 def test_frequencies_are_per_row_only_where_rows_differ():
     model = make_model()
-    rotary = model.model.rotary_emb
-    rope_patch.patch(model, "dynamic-yarn")
+    rotary, seen = model.model.rotary_emb, []
+    resting = rotary.inv_freq
+    handle = rope_patch.patch(model, "dynamic-yarn")
+    rotary.register_forward_pre_hook(lambda module, _: seen.append(module.inv_freq))
     ids, mask = padded(ROWS, "right")
     forward(model, ids, attention_mask=mask)
-    assert rotary.inv_freq.shape == (3, 1, 8)
     forward(model, ids)
-    assert rotary.inv_freq.shape == (8,)
-    expected = rope_patch.current(model).frequencies_at(200)[None].inv_freq
-    assert rotary.inv_freq.equal(expected.float())
+    expected = [handle.frequencies_at(row.shape[1])[None].inv_freq.float() for row in ROWS]
+    assert seen[0].equal(torch.stack(expected)[:, None])  # [3, 1, 8]
+    assert seen[1].equal(expected[1])  # [8]: without a mask all rows are as long as the longest
+    # What other processes, which have other rows, would be handed.
+    assert rotary.inv_freq.equal(resting)
 
 
 @pytest.mark.parametrize("length", [SHORT, TRAINED, TRAINED + 1, 100, TARGET])
@@ -275,8 +278,10 @@ def test_a_failed_forward_leaves_no_trace():
         with pytest.raises(RuntimeError, match="on purpose"):
             model(ids, past_key_values=cache)
         hook.remove()
-        model.model.rotary_emb(torch.zeros(1), torch.arange(SHORT)[None])
-    assert model.model.rotary_emb.attention_scaling == 1  # by its own positions, as ever
+        by_itself = model.model.rotary_emb(torch.zeros(1), torch.arange(SHORT)[None])
+    assert by_itself[0].equal(
+        make_model().model.rotary_emb(torch.zeros(1), torch.arange(SHORT)[None])[0]
+    )
     assert step_by_step(model, ids, SHORT, cache).equal(expected)
 
 
