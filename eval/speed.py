@@ -49,6 +49,7 @@ class Request:
         prompt: Tokens of the prompt; `factor` times the trained length unless given.
         decode: Tokens decoded one by one in each repeat.
         repeats: How often everything that is timed is done.
+        trained_length: Tokens to take for those of pretraining; what the config says unless given.
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         compiled: Whether to count what torch.compile makes of a decoding step, too.
         random_weights: Draw the weights, so that a config is enough; times are the same.
@@ -60,6 +61,7 @@ class Request:
     prompt: int | None = None
     decode: int = 32
     repeats: int = 5
+    trained_length: int | None = None
     dtype: str = "auto"
     compiled: bool = False
     random_weights: bool = False
@@ -117,7 +119,8 @@ def bench(request: Request) -> dict[str, Any]:
     path = demo.resolve(request.model)
     config = read_config(path)
     text = config.get_text_config(decoder=True)
-    trained = next(iter(read_geometries(text).values())).trained_length
+    geometries = read_geometries(text, request.trained_length)
+    trained = next(iter(geometries.values())).trained_length
     empty = empty_model(path, config)
     for name in request.methods:
         if name != PLAIN:
@@ -321,9 +324,10 @@ def _turn(items: list[Any], turn: int) -> list[Any]:
 
 def _arguments(request: Request, name: str, trained: int) -> dict[str, Any]:
     """What `patch` gets, the same reach for all."""
+    said = {"method": name, "trained_length": request.trained_length}
     if get(name).grows:
-        return {"method": name, "length": round(request.factor * trained)}
-    return {"method": name, "factor": request.factor}
+        return {**said, "length": round(request.factor * trained)}
+    return {**said, "factor": request.factor}
 
 
 def _contender(request: Request, name: str, model: Any, trained: int) -> Contender:

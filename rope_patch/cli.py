@@ -258,6 +258,7 @@ def bench(
     ] = None,
     decode: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32,
     repeats: Annotated[int, typer.Option(help="How often everything timed is done.")] = 5,
+    trained_length: TrainedLength = None,
     dtype: Dtype = "auto",
     compiled: Annotated[
         bool,
@@ -278,7 +279,7 @@ def bench(
 
     \b
     Examples:
-      rope-patch bench demo --method yarn --method dynamic-yarn --factor 2 --decode 16 --repeats 3
+      rope-patch bench demo --trained-length 1024 --method yarn,dynamic-yarn
       rope-patch bench ./my-model --method none,yarn,dynamic-yarn --compile --out speed.json
     """
     from rope_patch.eval import files, speed
@@ -291,6 +292,7 @@ def bench(
             prompt=prompt,
             decode=decode,
             repeats=repeats,
+            trained_length=trained_length,
             dtype=dtype,
             compiled=compiled,
             random_weights=random_weights,
