@@ -108,14 +108,18 @@ class Patch:
     def summary(self) -> str:
         """What is in effect, a few lines to print."""
         lines = [f"{self}" + ("" if self.active else " (undone)")]
+        shown, where = self.frequencies, ""
+        if self.method.grows:
+            length = self.length or 2 * self.trained_length
+            shown, where = self.frequencies_at(length), f" at {length:,} tokens"
         for kind, geometry in self.geometries.items():
-            changed = self.frequencies[kind]
+            changed = shown[kind]
             stretch = geometry.inv_freq() / changed.inv_freq
             pairs = int((stretch != 1).sum())
             slowest = "no longer rotates" if stretch.isinf().any() else f"×{stretch.max():.4g}"
             lines.append(
                 f"  {kind or 'all layers'}: theta {geometry.theta:g}, {pairs} of {len(stretch)} "
-                f"pairs changed (slowest: {slowest}), "
+                f"pairs changed{where} (slowest: {slowest}), "
                 f"attention factor {changed.attention_factor:.6g}"
             )
         lines += [f"  {kind}: unchanged" for kind in self._unchanged]

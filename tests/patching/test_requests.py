@@ -327,5 +327,9 @@ def test_dynamic_says_what_it_does(capsys):
     handle = rope_patch.patch(model, "dynamic-yarn")
     assert str(handle) == "dynamic-yarn, 64 → any length"
     assert "growth=stepped" in handle.summary()
+    assert (
+        "of 8 pairs changed at 128 tokens (slowest: ×2), attention factor 1.06931"
+        in handle.summary()
+    )
     assert "dynamic-yarn, 64 → any length" in str(model)
     assert str(rope_patch.patch(model, "dynamic", factor=2)) == "dynamic, factor 2, 64 → 128 tokens"
