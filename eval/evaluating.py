@@ -318,16 +318,11 @@ def _check(request: Request, path: str, config: Any) -> None:
         raise ValueError(f"limit must be at least 1 sample a length, got {request.limit}")
     if request.dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {request.dtype!r}")
-    saved = read_sidecar(path)
+    _check_saved(request, read_sidecar(path))
     model = None
     for method in request.methods:
         if method == BASELINE:
             continue
-        if saved is not None:
-            raise ValueError(
-                f"{request.model} holds a model that was saved with {saved['method']} in it: "
-                f"evaluate it as it is (--method {BASELINE}), or evaluate the original checkpoint"
-            )
         model = model or empty_model(path, config)
         check(model, **request.patch_arguments(method))
     fields = {
@@ -341,6 +336,21 @@ def _check(request: Request, path: str, config: Any) -> None:
             f"none of the methods {', '.join(request.methods)} has the option {unused[0]!r}; their "
             f"options are: {', '.join(sorted(fields)) or 'none'}"
         )
+
+
+def _check_saved(request: Request, saved: dict[str, Any] | None) -> None:
+    """Refuses to patch a saved patch again, and to take for it what transformers makes of it."""
+    if saved is None:
+        return
+    native = saved.get("native", True)
+    if native and set(request.methods) == {BASELINE}:
+        return
+    as_it_is = f"evaluate it as it is (--method {BASELINE}), or " if native else ""
+    unread = "" if native else ", which plain transformers cannot read"
+    raise ValueError(
+        f"{request.model} holds a model that was saved with {saved['method']} in it{unread}: "
+        f"{as_it_is}evaluate the original checkpoint with --method {saved['method']}"
+    )
 
 
 def _describe(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:

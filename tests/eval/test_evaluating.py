@@ -157,6 +157,14 @@ def test_a_saved_patch_is_evaluated_as_it_is_and_never_patched_twice(tmp_path):
     assert got[-1]["nll"] == pytest.approx(expected[-1]["nll"], abs=1e-4)
 
 
+@pytest.mark.parametrize("method", ["none", "dynamic-yarn"])
+def test_a_saved_patch_that_plain_transformers_cannot_read_is_not_taken_for_plain(tmp_path, method):
+    rope_patch.save(rope_patch.load(TINY, "dynamic-yarn"), tmp_path / "saved")
+    asked = request(tmp_path / "out", model=str(tmp_path / "saved"), methods=(method,), factor=None)
+    with pytest.raises(ValueError, match="cannot read: evaluate the original checkpoint with"):
+        evaluate(asked)
+
+
 def test_dynamic_methods_read_short_texts_as_the_plain_model_does(tmp_path):
     """They need no factor, and their curve up to the trained length is the plain one, exactly."""
     asked = request(
