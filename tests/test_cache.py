@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from tiny_models import (
     LONG,
     OLD_TRANSFORMERS,
@@ -246,6 +247,14 @@ def test_a_cache_whose_keys_cannot_be_turned_is_refused(model):
     with pytest.raises(ValueError, match=r"cannot be rotated again.*expected a DynamicCache"):
         model(tokens(SHORT), past_key_values=cache)
     assert len(cache) == 0
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="its quantized caches need other packages")
+def test_transformers_own_quantized_cache_is_refused(model):
+    cache = transformers.QuantizedCache(backend="fp8", config=model.config)
+    with pytest.raises(ValueError, match="keys of a QuantizedCache"):
+        model(tokens(SHORT), past_key_values=cache)
+    assert cache.get_seq_length() == 0
 
 
 def test_with_a_fixed_length_any_cache_will_do(model):
