@@ -40,14 +40,25 @@ def positions_of(
             positions = (torch.arange(steps, device=tokens.device) + past)[None]
     if positions.shape[0] != batch:
         positions = positions.expand(batch, -1)
-    if positions.dtype != torch.int64:  # narrower types have no room for what is no position
-        positions = positions.long()
     mask = given.get("attention_mask")
     # Masks of other shapes were made from a 2-D one, as were the position_ids beside them.
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= steps:
-        mask = mask[:, -steps:].to(positions.device)
-        positions = torch.where(mask.bool(), positions, -1)
+        new = _columns(mask, past, steps).to(positions.device)
+        positions = torch.where(new.bool(), positions, -1)
     return positions
+
+
+def _columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:
+    """What a 2-D mask says of the new tokens; one for a static cache may go on behind them."""
+    width = mask.shape[1]
+    if width == steps:
+        return mask
+    if isinstance(past, int):
+        end = min(past + steps, width)
+        return mask[:, end - steps : end]
+    return mask.index_select(
+        1, (torch.arange(steps, device=mask.device) + past).clamp(max=width - 1)
+    )
 
 
 def spans(positions: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -60,6 +71,7 @@ def spans(positions: torch.Tensor, group: Any = None) -> torch.Tensor:
     Returns:
         `[B, 2]`, float64, on the CPU; a row without tokens has its last position before its first.
     """
+    positions = positions.long()  # narrower types have no room for what is no position
     real = positions >= 0
     last = torch.where(real, positions, -1).amax(1)
     first = torch.where(real, positions, torch.iinfo(torch.int64).max).amin(1)

@@ -21,7 +21,7 @@ from tiny_models import (
     step_by_step,
     tokens,
 )
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from unrotated import Reference, exact, stepped
 
 import rope_patch
@@ -399,3 +399,29 @@ def test_gradients_are_the_same_when_activations_are_computed_again():
 
     assert gradient(True).equal(gradient(False))
     assert gradient(False).abs().max() > 0
+
+
+# -- how positions and masks may be given ----------------------------------------------------------
+
+
+def test_positions_of_a_narrow_type():
+    model = make_model()
+    rope_patch.patch(model, "dynamic-yarn")
+    narrow = torch.arange(LONG)[None].int()
+    assert forward(model, tokens(LONG), position_ids=narrow).equal(logits(model, LONG))
+    wide, short = (model.model.rotary_emb(torch.zeros(1), p) for p in (narrow.long(), narrow))
+    assert short[0].equal(wide[0])
+
+
+def test_a_mask_for_all_slots_of_a_static_cache():
+    """It says nothing of slots to come, and that is no padding."""
+    model, ids = make_model(), tokens(LONG)
+    rope_patch.patch(model, "dynamic-yarn")
+    expected = step_by_step(model, ids, SHORT)
+    cache = StaticCache(config=model.config, max_cache_len=LONG + 20)
+    got = []
+    with torch.no_grad():
+        for start, end in [(0, SHORT), *((i, i + 1) for i in range(SHORT, LONG))]:
+            mask = (torch.arange(LONG + 20)[None] < end).long()
+            got.append(model(ids[:, start:end], attention_mask=mask, past_key_values=cache).logits)
+    assert_close(torch.cat(got, dim=1), expected)
