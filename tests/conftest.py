@@ -5,6 +5,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, so set before
 
 import torch
+
+if not torch.cuda.is_available():  # Triton's kernels run on the CPU then; read when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import transformers
 
 torch.set_num_threads(1)

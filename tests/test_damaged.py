@@ -34,7 +34,7 @@ def checkpoint(originals, tmp_path):
         ("yarn", {}, "exactly one of factor and length"),
         ("longrope", {"factor": 4}, "needs the option 'long_factor'"),
         ("yarn", {"factor": 4, "layer_types": ["x"]}, "rotates all layers alike"),
-        ("yarn", {"factor": 4, "kernels": "triton"}, "kernels"),
+        ("yarn", {"factor": 4, "kernels": "cuda"}, "kernels must be one of"),
     ],
 )
 def test_requests_are_checked_before_weights_are_read(checkpoint, method, arguments, says):

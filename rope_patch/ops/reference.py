@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+
+from rope_patch.ops.angles import cos_sin
 
 _SLOTS = 4096  # rotated at once: what is in float32 meanwhile stays small beside the cache
 
@@ -33,8 +36,115 @@ def rotate(
     return torch.cat((turned.to(x.dtype), x[..., rotary_dim:]), dim=-1)
 
 
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    positions: torch.Tensor,
+    turns: torch.Tensor,
+    *,
+    sections: torch.Tensor | None = None,
+    interleaved: bool = False,
+    heads_dim: int = 2,
+    conjugate: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotates queries and keys to their positions, by exact angles; see `rope_patch.ops.rope`.
+
+    Args:
+        q: Queries, `[B, S, H, D]`.
+        k: Keys, `[B, S, K, D]`, if any.
+        positions: See `rope_patch.ops.angles.cos_sin`.
+        turns: See `rope_patch.ops.angles.make_turns`.
+        sections: See `rope_patch.ops.angles.cos_sin`.
+        interleaved: See `rotate`.
+        heads_dim: Where the heads are: 2, or 1 for `[B, H, S, D]`.
+        conjugate: Rotate backwards, as gradients are.
+
+    Returns:
+        Both, rotated, in their dtypes.
+    """
+    cos, sin = (c.unsqueeze(heads_dim) for c in cos_sin(positions, turns, sections))
+    sin = -sin if conjugate else sin
+    turned = (None if x is None else rotate(x, cos, sin, interleaved=interleaved) for x in (q, k))
+    return next(turned), next(turned)  # type: ignore[return-value]
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, offset: float = 0.0, heads_dim: int = 2
+) -> torch.Tensor:
+    """RMSNorm (arXiv:1910.07467) of heads, rounded once.
+
+    Args:
+        x: Queries or keys, `[B, S, H, D]`.
+        weight: `[D]` where each head is normed by itself (Qwen 3, Gemma 3), `[H, D]` where all
+            heads of a token are together (OLMo 2).
+        eps: Added to the mean of squares.
+        offset: Added to the weight; 1 for Gemma.
+        heads_dim: See `rope`.
+
+    Returns:
+        As `x`, in float32 at least.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    dims = [-1] if weight.ndim == 1 else [-1, heads_dim]
+    normed = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
+    scale = weight.to(wide.dtype) + offset
+    if weight.ndim == 2 and heads_dim == 1:
+        scale = scale[:, None]
+    return normed * scale
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    positions: torch.Tensor,
+    turns: torch.Tensor,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    sections: torch.Tensor | None = None,
+    interleaved: bool = False,
+    heads_dim: int = 2,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of queries and keys, then `rope`, rounded once; see `rms_norm` for the arguments."""
+    normed = (
+        rms_norm(x, weight, eps=eps, offset=offset, heads_dim=heads_dim)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    given: Any = {"sections": sections, "interleaved": interleaved, "heads_dim": heads_dim}
+    turned_q, turned_k = rope(next(normed), next(normed), positions, turns, **given)
+    assert turned_k is not None
+    return turned_q.to(q.dtype), turned_k.to(k.dtype)
+
+
 @torch.no_grad()
 def rerotate_(
+    layers: Sequence[torch.Tensor],
+    positions: torch.Tensor,
+    between: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Turns rotated keys on, in place and exactly; see `rope_patch.ops.rerotate_`.
+
+    Keys in 16 bits are rounded up as often as they are far from the lower neighbour: so they do not
+    drift over many changes, where rounding to the nearest would undo a small turn each time anew.
+
+    Args:
+        layers: Keys of one layer or of several on one device, `[B, K, S, D]` each, of which the
+            first R dimensions of each head are rotated.
+        positions: Tokens, `[B, S]` or `[S]`.
+        between: What to turn them on by, `[R / 2 + 1]` or `[B, R / 2 + 1]`; see `turns_between`.
+        interleaved: See `rotate`.
+    """
+    for piece in _pieces(positions):
+        cos, sin = (c[:, None] for c in cos_sin(positions[..., piece], between))
+        _turn_(layers, piece, cos, sin, interleaved)
+
+
+@torch.no_grad()
+def rerotate_as_transformers_(
     layers: Sequence[torch.Tensor],
     positions: torch.Tensor,
     old: torch.Tensor,
@@ -43,18 +153,13 @@ def rerotate_(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Takes rotated keys from one set of frequencies to another, in place.
+    """`rerotate_` for keys that were rotated by transformers' own angles, products in float32.
 
-    A key at position p that was turned by old * p is turned on by the difference of the angles. The
-    angles are those that transformers rotates by, products in float32, so that the result is what
-    rotating afresh would have given, but for one rounding to the keys' dtype. Differences are taken
-    in float64, and keys in 16 bits are rounded up as often as they are far from the lower
-    neighbour: so neither angles nor keys drift over many changes, where rounding to the nearest
-    would undo a small turn each time anew.
+    The result is what rotating afresh would have given, but for one rounding to the keys' dtype.
+    Differences are taken in float64, so angles do not drift either.
 
     Args:
-        layers: Keys of one layer or of several on one device, `[B, K, S, D]` each, of which the
-            first R dimensions of each head are rotated.
+        layers: See `rerotate_`.
         positions: Tokens, `[B, S]`.
         old: Frequencies that the keys were rotated by, radians per token, `[B, R / 2]`.
         new: Those to rotate them by.
@@ -65,14 +170,28 @@ def rerotate_(
     wide = torch.float32 if device.type == "mps" else torch.float64  # all that mps has
     was, becomes = (f.to(device, torch.float32)[:, None] for f in (old, new))
     factor = scale.to(device, wide)[:, None, None]
-    for start in range(0, positions.shape[1], _SLOTS):
-        piece = slice(start, start + _SLOTS)
+    for piece in _pieces(positions):
         at = positions[:, piece].to(device, torch.float32)[..., None]
         angle = (at * becomes).to(wide) - (at * was).to(wide)
         cos, sin = ((f(angle) * factor).float()[:, None] for f in (torch.cos, torch.sin))
-        for keys in layers:
-            part = keys[:, :, piece, : 2 * old.shape[-1]]
-            part.copy_(_round_fairly(_turned(part, cos, sin, interleaved), keys.dtype))
+        _turn_(layers, piece, cos, sin, interleaved)
+
+
+def _pieces(positions: torch.Tensor) -> Iterator[slice]:
+    for start in range(0, positions.shape[-1], _SLOTS):
+        yield slice(start, start + _SLOTS)
+
+
+def _turn_(
+    layers: Sequence[torch.Tensor],
+    piece: slice,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+) -> None:
+    for keys in layers:
+        part = keys[:, :, piece, : 2 * cos.shape[-1]]
+        part.copy_(_round_fairly(_turned(part, cos, sin, interleaved), keys.dtype))
 
 
 def _turned(

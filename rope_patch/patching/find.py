@@ -48,17 +48,24 @@ def find_rotaries(model: nn.Module) -> list[Rotary]:
     return rotaries
 
 
+def find_owner(model: nn.Module, rotary: Rotary) -> nn.Module:
+    """The module that a rotary module is a child of; the model where it is none's."""
+    for module in model.modules():
+        if any(child is rotary.module for child in module.children()):
+            return module
+    return model
+
+
 def find_decoder(model: nn.Module, rotary: Rotary) -> nn.Module:
     """The module that owns a rotary module and is given cache and positions.
 
     Raises:
         ValueError: There is none.
     """
-    for module in model.modules():
-        if any(child is rotary.module for child in module.children()):
-            names = inspect.signature(type(module).forward).parameters
-            if {"input_ids", "position_ids", "past_key_values"} <= names.keys():
-                return module
+    owner = find_owner(model, rotary)
+    names = inspect.signature(type(owner).forward).parameters
+    if {"input_ids", "position_ids", "past_key_values"} <= names.keys():
+        return owner
     raise ValueError(
         f"{type(rotary.module).__name__} does not belong to a decoder that is given positions and "
         "a cache, so no length can be followed: use a method whose frequencies stay, such as yarn"

@@ -33,9 +33,11 @@ from rope_patch.cache import (
 )
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.ops.reference import rerotate_
+from rope_patch.ops import make_turns, rerotate_
+from rope_patch.ops.reference import rerotate_as_transformers_
 from rope_patch.patching import graph
 from rope_patch.patching.find import Rotary
+from rope_patch.patching.handing import hands_over
 from rope_patch.patching.layout import is_interleaved, rotated_layers, takes_rows
 from rope_patch.patching.lengths import context_parallel_group, positions_of, spans
 from rope_patch.patching.swap import Swaps
@@ -76,6 +78,7 @@ class Following:
         self.takes_rows = takes_rows(rotary, config)
         self.fixed: float | None = None
         self.group: Any = None
+        self.kernels: str | None = None  # by whom positions are rotated to, where they are
         self.owner = uuid.uuid4().hex
         # Each layer type's part of a set: its frequencies, and then its attention factor.
         ends = list(itertools.accumulate(len(before[kind].inv_freq) + 1 for kind in self.names))
@@ -353,15 +356,32 @@ class Following:
             _, slots, kind = layers[0]
             start, end = self.parts[kind]
             for block in blocks:
-                old, new = sets[block, start:end], wanted[block, start:end]
-                rerotate_(
+                self._turn_on(
                     [keys[block] for keys, _, _ in layers],
                     slots[block].clamp(min=0),
-                    old[:, :-1],
-                    new[:, :-1],
-                    new[:, -1] / old[:, -1],
-                    interleaved=self.interleaved,
+                    sets[block, start:end],
+                    wanted[block, start:end],
                 )
+
+    def _turn_on(
+        self, layers: list[torch.Tensor], at: torch.Tensor, old: torch.Tensor, new: torch.Tensor
+    ) -> None:
+        """Turns keys on by the angles that they were rotated by: exact ones, or transformers'."""
+        device = layers[0].device
+        if self.kernels is not None and hands_over(layers[0], self.kernels):
+            turns = [make_turns(s[:, :-1], s[:, -1]).to(device) for s in (old, new)]
+            rerotate_(
+                layers,
+                at.to(device),
+                *turns,
+                interleaved=self.interleaved,
+                kernels=self.kernels,
+            )
+            return
+        scale = new[:, -1] / old[:, -1]
+        rerotate_as_transformers_(
+            layers, at, old[:, :-1], new[:, :-1], scale, interleaved=self.interleaved
+        )
 
     # -- copies ------------------------------------------------------------------------------------
 

@@ -15,11 +15,10 @@ from rope_patch.patching.configs import ConfigSwap
 from rope_patch.patching.find import Rotary
 from rope_patch.patching.request import Plan, make_plan
 from rope_patch.patching.rotary import set_frequencies
+from rope_patch.patching.rotations import put_ours, who_rotates
 from rope_patch.patching.swap import Swaps
 
 logger = logging.getLogger("rope_patch")
-
-_KERNELS = ("auto", "hf")
 
 
 class Patch:
@@ -50,6 +49,7 @@ class Patch:
         self.frequencies = plan.frequencies()
         if self._followings:
             self.frequencies = self.frequencies_at(plan.length or plan.trained_length)
+        self._rotating = who_rotates(plan.kernels, plan.rotations)
         self._swaps = Swaps()
         self._config = ConfigSwap()
         self._active = False
@@ -128,6 +128,7 @@ class Patch:
         }
         if options:
             lines.append("  options: " + ", ".join(f"{k}={_short(v)}" for k, v in options.items()))
+        lines.append(f"  {self._rotating}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -155,6 +156,11 @@ class Patch:
                 self._swaps.set(rotary.module, "_rope_patch", self)
             for decoder, rotary, following in plan.followings:
                 following.attach(decoder, rotary, self._swaps)
+            for rotation in plan.rotations:
+                put_ours(rotation, plan.kernels, self._swaps)
+                for _, rotary, following in plan.followings:
+                    if rotary is rotation.rotary and rotation.hands_over:
+                        following.kernels = plan.kernels
             # transformers' own dynamic scaling takes this field for the trained length, and no
             # config has a form for the others: with a larger one it would promise too much.
             grows = plan.method.grows
@@ -194,7 +200,10 @@ def patch(
         trained_length: Tokens of pretraining, if the config does not tell the truth about them.
         layer_types: Which layers to change, where a model has several types; all but the
             sliding-window ones unless given.
-        kernels: Who applies the rotation: "auto", or "hf" for transformers' own code.
+        kernels: Who applies the rotation. "auto": Triton's kernels on a GPU, plain torch on a CPU,
+            and transformers' own code in compiled graphs, which Inductor makes as fast, and where
+            an architecture rotates in a way of its own. "reference" and "triton" demand plain torch
+            and Triton, "hf" is transformers' own code throughout.
         **options: The method's options.
 
     Returns:
@@ -218,7 +227,8 @@ def patch(
         standing.undo()
     handle = Patch(plan)
     handle._apply(model, plan)
-    logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
     return handle
 
 
@@ -234,8 +244,6 @@ def check(
     **options: Any,
 ) -> Plan:
     """Raises whatever `patch` would raise for the same arguments; changes nothing."""
-    if kernels not in _KERNELS:
-        raise ValueError(f"kernels must be one of {', '.join(_KERNELS)}, got {kernels!r}")
     standing = current(model)
     return make_plan(
         model,
@@ -245,6 +253,7 @@ def check(
         length=length,
         trained_length=trained_length,
         layer_types=layer_types,
+        kernels=kernels,
         options=options,
     )
 

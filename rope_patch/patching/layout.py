@@ -21,7 +21,7 @@ _NOT_YET = "cannot be followed in a cache yet: use a method whose frequencies st
 _HARMLESS = {"self.is_kv_shared_layer"}
 
 
-def is_interleaved(rotary: Rotary, config: Any) -> bool:
+def is_interleaved(rotary: Rotary, config: Any, *, single: bool = False) -> bool:
     """Whether a model's rotated pairs are neighbours, rather than halves apart.
 
     A random key goes through the `apply_rotary_pos_emb` of the model's modeling file, and the
@@ -30,6 +30,7 @@ def is_interleaved(rotary: Rotary, config: Any) -> bool:
     Args:
         rotary: The model's rotary module.
         config: Its text config.
+        single: Whether the function takes one tensor, rather than queries and keys.
 
     Raises:
         ValueError: Neither is what the model does.
@@ -48,7 +49,7 @@ def is_interleaved(rotary: Rotary, config: Any) -> bool:
     if apply is not None:
         try:
             given = fresh(keys, positions) if kind is None else fresh(keys, positions, kind)
-            got = apply(keys, keys, *given)[1]
+            got = apply(keys, *given) if single else apply(keys, keys, *given)[1]
         except (TypeError, ValueError, RuntimeError, AttributeError):
             got = None  # another signature: another kind of rotation
         for interleaved in (False, True):
@@ -59,6 +60,21 @@ def is_interleaved(rotary: Rotary, config: Any) -> bool:
         f"{type(rotary.module).__name__} turns keys neither as pairs of neighbours nor of halves, "
         f"and other ways {_NOT_YET}"
     )
+
+
+def repeats_neighbours(rotary: Rotary, config: Any) -> bool:
+    """Whether cos and sin hold each number twice in a row (Cohere), rather than all of them twice.
+
+    Args:
+        rotary: The model's rotary module.
+        config: Its text config.
+    """
+    with torch.device("cpu"):
+        fresh: Any = type(rotary.module)(config)
+        x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
+    kind = next(iter(rotary.prefixes))
+    cos = fresh(x, positions)[0] if kind is None else fresh(x, positions, kind)[0]
+    return torch.equal(cos[..., 0::2], cos[..., 1::2])
 
 
 def takes_rows(rotary: Rotary, config: Any) -> bool:

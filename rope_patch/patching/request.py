@@ -15,6 +15,7 @@ from rope_patch.methods.registry import get
 from rope_patch.patching.find import Rotary, find_decoder, find_rotaries
 from rope_patch.patching.following import Following
 from rope_patch.patching.rotary import unpatched
+from rope_patch.patching.rotations import Rotation, find_rotation, require_kernels
 
 # What transformers' scalings are spelled with, which the standing one does not hand on to the next.
 _SCALING = {
@@ -48,6 +49,8 @@ class Plan:
         rotaries: The modules to change, each with what it rotates by when unpatched.
         followings: Where the frequencies follow the sequence: the decoder, its rotary module, and
             what will link them.
+        kernels: Who rotates; see `patch`.
+        rotations: Where it can be us.
     """
 
     method: Method
@@ -57,6 +60,8 @@ class Plan:
     config: Any
     rotaries: list[tuple[Rotary, dict[str | None, Frequencies]]]
     followings: list[tuple[nn.Module, Rotary, Following]] = field(default_factory=list)
+    kernels: str = "auto"
+    rotations: list[Rotation] = field(default_factory=list)
 
     @property
     def trained_length(self) -> int:
@@ -93,6 +98,7 @@ def make_plan(
     length: int | None,
     trained_length: int | None,
     layer_types: list[str] | None,
+    kernels: str,
     options: dict[str, Any],
 ) -> Plan:
     """Checks a request against a model; see `patch` for the arguments.
@@ -105,6 +111,7 @@ def make_plan(
         ValueError: The request cannot be met, or would change nothing.
         TypeError: A value of the wrong type.
     """
+    require_kernels(kernels, [])
     rotaries = find_rotaries(model)
     config = config or rotaries[0].module.config
     if trained_length is not None:
@@ -124,11 +131,15 @@ def make_plan(
         unchanged=[str(kind) for kind in every if kind not in geometries],
         config=config,
         rotaries=[(rotary, unpatched(rotary, config)) for rotary in rotaries],
+        kernels=kernels,
     )
     _require_understood(plan)
     _require_change(plan)
     if plan.method.follows_length(trained):
         plan.followings.extend(_followings(model, plan))
+    if kernels != "hf":
+        plan.rotations.extend(find_rotation(model, rotary, config) for rotary in rotaries)
+        require_kernels(kernels, plan.rotations)
     return plan
 
 

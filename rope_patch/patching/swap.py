@@ -21,7 +21,7 @@ class Swaps:
     """
 
     def __init__(self) -> None:
-        self._changes: list[tuple[Any, str, Any]] = []
+        self._changes: list[tuple[Any, str, Any, Any]] = []
         self._hooks: list[Any] = []
 
     def set(self, owner: Any, attribute: str, value: Any, *, old: Any = None) -> None:
@@ -35,7 +35,7 @@ class Swaps:
         """
         standing = _own(owner, attribute)
         setattr(owner, attribute, value)
-        self._changes.append((owner, attribute, standing if old is None else old))
+        self._changes.append((owner, attribute, value, standing if old is None else old))
 
     def hook(
         self,
@@ -61,7 +61,12 @@ class Swaps:
         while self._hooks:
             self._hooks.pop().remove()
         while self._changes:
-            owner, attribute, old = self._changes.pop()
+            owner, attribute, value, old = self._changes.pop()
+            if vars(owner).get("_old_forward") is value and attribute == "forward":
+                # accelerate has put its hooks around what was set here, and they are to stay.
+                own = type(owner).forward.__get__(owner) if old is ABSENT else old
+                owner._old_forward = own
+                continue
             if old is ABSENT:
                 if _own(owner, attribute) is not ABSENT:
                     delattr(owner, attribute)

@@ -5,10 +5,13 @@ import itertools
 
 import pytest
 import torch
+from rotations import DEVICE, Rotation, assert_rounded, draw_heads, make_rotation
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
-from rope_patch.ops.reference import rerotate_, rotate
+from rope_patch.ops import make_turns, reference
+from rope_patch.ops.angles import turns_between
+from rope_patch.ops.reference import rerotate_, rerotate_as_transformers_, rms_norm, rotate
 
 # head_dim, rotary_dim, theta, trained length: Llama 3, SmolLM2, Gemma 3 (full), Phi-2
 GEOMETRIES = [
@@ -91,7 +94,7 @@ def test_turning_on_is_rotating_afresh(geometry, interleaved):
 
     keys = rotated(old).float()
     was = keys.clone()
-    rerotate_(
+    rerotate_as_transformers_(
         [keys],
         positions,
         torch.stack([f.inv_freq for f in old]),
@@ -119,7 +122,8 @@ def test_angles_are_those_of_transformers_to_the_last_bit():
 
     old, new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (2, 13))
     keys = theirs(old)
-    rerotate_([keys], positions, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
+    one = torch.ones(1)
+    rerotate_as_transformers_([keys], positions, old.inv_freq[None], new.inv_freq[None], one)
     torch.testing.assert_close(keys, theirs(new), rtol=0, atol=2e-6)
 
 
@@ -128,10 +132,11 @@ def test_long_caches_are_turned_piece_by_piece():
     keys = keys_of(64, slots=9000, batch=1)
     positions = torch.arange(9000)[None]
     old, new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (1, 2))
+    one = torch.ones(1)
     one_by_one = [k.clone() for k in keys.split(1000, 2)]
     for part, at in zip(one_by_one, positions.split(1000, 1), strict=True):
-        rerotate_([part], at, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
-    rerotate_([keys], positions, old.inv_freq[None], new.inv_freq[None], torch.ones(1))
+        rerotate_as_transformers_([part], at, old.inv_freq[None], new.inv_freq[None], one)
+    rerotate_as_transformers_([keys], positions, old.inv_freq[None], new.inv_freq[None], one)
     assert keys.equal(torch.cat(one_by_one, 2))
 
 
@@ -158,7 +163,7 @@ def test_sixteen_turns_round_no_more_than_four_rotations_in_bfloat16(method, geo
     keys = theirs_in(torch.bfloat16, raw, positions, sets[0])
     for old, new in itertools.pairwise(sets):
         scale = torch.tensor([new.attention_factor / old.attention_factor], dtype=torch.float64)
-        rerotate_([keys], positions, old.inv_freq[None], new.inv_freq[None], scale)
+        rerotate_as_transformers_([keys], positions, old.inv_freq[None], new.inv_freq[None], scale)
     truth = theirs_in(torch.float64, raw, positions, sets[-1])
     once = theirs_in(torch.bfloat16, raw, positions, sets[-1])
     assert rms(keys - truth) < 4 * rms(once - truth)
@@ -175,5 +180,143 @@ def test_turning_keys_that_do_not_change_leaves_their_bits():
     keys = keys_of(64, dtype=torch.bfloat16)
     was = keys.clone()
     same = frequencies(GEOMETRIES[1]).inv_freq[None].expand(2, -1)
-    rerotate_([keys], torch.arange(7)[None].expand(2, -1), same, same, torch.ones(2))
+    at = torch.arange(7)[None].expand(2, -1)
+    rerotate_as_transformers_([keys], at, same, same, torch.ones(2))
+    assert keys.equal(was)
+
+
+# -- exact angles ----------------------------------------------------------------------------------
+
+FAR = torch.tensor([[10_000_000, 2**31 + 5, -3], [0, 1, 131_072]])
+ROTATIONS = {
+    "far": {"positions": FAR},
+    "rows": {"inv_freq": torch.rand(2, 24) / 10, "factor": torch.tensor([1.0, 1.5])},
+    "axes": {"positions": torch.arange(18).view(3, 2, 3), "sections": torch.arange(24) % 3},
+}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("heads_dim", [1, 2])
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotation_to_positions(name, heads_dim, interleaved):
+    settings = {**ROTATIONS[name], "heads_dim": heads_dim, "interleaved": interleaved}
+    rotation = make_rotation(48, 3, **settings)
+    given = [draw_heads(n, 64, rotation, seed=n) for n in (3, 1)]
+    for got, x in zip(rotation.rope(*given, kernels="reference"), given, strict=True):
+        assert_rounded(got, rotation.true_rope(x))
+    turned, none = rotation.rope(given[0].half(), kernels="reference")
+    assert none is None
+    assert_rounded(turned, rotation.true_rope(given[0].half()))
+
+
+def test_conjugate_rotation_is_backwards():
+    rotation = make_rotation(48)
+    q, positions = draw_heads(3, 64, rotation), rotation.positions.to(DEVICE)
+    turned, _ = reference.rope(q, None, positions, rotation.turns)
+    back, _ = reference.rope(turned, None, positions, rotation.turns, conjugate=True)
+    torch.testing.assert_close(back, q, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("heads_dim", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norm_and_rotation_round_once(dtype, heads_dim, across):
+    rotation = make_rotation(48, heads_dim=heads_dim, factor=1.2)
+    q, k = (draw_heads(n, 64, rotation, dtype=dtype, seed=n) for n in (3, 2))
+    weights = [torch.rand(n, 64, device=DEVICE) if across else torch.rand(64) for n in (3, 2)]
+    weights = [w.to(DEVICE) for w in weights]
+    given = {"eps": 1e-2, "offset": 1.0}
+    turned = rotation.norm_and_rope(q, k, *weights, kernels="reference", **given)
+    for got, x, weight in zip(turned, (q, k), weights, strict=True):
+        assert got.dtype == dtype
+        assert_rounded(got, rotation.true_norm_and_rope(x, weight, **given), slack=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2"])
+def test_norms_are_those_of_transformers(family):
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    heads, across = keys_of(64), family == "olmo2"
+    norm = getattr(modeling, f"{family.title()}RMSNorm")(3 * 64 if across else 64, eps=1e-3)
+    weight = torch.nn.init.uniform_(norm.weight.detach(), -1, 1)
+    flat = heads.transpose(1, 2).flatten(2)  # as projections leave them
+    expected = norm(flat).view(2, 7, 3, 64).transpose(1, 2) if across else norm(heads)
+    offset = 1.0 if family == "gemma3" else 0.0
+    weight = weight.view(3, 64) if across else weight
+    got = rms_norm(heads, weight, eps=1e-3, offset=offset, heads_dim=1)
+    torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-5)
+
+
+# -- turning on by exact angles --------------------------------------------------------------------
+
+
+def turns_of(f):
+    return make_turns(f.inv_freq, f.attention_factor)
+
+
+def exactly(raw, positions, f, interleaved=False):
+    """`[B, K, S, D]` rotated in float64."""
+    settings = {"interleaved": interleaved, "heads_dim": 1}
+    return Rotation(positions, f.inv_freq.float(), f.attention_factor, **settings).true_rope(raw)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_turning_on_is_exact_at_any_position(geometry, interleaved):
+    raw, trained = keys_of(geometry[0], slots=3), geometry[3]
+    old, new = (frequencies(geometry, "dynamic-yarn", seq_len=n * trained) for n in (1, 3))
+    keys = exactly(raw, FAR, old, interleaved).float()
+    was = keys.clone()
+    between = turns_between(turns_of(old), turns_of(new))
+    rerotate_([keys], FAR, between, interleaved=interleaved)
+    expected = exactly(raw, FAR, new, interleaved)
+    assert (keys - expected).abs().max() < 4e-6
+    assert keys[..., geometry[1] :].equal(was[..., geometry[1] :])
+    assert (keys - was).abs().max() > 0.1
+
+
+def test_rows_are_turned_on_by_frequencies_of_their_own():
+    geometry, raw = GEOMETRIES[1], keys_of(64)
+    old, *new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (1, 2, 3))
+    between = turns_between(turns_of(old), torch.stack([turns_of(f) for f in new]))
+    keys, positions = raw.clone(), torch.arange(7) * 1000
+    rerotate_([keys], positions, between)
+    for row in range(2):
+        alone = raw[row : row + 1].clone()
+        rerotate_([alone], positions, between[row])
+        assert keys[row].equal(alone[0])
+    assert not keys[0].equal(keys[1])
+
+
+def test_pieces_and_layers_are_turned_on_alike():
+    geometry, keys = GEOMETRIES[1], keys_of(64, slots=9000, batch=1)
+    old, new = (turns_of(frequencies(geometry, "dynamic", seq_len=n * 8192.0)) for n in (1, 2))
+    between, positions = turns_between(old, new), torch.arange(9000)
+    parts = [k.clone() for k in keys.split(1000, 2)]
+    for part, at in zip(parts, positions.split(1000), strict=True):
+        rerotate_([part], at, between)
+    layers = [keys.clone(), keys.clone()]
+    rerotate_(layers, positions[None], between)
+    for layer in layers:
+        assert layer.equal(torch.cat(parts, 2))
+
+
+@pytest.mark.parametrize("method", ["dynamic", "dynamic-yarn"])
+def test_sixteen_exact_turns_round_no_more_than_six_exact_rotations(method):
+    geometry = GEOMETRIES[0]
+    raw, positions = keys_of(128, 256, 1, torch.bfloat16), torch.arange(0, 8192, 32)[None]
+    sets = [frequencies(geometry, method, seq_len=8192 * 2 ** (k / 4)) for k in range(17)]
+    keys = exactly(raw, positions, sets[0]).bfloat16()
+    for old, new in itertools.pairwise(sets):
+        rerotate_([keys], positions, turns_between(turns_of(old), turns_of(new)))
+    truth = exactly(raw, positions, sets[-1])
+    assert rms(keys - truth) < 6 * rms(truth.bfloat16() - truth)
+    # Where nothing but the factor changes, there are few different numbers to take a mean of.
+    along = ((keys * truth).sum() / (truth * truth).sum()).item()
+    assert along == pytest.approx(1, abs=1e-3)
+
+
+def test_exact_turns_between_the_same_leave_the_bits():
+    keys = keys_of(64, dtype=torch.bfloat16)
+    was, turns = keys.clone(), turns_of(frequencies(GEOMETRIES[1]))
+    rerotate_([keys], torch.arange(7), turns_between(turns, turns))
     assert keys.equal(was)

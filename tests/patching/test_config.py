@@ -172,11 +172,12 @@ def test_one_log_record_says_what_was_patched(caplog):
 def test_summary_says_what_changed():
     model = make_model()
     handle = rope_patch.patch(model, "yarn", factor=4, beta_fast=16)
-    first, layers, options = handle.summary().splitlines()
+    first, layers, options, rotation = handle.summary().splitlines()
     assert first == "yarn ×4, 64 → 256 tokens"
     # 64 tokens: the first pair is kept, the next two are on the ramp, the rest stretch by 4.
     assert "theta 10000, 7 of 8 pairs changed (slowest: ×4), attention factor 1.13863" in layers
     assert "beta_fast=16" in options
+    assert "plain torch on a CPU" in rotation
     handle.undo()
     assert handle.summary().startswith("yarn ×4, 64 → 256 tokens (undone)")
     assert "(undone)" in repr(handle)

@@ -121,7 +121,13 @@ BAD = {
     "dynamic-below-one": ("llama", "dynamic", {"factor": 0.5}, ValueError, "at least 1"),
     "dynamic-length-below": ("llama", "dynamic-yarn", {"length": 8}, ValueError, "trained length"),
     "dynamic-growth": ("llama", "dynamic-yarn", {"growth": "x"}, ValueError, "growth must be"),
-    "triton": ("llama", "yarn", {"factor": 4, "kernels": "triton"}, ValueError, "auto, hf"),
+    "kernels": (
+        "llama",
+        "yarn",
+        {"factor": 4, "kernels": "cuda"},
+        ValueError,
+        "one of auto, reference, triton, hf, got 'cuda'",
+    ),
 }
 
 

@@ -1,0 +1,68 @@
+"""Whether what is to be rotated fits together; asked once for each new set of shapes."""
+
+from __future__ import annotations
+
+import torch
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def require_fit(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    positions: torch.Tensor,
+    turns: torch.Tensor,
+    sections: torch.Tensor | None,
+    heads_dim: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+) -> None:
+    """Raises a `ValueError` that names what was expected where tensors do not fit together."""
+    if heads_dim not in (1, 2):
+        raise ValueError(f"heads_dim must be 1 ([B, H, S, D]) or 2 ([B, S, H, D]), got {heads_dim}")
+    if q.ndim != 4:
+        raise ValueError(f"q must have 4 dimensions, got {_shape(q)}")
+    batch, tokens, dim = q.shape[0], q.shape[3 - heads_dim], q.shape[-1]
+    if k is not None and (k.ndim != 4 or (k.shape[0], k.shape[3 - heads_dim], k.shape[-1]) != (
+        batch, tokens, dim,
+    )):  # fmt: skip
+        raise ValueError(
+            f"k must be like q but for the number of heads (dimension {heads_dim}), got q "
+            f"{_shape(q)} and k {_shape(k)}"
+        )
+    if positions.dtype not in _INTEGERS:
+        raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
+    axes = positions.shape[:-2] if sections is not None else ()
+    fits = positions.shape[len(axes) :] in ((tokens,), (batch, tokens), (1, tokens))
+    if not fits or (sections is not None and len(axes) != 1):
+        expected = f"[{tokens}] or [{batch}, {tokens}]" if sections is None else (
+            f"[axes, {batch}, {tokens}]"
+        )  # fmt: skip
+        raise ValueError(f"positions must be {expected}, got {_shape(positions)}")
+    pairs = turns.shape[-1] - 1
+    if turns.dtype != torch.int64 or tuple(turns.shape[:-1]) not in ((), (1,), (batch,)):
+        raise ValueError(
+            f"turns must be int64 [R / 2 + 1] or [{batch}, R / 2 + 1] as make_turns returns them, "
+            f"got {turns.dtype} {_shape(turns)}"
+        )
+    if turns.stride(-1) != 1 or not (sections is None or sections.is_contiguous()):
+        raise ValueError("turns and sections must be contiguous, but for the rows of turns")
+    if 2 * pairs > dim:
+        raise ValueError(f"{pairs} pairs do not fit into heads of {dim} dimensions")
+    if sections is not None and tuple(sections.shape) != (pairs,):
+        raise ValueError(f"sections must be [{pairs}], one axis a pair, got {_shape(sections)}")
+    if q_weight is None or k is None or k_weight is None:
+        return
+    heads, key_heads = q.shape[heads_dim], k.shape[heads_dim]
+    shapes = (tuple(q_weight.shape), tuple(k_weight.shape))
+    if shapes not in (((dim,), (dim,)), ((heads, dim), (key_heads, dim))):
+        raise ValueError(
+            f"weights must be [{dim}] both, or [{heads}, {dim}] and [{key_heads}, {dim}] where all "
+            f"heads are normed together, got {_shape(q_weight)} and {_shape(k_weight)}"
+        )
+    if not (q_weight.is_contiguous() and k_weight.is_contiguous()):
+        raise ValueError("weights must be contiguous")
+
+
+def _shape(x: torch.Tensor) -> str:
+    return str(list(x.shape))

@@ -1,0 +1,150 @@
+"""The rotation by tables of cos and sin on a CPU, in plain torch and without large temporaries."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from rope_patch.ops.reference import rotate
+
+# Numbers rotated at once: what lies between input and result stays in the cache, where the whole
+# would pass through memory, and be given fresh pages of it, several times.
+_BLOCK = 2**19
+
+# Up to so many, calls cost more than their work: queries and keys share them.
+_FEW = 2**16
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+
+
+class _How(NamedTuple):
+    interleaved: bool
+    heads_dim: int
+    conjugate: bool = False  # rotate backwards, as gradients are
+
+
+def rope_by_tables(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    heads_dim: int = 1,
+    repeated: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotates queries and keys by what a rotary module of transformers hands out.
+
+    Float32 gets the very bits of transformers' own `apply_rotary_pos_emb`.
+
+    Args:
+        q: Queries, `[B, H, S, D]`.
+        k: Keys, `[B, K, S, D]`, if any.
+        cos: `[B, S, R]`, or `[1, S, R]` for all rows: a number for each of the dimensions that are
+            rotated, the same at both of a pair.
+        sin: The same.
+        interleaved: See `rope_patch.ops.reference.rotate`.
+        heads_dim: Where the heads are: 1, or 2 for `[B, S, H, D]`.
+        repeated: Whether cos and sin are as above (Llama, Cohere). If not, they have one number for
+            each pair, `[..., R / 2]`, as the first half of GLM's has.
+
+    Returns:
+        Both, in their dtypes and memory layouts; computed in float32 at least and rounded once.
+        Dimensions beyond the first R are as they were.
+    """
+    if _is_for_reference(q, k, cos, sin):
+        pairs = (_pairs(c, interleaved)[0] if repeated else c for c in (cos, sin))
+        cos, sin = (c.unsqueeze(heads_dim) for c in pairs)
+        turned_q = rotate(q, cos, sin, interleaved=interleaved)
+        return turned_q, None if k is None else rotate(k, cos, sin, interleaved=interleaved)
+    if not repeated:
+        dim = -1 if interleaved else -2
+        cos, sin = (torch.stack((c, c), dim).flatten(-2) for c in (cos, sin))
+    return _turned(q, k, cos, sin, _How(interleaved, heads_dim))
+
+
+def _is_for_reference(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or not {type(q), type(k), type(cos), type(sin)} <= _PLAIN
+        or not q.is_cpu
+        or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
+    )
+
+
+def _turned(q: Any, k: Any, *how: Any) -> Any:
+    wanted = (q is not None and q.requires_grad) or (k is not None and k.requires_grad)
+    return (_Rotation.apply if wanted and torch.is_grad_enabled() else _turn_both)(q, k, *how)
+
+
+class _Rotation(torch.autograd.Function):
+    """Gradients are rotated backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, cos: Any, sin: Any, how: _How) -> Any:
+        ctx.save_for_backward(cos, sin)
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        turned = _turn_both(q, k, cos, sin, how)
+        for x, needs_grad in zip(turned, ctx.needs_input_grad, strict=False):
+            if x is not None and not needs_grad:
+                ctx.mark_non_differentiable(x)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        back = ctx.how._replace(conjugate=not ctx.how.conjugate)
+        return *_turned(*grads, *ctx.saved_tensors, back), None, None, None
+
+
+def _turn_both(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> Any:
+    cos, sin = cos.unsqueeze(how.heads_dim), sin.unsqueeze(how.heads_dim)
+    if q is None or k is None or q.numel() > _FEW:
+        cos, sin = _widened(cos), _widened(sin)
+        return tuple(None if x is None else _turn_in_blocks(x, cos, sin, how) for x in (q, k))
+    wide = _widened(torch.cat((q, k), dim=how.heads_dim))
+    part = wide if cos.shape[-1] == wide.shape[-1] else wide[..., : cos.shape[-1]]
+    _turn(part, part, cos, sin, how)
+    heads = (q.shape[how.heads_dim], k.shape[how.heads_dim])
+    turned_q, turned_k = wide.split_with_sizes(heads, dim=how.heads_dim)
+    return torch.empty_like(q).copy_(turned_q), torch.empty_like(k).copy_(turned_k)
+
+
+def _turn_in_blocks(x: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> torch.Tensor:
+    turned = torch.empty_like(x)
+    rotary_dim, tokens_dim = cos.shape[-1], 3 - how.heads_dim
+    whole = (x, turned, cos, sin)
+    if rotary_dim < x.shape[-1]:
+        turned[..., rotary_dim:].copy_(x[..., rotary_dim:])
+        whole = (x[..., :rotary_dim], turned[..., :rotary_dim], cos, sin)
+    size = max(1, _BLOCK * x.shape[tokens_dim] // max(1, x.numel()))
+    for part, out, c, s in zip(*(t.split(size, dim=tokens_dim) for t in whole), strict=True):
+        wide = _widened(part)
+        result = out if out.dtype == wide.dtype else wide
+        _turn(wide, result, c, s, how)
+        if result is wide:
+            out.copy_(wide)
+    return turned
+
+
+def _turn(x: Any, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> None:
+    """Rotates `x` into `out`, which may be `x`; rounds each product, as transformers does."""
+    by_sin = x * sin
+    torch.mul(x, cos, out=out)
+    first, second = _pairs(out, how.interleaved)
+    first_by_sin, second_by_sin = _pairs(by_sin, how.interleaved)
+    sign = -1 if how.conjugate else 1
+    first.sub_(second_by_sin, alpha=sign)
+    second.add_(first_by_sin, alpha=sign)
+
+
+def _pairs(x: torch.Tensor, interleaved: bool) -> Any:
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    return x.split_with_sizes((x.shape[-1] // 2,) * 2, dim=-1)  # quicker than chunk
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()

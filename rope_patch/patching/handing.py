@@ -1,0 +1,79 @@
+"""Positions and turns in the place of cos and sin, where our kernels rotate.
+
+A model asks its rotary module for two tensors and hands them to every layer, which unpack them and
+call one function with them. So two others can travel the same way, if that function is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.ops import make_turns, on_triton
+
+
+def hands_over(x: torch.Tensor, kernels: str) -> bool:
+    """Whether a rotation of tensors like x starts from positions, rather than from cos and sin.
+
+    Compiled graphs keep transformers' own code unless kernels are demanded: Inductor fuses the
+    rotation and the norms with what is around them, and keeps as little for the backward pass.
+
+    Args:
+        x: What has the device, type and dtype of what is to be rotated.
+        kernels: See `rope_patch.patch`.
+    """
+    if kernels == "auto" and torch.compiler.is_compiling():
+        return False
+    return kernels == "reference" or on_triton(x, kernels)
+
+
+class HandingOver:
+    """A rotary module's forward, which returns positions and turns for our kernels.
+
+    Everybody else gets cos and sin from the forward that stood there before.
+    """
+
+    def __init__(
+        self, module: nn.Module, prefixes: dict[str | None, str], own: Any, kernels: str
+    ) -> None:
+        self.module = module
+        self.names = {
+            kind: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
+            for kind, prefix in prefixes.items()
+        }
+        self.own = own
+        self.kernels = kernels
+        self._made: dict[str | None, Any] = {}
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not hands_over(x, self.kernels):
+            return self.own(x, position_ids, *args, **kwargs)
+        kind = args[0] if args else kwargs.get("layer_type")
+        return position_ids, self.turns(kind, x.device)
+
+    def turns(self, kind: str | None, device: torch.device) -> torch.Tensor:
+        """What a layer type turns by, `[R / 2 + 1]` or `[B, R / 2 + 1]`; made anew if it changed.
+
+        It rarely does, and a decoding step then starts no kernel for it.
+        """
+        name, scale_name = self.names[kind]
+        inv_freq, scale = getattr(self.module, name), getattr(self.module, scale_name)
+        of, by, made = self._made.get(kind, (None, None, None))
+        if of is inv_freq and by is scale and made.device == device:
+            return made
+        with torch.no_grad():
+            if inv_freq.ndim == 3:  # other frequencies for each row, `[B, 1, R / 2]`
+                turns = make_turns(inv_freq[:, 0], scale.reshape(-1))
+            else:
+                turns = make_turns(inv_freq, scale)
+            turns = turns.to(device)
+        if not torch.compiler.is_compiling():
+            self._made[kind] = (inv_freq, scale, turns)
+        return turns
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": {}}

@@ -1,0 +1,128 @@
+"""What an attention's own source says about its rotation, so that ours can take its place.
+
+All but a few architectures of transformers rotate by one call of `apply_rotary_pos_emb`, with the
+cos and sin that they were handed. Where that is all, it does not matter what the two names hold.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+APPLY = "apply_rotary_pos_emb"
+_ANGLES = ("cos", "sin")
+
+# Calls that change how a tensor is cut into dimensions, but none of its numbers.
+_SHAPING = {"view", "reshape", "transpose", "contiguous", "unflatten"}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a module's forward uses cos and sin.
+
+    Attributes:
+        rotates: Whether it calls `apply_rotary_pos_emb`.
+        single: Whether it does so for one tensor at a time, not for queries and keys together.
+        problem: Why nothing else can take the place of cos and sin, or None.
+        norms: The attributes of the norms whose results go straight into the rotation, for queries
+            and keys.
+    """
+
+    rotates: bool
+    single: bool = False
+    problem: str | None = None
+    norms: tuple[str, str] | None = None
+
+
+def usage(kind: Any) -> Usage:
+    """Reads the source of a module class's forward; once for each class."""
+    return _read(kind)
+
+
+@functools.cache
+def _read(kind: Any) -> Usage:
+    try:
+        function: Any = inspect.unwrap(kind.forward)
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, AttributeError, SyntaxError):
+        return Usage(rotates=False)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _named(n.func, APPLY)]
+    used = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Name) and n.id in _ANGLES and isinstance(n.ctx, ast.Load)
+    ]
+    # Older transformers tell caches cos and sin, which none of them uses.
+    told = [n for d in ast.walk(tree) if isinstance(d, ast.Dict) for n in d.values if n in used]
+    if not calls:
+        problem = f"{kind.__name__} uses cos and sin in a way of its own" if used else None
+        return Usage(rotates=False, problem=problem)
+    single = takes_one(function.__globals__.get(APPLY))
+    count = 1 if single else 2
+    tidy = single is not None and all(
+        [_named(a, name) for a, name in zip(call.args[count:], _ANGLES, strict=False)]
+        == [True, True]
+        and len(call.args) == count + 2
+        and {k.arg for k in call.keywords} <= {"unsqueeze_dim"}
+        for call in calls
+    )
+    if not tidy or len(used) - len(told) != 2 * len(calls):
+        return Usage(rotates=True, problem=f"{kind.__name__} uses cos and sin in a way of its own")
+    norms = None
+    if len(calls) == 1 and not single:
+        body = tree.body[0].body  # type: ignore[attr-defined]
+        found = [_norm_before(body, calls[0], argument) for argument in calls[0].args[:2]]
+        if found[0] and found[1]:
+            norms = (found[0], found[1])
+    return Usage(rotates=True, single=bool(single), norms=norms)
+
+
+def takes_one(function: Any) -> bool | None:
+    """Whether an `apply_rotary_pos_emb` takes one tensor rather than two; None if neither."""
+    function = getattr(function, "forward", function)  # a module where `kernels` is installed
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    if names[:4] == ["q", "k", *_ANGLES]:
+        return False
+    return True if names[:3] == ["x", *_ANGLES] else None
+
+
+def _norm_before(body: list[ast.stmt], call: ast.Call, argument: ast.expr) -> str | None:
+    """The attribute of self whose result reaches the call as `argument`, reshaped at most."""
+    if not isinstance(argument, ast.Name):
+        return None
+    name, found = argument.id, None
+    for statement in body:
+        if any(node is call for node in ast.walk(statement)):
+            return found
+        loads = any(_named(n, name) for n in ast.walk(statement))
+        if not (
+            isinstance(statement, ast.Assign)
+            and len(statement.targets) == 1
+            and _named(statement.targets[0], name)
+        ):
+            found = None if loads else found  # read elsewhere, or assigned under a condition
+            continue
+        value: ast.expr = statement.value
+        while (
+            isinstance(value, ast.Call)
+            and isinstance(value.func, ast.Attribute)
+            and value.func.attr in _SHAPING
+        ):
+            value = value.func.value
+        if _named(value, name):
+            continue
+        method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+        on_self = method and _named(value.func.value, "self")  # type: ignore[attr-defined]
+        found = value.func.attr if on_self else None  # type: ignore[attr-defined]
+    return None
+
+
+def _named(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -1,0 +1,182 @@
+"""On a GPU: the kernels against float64, at sizes that only fit there, and what they cost."""
+
+import pytest
+import torch
+from tiny_models import forward, make_model, step_by_step, tokens
+
+import rope_patch
+from rope_patch import ops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+# head_dim, rotary_dim, heads, key heads, interleaved: Llama 3 and Qwen 3 8B, SmolLM2, Gemma 3 12B,
+# Phi-2, GLM-4, Command R
+GEOMETRIES = [
+    (128, 128, 32, 8, False),
+    (64, 64, 9, 3, False),
+    (256, 256, 16, 8, False),
+    (80, 32, 32, 32, False),
+    (128, 64, 32, 2, True),
+    (128, 128, 64, 8, True),
+]
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def turns_of(rotary_dim, theta=5e5, factor=1.1):
+    inv_freq = theta ** -(torch.arange(rotary_dim // 2, dtype=torch.float64) / (rotary_dim // 2))
+    return ops.make_turns(inv_freq.cuda(), factor)
+
+
+def inputs(geometry, dtype, batch=2, length=37):
+    head_dim, rotary_dim, heads, key_heads, _ = geometry
+    torch.manual_seed(0)
+    q, k = (torch.randn(batch, length, n, head_dim, device="cuda") for n in (heads, key_heads))
+    positions = torch.randint(0, 10_000_000, (batch, length), device="cuda")
+    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2), positions, turns_of(rotary_dim)
+
+
+def close(got, expected, dtype):
+    """Within the rounding of one result; `expected` in float64."""
+    away = (got.double() - expected).abs()
+    assert (away <= ROUNDING[dtype] * (expected.abs() + 1)).all(), away.max()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_rotation_and_its_gradient(geometry, dtype):
+    q, k, positions, turns = inputs(geometry, dtype)
+    how = {"interleaved": geometry[-1], "heads_dim": 1}
+    expected = ops.rope(q.double(), k.double(), positions, turns, kernels="reference", **how)
+    got = ops.rope(
+        q.requires_grad_(), k.requires_grad_(), positions, turns, kernels="triton", **how
+    )
+    for a, b in zip(got, expected, strict=True):
+        close(a, b, dtype)
+    wide = [x.detach().double().requires_grad_() for x in (q, k)]
+    out = ops.rope(*wide, positions, turns, kernels="reference", **how)
+    grads = [torch.randn_like(x) for x in got]
+    expected = torch.autograd.grad(out, wide, [g.double() for g in grads])
+    for a, b in zip(torch.autograd.grad(got, (q, k), grads), expected, strict=True):
+        close(a, b, dtype)
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["heads", "across"])
+@pytest.mark.parametrize("save", ["input", "output"])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_norm_with_rotation_and_its_gradients(geometry, dtype, save, across):
+    q, k, positions, turns = inputs(geometry, dtype)
+    shapes = [(x.shape[1], x.shape[3]) if across else (x.shape[3],) for x in (q, k)]
+    weights = [1 + 0.1 * torch.randn(shape, device="cuda") for shape in shapes]
+    how = {"eps": 1e-6, "interleaved": geometry[-1], "heads_dim": 1}
+    given = [x.detach().requires_grad_() for x in (q, k, *weights)]
+    got = ops.qk_norm_rope(*given, positions, turns, save=save, kernels="triton", **how)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    out = ops.qk_norm_rope(*wide, positions, turns, kernels="reference", **how)
+    for a, b in zip(got, out, strict=True):
+        close(a, b, dtype)
+    grads = [torch.randn_like(x) for x in got]
+    expected = torch.autograd.grad(out, wide, [g.double() for g in grads])
+    for a, b in zip(torch.autograd.grad(got, given, grads), expected, strict=True):
+        rounded = 4 * ROUNDING[dtype]
+        assert (a.double() - b).norm() <= rounded * b.norm()
+
+
+def test_weights_gradients_are_the_same_bits_each_time():
+    q, k, positions, turns = inputs(GEOMETRIES[0], torch.bfloat16, length=5000)
+    weights = [torch.ones(128, device="cuda", requires_grad=True) for _ in range(2)]
+
+    def gradients():
+        out = ops.qk_norm_rope(q, k, *weights, positions, turns, eps=1e-6, heads_dim=1)
+        return torch.autograd.grad([x.float().square().sum() for x in out], weights)
+
+    for a, b in zip(gradients(), gradients(), strict=True):
+        assert a.equal(b)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads"), [(70_000, 2), (600_000, 1), (270_000, 64)], ids=["2^16", "2^19", "2^31"]
+)
+def test_more_tokens_and_elements_than_small_integers_hold(length, heads):
+    """Token counts past what a grid's other dimensions hold, and offsets past 2^31."""
+    q = torch.zeros(1, length, heads, 128, device="cuda", dtype=torch.bfloat16)
+    q[:, -3:] = torch.randn(1, 3, heads, 128, device="cuda")
+    positions, turns = torch.arange(length, device="cuda"), turns_of(128)
+    got, _ = ops.rope(q, None, positions, turns, kernels="triton")
+    expected, _ = ops.rope(q[:, -3:].double(), None, positions[-3:], turns, kernels="reference")
+    close(got[:, -3:], expected, torch.bfloat16)
+    assert not got[:, :-3].any()
+
+
+def test_strides_of_more_than_2_to_the_31():
+    whole = torch.empty(3, 2**30, device="cuda", dtype=torch.bfloat16)
+    q = whole.as_strided((3, 1, 2, 128), (2**30, 2**30, 128, 1)).normal_()
+    positions, turns = torch.tensor([[5], [7], [9]], device="cuda"), turns_of(128)
+    got, _ = ops.rope(q, None, positions, turns, kernels="triton")
+    expected, _ = ops.rope(q.double(), None, positions, turns, kernels="reference")
+    close(got, expected, torch.bfloat16)
+
+
+def test_cached_keys_turn_to_the_same_bits_as_in_plain_torch():
+    torch.manual_seed(0)
+    keys = torch.randn(2, 8, 300, 128, device="cuda", dtype=torch.bfloat16)
+    positions = torch.arange(300, device="cuda").expand(2, -1)
+    old, new = turns_of(128, factor=1.0), turns_of(128, theta=8e6)
+    a, b = keys.clone(), keys.clone()
+    ops.rerotate_([a], positions, old, new, kernels="triton")
+    ops.rerotate_([b], positions, old, new, kernels="reference")
+    assert (a != b).float().mean() < 0.02  # where angles differ in float32's last bit
+    torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
+def test_a_patched_model_is_as_on_the_cpu(family, method):
+    model, ids = make_model(family), tokens(150)
+    options = {} if method.startswith("dynamic") else {"factor": 4}
+    rope_patch.patch(model, method, kernels="auto", **options)
+    expected, steps = forward(model, ids), step_by_step(model, ids, 40)
+    model.cuda()
+    torch.testing.assert_close(forward(model, ids.cuda()).cpu(), expected, rtol=0, atol=1e-3)
+    got = step_by_step(model, ids.cuda(), 40).cpu()
+    torch.testing.assert_close(got, steps, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "rope_kernel"), ("qwen3", "forward_kernel")]
+)
+def test_one_launch_a_layer(family, name):
+    model = make_model(family).cuda()
+    rope_patch.patch(model, "yarn", factor=4)
+    ids = tokens(1).cuda()
+    forward(model, ids)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        forward(model, ids)
+    started = [event.name for event in profiled.events()]
+    assert sum(name in event for event in started) == model.config.num_hidden_layers
+    assert not any("cos" in event or "sin" in event for event in started)
+
+
+def test_launches_can_be_captured_and_replayed():
+    q, k, positions, turns = inputs(GEOMETRIES[0], torch.bfloat16, length=1)
+    out = ops.rope(q, k, positions, turns, heads_dim=1)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.rope(q, k, positions, turns, heads_dim=1)
+    q.normal_()
+    positions += 1
+    graph.replay()
+    expected = ops.rope(q, k, positions, turns, heads_dim=1)
+    for a, b in zip(out, expected, strict=True):
+        assert a.equal(b)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_tensors_on_another_gpu_than_the_current_one():
+    q, k, positions, turns = inputs(GEOMETRIES[0], torch.float32)
+    expected = ops.rope(q, k, positions, turns, heads_dim=1)
+    there = [x.to("cuda:1") for x in (q, k, positions, turns)]
+    for _ in range(2):  # the first compiles, the second looks up
+        got = ops.rope(*there, heads_dim=1)
+        assert got[0].device == torch.device("cuda:1")
+        torch.testing.assert_close(got[0].cpu(), expected[0].cpu())

@@ -1,0 +1,190 @@
+"""Compiles the kernels for GPUs that are not here, and counts what their machine code does.
+
+Run as a script, as Triton must not be interpreting. Prints JSON: a `Code` for each of `JOBS` on an
+H200, and for an MI300 what Triton has made of each.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rope_patch.ops.kernels import qk_norm_rope, rope
+
+H200 = GPUTarget("cuda", 90, 32)
+MI300 = GPUTarget("hip", "gfx942", 64)
+
+TYPES = {
+    **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"},
+    **{torch.int32: "*i32", torch.int64: "*i64"},
+}
+
+
+@dataclass
+class Code:
+    """What a kernel has become.
+
+    Attributes:
+        registers: Of a thread.
+        stack: Bytes of a thread's own memory, which is where registers are spilled to.
+        shared: Bytes of memory shared in a program.
+        instructions: How many of each kind that touches memory, by the name in SASS.
+        accesses: How many of each width in PTX, as "ld v4.b32".
+        constants: What it was compiled for.
+        warps: Of a program.
+    """
+
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    instructions: dict[str, int] = field(default_factory=dict)
+    accesses: dict[str, int] = field(default_factory=dict)
+    constants: dict[str, int] = field(default_factory=dict)
+    warps: int = 1
+
+
+class Noting:
+    """Stands where a launcher does."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __call__(self, key, tensors, bits, plan, *about):
+        self.tensors, self.plan = tensors, plan(*about)
+
+
+def compiled(launcher, target):
+    """The kernel, specialised as Triton does for what the launcher noted, all of it aligned."""
+    kernel, plan = launcher.kernel, launcher.plan
+    signature, constants, attributes = {}, {}, {}
+    given = (*launcher.tensors, *plan.numbers, *plan.constants.values())
+    for index, (name, x) in enumerate(zip(kernel.arg_names, given, strict=True)):
+        plain = name in (kernel.do_not_specialize or ())
+        unaligned = name in (kernel.do_not_specialize_on_alignment or ())
+        if name in plan.constants or (not plain and isinstance(x, int) and x == 1):
+            signature[name], constants[index,] = "constexpr", x
+        elif isinstance(x, torch.Tensor):
+            signature[name] = TYPES[x.dtype]
+            if not unaligned:
+                attributes[index,] = [["tt.divisibility", 16]]
+        elif isinstance(x, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if abs(x) < 2**31 else "i64"
+            if not plain and x % 16 == 0:
+                attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options={"num_warps": plan.warps, "num_stages": 1})
+
+
+def read(made, plan):
+    """Counts, by the tools that come with Triton."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run(
+                [tools / tool, *options, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for tool, *options in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    names = re.findall(
+        r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?((?:LD|ST|RED|ATOM|BAR)[A-Z0-9_.]*)", sass, re.M
+    )
+    widths = re.findall(
+        r"\b(ld|st)\.global(?:\.[a-z]\w*(?:::\w+)*)*?((?:\.v\d)?\.[bfsu]\d+)\b", made.asm["ptx"]
+    )
+    used = {name: int(x) for name, x in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return Code(
+        used["REG"],
+        used["STACK"] + used["LOCAL"],
+        made.metadata.shared,
+        dict(Counter(names)),
+        dict(Counter(f"{kind} {width[1:]}" for kind, width in widths)),
+        plan.constants,
+        plan.warps,
+    )
+
+
+def heads(count, head_dim, dtype=torch.bfloat16):
+    """Of 8k tokens, as projections leave them."""
+    return torch.empty(1, 8192, count, head_dim, dtype=dtype, device="meta").transpose(1, 2)
+
+
+def noted(kernel, head_dim, rotary_dim=None, interleaved=False, across=False, counts=(32, 8)):
+    """A launcher that has noted one launch of a kernel by its name, for bfloat16."""
+    rotary_dim = rotary_dim or head_dim
+    q, k = (heads(n, head_dim) for n in counts)
+    shapes = [(n, head_dim) if across else (head_dim,) for n in counts]
+    weights = [torch.empty(s, dtype=q.dtype, device="meta") for s in shapes]
+    positions = torch.empty(1, 8192, dtype=torch.int64, device="meta")
+    turns = torch.empty(rotary_dim // 2 + 1, dtype=torch.int64, device="meta")
+    where = (positions, turns, None)
+    module, attribute = {
+        "rope": (rope, "_launcher"),
+        "rope backwards": (rope, "_launcher"),
+        "turning on": (rope, "_launcher"),
+        "norm": (qk_norm_rope, "_forward"),
+    }.get(kernel, (qk_norm_rope, "_backward"))
+    was = getattr(module, attribute)
+    launcher = Noting(was.kernel)
+    setattr(module, attribute, launcher)
+    if kernel == "turning on":
+        rope.rope(k, None, *where, interleaved, 1, False, True, True)
+    elif module is rope:
+        rope.rope(q, k, *where, interleaved, 1, kernel == "rope backwards")
+    elif kernel == "norm":
+        qk_norm_rope.forward(q, k, *weights, *where, 1e-6, 0.0, interleaved, 1, True)
+    else:
+        rows = [(1, 8192) if across else (1, 8192, n) for n in counts]
+        rstds = [torch.empty(row, dtype=torch.float32, device="meta") for row in rows]
+        rest = (*rstds, q, k, *where, 0.0, interleaved, 1, kernel.endswith("by output"))
+        qk_norm_rope.backward(q, k, *weights, *rest)
+    setattr(module, attribute, was)
+    return launcher
+
+
+KERNELS = ("rope", "rope backwards", "norm", "norm backwards", "norm backwards by output")
+
+JOBS = {
+    **{
+        f"{kernel}, {head_dim}, {'neighbours' if interleaved else 'halves'}": {
+            "kernel": kernel,
+            "head_dim": head_dim,
+            "interleaved": interleaved,
+        }
+        for kernel in KERNELS
+        for head_dim in (64, 128, 256)
+        for interleaved in (False, True)
+        if kernel != "rope backwards" or head_dim == 128  # one sign of the forward pass is another
+    },
+    "norm, together": {"kernel": "norm", "head_dim": 128, "across": True},
+    "norm backwards, together": {"kernel": "norm backwards", "head_dim": 128, "across": True},
+    "turning on": {"kernel": "turning on", "head_dim": 128},
+    "rope, a part": {"kernel": "rope", "head_dim": 128, "rotary_dim": 32},
+}
+
+
+OTHER_JOBS = {kernel: {"kernel": kernel, "head_dim": 128} for kernel in KERNELS}
+
+
+def main():
+    codes = {}
+    for name, job in JOBS.items():
+        launcher = noted(**job)
+        codes[name] = asdict(read(compiled(launcher, H200), launcher.plan))
+    others = {name: sorted(compiled(noted(**job), MI300).asm) for name, job in OTHER_JOBS.items()}
+    print(json.dumps({"H200": codes, "MI300": others}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Which kernels run, what is said where they cannot, and what they are launched with."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from rotations import draw, frequencies
+
+from rope_patch import ops
+from rope_patch.ops import choosing
+
+TURNS = ops.make_turns(frequencies(8))
+POSITIONS = torch.arange(3)
+
+
+def heads(count=2, batch=2, tokens=3, dim=8, dtype=torch.float32, grad=False):
+    return draw(batch, tokens, count, dim, dtype=dtype).cpu().requires_grad_(grad)
+
+
+def rope(q, k=None, positions=POSITIONS, turns=TURNS, **settings):
+    return ops.rope(q, k, positions, turns, **settings)
+
+
+def norm_and_rope(q, k, q_weight, k_weight, **settings):
+    return ops.qk_norm_rope(q, k, q_weight, k_weight, POSITIONS, TURNS, eps=1e-6, **settings)
+
+
+def rerotate(keys, **settings):
+    return ops.rerotate_([keys], POSITIONS, TURNS, TURNS, **settings)
+
+
+CALLS = {
+    "rope": lambda **settings: rope(heads(), **settings),
+    "qk_norm_rope": lambda **settings: norm_and_rope(
+        heads(), heads(), torch.ones(8), torch.ones(8), **settings
+    ),
+    "rerotate_": lambda **settings: rerotate(heads().transpose(1, 2), **settings),
+}
+calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+@pytest.fixture
+def triton_is(monkeypatch):
+    """Sets which Triton there is: none, or one of a version."""
+
+    def as_(version):
+        if version is None:
+            monkeypatch.setitem(sys.modules, "triton", None)
+        else:
+            triton = pytest.importorskip("triton")
+            monkeypatch.setattr(triton, "__version__", version)
+        choosing._triton_problem.cache_clear()
+
+    yield as_
+    monkeypatch.undo()
+    choosing._triton_problem.cache_clear()
+
+
+# -- which -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_launches(monkeypatch):
+    if choosing.triton_problem() is None:
+        launching = pytest.importorskip("rope_patch.ops.kernels.launching")
+
+        def launch(*_):
+            raise AssertionError("launched")
+
+        monkeypatch.setattr(launching.Launcher, "__call__", launch)
+
+
+@calls
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_plain_torch_on_a_cpu(no_launches, call, kernels):
+    call(kernels=kernels)
+
+
+@calls
+def test_plain_torch_without_triton(triton_is, call):
+    triton_is(None)
+    call(kernels="auto")
+    assert not ops.on_triton(heads())
+
+
+def test_any_dtype_in_plain_torch():
+    """float64 stays what it is."""
+    turned, _ = rope(heads(dtype=torch.float64))
+    assert turned.dtype == torch.float64
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_triton_on_a_gpu():
+    x = heads().cuda()
+    assert ops.on_triton(x) is (ops.triton_problem() is None)
+    assert not ops.on_triton(x.double())
+    assert not ops.on_triton(x.as_subclass(Subclass))
+
+
+class OnGPU:
+    """Has what `on_triton` asks a tensor for."""
+
+    is_cuda, dtype = True, torch.bfloat16
+
+
+def test_what_triton_is_for(monkeypatch, triton_is):
+    """Plain tensors of three dtypes on a GPU, told from what else looks like one."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(choosing, "_PLAIN", frozenset((OnGPU,)))
+    x = OnGPU()
+    assert ops.on_triton(x)
+    assert not ops.on_triton(x, "reference")
+    assert not ops.on_triton(x, "hf")
+    for name, value in (("dtype", torch.float64), ("is_cuda", False)):
+        other = OnGPU()
+        setattr(other, name, value)
+        assert not ops.on_triton(other)
+    monkeypatch.setattr(choosing, "_PLAIN", frozenset((torch.Tensor,)))
+    assert not ops.on_triton(x)
+    monkeypatch.undo()
+    triton_is(None)
+    assert not ops.on_triton(x)
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [
+        (None, "Triton cannot be imported (import of triton halted; None in sys.modules)"),
+        ("3.5.0", "Triton is 3.5.0, and 3.6 to 3.9 are supported"),
+        ("3.10.0", "Triton is 3.10.0, and 3.6 to 3.9 are supported"),
+        ("?.6", "Triton cannot be imported (invalid literal for int() with base 10: '?')"),
+    ],
+)
+def test_a_missing_triton_is_said_once_and_is_an_error_where_it_was_asked_for(
+    triton_is, caplog, version, problem
+):
+    triton_is(version)
+    with caplog.at_level(logging.INFO, logger="rope_patch"):
+        for _ in range(2):
+            assert ops.triton_problem() == problem
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == f"{problem}: rotating in plain torch"
+    for call in CALLS.values():
+        with pytest.raises(ValueError, match="was asked for, but triton ") as error:
+            call(kernels="triton")
+        assert str(error.value).startswith('kernels="triton" was asked for')
+        assert "pip install 'rope-patch[kernels]'" in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git1234", "3.9.9", "3.8.0rc1"])
+def test_supported_versions(triton_is, version):
+    triton_is(version)
+    assert ops.triton_problem() is None
+
+
+@calls
+def test_tensors_on_a_cpu_are_an_error_without_the_interpreter(monkeypatch, call):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(choosing, "interpreted", lambda: False)
+    with pytest.raises(ValueError, match='kernels="triton" needs tensors on a GPU, got cpu: move'):
+        call(kernels="triton")
+
+
+def test_kernels_do_not_run_on_a_cpu_of_themselves():
+    """In another process, as Triton reads whether to interpret them when it is imported."""
+    pytest.importorskip("triton")
+    code = """
+import torch
+from rope_patch import ops
+turns = ops.make_turns(torch.ones(4))
+ops.rope(torch.ones(1, 1, 1, 8), None, torch.arange(1), turns, kernels="triton")
+"""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "set TRITON_INTERPRET=1 before starting Python to test" in done.stderr
+
+
+def test_float64_is_an_error_where_triton_is_asked_for(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(choosing, "interpreted", lambda: True)
+    with pytest.raises(ValueError, match=r"takes bfloat16, float16 and float32, got torch.float64"):
+        rope(heads(dtype=torch.float64), kernels="triton")
+
+
+@calls
+@pytest.mark.parametrize("name", ["hf", "Triton", "cuda", ""])
+def test_unknown_kernels(call, name):
+    message = f'kernels must be "auto", "reference" or "triton" here, got {name!r}'
+    with pytest.raises(ValueError, match=message):
+        call(kernels=name)
+
+
+def test_what_else_is_not_known():
+    with pytest.raises(ValueError, match='save must be "input" or "output", got \'both\''):
+        CALLS["qk_norm_rope"](save="both")
+    for missing in ({"positions": None}, {"turns": None}):
+        with pytest.raises(ValueError, match="positions and turns are needed"):
+            rope(heads(), **missing)
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+AXES = torch.zeros(3, 2, 3, dtype=torch.int64)
+SECTIONS = torch.zeros(4, dtype=torch.int64)
+ROPE_ERRORS = {
+    "q of 3 dimensions": (
+        {"q": heads()[0]},
+        r"q must have 4 dimensions, got \[3, 2, 8\]",
+    ),
+    "heads elsewhere": (
+        {"heads_dim": 3},
+        r"heads_dim must be 1 \(\[B, H, S, D\]\) or 2 \(\[B, S, H, D\]\), got 3",
+    ),
+    "k of other tokens": (
+        {"k": heads(tokens=4)},
+        r"k must be like q but for the number of heads \(dimension 2\), got q \[2, 3, 3, 8\] and k "
+        r"\[2, 4, 2, 8\]",
+    ),
+    "k of other rows": ({"k": heads(batch=1)}, "k must be like q"),
+    "k of other sizes": ({"k": heads(dim=16)}, "k must be like q"),
+    "k of 3 dimensions": ({"k": heads()[0]}, "k must be like q"),
+    "layouts mixed up": ({"k": heads(5), "heads_dim": 1}, "number of heads .dimension 1."),
+    "positions in floats": (
+        {"positions": POSITIONS.float()},
+        "positions must be int32 or int64, got torch.float32",
+    ),
+    "other positions": (
+        {"positions": torch.arange(4)},
+        r"positions must be \[3\] or \[2, 3\], got \[4\]",
+    ),
+    "positions of other rows": (
+        {"positions": torch.zeros(3, 3, dtype=torch.int64)},
+        r"positions must be \[3\] or \[2, 3\], got \[3, 3\]",
+    ),
+    "axes without sections": (
+        {"positions": AXES},
+        r"positions must be \[3\] or \[2, 3\], got \[3, 2, 3\]",
+    ),
+    "sections without axes": (
+        {"sections": SECTIONS},
+        r"positions must be \[axes, 2, 3\], got \[3\]",
+    ),
+    "too few sections": (
+        {"positions": AXES, "sections": SECTIONS[:3]},
+        r"sections must be \[4\], one axis a pair, got \[3\]",
+    ),
+    "turns in floats": (
+        {"turns": TURNS.float()},
+        r"turns must be int64 \[R / 2 \+ 1\] or \[2, R / 2 \+ 1\] as make_turns returns them, got "
+        r"torch.float32 \[5\]",
+    ),
+    "turns of other rows": ({"turns": TURNS.expand(3, -1)}, r"turns must be .* got .* \[3, 5\]"),
+    "turns of other memory": (
+        {"turns": TURNS.repeat_interleave(2)[::2]},
+        "turns and sections must be contiguous",
+    ),
+    "sections of other memory": (
+        {"positions": AXES, "sections": SECTIONS.repeat(2)[::2]},
+        "turns and sections must be contiguous",
+    ),
+    "too many pairs": (
+        {"turns": ops.make_turns(frequencies(10))},
+        "5 pairs do not fit into heads of 8 dimensions",
+    ),
+}
+
+
+@pytest.fixture(params=["reference", "triton"])
+def kernels(request):
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("tensors are on the CPU here")
+    return request.param
+
+
+@pytest.mark.parametrize("name", ROPE_ERRORS)
+def test_what_does_not_fit_is_an_error(kernels, name):
+    changes, message = ROPE_ERRORS[name]
+    with pytest.raises(ValueError, match=message):
+        rope(**{"q": heads(3), **changes}, kernels=kernels)
+
+
+WEIGHTS = {
+    "of another size": (torch.ones(7), torch.ones(8), r"weights must be \[8\] both, or \[3, 8\]"),
+    "of other heads": (torch.ones(3, 8), torch.ones(3, 8), r"got \[3, 8\] and \[3, 8\]"),
+    "of two forms": (torch.ones(8), torch.ones(2, 8), r"got \[8\] and \[2, 8\]"),
+    "of other memory": (torch.ones(16)[::2], torch.ones(8), "weights must be contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_that_do_not_fit_are_an_error(kernels, name):
+    *weights, message = WEIGHTS[name]
+    with pytest.raises(ValueError, match=message):
+        norm_and_rope(heads(3), heads(2), *weights, kernels=kernels)
+
+
+def test_keys_to_turn_on_that_do_not_fit_are_an_error(kernels):
+    with pytest.raises(ValueError, match=r"positions must be \[4\] or \[2, 4\], got \[3\]"):
+        rerotate(heads(tokens=4).transpose(1, 2), kernels=kernels)

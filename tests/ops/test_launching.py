@@ -1,0 +1,330 @@
+"""What kernels are launched with, and when a launch is found again; Triton itself is stood in for.
+
+Tensors are without data, so that they may be of any size.
+"""
+
+import inspect
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rope_patch.ops.kernels import launching, qk_norm_rope, rope
+
+DTYPE = torch.bfloat16
+
+
+@dataclass
+class Kernel:
+    """Notes launches through Triton, which are slow, and those of a kernel compiled before."""
+
+    fn: object
+    slow: list = field(default_factory=list)
+    fast: list = field(default_factory=list)
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps, num_stages, **constants):
+            self.slow.append(SimpleNamespace(grid=grid, given=given, constants=constants))
+            return Compiled(self)
+
+        return launch
+
+
+@dataclass
+class Compiled:
+    kernel: Kernel
+
+    def __getitem__(self, grid):
+        return lambda *given: self.kernel.fast.append(SimpleNamespace(grid=grid, given=given))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Stands in for all three kernels; `launched.rope` and so on are what notes launches."""
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    noted = SimpleNamespace()
+    for name, module, attribute in (
+        ("rope", rope, "_launcher"),
+        ("forward", qk_norm_rope, "_forward"),
+        ("backward", qk_norm_rope, "_backward"),
+    ):
+        kernel = Kernel(getattr(module, attribute).kernel.fn)
+        setattr(noted, name, kernel)
+        monkeypatch.setattr(module, attribute, launching.Launcher(kernel))
+    return noted
+
+
+def empty(*shape, dtype=DTYPE):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def integers(*shape, dtype=torch.int64):
+    return empty(*shape, dtype=dtype)
+
+
+def rope_inputs(batch=2, tokens=4, heads=4, key_heads=2, dim=64):
+    return {
+        "q": empty(batch, tokens, heads, dim),
+        "k": empty(batch, tokens, key_heads, dim),
+        "positions": integers(tokens),
+        "turns": integers(33),
+        "sections": None,
+        "interleaved": False,
+        "heads_dim": 2,
+        "conjugate": False,
+    }
+
+
+def forward_inputs(**sizes):
+    made = rope_inputs(**sizes)
+    del made["conjugate"]
+    weights = {f"{x}_weight": empty(made[x].shape[-1]) for x in ("q", "k")}
+    return {**made, **weights, "eps": 1e-6, "offset": 0.0, "save": True}
+
+
+def backward_inputs(**sizes):
+    made = forward_inputs(**sizes)
+    del made["eps"], made["save"]
+    for x in ("q", "k"):
+        made[f"{x}_grad"] = torch.empty_like(made[x])
+        made[f"{x}_rstd"] = empty(*made[x].shape[:3], dtype=torch.float32)
+    return {**made, "rederive": False}
+
+
+KERNELS = {
+    "rope": (rope.rope, rope_inputs),
+    "forward": (qk_norm_rope.forward, forward_inputs),
+    "backward": (qk_norm_rope.backward, backward_inputs),
+}
+kernels = pytest.mark.parametrize("name", KERNELS)
+
+
+@kernels
+def test_arguments_are_those_of_the_kernel_in_its_order(launched, name):
+    function, inputs = KERNELS[name]
+    function(**inputs())
+    (call,) = getattr(launched, name).slow
+    names = list(inspect.signature(getattr(launched, name).fn).parameters)
+    given = dict(zip(names, call.given, strict=False))
+    assert names[len(call.given) :] == list(call.constants)
+    assert [n for n, x in given.items() if isinstance(x, torch.Tensor)] == names[
+        : names.index("tokens" if name == "backward" else "S" if name == "rope" else "eps")
+    ]
+    assert (given["S"], given["H"], given["K"]) == (4, 4, 2)
+    assert [given[f"q_{x}"] for x in "bshd"] == [4 * 4 * 64, 4 * 64, 64, 1]
+    assert [given[f"ko_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
+    assert [given[f"positions_{x}"] for x in "abs"] == [0, 0, 1]
+    assert given["turns_b"] == 0
+    if name == "backward":
+        assert given["tokens"] == 8
+        assert [given[f"kg_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
+
+
+@kernels
+def test_heads_may_come_before_tokens(launched, name):
+    function, inputs = KERNELS[name]
+    made = inputs()
+    for x in ("q", "k", "q_grad", "k_grad"):
+        if x in made:
+            made[x] = made[x].transpose(1, 2)
+    made["heads_dim"] = 1
+    function(**made)
+    (call,) = getattr(launched, name).slow
+    names = inspect.signature(getattr(launched, name).fn).parameters
+    given = dict(zip(names, call.given, strict=False))
+    assert (given["S"], given["H"], given["K"]) == (4, 4, 2)
+    assert [given[f"q_{x}"] for x in "bshd"] == [4 * 4 * 64, 4 * 64, 64, 1]
+    assert [given[f"ko_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
+
+
+@kernels
+def test_the_same_is_launched_without_triton_looking_at_it(launched, name):
+    function, inputs = KERNELS[name]
+    function(**inputs())
+    other = inputs()
+    function(**other)
+    noted = getattr(launched, name)
+    (slow,), (fast,) = noted.slow, noted.fast
+    assert fast.grid == slow.grid
+    assert any(x is other["q"] for x in fast.given)
+    count = len([x for x in slow.given if isinstance(x, torch.Tensor)])
+    assert fast.given[count:] == (*slow.given[count:], *slow.constants.values())
+
+
+CHANGES = {
+    "another dtype": lambda x: {"q": x["q"].float()},
+    "keys of another dtype": lambda x: {"k": x["k"].float()},
+    "other strides": lambda x: {"q": empty(2, 4, 4, 128)[..., :64]},
+    "keys of other strides": lambda x: {"k": empty(2, 4, 2, 128)[..., :64]},
+    "more heads": lambda x: {"q": empty(2, 4, 5, 64)},
+    "other rows of positions": lambda x: {"positions": integers(2, 4)},
+    "positions of other strides": lambda x: {"positions": integers(8)[::2]},
+    "narrow positions": lambda x: {"positions": integers(4, dtype=torch.int32)},
+    "rows of frequencies": lambda x: {"turns": integers(2, 33)},
+    "rows of the same": lambda x: {"turns": integers(33).expand(2, -1)},
+    "fewer pairs": lambda x: {"turns": integers(17)},
+    "sections": lambda x: {"positions": integers(3, 2, 4), "sections": integers(32)},
+    "neighbours": lambda x: {"interleaved": True},
+    # [B, S, H, D] and [B, H, S, D] of the same sizes, with all else the same
+    "another layout": lambda x: {"heads_dim": 1, "k": empty(2, 2, 4, 64)},
+}
+ROPE_CHANGES = {
+    "backwards": lambda x: {"conjugate": True},
+    "in place": lambda x: {"inplace": True},
+    "fair": lambda x: {"fair": True},
+    "queries alone": lambda x: {"k": None},
+}
+NORM_CHANGES = {
+    "wide weights": lambda x: {"q_weight": x["q_weight"].float()},
+    "wide weights of keys": lambda x: {"k_weight": x["k_weight"].float()},
+    "together": lambda x: {"q_weight": empty(4, 64), "k_weight": empty(2, 64)},
+    "an offset": lambda x: {"offset": 1.0},
+}
+FORWARD_CHANGES = {
+    "another eps": lambda x: {"eps": 1e-5},
+    "not for training": lambda x: {"save": False},
+}
+BACKWARD_CHANGES = {
+    "by the output": lambda x: {"rederive": True},
+    "gradients of other strides": lambda x: {"q_grad": empty().expand(2, 4, 4, 64)},
+    "keys' gradients of other strides": lambda x: {"k_grad": empty().expand(2, 4, 2, 64)},
+    "wide gradients": lambda x: {"q_grad": x["q_grad"].float()},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *(("rope", c) for c in (CHANGES | ROPE_CHANGES).items()),
+        *(("forward", c) for c in (CHANGES | NORM_CHANGES | FORWARD_CHANGES).items()),
+        *(("backward", c) for c in (CHANGES | NORM_CHANGES | BACKWARD_CHANGES).items()),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x[0],
+)
+def test_anything_else_is_looked_at_by_triton(launched, name, change):
+    function, inputs = KERNELS[name]
+    made = inputs()
+    function(**made)
+    changed = {**made, **change[1](made)}
+    if "q_grad" in changed and change[0] in ("another layout", "more heads"):
+        changed["q_grad"], changed["k_grad"] = (torch.empty_like(changed[x]) for x in "qk")
+    function(**changed)
+    noted = getattr(launched, name)
+    assert len(noted.slow) == 2
+    assert not noted.fast
+    function(**changed)
+    function(**made)
+    assert len(noted.fast) == 2
+
+
+@pytest.mark.parametrize("name", ["turns", "sections"])
+def test_what_does_not_fit_is_an_error_after_what_does(launched, name):
+    """A launch that is found again asks no questions, so it must not be found for these."""
+    made = rope_inputs() | {"positions": integers(3, 2, 4), "sections": integers(32)}
+    rope.rope(**made)
+    wrong = {
+        "turns": (made["turns"].double(), integers(66)[::2]),
+        "sections": (integers(16), integers(64)[::2]),
+    }
+    for x in wrong[name]:
+        with pytest.raises(ValueError, match=f"{name} (and sections )?must be"):
+            rope.rope(**{**made, name: x})
+
+
+def test_weights_of_other_memory_are_an_error_after_those_that_fit(launched):
+    qk_norm_rope.forward(**forward_inputs())
+    for weight in ("q_weight", "k_weight"):
+        with pytest.raises(ValueError, match="weights must be contiguous"):
+            qk_norm_rope.forward(**forward_inputs() | {weight: empty(128)[::2]})
+
+
+@kernels
+def test_memory_that_is_not_aligned_takes_the_long_way_each_time(launched, name):
+    function, inputs = KERNELS[name]
+    made = {
+        n: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
+        for n, x in inputs().items()
+    }
+    noted, count = getattr(launched, name), 0
+    function(**made)
+    for which, x in made.items():
+        if not isinstance(x, torch.Tensor):
+            continue
+        off = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+        assert off.data_ptr() % 16
+        noted.slow.clear()
+        noted.fast.clear()
+        for given in (off, off, x):
+            function(**{**made, which: given})
+        # The code for positions and turns serves any, and reciprocal norms are of our own making.
+        any_will_do = which in ("positions", "turns", "q_rstd", "k_rstd")
+        assert (len(noted.slow), len(noted.fast)) == ((0, 3) if any_will_do else (2, 1))
+        count += not any_will_do
+    assert count == {"rope": 2, "forward": 4, "backward": 6}[name]
+
+
+def test_a_launch_for_memory_that_is_not_aligned_does_not_serve_what_is(launched):
+    """It would be right, and slow from then on."""
+    aligned = rope_inputs()
+    q = torch.zeros(aligned["q"].numel() + 1, dtype=DTYPE)
+    for start, fast in ((1, 0), (0, 0), (0, 1)):
+        rope.rope(**aligned | {"q": q[start:][: len(q) - 1].view(aligned["q"].shape)})
+        assert len(launched.rope.fast) == fast
+
+
+def test_launches_of_many_sizes_do_not_fill_the_memory(launched):
+    for tokens in range(1030):
+        rope.rope(**rope_inputs(tokens=tokens + 1))
+    assert len(rope._launcher._known) == 6
+
+
+def test_nothing_is_launched_for_nothing(launched):
+    for name, (function, inputs) in KERNELS.items():
+        function(**inputs(tokens=0))
+        function(**inputs(batch=0))
+        assert not getattr(launched, name).slow
+
+
+# -- grids -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [2**20, 2**24])
+def test_tokens_are_where_a_grid_has_room_for_them(launched, tokens):
+    """A GPU takes 2^31 - 1 programs along the first dimension, and 65,535 along the others."""
+    for name, (function, inputs) in KERNELS.items():
+        function(**inputs(batch=3, tokens=tokens))
+        (call,) = getattr(launched, name).slow
+        if name == "backward":
+            assert call.grid == (2048, 2, 1)
+        else:
+            assert call.grid == (3 * tokens, 1, 1)
+
+
+@pytest.mark.parametrize(("tokens", "shares"), [(1, 4), (1023, 4), (1024, 1)])
+def test_few_tokens_are_shared_between_programs(launched, tokens, shares):
+    """4 shares of the 40 heads: 16 heads of 64 dimensions are a tile, 3 of them are enough."""
+    sizes = {"batch": 1, "tokens": tokens, "heads": 64}
+    for name in ("rope", "forward"):
+        function, inputs = KERNELS[name]
+        function(**inputs(**sizes))
+        (call,) = getattr(launched, name).slow
+        assert call.constants["HEADS"] == 16
+        assert call.grid == (tokens, shares, 1)
+
+
+@pytest.mark.parametrize("heads", [1, 5, 40])
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (80, 80), (80, 32), (128, 128), (128, 20), (256, 64), (512, 512), (2048, 2)]
+)
+def test_tiles_hold_what_there_is_in_powers_of_two(sizes, heads):
+    head_dim, rotary_dim = sizes
+    made = launching.tile(head_dim, rotary_dim, heads)
+    for name in ("PAIRS", "TAIL", "HEADS"):
+        assert not made[name] & (made[name] - 1)
+    assert rotary_dim // 2 <= made["PAIRS"] < rotary_dim
+    assert head_dim - rotary_dim <= made["TAIL"] < 2 * max(head_dim - rotary_dim, 0.6)
+    assert made["HEADS"] >= 1
+    assert made["HEADS"] < 2 * heads

@@ -1,0 +1,296 @@
+"""The kernels in graphs: as operators, compiled, exported."""
+
+import pytest
+import torch
+from rotations import DEVICE, assert_laid_out_as, draw, frequencies
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from rope_patch import ops
+from rope_patch.ops.choosing import triton_problem
+
+assert triton_problem() is None  # which registers the operators
+rope_op, norm_op, norm_back_op = (
+    getattr(torch.ops.rope_patch, name).default
+    for name in ("rope", "qk_norm_rope", "qk_norm_rope_backward")
+)
+
+D, EPS = 16, 1e-6
+TURNS = ops.make_turns(frequencies(12)).to(DEVICE)
+
+
+def heads(count, batch=1, tokens=2, seed=0, grad=False, dtype=torch.float32):
+    """`[B, H, S, D]`, lying in memory as projections leave them."""
+    x = draw(batch, tokens, count, D, seed=seed, dtype=dtype).transpose(1, 2)
+    return x.detach().requires_grad_(grad)
+
+
+def positions(batch=1, tokens=2):
+    return torch.arange(batch * tokens, device=DEVICE).view(batch, tokens)
+
+
+def weights(*counts, grad=False):
+    """For each head by itself, or for all `counts` of them together."""
+    shapes = [(n, D) for n in counts] or [(D,), (D,)]
+    return [(1 + draw(*s, seed=i) / 10).requires_grad_(grad) for i, s in enumerate(shapes)]
+
+
+AXES = torch.arange(6, device=DEVICE).view(3, 1, 2)
+SECTIONS = torch.arange(6, device=DEVICE) % 3
+
+
+def rope_inputs(grad=False):
+    q, k = heads(3, grad=grad), heads(1, seed=1, grad=grad)
+    return {
+        "both": (q, k, positions(), TURNS, None, False, 1, False),
+        "queries alone": (q, None, positions(), TURNS, None, True, 1, False),
+        "backwards": (q.half(), k, positions()[0], TURNS[None], None, False, 1, True),
+        "axes": (q, k, AXES, TURNS, SECTIONS, False, 1, False),
+    }
+
+
+def norm_inputs(grad=False):
+    q, k = heads(3, grad=grad), heads(1, seed=1, grad=grad)
+    rest = (EPS, 0.0, False, 1)
+    return {
+        "each": (q, k, *weights(grad=grad), positions(), TURNS, None, *rest),
+        "together": (q, k, *weights(3, 1, grad=grad), positions(), TURNS, None, *rest),
+        "axes": (q.half(), k, *weights(grad=grad), AXES, TURNS, SECTIONS, EPS, 1.0, True, 1),
+    }
+
+
+def norm_back_inputs():
+    made = {}
+    for name, given in norm_inputs().items():
+        q_out, k_out, *rstds = norm_op(*given)
+        made[name] = (*given[:4], *rstds, q_out, k_out, *given[4:7], *given[8:])
+    q, k, *rest = made["each"]
+    ones = [torch.ones((), device=DEVICE).expand(x.shape) for x in (q, k)]
+    return {**made, "of a sum": (q, k, *rest[:4], *ones, *rest[6:])}
+
+
+# -- as operators ----------------------------------------------------------------------------------
+
+OPERATORS = [
+    *((rope_op, rope_inputs, name) for name in rope_inputs()),
+    *((norm_op, norm_inputs, name) for name in norm_inputs()),
+    *((norm_back_op, norm_back_inputs, name) for name in (*norm_inputs(), "of a sum")),
+]
+operators = pytest.mark.parametrize(
+    ("op", "inputs", "name"), OPERATORS, ids=[f"{op.name()}, {name}" for op, _, name in OPERATORS]
+)
+
+
+@operators
+def test_pytorch_finds_the_operators_in_order(op, inputs, name):
+    given = inputs() if op is norm_back_op else inputs(grad=True)  # that one has no derivative
+    torch.library.opcheck(op, given[name])
+
+
+@operators
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_results_without_data_are_laid_out_as_real_ones(op, inputs, name, kind):
+    given = inputs()[name]
+    mode = FakeTensorMode()
+    without = [
+        x
+        if not isinstance(x, torch.Tensor)
+        else mode.from_tensor(x)
+        if kind == "fake"
+        else x.to("meta")
+        for x in given
+    ]
+    for got, expected in zip(op(*without), op(*given), strict=True):
+        assert_laid_out_as(got, got)
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+        assert got.stride() == expected.stride()
+        assert got.device.type == (DEVICE if kind == "fake" else "meta")
+
+
+MEMORY = {
+    "contiguous": lambda: draw(2, 3, 2, D),
+    "a view of BSHD": lambda: draw(2, 2, 3, D).transpose(1, 2),
+    "beside a gate": lambda: draw(2, 2, 3, 2 * D)[..., :D].transpose(1, 2),
+    "every other number": lambda: draw(2, 3, 2, 2 * D)[..., ::2],
+    "repeated heads": lambda: draw(2, 1, 2, D).expand(-1, 3, -1, -1),
+    "no tokens": lambda: draw(2, 3, 0, D),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_of_any_kind_has_results_of_the_same_kind(name):
+    """Of the kernels as of what stands for them without data."""
+    x, mode = MEMORY[name](), FakeTensorMode()
+    rest = (positions(2, x.shape[2]), TURNS, None)
+    given = [(x, x, *rest, False, 1, False), (x, x, *weights(), *rest, EPS, 0.0, False, 1)]
+    for op, args in zip((rope_op, norm_op), given, strict=True):
+        real = op(*args)
+        fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+        for one, other in zip(real[:2], fake[:2], strict=True):
+            assert_laid_out_as(one, x)
+            assert one.stride() == other.stride()
+
+
+def test_operators_give_what_functions_give():
+    q, k, w = heads(3, grad=True), heads(1, grad=True), weights(grad=True)
+    rest, settings = (positions(), TURNS), {"heads_dim": 1, "kernels": "triton"}
+    pairs = [
+        (
+            rope_op(q, k, *rest, None, False, 1, False),
+            ops.rope(q, k, *rest, **settings),
+            (q, k),
+        ),
+        (
+            norm_op(q, k, *w, *rest, None, EPS, 1.0, False, 1)[:2],
+            ops.qk_norm_rope(q, k, *w, *rest, eps=EPS, offset=1.0, **settings),
+            (q, k, *w),
+        ),
+    ]
+    for by_op, by_function, leaves in pairs:
+        grads = [draw(*x.shape, seed=3) for x in by_function]
+        results = [
+            [*turned, *torch.autograd.grad(turned, leaves, grads)]
+            for turned in (by_op, by_function)
+        ]
+        for one, other in zip(*results, strict=True):
+            assert one.equal(other)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("kind", ["rope", "qk_norm_rope"])
+def test_only_one_of_the_two_is_used(kind, used):
+    q, k = given = heads(3, grad=True), heads(1, grad=True)
+    rest, w = (positions(), TURNS, None), weights()
+    if kind == "rope":
+        turned = rope_op(q, k, *rest, False, 1, False)
+    else:
+        turned = norm_op(q, k, *w, *rest, EPS, 0.0, False, 1)
+    got = torch.autograd.grad(turned[used].sum(), given, allow_unused=True)
+    settings = {"heads_dim": 1, "kernels": "triton"}
+    if kind == "rope":
+        turned = ops.rope(q, k, *rest[:2], **settings)
+    else:
+        turned = ops.qk_norm_rope(q, k, *w, *rest[:2], eps=EPS, **settings)
+    assert got[used].equal(torch.autograd.grad(turned[used].sum(), given[used])[0])
+    assert got[1 - used] is None or not got[1 - used].any()
+
+
+def test_derivatives_of_the_second_order_of_operators():
+    q, grad = heads(3, grad=True), heads(3, seed=2, grad=True)
+    turned = rope_op(q, None, positions(), TURNS, None, False, 1, False)
+    (back,) = torch.autograd.grad(turned, q, grad, create_graph=True)
+    (twice,) = torch.autograd.grad(back.square().sum(), grad)
+    torch.testing.assert_close(twice, 2 * grad.detach(), rtol=0, atol=1e-5)
+
+    turned = norm_op(q, q, *weights(), positions(), TURNS, None, EPS, 0.0, False, 1)
+    (back,) = torch.autograd.grad(turned[0], q, grad, create_graph=True)
+    with pytest.raises(RuntimeError, match="qk_norm_rope_backward"):
+        back.sum().backward()
+
+
+# -- compiled --------------------------------------------------------------------------------------
+
+
+def attended(q, k, positions, q_weight, k_weight):
+    """What a layer does, in little: both ways to rotate, between other operations."""
+    settings = {"heads_dim": 1, "kernels": "triton"}
+    q, k = ops.qk_norm_rope(
+        q * 2, k, q_weight, k_weight, positions, TURNS, eps=EPS, save="output", **settings
+    )
+    q, k = ops.rope(q, k, positions, TURNS, **settings)
+    alone, none = ops.rope(q + 1, None, positions, TURNS, **settings)
+    assert none is None
+    return alone, k
+
+
+def both_ways(f, batch=2, tokens=1):
+    """Results and gradients of all that has one."""
+    leaves = heads(3, batch, tokens, 1, True), heads(1, batch, tokens, 2, True)
+    w = weights(grad=True)
+    out = f(*leaves, positions(batch, tokens), *w)
+    grads = [draw(*x.shape, seed=3) for x in out]
+    return *out, *torch.autograd.grad(out, (*leaves, *w), grads)
+
+
+def assert_same(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)],
+)
+def test_compiled_as_one_graph(backend, dynamic):
+    f = torch.compile(attended, backend=backend, fullgraph=True, dynamic=dynamic)
+    assert_same(both_ways(f), both_ways(attended))
+
+
+def test_other_sizes_are_not_compiled_anew():
+    f = torch.compile(attended, backend="aot_eager", fullgraph=True, dynamic=True)
+    both_ways(f, 2, 4)  # unlike each other and all else, or they would be taken for the same
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_same(both_ways(f, 3, 2), both_ways(attended, 3, 2))
+
+
+def test_compiled_without_gradients():
+    f = torch.compile(attended, backend="aot_eager", fullgraph=True)
+    given = (heads(3), heads(1, seed=2), positions(), *weights())
+    with torch.inference_mode():
+        assert_same(f(*given), attended(*given))
+    assert_same(both_ways(f), both_ways(attended))
+
+
+def names_in(graph):
+    return {str(node.target) for node in graph.nodes if node.op == "call_function"}
+
+
+def test_graphs_hold_the_operators():
+    """And plain torch where Triton does not run, so that they are fused with what is around."""
+    seen = []
+
+    def backend(graph, _):
+        seen.append(names_in(graph.graph))
+        return graph
+
+    given = (heads(3), heads(1), positions(), *weights())
+    torch.compile(attended, backend=backend, fullgraph=True)(*given)
+    assert {"rope_patch.rope", "rope_patch.qk_norm_rope"} <= seen.pop()
+
+    def plain(q, k, positions):
+        return ops.rope(q, k, positions, TURNS, heads_dim=1, kernels="reference")
+
+    torch.compile(plain, backend=backend, fullgraph=True)(*given[:3])
+    assert not any("rope_patch" in name for name in seen.pop())
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_weight, self.k_weight = (torch.nn.Parameter(w) for w in weights())
+
+    def forward(self, q, k, positions):
+        return attended(q, k, positions, self.q_weight, self.k_weight)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict):
+    layer, batch, tokens = Layer(), torch.export.Dim("batch"), torch.export.Dim("tokens")
+    sizes = {0: batch, 2: tokens}
+    given = heads(3, 2, 4), heads(1, 2, 4, seed=2), positions(2, 4)
+    with torch.no_grad():
+        exported = torch.export.export(
+            layer, given, dynamic_shapes=(sizes, sizes, {0: batch, 1: tokens}), strict=strict
+        )
+        assert {"rope_patch.rope.default", "rope_patch.qk_norm_rope.default"} <= names_in(
+            exported.graph
+        )
+        for size in ((2, 4), (3, 2)):
+            given = heads(3, *size), heads(1, *size, seed=2), positions(*size)
+            assert_same(exported.module()(*given), layer(*given))
