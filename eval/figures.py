@@ -187,7 +187,7 @@ def _chart(name: str, alt: str, panels: list[_Panel]) -> Picture:
                 figure.legend(handles, texts, bbox_to_anchor=corner, **look)
         return figure
 
-    return _picture(name, alt, paint)
+    return picture(name, alt, paint)
 
 
 def _plot(axes: Axes, lines: list[_Line]) -> tuple[list[Any], float]:
@@ -273,7 +273,14 @@ def _short(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
+def picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
+    """Draws a figure as PNG and, in two widths in inches, as SVG for a page.
+
+    Args:
+        name: What its file is called.
+        alt: What it shows, for those who do not see it.
+        paint: Makes the figure of a given width.
+    """
     with rc_context(_STYLE):
         png = io.BytesIO()
         paint(_WIDE).savefig(png, format="png", dpi=144, facecolor="white")

@@ -61,9 +61,9 @@ def write_report(results: dict[str, Any], folder: Path) -> Path:
     page = _content(results) | {"pictures": pictures}
     files = {f"figures/{name}.png": picture.png for name, picture in pictures.items()}
     files |= {f"figures/{name}.png": png for name, png in heatmap.draw(results).items()}
-    files["report.json"] = _json(results, indent=2).encode()
-    files["report.md"] = _render("report.md.jinja", page).encode()
-    files["report.html"] = _render("report.html", page).encode()
+    files["report.json"] = to_json(results, indent=2).encode()
+    files["report.md"] = render("report.md.jinja", page).encode()
+    files["report.html"] = render("report.html", page).encode()
     for name, content in files.items():
         write(folder / name, content)
     for pattern in ("perplexity.png", "stretch.png", "retrieval-*.png"):
@@ -264,7 +264,8 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
 
 
-def _render(template: str, page: dict[str, Any]) -> str:
+def render(template: str, page: dict[str, Any]) -> str:
+    """A page made from a template of this folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=template.endswith(".html"),
@@ -273,7 +274,7 @@ def _render(template: str, page: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"md": _markdown, "arxiv": _arxiv, "json": _json}
+    environment.filters |= {"md": _markdown, "arxiv": _arxiv, "json": to_json}
     environment.filters["heat"] = figures.heat_colours
     environment.globals |= {"palette": figures.PALETTE, "heat": figures.HEAT}
     return environment.get_template(template).render(page)
@@ -289,7 +290,8 @@ def _arxiv(paper: Any) -> str | None:
     return f"https://arxiv.org/abs/{found[1]}" if found else None
 
 
-def _json(value: Any, indent: int | None = None) -> str:
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON, which other programs read too."""
     return json.dumps(_strict(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 

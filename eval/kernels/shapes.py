@@ -1,0 +1,199 @@
+"""What is rotated: queries and keys of well-known models, as their projections lay them out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+VIEWS, PACKED, BHSD = "views", "packed", "bhsd-gradients"
+LAYOUTS = {
+    VIEWS: "queries and keys as transposed views of what two projections wrote, gradients too",
+    PACKED: "queries and keys as slices of what one packed projection wrote",
+    BHSD: "as views, but gradients are contiguous in [B, H, S, D], as eager attention makes them",
+}
+
+_DECODED_AT = 4096  # where a single token stands
+_SEED = 0
+_SPREAD = 0.1  # of norm weights around 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The heads of one model.
+
+    Attributes:
+        name: What `--shapes` takes.
+        family: The model's folder in transformers.
+        heads: Query heads, H.
+        key_heads: Key heads, K.
+        head_dim: D, all of which rotates.
+        layers: Layers of the whole model.
+        theta: Base of the rotation.
+        norm: transformers' class for the norm of each head before the rotation; None: no norm.
+        offset: Added to the norm's weight.
+        eps: Added to the mean of squares.
+    """
+
+    name: str
+    family: str
+    heads: int
+    key_heads: int
+    head_dim: int
+    layers: int
+    theta: float
+    norm: str | None = None
+    offset: float = 0.0
+    eps: float = 1e-6
+
+    def __str__(self) -> str:
+        does = "norm and rotation" if self.norm else "rotation"
+        return f"{self.name}: {does} of {self.heads} + {self.key_heads} heads of {self.head_dim}"
+
+    def inv_freq(self) -> torch.Tensor:
+        """Radians per token, float32 `[D / 2]`."""
+        steps = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        return 1.0 / self.theta**steps
+
+
+_LLAMA = Shape(
+    name="llama-3-8b",
+    family="llama",
+    heads=32,
+    key_heads=8,
+    head_dim=128,
+    layers=32,
+    theta=5e5,
+)
+_QWEN = Shape(
+    name="qwen3-8b",
+    family="qwen3",
+    heads=32,
+    key_heads=8,
+    head_dim=128,
+    layers=36,
+    theta=1e6,
+    norm="Qwen3RMSNorm",
+)
+_GEMMA = Shape(
+    name="gemma-3-12b",
+    family="gemma3",
+    heads=16,
+    key_heads=8,
+    head_dim=256,
+    layers=48,
+    theta=1e6,
+    norm="Gemma3RMSNorm",
+    offset=1.0,
+)
+SHAPES = {shape.name: shape for shape in (_LLAMA, _QWEN, _GEMMA)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One set of tensors to work on, of `[B, S, H, D]` each, with the storage they are part of.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        grads: Gradients of both when rotated, `[B, H, S, D]`.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    grads: tuple[torch.Tensor, torch.Tensor]
+
+    def fresh(self) -> Sample:
+        """A copy with the same layout, for who writes over what it is given."""
+        q, k, *grads = map(_cloned, (self.q, self.k, *self.grads))
+        return Sample(q.requires_grad_(), k.requires_grad_(), (grads[0], grads[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One shape at one size, with all that its samples share."""
+
+    shape: Shape
+    batch: int
+    length: int
+    layout: str
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the queries and the keys, N: moving them in and out takes twice as many."""
+        heads = self.shape.heads + self.shape.key_heads
+        return self.batch * self.length * heads * self.shape.head_dim * self.dtype.itemsize
+
+    @cached_property
+    def inv_freq(self) -> torch.Tensor:
+        """See `Shape.inv_freq`."""
+        return self.shape.inv_freq().to(self.device)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 `[1, S]`."""
+        start = _DECODED_AT if self.length == 1 else 0
+        return torch.arange(start, start + self.length, device=self.device)[None]
+
+    @cached_property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, `[1, S, D]`, as transformers computes and rounds them."""
+        angles = self.positions[..., None].float() * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    @cached_property
+    def turns(self) -> torch.Tensor:
+        """What our ops rotate by instead."""
+        from rope_patch.ops.angles import make_turns
+
+        return make_turns(self.inv_freq)
+
+    @cached_property
+    def weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """The norms' of queries and keys; none without a norm."""
+        if self.shape.norm is None:
+            return ()
+        drawn = torch.Generator().manual_seed(_SEED)
+        size = (2, self.shape.head_dim)
+        around = 1 - self.shape.offset + _SPREAD * torch.randn(size, generator=drawn)
+        rows = around.to(self.device, self.dtype).unbind()
+        return tuple(torch.nn.Parameter(row.clone()) for row in rows)
+
+    def sample(self, seed: int) -> Sample:
+        """Draws queries, keys and gradients."""
+        drawn = torch.Generator(self.device).manual_seed(seed)
+        shape, dims = self.shape, (self.batch, self.length)
+        heads = (shape.heads, shape.key_heads)
+
+        def draw(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=drawn, device=self.device, dtype=self.dtype)
+
+        if self.layout == PACKED:
+            qkv = draw(*dims, shape.heads + 2 * shape.key_heads, shape.head_dim)
+            q, k, _ = qkv.split((*heads, shape.key_heads), dim=2)
+        else:
+            q, k = (draw(*dims, n, shape.head_dim) for n in heads)
+        if self.layout == BHSD:
+            grads = [draw(self.batch, n, self.length, shape.head_dim) for n in heads]
+        else:
+            grads = [draw(*dims, n, shape.head_dim).transpose(1, 2) for n in heads]
+        return Sample(
+            q.detach().requires_grad_(), k.detach().requires_grad_(), (grads[0], grads[1])
+        )
+
+
+def _cloned(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, also of a slice, whose gaps stay empty."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    base = torch.empty(max(extent, 0), dtype=x.dtype, device=x.device)
+    return base.as_strided(x.shape, x.stride()).copy_(x.detach())
+
+
+def samples_needed(problem: Problem, cache: int) -> int:
+    """How many samples in turn make every call find its own out of a cache of so many bytes."""
+    return min(max(math.ceil(4 * cache / problem.bytes), 1), 8)

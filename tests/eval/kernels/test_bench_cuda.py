@@ -1,0 +1,33 @@
+"""The kernel benchmark on a GPU: its own clocks, graphs and counts."""
+
+import pytest
+import torch
+
+from rope_patch.eval.kernels import model_steps, timing
+from rope_patch.eval.kernels.measuring import Request, bench
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_all_clocks_run():
+    request = Request(
+        shapes=("llama-3-8b", "gemma-3-12b"),
+        lengths=(1, 64),
+        batches=(1,),
+        repeats=2,
+        contenders=("hf", "ours", "ours-output"),
+        steps=False,
+    )
+    for case in bench(request)["cases"]:
+        phases = {"graph", "wall"} if case["length"] == 1 else {"forward", "backward", "both"}
+        for row in (row for row in case["rows"] if "not_measured" not in row):
+            assert set(row["times"]) == phases, row
+            assert not row.get("wrong"), row
+
+
+def test_peaks_and_launches():
+    x = torch.zeros(2**20, device="cuda")
+    assert timing.peak(lambda: x + 1) == 2**22
+    rows = model_steps.measure(("qwen3-8b",), torch.device("cuda"), torch.bfloat16, repeats=1)
+    transformers, ours = (row["launches"] for row in rows)
+    assert transformers > ours > 0

@@ -1,0 +1,188 @@
+"""The kernel benchmark's files, command and steps of whole models, on real and tiny runs."""
+
+import json
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rope_patch import cli
+from rope_patch.cli import app
+from rope_patch.eval.kernels import measuring, model_steps, reporting
+from rope_patch.eval.kernels.contenders import Contender, own_and_transformers
+from rope_patch.ops import choosing
+
+TINY = ("--shapes", "qwen3-8b", "--lengths", "1,8", "--repeats", "2")
+NAMES = ("--contenders", "hf,ours,flash-attn")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_usual():
+    """Not as in the kernels' own tests, where Triton is interpreted."""
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (choosing, measuring):
+            patched.setattr(module, "interpreted", lambda: False)
+        yield
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=True)
+
+
+class Tables(HTMLParser):
+    """The cells of a page's tables, by caption."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.caption, self.inside = {}, "", ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.inside = tag
+        if tag == "tr" and self.caption:
+            self.found[self.caption].append([])
+
+    def handle_data(self, data):
+        if self.inside == "caption":
+            self.caption, self.inside = data, ""
+            self.found[data] = []
+        elif self.inside in ("td", "th", "small", "span") and self.caption and data.strip():
+            self.found[self.caption][-1].append(data.strip())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    done = bench(*TINY, *NAMES, "--no-model-steps", "--out", str(folder))
+    assert done.exit_code == 0, done.exception
+    return done, folder
+
+
+def test_a_run_writes_every_form(run):
+    _, folder = run
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"bench.html", "bench.json", "bench.md", "bench.png"}
+    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_forms_show_the_same(run):
+    done, folder = run
+    results = json.loads((folder / "bench.json").read_text())
+    page = (folder / "bench.html").read_text()
+    case = next(c for c in results["cases"] if c["length"] == 8 and c["layout"] == "views")
+    row = next(row for row in case["rows"] if row["contender"] == "hf")
+    percent = f"{row['times']['forward']['percent']:.1f}"[:3]
+    table = Tables(page).found["Forward, by tokens"]
+    assert table[2][:2] == ["copy", "100%"]
+    assert table[3][0] == "HF eager"
+    assert table[3][1].startswith(percent)
+    markdown = (folder / "bench.md").read_text()
+    assert f"| HF eager | {percent}" in markdown
+    assert "Forward, by tokens" in done.stdout
+    assert str(folder / "bench.html") in done.stdout
+    for form in (page, markdown, done.stdout):
+        assert "flash-attention" in form
+        assert "Triton needs a GPU" in form
+
+
+def test_the_page_needs_no_other(run):
+    page = (run[1] / "bench.html").read_text()
+    assert "<svg" in page
+    assert "prefers-color-scheme: dark" in page
+    for word in ("http://", "https://", "<script", "<link", "src="):
+        assert word not in page
+
+
+def test_json_can_be_printed(tmp_path):
+    chosen = ("--contenders", "hf", "--no-model-steps", "--rivals", str(tmp_path))
+    done = bench(*TINY, *chosen, "--json", "--out", str(tmp_path))
+    results = json.loads(done.stdout)
+    assert results["shapes"] == ["qwen3-8b"]
+    assert results["rivals"] == str(tmp_path)
+
+
+def test_who_is_wrong_is_shown_as_wrong(monkeypatch, tmp_path):
+    right = own_and_transformers()[0]
+
+    def build(problem):
+        call = right.build(problem)
+        return lambda q, k: tuple(torch.where(x > 3, torch.nan, x) for x in call(q, k))
+
+    bad = Contender(name="hf-compile", title="The bad one", build=build)
+    monkeypatch.setattr(measuring, "own_and_transformers", lambda: [right, bad])
+    request = measuring.Request(shapes=("llama-3-8b",), lengths=(8,), repeats=1, steps=False)
+    results = measuring.bench(request)
+    reporting.write_all(results, tmp_path)
+    text = reporting.as_text(results)
+    line = next(line for line in text.splitlines() if line.strip().startswith("The bad one"))
+    assert "wrong (error nan)" in line
+    assert "The bad one" not in text.splitlines()[1]  # the verdict
+    assert '<td class="number wrong"' in (tmp_path / "bench.html").read_text()
+    assert json.loads((tmp_path / "bench.json").read_text())  # NaN and all
+
+
+def test_nothing_measured_is_a_report_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "_free", lambda device: 0)
+    request = measuring.Request(shapes=("llama-3-8b",), lengths=(8,), contenders=("hf",))
+    monkeypatch.setattr(model_steps, "measure", lambda *_: [{"model": "x", "not_measured": "y"}])
+    results = measuring.bench(request)
+    reporting.write_all(results, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.html", "bench.json", "bench.md"}
+    text = reporting.as_text(results)
+    assert "Nothing was measured" in text
+    assert "whole model x: y" in text
+
+
+def test_steps_of_whole_models():
+    rows = model_steps.measure(("gemma-3-12b",), torch.device("cpu"), torch.float32, repeats=1)
+    assert [row["kernels"] for row in rows] == ["hf", "auto"]
+    for row in rows:
+        assert row["peak"] > 0
+        assert row["launches"] is None
+        for what in ("token", "train"):
+            assert row[what]["min"] <= row[what]["ratio"] <= row[what]["max"]
+    assert rows[0]["token"]["ratio"] == rows[0]["train"]["ratio"] == 1
+    table = reporting.step_table({"steps": rows})
+    assert [row.name for row in table.rows] == [
+        "gemma-3-12b, transformers",
+        "gemma-3-12b, rope_patch",
+    ]
+
+
+def test_a_model_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(model_steps, "KERNELS", ("hf", "none such"))
+    rows = model_steps.measure(("llama-3-8b",), torch.device("cpu"), torch.float32, repeats=1)
+    assert rows[0]["model"] == "llama-3-8b"
+    assert "none such" in rows[0]["not_measured"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "yarn"), "--method needs a MODEL"),
+        (("--compile",), "--compile needs a MODEL"),
+        (("demo", "--method", "yarn", "--shapes", "qwen3-8b"), "--shapes is for kernels"),
+        (("demo", "--method", "yarn", "--no-model-steps"), "--model-steps is for kernels"),
+        (("demo",), "expected at least one method"),
+        (("--lengths", "x"), "--lengths must be whole numbers"),
+        (("--contenders", "me"), "contenders must be of hf"),
+    ],
+)
+def test_each_form_refuses_the_other_ones_options(arguments, message):
+    error = bench(*arguments).exception
+    assert isinstance(error, ValueError)
+    assert message in str(error)
+
+
+def test_numbers_are_kept_where_nothing_can_draw(tmp_path, monkeypatch, capsys):
+    results = {"cases": [1]}
+    monkeypatch.setattr("rope_patch.eval.kernels.measuring.bench", lambda request: dict(results))
+    monkeypatch.delattr("rope_patch.eval.kernels.reporting")
+    monkeypatch.setitem(sys.modules, "rope_patch.eval.kernels.reporting", None)
+    cli._bench_kernels(True, tmp_path, lengths=(2,))
+    told = capsys.readouterr()
+    assert json.loads(told.out)["cases"] == [1]
+    assert "rope-patch[eval]" in told.err
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
