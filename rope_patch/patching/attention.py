@@ -220,22 +220,22 @@ def norm_form(kind: Any) -> NormForm | None:
 
 @functools.cache
 def _asked(kind: Any) -> NormForm | None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 8, generator=generator) for n in (4, 1))
-    x = x * 1e-3  # so small that eps matters
-    for eps in ("variance_epsilon", "eps"):
-        stranger = kind.__new__(kind)
-        nn.Module.__init__(stranger)
-        stranger.weight = nn.Parameter(weight[0])
-        setattr(stranger, eps, 1e-6)
-        try:
-            with torch.no_grad():
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(n, 8, generator=generator) for n in (4, 1))
+        x = x * 1e-3  # so small that eps matters
+        for eps in ("variance_epsilon", "eps"):
+            stranger = kind.__new__(kind)
+            nn.Module.__init__(stranger)
+            stranger.weight = nn.Parameter(weight[0])
+            setattr(stranger, eps, 1e-6)
+            try:
                 got = kind.forward(stranger, x)
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            continue
-        for offset in (0.0, 1.0):
-            if torch.allclose(got, rms_norm(x, weight[0], eps=1e-6, offset=offset), rtol=1e-5):
-                return NormForm(offset, eps)
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                continue
+            for offset in (0.0, 1.0):
+                if torch.allclose(got, rms_norm(x, weight[0], eps=1e-6, offset=offset), rtol=1e-5):
+                    return NormForm(offset, eps)
     return None
 
 

@@ -65,7 +65,8 @@ class HandingOver:
         of, by, made = self._made.get(kind, (None, None, None))
         if of is inv_freq and by is scale and made.device == device:
             return made
-        with torch.no_grad():
+        # What inference mode makes could not be kept for a backward pass later on.
+        with torch.inference_mode(False), torch.no_grad():
             if inv_freq.ndim == 3:  # other frequencies for each row, `[B, 1, R / 2]`
                 turns = make_turns(inv_freq[:, 0], scale.reshape(-1))
             else:

@@ -215,6 +215,26 @@ def test_turns_are_made_once_while_frequencies_stay(monkeypatch):
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
+@pytest.mark.parametrize("kernels", ["auto", *OURS])
+def test_inference_mode_leaves_nothing_that_training_trips_over(kernels, method):
+    model = make_model("qwen3")
+    patch(model, kernels, method)
+    expected = backward(copy.deepcopy(model))
+    with torch.inference_mode():
+        model(input_ids=tokens(12))
+    for got, e in zip(backward(model), expected, strict=True):
+        torch.testing.assert_close(got, e)
+
+
+def test_patching_while_another_device_is_the_default():
+    with torch.device("meta"):
+        model = make_model("qwen3")
+        norm_form.__globals__["_asked"].cache_clear()
+        patch(model, "reference")
+    assert parts(model, DeferredNorm)
+
+
 # -- what is kept for the backward pass ------------------------------------------------------------
 
 
