@@ -105,8 +105,11 @@ def _turn_both(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) 
         cos, sin = _widened(cos), _widened(sin)
         return tuple(None if x is None else _turn_in_blocks(x, cos, sin, how) for x in (q, k))
     wide = _widened(torch.cat((q, k), dim=how.heads_dim))
-    part = wide if cos.shape[-1] == wide.shape[-1] else wide[..., : cos.shape[-1]]
-    _turn(part, part, cos, sin, how)
+    if cos.shape[-1] == wide.shape[-1]:
+        wide = _turn(wide, cos, sin, how)
+    else:
+        part = wide[..., : cos.shape[-1]]
+        _turn(part, cos, sin, how, out=part)
     heads = (q.shape[how.heads_dim], k.shape[how.heads_dim])
     turned_q, turned_k = wide.split_with_sizes(heads, dim=how.heads_dim)
     return torch.empty_like(q).copy_(turned_q), torch.empty_like(k).copy_(turned_k)
@@ -122,22 +125,29 @@ def _turn_in_blocks(x: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> 
     size = max(1, _BLOCK * x.shape[tokens_dim] // max(1, x.numel()))
     for part, out, c, s in zip(*(t.split(size, dim=tokens_dim) for t in whole), strict=True):
         wide = _widened(part)
-        result = out if out.dtype == wide.dtype else wide
-        _turn(wide, result, c, s, how)
-        if result is wide:
-            out.copy_(wide)
+        if wide is part:
+            _turn(part, c, s, how, out=out)
+        else:
+            out.copy_(_turn(wide, c, s, how))
     return turned
 
 
-def _turn(x: Any, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> None:
-    """Rotates `x` into `out`, which may be `x`; rounds each product, as transformers does."""
-    by_sin = x * sin
-    torch.mul(x, cos, out=out)
-    first, second = _pairs(out, how.interleaved)
+def _turn(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    how: _How,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rotates blocks; products are rounded before they are added, as transformers' are."""
+    by_cos, by_sin = x * cos, x * sin
+    first, second = _pairs(by_cos, how.interleaved)
     first_by_sin, second_by_sin = _pairs(by_sin, how.interleaved)
+    out_first, out_second = (first, second) if out is None else _pairs(out, how.interleaved)
     sign = -1 if how.conjugate else 1
-    first.sub_(second_by_sin, alpha=sign)
-    second.add_(first_by_sin, alpha=sign)
+    torch.sub(first, second_by_sin, alpha=sign, out=out_first)
+    torch.add(second, first_by_sin, alpha=sign, out=out_second)
+    return by_cos if out is None else out
 
 
 def _pairs(x: torch.Tensor, interleaved: bool) -> Any:
