@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from rope_patch.ops import reference
-from rope_patch.ops.angles import turns_between
+from rope_patch.ops.angles import cos_sin, turns_between
 from rope_patch.ops.shapes import require_fit
+from rope_patch.ops.tables import rope_by_tables
 
 logger = logging.getLogger("rope_patch")
 
@@ -147,8 +148,12 @@ def rope(
     if not on_triton(q, kernels):
         _require(kernels)
         require_fit(q, k, positions, turns, sections, heads_dim)
-        given: Any = {"sections": sections, "interleaved": interleaved, "heads_dim": heads_dim}
-        turned = reference.rope(q, k, positions, turns, **given)
+        given: Any = {"interleaved": interleaved, "heads_dim": heads_dim}
+        if kernels == "auto":  # quicker on a CPU, and itself the reference elsewhere
+            cos, sin = cos_sin(positions, turns, sections)
+            turned = rope_by_tables(q, k, cos, sin, repeated=False, **given)
+        else:
+            turned = reference.rope(q, k, positions, turns, sections=sections, **given)
         return _write_over(q, k, *turned) if inplace else turned
     rest = (positions, turns, sections, interleaved, heads_dim, False)
     if torch.compiler.is_compiling():
