@@ -105,11 +105,9 @@ def _turn_both(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) 
         cos, sin = _widened(cos), _widened(sin)
         return tuple(None if x is None else _turn_in_blocks(x, cos, sin, how) for x in (q, k))
     wide = _widened(torch.cat((q, k), dim=how.heads_dim))
-    if cos.shape[-1] == wide.shape[-1]:
-        wide = _turn(wide, cos, sin, how)
-    else:
-        part = wide[..., : cos.shape[-1]]
-        _turn(part, cos, sin, how, out=part)
+    part = wide if cos.shape[-1] == wide.shape[-1] else wide[..., : cos.shape[-1]]
+    by_sin = part * sin
+    _add_up(part.mul_(cos), by_sin, part, how)
     heads = (q.shape[how.heads_dim], k.shape[how.heads_dim])
     turned_q, turned_k = wide.split_with_sizes(heads, dim=how.heads_dim)
     return torch.empty_like(q).copy_(turned_q), torch.empty_like(k).copy_(turned_k)
@@ -117,37 +115,36 @@ def _turn_both(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) 
 
 def _turn_in_blocks(x: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> torch.Tensor:
     turned = torch.empty_like(x)
-    rotary_dim, tokens_dim = cos.shape[-1], 3 - how.heads_dim
+    rotary_dim, dim = cos.shape[-1], 3 - how.heads_dim
     whole = (x, turned, cos, sin)
     if rotary_dim < x.shape[-1]:
         turned[..., rotary_dim:].copy_(x[..., rotary_dim:])
         whole = (x[..., :rotary_dim], turned[..., :rotary_dim], cos, sin)
-    size = max(1, _BLOCK * x.shape[tokens_dim] // max(1, x.numel()))
-    for part, out, c, s in zip(*(t.split(size, dim=tokens_dim) for t in whole), strict=True):
-        wide = _widened(part)
-        if wide is part:
-            _turn(part, c, s, how, out=out)
+    size = max(1, _BLOCK * x.shape[dim] // max(1, x.numel()))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    first = whole[0].narrow(dim, 0, min(size, x.shape[dim]))
+    scratch = [torch.empty_like(first, dtype=wide) for _ in range(2)]
+    for part, out, c, s in zip(*(t.split(size, dim) for t in whole), strict=True):
+        by_cos, by_sin = (t.narrow(dim, 0, part.shape[dim]) for t in scratch)
+        part = part if x.dtype == wide else by_cos.copy_(part)
+        torch.mul(part, s, out=by_sin)
+        torch.mul(part, c, out=by_cos)
+        if x.dtype == wide:
+            _add_up(by_cos, by_sin, out, how)
         else:
-            out.copy_(_turn(wide, c, s, how))
+            _add_up(by_cos, by_sin, by_cos, how)
+            out.copy_(by_cos)
     return turned
 
 
-def _turn(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    how: _How,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Rotates blocks; products are rounded before they are added, as transformers' are."""
-    by_cos, by_sin = x * cos, x * sin
+def _add_up(by_cos: Any, by_sin: Any, out: torch.Tensor, how: _How) -> None:
+    """Adds products that have been rounded, as transformers does; `out` may be `by_cos`."""
     first, second = _pairs(by_cos, how.interleaved)
     first_by_sin, second_by_sin = _pairs(by_sin, how.interleaved)
-    out_first, out_second = (first, second) if out is None else _pairs(out, how.interleaved)
+    out_first, out_second = (first, second) if out is by_cos else _pairs(out, how.interleaved)
     sign = -1 if how.conjugate else 1
     torch.sub(first, second_by_sin, alpha=sign, out=out_first)
     torch.add(second, first_by_sin, alpha=sign, out=out_second)
-    return by_cos if out is None else out
 
 
 def _pairs(x: torch.Tensor, interleaved: bool) -> Any:
