@@ -12,8 +12,8 @@ from rope_patch.ops.reference import rotate
 # would pass through memory, and be given fresh pages of it, several times.
 _BLOCK = 2**19
 
-# Up to so many, calls cost more than their work: queries and keys share them.
-_FEW = 2**16
+# Up to so many, which torch leaves to one thread, calls are what costs: one for queries and keys.
+_FEW = 2**15
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
@@ -101,9 +101,13 @@ class _Rotation(torch.autograd.Function):
 
 def _turn_both(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> Any:
     cos, sin = cos.unsqueeze(how.heads_dim), sin.unsqueeze(how.heads_dim)
-    if q is None or k is None or q.numel() > _FEW:
-        cos, sin = _widened(cos), _widened(sin)
-        return tuple(None if x is None else _turn_in_blocks(x, cos, sin, how) for x in (q, k))
+    if q is not None and k is not None and q.numel() + k.numel() <= _FEW:
+        return _turn_joined(q, k, cos, sin, how)
+    cos, sin = _widened(cos), _widened(sin)
+    return tuple(None if x is None else _turn_in_blocks(x, cos, sin, how) for x in (q, k))
+
+
+def _turn_joined(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> Any:
     wide = _widened(torch.cat((q, k), dim=how.heads_dim))
     part = wide if cos.shape[-1] == wide.shape[-1] else wide[..., : cos.shape[-1]]
     by_sin = part * sin
@@ -115,26 +119,28 @@ def _turn_both(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) 
 
 def _turn_in_blocks(x: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> torch.Tensor:
     turned = torch.empty_like(x)
-    rotary_dim, dim = cos.shape[-1], 3 - how.heads_dim
     whole = (x, turned, cos, sin)
+    rotary_dim, tokens_dim = cos.shape[-1], 3 - how.heads_dim
     if rotary_dim < x.shape[-1]:
         turned[..., rotary_dim:].copy_(x[..., rotary_dim:])
         whole = (x[..., :rotary_dim], turned[..., :rotary_dim], cos, sin)
-    size = max(1, _BLOCK * x.shape[dim] // max(1, x.numel()))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    first = whole[0].narrow(dim, 0, min(size, x.shape[dim]))
-    scratch = [torch.empty_like(first, dtype=wide) for _ in range(2)]
-    for part, out, c, s in zip(*(t.split(size, dim) for t in whole), strict=True):
-        by_cos, by_sin = (t.narrow(dim, 0, part.shape[dim]) for t in scratch)
-        part = part if x.dtype == wide else by_cos.copy_(part)
-        torch.mul(part, s, out=by_sin)
-        torch.mul(part, c, out=by_cos)
-        if x.dtype == wide:
-            _add_up(by_cos, by_sin, out, how)
-        else:
-            _add_up(by_cos, by_sin, by_cos, how)
-            out.copy_(by_cos)
+    if x.numel() <= _BLOCK:
+        _turn_block(*whole, how)
+    else:
+        size = max(1, _BLOCK * x.shape[tokens_dim] // x.numel())
+        for block in zip(*(t.split(size, dim=tokens_dim) for t in whole), strict=True):
+            _turn_block(*block, how)
     return turned
+
+
+def _turn_block(x: Any, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> None:
+    wide = _widened(x)
+    by_sin = wide * sin
+    if wide is x:
+        _add_up(x * cos, by_sin, out, how)
+    else:
+        _add_up(wide.mul_(cos), by_sin, wide, how)
+        out.copy_(wide)
 
 
 def _add_up(by_cos: Any, by_sin: Any, out: torch.Tensor, how: _How) -> None:
