@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from rope_patch.ops import qk_norm_rope, rope
 from rope_patch.ops.reference import rms_norm
 from rope_patch.ops.tables import rope_by_tables
 from rope_patch.patching.handing import hands_over
-from rope_patch.patching.source import APPLY, usage
+from rope_patch.patching.source import APPLY, own_function, usage
 from rope_patch.patching.swap import Swaps
 
 
@@ -42,7 +41,7 @@ class OurForward:
 
     def _bind(self) -> None:
         kind: Any = type(self.module)
-        function: Any = inspect.unwrap(kind.forward)
+        function = own_function(kind)
         ours = self.rotate_one if usage(kind).single else self.rotate
         self._theirs = function.__globals__[APPLY]
         names = {**function.__globals__, APPLY: ours}

@@ -14,7 +14,7 @@ from rope_patch.patching.attention import forward_slot, install, shared_norm_for
 from rope_patch.patching.find import Rotary, find_owner
 from rope_patch.patching.handing import HandingOver
 from rope_patch.patching.layout import is_interleaved, repeats_neighbours
-from rope_patch.patching.source import APPLY, takes_one, usage
+from rope_patch.patching.source import APPLY, own_function, takes_one, usage
 from rope_patch.patching.swap import Swaps
 
 
@@ -61,7 +61,7 @@ def find_rotation(model: nn.Module, rotary: Rotary, config: Any) -> Rotation:
     problems = [problem for kind in kinds if (problem := usage(kind).problem)]
     if not attentions:
         problems.append(f"{type(owner).__name__} does not call {APPLY}")
-    elif any(vars(sys.modules[type(m).__module__]).get(APPLY) is not apply for m in attentions):
+    elif any(own_function(type(m)).__globals__[APPLY] is not apply for m in attentions):
         problems.append(f"{type(owner).__name__} rotates by several functions")
     if problems:
         return Rotation(rotary, problem=sorted(problems)[0])

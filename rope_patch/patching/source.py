@@ -46,7 +46,7 @@ def usage(kind: Any) -> Usage:
 @functools.cache
 def _read(kind: Any) -> Usage:
     try:
-        function: Any = inspect.unwrap(kind.forward)
+        function = own_function(kind)
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, AttributeError, SyntaxError):
         return Usage(rotates=False)
@@ -79,6 +79,11 @@ def _read(kind: Any) -> Usage:
         if found[0] and found[1]:
             norms = (found[0], found[1])
     return Usage(rotates=True, single=bool(single), norms=norms)
+
+
+def own_function(kind: Any) -> Any:
+    """A module class's forward as it was written, without what decorates it."""
+    return inspect.unwrap(kind.forward)
 
 
 def takes_one(function: Any) -> bool | None:

@@ -353,6 +353,20 @@ def test_accelerates_hooks_stay_around_the_forward(when, kernels):
     assert logits(model).equal(plain)
 
 
+@pytest.mark.parametrize("kernels", ["auto", *OURS])
+def test_modules_whose_class_was_derived_in_place(kernels):
+    """As FSDP2 does to what it shards."""
+    model = make_model("qwen3")
+    with patch(model, "hf"):
+        expected = logits(model)
+    for layer in model.model.layers:
+        for module in (layer, layer.self_attn):
+            module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {})
+    patch(model, kernels)
+    assert len(parts(model, OurForward)) == SIZES["num_hidden_layers"]
+    assert_close(logits(model), expected)
+
+
 def test_hooks_on_a_norm_see_its_own_output():
     model = make_model("qwen3")
     norm = model.model.layers[0].self_attn.q_norm
