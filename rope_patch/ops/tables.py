@@ -128,9 +128,8 @@ def _turn_in_blocks(x: Any, cos: torch.Tensor, sin: torch.Tensor, how: _How) -> 
         _turn_block(*whole, how)
     else:
         size = max(1, _BLOCK * x.shape[tokens_dim] // x.numel())
-        blocks: Any = zip(*(t.split(size, dim=tokens_dim) for t in whole), strict=True)
-        for block in blocks:
-            _turn_block(*block, how)
+        for part, out, c, s in zip(*(t.split(size, dim=tokens_dim) for t in whole), strict=True):
+            _turn_block(part, out, c, s, how)
     return turned
 
 
