@@ -1,8 +1,9 @@
 """How a kernel is started: its tile, its grid, and its launch found again without Triton's binder.
 
-Triton looks at every argument of every call anew, some 30 us of Python. What it looks at follows
-from shapes, strides, types and device, so here the compiled kernel is looked up by those, and only
-calls with pointers that are not aligned to 16 bytes go the long way.
+Triton looks at every argument of every call anew, in Python, which at one token takes longer than
+the kernel runs. What it looks at follows from shapes, strides, types and device, so here the
+compiled kernel is looked up by those, and only calls with pointers that are not aligned to 16 bytes
+go the long way.
 """
 
 from __future__ import annotations
