@@ -10,6 +10,7 @@ from unrotated import Reference
 
 import rope_patch
 from rope_patch.methods import registered
+from rope_patch.methods.dynamic import Dynamic
 from rope_patch.recipes.measure_tiny import answers, decode, requests, stale_keys
 from rope_patch.recipes.train_tiny import recall_accuracy, recall_batch
 
@@ -17,7 +18,7 @@ ASSETS = Path(__file__).parent / "assets"
 TRAINED = 256
 SEQUENCES = 16  # of 8 queries each
 COLLAPSED = {"llama": 0.5, "qwen3": 0.5, "gemma3": 0.7}  # at four times the trained length
-DYNAMIC = [name for name, method in registered().items() if method.grows]
+DYNAMIC = [name for name, method in registered().items() if issubclass(method, Dynamic)]
 
 
 def load(name):

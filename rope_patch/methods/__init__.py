@@ -21,7 +21,9 @@ for _file in (
     "abf",
     "longrope",
     "proportional",
+    "nope",
     "ntk_by_parts_2023_06",
+    "mixed",
     "dynamic",
 ):
     import_module(f"rope_patch.methods.{_file}")

@@ -60,7 +60,6 @@ class Method(ABC):
     training: ClassVar[str]
     grows: ClassVar[bool] = False  # the factor follows the sequence: users need not give one
     factor_in_formula: ClassVar[bool] = False  # what they give is no target, but an option
-    native: ClassVar[bool] = True  # a config of transformers can say it
 
     factor: float = option("target length / trained length", default=1.0)
 
@@ -71,6 +70,11 @@ class Method(ABC):
                 f"factor must be at least 1 (target length / trained length), got {self.factor}: "
                 "a method extends a context, it does not shorten one"
             )
+
+    @property
+    def native(self) -> bool:
+        """Whether a config of transformers can say it."""
+        return True
 
     @abstractmethod
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:

@@ -7,13 +7,13 @@ bases, as the classes below do.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.abf import ABF
-from rope_patch.methods.base import Frequencies, Method, option
+from rope_patch.methods.base import Frequencies, option
+from rope_patch.methods.growing import Growing
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.llama3 import Llama3
 from rope_patch.methods.ntk import NTK
@@ -22,27 +22,14 @@ from rope_patch.methods.ntk_by_parts_2023_06 import NTKByParts202306
 from rope_patch.methods.registry import register
 from rope_patch.methods.yarn import YaRN
 
-_GROWTH = ("stepped", "exact")
-_STEPS = 4  # a doubling takes so many steps: the factor is on the grid 2^(k / 4)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Dynamic(Method):
+class Dynamic(Growing):
     """Follows the sequence's length with the factor of the method behind it among the bases."""
 
-    grows: ClassVar[bool] = True
-    native: ClassVar[bool] = False
-
-    growth: str = option(
-        "stepped: the factor rises on the grid 2^(k/4), so cached keys are seldom rotated again; "
-        "exact: with every token",
-        default="stepped",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.growth not in _GROWTH:
-            raise ValueError(f"growth must be one of {', '.join(_GROWTH)}, got {self.growth!r}")
+    @property
+    def native(self) -> bool:
+        return False
 
     def stretch(self, ratio: float) -> float:
         """The inner method's factor for a sequence of `ratio` times the trained length, above 1."""
@@ -57,19 +44,6 @@ class Dynamic(Method):
             geometry
         )
 
-    def reach(self, length: float, trained_length: int) -> float:
-        if length <= trained_length:
-            return float(trained_length)
-        if self.growth == "exact":
-            return float(length)
-        step = math.ceil(_STEPS * math.log2(length / trained_length))
-        # The logarithm's rounding may land one step off at the steps themselves.
-        while _rung(step - 1, trained_length) >= length:
-            step -= 1
-        while _rung(step, trained_length) < length:
-            step += 1
-        return _rung(step, trained_length)
-
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """The unscaled rotation: no config can say the rest, and up to there it is the truth."""
         return {"rope_type": "default", "rope_theta": geometry.theta}
@@ -78,22 +52,21 @@ class Dynamic(Method):
         return self.name
 
 
-def _rung(step: int, trained_length: int) -> float:
-    return trained_length * 2 ** (step / _STEPS)
-
-
 @register("dynamic", paper="Dynamic NTK, arXiv:2309.00071 section 3.3", training="not needed")
 @dataclass(frozen=True, kw_only=True)
 class DynamicNTK(Dynamic, NTK):
     """NTK-aware, the factor following the sequence; transformers' `dynamic`, with its factor."""
 
     factor_in_formula: ClassVar[bool] = True
-    native: ClassVar[bool] = True
 
     factor: float = option(
         "transformers' factor: the stretch is factor * n / trained_length - (factor - 1)",
         default=1.0,
     )
+
+    @property
+    def native(self) -> bool:
+        return True
 
     def stretch(self, ratio: float) -> float:
         return self.factor * ratio - (self.factor - 1)

@@ -109,7 +109,7 @@ class Patch:
         """What is in effect, a few lines to print."""
         lines = [f"{self}" + ("" if self.active else " (undone)")]
         shown, where = self.frequencies, ""
-        if self.method.grows:
+        if self.method.grows and self._followings:
             length = self.length or 2 * self.trained_length
             shown, where = self.frequencies_at(length), f" at {length:,} tokens"
         for kind, geometry in self.geometries.items():
@@ -161,11 +161,11 @@ class Patch:
                 for _, rotary, following in plan.followings:
                     if rotary is rotation.rotary and rotation.hands_over:
                         following.kernels = plan.kernels
-            # transformers' own dynamic scaling takes this field for the trained length, and no
-            # config has a form for the others: with a larger one it would promise too much.
-            grows = plan.method.grows
+            # transformers' own dynamic scaling takes this field for the trained length, and where
+            # no config has a form for the method, a larger one would promise too much.
+            reached = plan.length if plan.method.native and not plan.grows else None
             fields = {
-                "max_position_embeddings": plan.trained_length if grows else plan.length,
+                "max_position_embeddings": reached or plan.trained_length,
                 "rope_parameters": plan.rope_parameters(),
             }
             self._config.apply(model, type(plan.config), fields)
@@ -195,7 +195,7 @@ def patch(
         model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
         method: A name from `rope_patch.methods()`.
         factor: Target length / trained length. Exactly one of `factor` and `length`; dynamic
-            methods need neither.
+            methods and `nope` need neither.
         length: Target length in tokens; for dynamic methods the largest one expected.
         trained_length: Tokens of pretraining, if the config does not tell the truth about them.
         layer_types: Which layers to change, where a model has several types; all but the

@@ -68,6 +68,11 @@ class Plan:
         """Tokens the model was trained on at once."""
         return next(iter(self.geometries.values())).trained_length
 
+    @property
+    def grows(self) -> bool:
+        """Whether the rotation changes with the sequence, however long that gets."""
+        return self.method.grows and bool(self.followings)
+
     def frequencies(self, length: float | None = None) -> dict[str | None, Frequencies]:
         """What each layer type that changes will rotate by, for sequences of `length` tokens.
 

@@ -40,7 +40,7 @@ def plain(model):
 
 def needed(method, model):
     pairs = GEOMETRIES[model][1] // 2
-    return {"long_factor": [1 + i / 8 for i in range(pairs)]} if method == "longrope" else {}
+    return {"long_factor": [1 + i / 8 for i in range(pairs)]} if "longrope" in method else {}
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -159,6 +159,11 @@ def test_proportional_stops_the_slowest_pairs(share, rotating):
         ("longrope", {"long_factor": [1.0] * 63}, ValueError, "each of the 64 rotated pairs"),
         ("longrope", {"long_factor": [0.0] * 64}, ValueError, "above 0"),
         ("longrope", {"long_factor": "1,2"}, TypeError, "list of numbers"),
+        ("mixed-longrope", {"long_factor": [1.0] * 63}, ValueError, "each of the 64 rotated pairs"),
+        ("nope", {"temperature": -0.1}, ValueError, "temperature must be at least 0"),
+        ("nope", {"temperature": "warm"}, TypeError, "temperature must be a number"),
+        ("nope", {"temperature": math.inf}, ValueError, "temperature must be finite"),
+        ("nope", {"growth": "fast"}, ValueError, "growth must be one of"),
         ("linear", {"factor": 0.5}, ValueError, "at least 1"),
         ("linear", {"factor": math.nan}, ValueError, "finite"),
         ("linear", {"factor": True}, TypeError, "factor must be a number"),

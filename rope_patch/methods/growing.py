@@ -1,0 +1,47 @@
+"""Growth with the sequence: up to which length a rotation serves that follows every length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rope_patch.methods.base import Method, option
+
+_GROWTH = ("stepped", "exact")
+_STEPS = 4  # a doubling takes so many steps: the factor is on the grid 2^(k / 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growing(Method):
+    """Has a rotation for every length beyond the trained one, and changes it in steps."""
+
+    grows: ClassVar[bool] = True
+
+    growth: str = option(
+        "stepped: the factor rises on the grid 2^(k/4), so cached keys are seldom rotated again; "
+        "exact: with every token",
+        default="stepped",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.growth not in _GROWTH:
+            raise ValueError(f"growth must be one of {', '.join(_GROWTH)}, got {self.growth!r}")
+
+    def reach(self, length: float, trained_length: int) -> float:
+        if length <= trained_length:
+            return float(trained_length)
+        if self.growth == "exact":
+            return float(length)
+        step = math.ceil(_STEPS * math.log2(length / trained_length))
+        # The logarithm's rounding may land one step off at the steps themselves.
+        while _rung(step - 1, trained_length) >= length:
+            step -= 1
+        while _rung(step, trained_length) < length:
+            step += 1
+        return _rung(step, trained_length)
+
+
+def _rung(step: int, trained_length: int) -> float:
+    return trained_length * 2 ** (step / _STEPS)

@@ -1,0 +1,117 @@
+"""Mixed windows (LongRoPE2, arXiv:2502.20082): short sequences keep the original rotation.
+
+Sequences up to the trained length are rotated as they were in pretraining, longer ones by the whole
+factor, and the model is trained on both: so short context keeps what it could. `Mixed` makes that
+of any method: put it first among the bases, as the classes below do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods.abf import ABF
+from rope_patch.methods.base import Frequencies, Method, origin
+from rope_patch.methods.linear import Linear
+from rope_patch.methods.longrope import LongRoPE
+from rope_patch.methods.ntk import NTK
+from rope_patch.methods.ntk_by_parts import NTKByParts
+from rope_patch.methods.registry import register
+from rope_patch.methods.yarn import YaRN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Method):
+    """The method behind it among the bases, for sequences longer than the trained length only.
+
+    Each row is short or long by itself, a packed one by its longest document. Where the inner
+    method leaves attention alone, transformers' `longrope` says the same, with short factors of 1;
+    transformers decides for the whole batch, though, and leaves cached keys behind at the border.
+    It has one attention factor for short and long, so a method that has its own has no native form.
+    """
+
+    @property
+    def native(self) -> bool:
+        return not self.sharpens()
+
+    def sharpens(self) -> bool:
+        """Whether the inner method's attention factor is another than 1."""
+        return False
+
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
+        if seq_len is not None and seq_len <= geometry.trained_length:
+            return Frequencies(geometry.inv_freq())
+        return super().frequencies(geometry)  # type: ignore[safe-super]
+
+    def reach(self, length: float, trained_length: int) -> float:
+        return math.inf if length > trained_length else float(trained_length)
+
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        """`longrope` where that can say it; else the unscaled rotation, true of short sequences."""
+        if not self.native:
+            return {"rope_type": "default", "rope_theta": geometry.theta}
+        stretch = geometry.inv_freq() / self.frequencies(geometry).inv_freq
+        return {
+            "rope_type": "longrope",
+            "factor": float(self.factor),
+            "long_factor": stretch.tolist(),
+            "short_factor": [1.0] * len(stretch),
+            "attention_factor": 1.0,
+            **origin(geometry),
+        }
+
+
+@register("mixed-linear", paper="mixed windows, arXiv:2502.20082", training="needed")
+@dataclass(frozen=True, kw_only=True)
+class MixedLinear(Mixed, Linear):
+    """Position interpolation beyond the trained length, the original rotation up to it."""
+
+
+@register("mixed-ntk", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps")
+@dataclass(frozen=True, kw_only=True)
+class MixedNTK(Mixed, NTK):
+    """NTK-aware beyond the trained length, the original rotation up to it."""
+
+
+@register(
+    "mixed-ntk-by-parts", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps"
+)
+@dataclass(frozen=True, kw_only=True)
+class MixedNTKByParts(Mixed, NTKByParts):
+    """NTK-by-parts beyond the trained length, the original rotation up to it."""
+
+
+@register("mixed-yarn", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps")
+@dataclass(frozen=True, kw_only=True)
+class MixedYaRN(Mixed, YaRN):
+    """YaRN beyond the trained length, the original rotation and attention up to it."""
+
+    def sharpens(self) -> bool:
+        return self.cos_sin_factor() != 1
+
+
+@register("mixed-abf", paper="mixed windows, arXiv:2502.20082", training="needed")
+@dataclass(frozen=True, kw_only=True)
+class MixedABF(Mixed, ABF):
+    """A larger base beyond the trained length, the original one up to it."""
+
+
+@register(
+    "mixed-longrope", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps"
+)
+@dataclass(frozen=True, kw_only=True)
+class MixedLongRoPE(Mixed, LongRoPE):
+    """LongRoPE's long factors beyond the trained length, the original rotation up to it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.short_factor is not None:
+            raise ValueError(
+                "short_factor must be left out, got numbers: mixed-longrope keeps the original "
+                "rotation up to the trained length; use longrope for another one"
+            )
+
+    def sharpens(self) -> bool:
+        return self.attention_factor != 1 and (self.attention_factor is not None or self.factor > 1)

@@ -1,0 +1,71 @@
+"""Mixed windows, by the definition: the original rotation, or all of another method."""
+
+import math
+
+import pytest
+import torch
+from test_options import GEOMETRIES, frequencies, needed, plain
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods import build, registered
+from rope_patch.methods.mixed import Mixed
+
+MIXED = [name for name, method in registered().items() if issubclass(method, Mixed)]
+INNER = ["linear", "ntk", "ntk-by-parts", "yarn", "abf", "longrope"]
+
+
+def test_every_mixed_method_is_here():
+    assert [f"mixed-{name}" for name in INNER] == MIXED
+    assert not any(registered()[name].grows for name in MIXED)
+
+
+@pytest.mark.parametrize("model", GEOMETRIES)
+@pytest.mark.parametrize("inner", INNER)
+def test_short_sequences_are_as_trained_and_long_ones_get_all(inner, model):
+    options, trained = {"factor": 4, **needed(inner, model)}, GEOMETRIES[model][3]
+    static = frequencies(inner, model, **options)
+    for length in (1, trained):
+        short = frequencies(f"mixed-{inner}", model, seq_len=length, **options)
+        torch.testing.assert_close(short.inv_freq, plain(model), rtol=1e-14, atol=0)
+        assert short.attention_factor == 1
+    for length in (trained + 1, 4 * trained, None):
+        long = frequencies(f"mixed-{inner}", model, seq_len=length, **options)
+        assert long.inv_freq.equal(static.inv_freq)
+        assert long.attention_factor == static.attention_factor
+
+
+@pytest.mark.parametrize("method", MIXED)
+def test_it_changes_at_the_trained_length_and_never_again(method):
+    built = build(method, factor=4, **needed(method, "llama-2"))
+    assert [built.reach(n, 64) for n in (1, 64, 65, 1000)] == [64, 64, math.inf, math.inf]
+    assert built.follows_length(64)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "native"),
+    [
+        ("mixed-linear", {}, True),
+        ("mixed-ntk", {}, True),
+        ("mixed-ntk-by-parts", {}, True),
+        ("mixed-abf", {}, True),
+        ("mixed-yarn", {}, False),
+        ("mixed-yarn", {"attention_factor": 1.0}, True),
+        ("mixed-yarn", {"mscale": 1.0, "mscale_all_dim": 1.0}, True),
+        ("mixed-longrope", {}, False),
+        ("mixed-longrope", {"attention_factor": 1.0}, True),
+        ("mixed-longrope", {"attention_factor": 1.1}, False),
+        ("mixed-longrope", {"factor": 1.0}, True),  # whose law is an attention factor of 1
+    ],
+)
+def test_native_is_what_leaves_attention_alone(method, options, native):
+    built = build(method, **{"factor": 4.0, **needed(method, "llama-2"), **options})
+    geometry = Geometry(head_dim=128, theta=1e4, trained_length=4096)
+    assert built.native is native
+    assert (built.frequencies(geometry).attention_factor == 1) is native
+    spelled = built.rope_parameters(geometry)
+    assert spelled["rope_type"] == ("longrope" if native else "default")
+
+
+def test_a_short_factor_is_refused():
+    with pytest.raises(ValueError, match=r"short_factor must be left out.*use longrope"):
+        build("mixed-longrope", factor=4, long_factor=[2.0], short_factor=[1.0])

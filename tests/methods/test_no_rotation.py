@@ -1,0 +1,65 @@
+"""Positions dropped: zeros, and the paper's temperature for logits."""
+
+import math
+
+import pytest
+from test_options import GEOMETRIES, frequencies
+
+from rope_patch.methods import build
+
+WHOLE = [name for name, (head_dim, rotary_dim, *_) in GEOMETRIES.items() if head_dim == rotary_dim]
+
+
+@pytest.mark.parametrize("seq_len", [None, 1, 100_000])
+@pytest.mark.parametrize("model", GEOMETRIES)
+def test_nothing_rotates_at_any_length(model, seq_len):
+    got = frequencies("nope", model, factor=4, seq_len=seq_len)
+    assert got.inv_freq.shape == (GEOMETRIES[model][1] // 2,)
+    assert not got.inv_freq.any()
+    assert got.attention_factor == 1
+
+
+@pytest.mark.parametrize("temperature", [0.103, 0.412])
+@pytest.mark.parametrize("model", WHOLE)
+def test_logits_get_the_papers_multiplier(model, temperature):
+    """beta = 1 + c ln(n / trained_length), and attention multiplies twice, in q and in k."""
+    trained = GEOMETRIES[model][3]
+    for length, beta in [
+        (1, 1),
+        (trained, 1),
+        (2 * trained, 1 + temperature * math.log(2)),
+        (8 * trained, 1 + temperature * math.log(8)),
+    ]:
+        got = frequencies("nope", model, seq_len=length, temperature=temperature)
+        assert got.attention_factor**2 == pytest.approx(beta, rel=1e-12)
+        assert not got.inv_freq.any()
+
+
+def test_without_a_length_it_is_the_factor():
+    at_factor = frequencies("nope", "llama-3", factor=4, temperature=0.4)
+    at_length = frequencies("nope", "llama-3", seq_len=4 * 8192, temperature=0.4)
+    assert at_factor.attention_factor == at_length.attention_factor
+
+
+def test_the_temperature_grows_as_dynamic_methods_do():
+    assert build("nope").reach(1000, 64) == math.inf
+    lengths = (1, 64, 65, 100, 128, 300)
+    for growth in ("stepped", "exact"):
+        warm = build("nope", temperature=0.4, growth=growth)
+        dynamic = build("dynamic-yarn", growth=growth)
+        assert [warm.reach(n, 64) for n in lengths] == [dynamic.reach(n, 64) for n in lengths]
+
+
+def test_what_does_not_rotate_cannot_be_sharpened():
+    with pytest.raises(ValueError, match="32 of 80 dimensions"):
+        frequencies("nope", "phi-2", seq_len=10_000, temperature=0.4)
+    assert frequencies("nope", "phi-2", temperature=0.0).attention_factor == 1
+
+
+def test_only_a_temperature_has_no_native_form():
+    assert build("nope").native
+    assert not build("nope", temperature=0.4).native
+    assert (str(build("nope")), str(build("nope", temperature=0.4))) == (
+        "nope",
+        "nope, temperature 0.4",
+    )

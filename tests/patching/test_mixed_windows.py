@@ -1,0 +1,237 @@
+"""Mixed windows: each row is the unpatched model's or the inner method's, whoever is beside it."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from tiny_models import (
+    LONG,
+    LONG_FACTOR,
+    OLD_TRANSFORMERS,
+    SHORT,
+    TARGET,
+    TRAINED,
+    assert_close,
+    assert_differs,
+    forward,
+    logits,
+    make_config,
+    make_model,
+    padded,
+    step_by_step,
+    tokens,
+)
+from unrotated import Reference, exact, frequencies
+
+import rope_patch
+from rope_patch.patching.lengths import spans
+
+INNER = {
+    "linear": {},
+    "ntk": {},
+    "ntk-by-parts": {"beta_fast": 4},
+    "yarn": {"beta_fast": 4},
+    "abf": {},
+    "longrope": {"long_factor": LONG_FACTOR},
+}
+NATIVE = {
+    "linear": {},
+    "ntk": {},
+    "ntk-by-parts": {},
+    "abf": {"new_theta": 2e6},
+    "yarn": {"attention_factor": 1.0},
+    "longrope": {"long_factor": LONG_FACTOR, "attention_factor": 1.0},
+}
+SHAPES = ["llama", "qwen3", "gemma3"]
+KERNELS = ["auto", "reference", "hf"]
+LENGTHS = (30, TRAINED, TRAINED + 1, 200)
+
+
+def models(family, inner, **given):
+    """The unpatched model, the inner method's and the mixed one."""
+    plain, static, mixed = (make_model(family) for _ in range(3))
+    rope_patch.patch(static, inner, factor=4, **given)
+    rope_patch.patch(mixed, f"mixed-{inner}", factor=4, **given)
+    return plain, static, mixed
+
+
+def sidecar(folder):
+    return json.loads((folder / "rope_patch.json").read_text())
+
+
+# -- every row by itself ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("family", SHAPES)
+def test_short_is_the_unpatched_model_bit_for_bit_and_long_the_inner_method(family, inner):
+    plain, static, mixed = models(family, inner, **INNER[inner])
+    for length in (SHORT, TRAINED):
+        assert logits(mixed, length).equal(logits(plain, length))
+        assert_differs(logits(static, length), logits(plain, length))
+    for length in (TRAINED + 1, LONG, TARGET + 10):
+        assert_close(logits(mixed, length), logits(static, length))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("inner", ["yarn", "ntk"])
+def test_rows_of_a_padded_batch_are_rotated_by_their_own_length(inner, side, kernels):
+    plain, static, mixed = models("llama", inner, **INNER[inner], kernels=kernels)
+    rows = [tokens(length, seed=length) for length in LENGTHS]
+    ids, mask = padded(rows, side)
+    together = forward(mixed, ids, attention_mask=mask)
+    for row, got, here in zip(rows, together, mask.bool(), strict=True):
+        alone = forward(plain if row.shape[1] <= TRAINED else static, row)[0]
+        assert_close(got[here], alone)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_packed_row_is_as_long_as_its_longest_document(family):
+    """Rows of 160 tokens: documents that are all short, and one that is long."""
+    plain, static, mixed = models(family, "yarn", **INNER["yarn"])
+    packed = [(TRAINED, 50, 40, 6), (100, 50, 10), (10, 50, 100), (40, 40, 40, 40)]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in packed])
+    ids = tokens(160, batch=len(packed))
+    got, short, long = (forward(m, ids, position_ids=positions) for m in (mixed, plain, static))
+    for i, documents in enumerate(packed):
+        is_short = max(documents) <= TRAINED
+        assert_close(got[i], (short if is_short else long)[i])
+        assert_differs(got[i], (long if is_short else short)[i])
+        alone = {"input_ids": ids[i : i + 1], "position_ids": positions[i : i + 1]}
+        if is_short:
+            by_itself = forward(mixed, alone["input_ids"], position_ids=alone["position_ids"])
+            expected = forward(plain, alone["input_ids"], position_ids=alone["position_ids"])
+            assert by_itself.equal(expected)
+
+
+def test_the_span_of_a_packed_row_is_its_longest_document():
+    positions = torch.cat([torch.arange(n) for n in (100, 50, 10)])[None]
+    assert spans(positions).tolist() == [[0, 99]]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_gradients_are_those_of_both_models(kernels):
+    """A batch of a short and a long row trains the weights by both rotations."""
+    plain, static, mixed = models("llama", "yarn", **INNER["yarn"], kernels=kernels)
+    rows = [tokens(SHORT, seed=3), tokens(LONG, seed=4)]
+    ids, mask = padded(rows, "right")
+    mixed(ids, attention_mask=mask).logits[mask.bool()].square().sum().backward()
+    for model, row in zip((plain, static), rows, strict=True):
+        model(row).logits.square().sum().backward()
+    for (name, weight), a, b in zip(
+        mixed.named_parameters(), plain.parameters(), static.parameters(), strict=True
+    ):
+        assert weight.grad.abs().sum() > 0, name
+        expected = a.grad + b.grad
+        torch.testing.assert_close(
+            weight.grad, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item()
+        )
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+class Border(Reference):
+    """Nothing up to the trained length, and the whole factor beyond it."""
+
+    def current(self, layer):
+        kind = self.kinds[layer]
+        length = (self.positions.max() - self.positions.min()).item() + 1
+        if length <= TRAINED or (kind is not None and "sliding" in kind):
+            return frequencies(self.config, "dynamic", 1, exact, kind)
+        return frequencies(self.config, self.method, TARGET, exact, kind, self.options)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("inner", ["linear", "ntk", "yarn", "ntk-by-parts", "longrope"])
+@pytest.mark.parametrize("family", SHAPES)
+def test_decoding_across_the_border_is_as_if_all_keys_were_rotated_afresh(family, inner, kernels):
+    known = {"ntk": "dynamic", "longrope": "longrope"}.get(inner, f"dynamic-{inner}")
+    options = {"factor": 4, "long_factor": LONG_FACTOR} if inner == "longrope" else {}
+    model, ids = make_model(family), tokens(LONG)
+    truth = Border(model, known, options=options).decode(ids, SHORT)
+    rope_patch.patch(model, f"mixed-{inner}", **{"factor": 4, **options}, kernels=kernels)
+    assert_close(step_by_step(model, ids, SHORT), truth)
+
+
+# -- requests and configs --------------------------------------------------------------------------
+
+
+def test_factor_or_length_is_needed_exactly_one():
+    model = make_model()
+    for given in ({}, {"factor": 4, "length": TARGET}):
+        with pytest.raises(ValueError, match="exactly one of factor and length"):
+            rope_patch.patch(model, "mixed-yarn", **given)
+    by_length = rope_patch.patch(model, "mixed-yarn", length=TARGET)
+    assert (by_length.length, by_length.method.factor) == (TARGET, 4)
+    assert by_length.summary().startswith("mixed-yarn ×4, 64 → 256 tokens")
+
+
+def test_what_would_change_nothing_is_refused():
+    with pytest.raises(ValueError, match="would change nothing"):
+        rope_patch.patch(make_model(), "mixed-yarn", factor=1)
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_undo_is_bit_exact(inner):
+    model = make_model()
+    plain, config = logits(model), model.config.to_dict()
+    handle = rope_patch.patch(model, f"mixed-{inner}", factor=4, **INNER[inner])
+    assert_differs(logits(model), plain)
+    handle.undo()
+    assert logits(model).equal(plain)
+    assert model.config.to_dict() == config
+
+
+def test_a_config_promises_no_more_than_it_can_say():
+    """With an attention factor it says the rotation of short sequences, and how long those are."""
+    model = make_model()
+    rope_patch.patch(model, "mixed-yarn", factor=4)
+    assert model.config.rope_parameters == make_config().rope_parameters
+    assert model.config.max_position_embeddings == TRAINED
+    rope_patch.patch(model, "mixed-yarn", factor=4, attention_factor=1.0)
+    assert model.config.rope_parameters["rope_type"] == "longrope"
+    assert model.config.max_position_embeddings == TARGET
+
+
+@pytest.mark.parametrize("inner", NATIVE)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_plain_transformers_loads_what_leaves_attention_alone(family, inner, tmp_path):
+    if OLD_TRANSFORMERS and family == "gemma3":
+        pytest.skip("it does not switch nested scalings")
+    plain, static, mixed = models(family, inner, **NATIVE[inner])
+    rope_patch.save(mixed, tmp_path)
+    assert sidecar(tmp_path)["native"] is True
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert rope_patch.current(native) is None
+    assert native.config.max_position_embeddings == TARGET
+    for length in (LONG, SHORT, TRAINED, TRAINED + 1):
+        assert_close(logits(native, length), logits(mixed, length))
+        assert_close(logits(native, length), logits(plain if length <= TRAINED else static, length))
+
+
+@pytest.mark.parametrize("inner", ["yarn", "longrope"])
+def test_what_sharpens_attention_loads_plainly_as_the_unpatched_model(inner, tmp_path, caplog):
+    plain, _, mixed = models("llama", inner, **INNER[inner])
+    rope_patch.save(mixed, tmp_path)
+    assert sidecar(tmp_path)["native"] is False
+    assert "load this folder with rope_patch.load" in caplog.text
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert logits(native).equal(logits(plain))
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_our_load_brings_the_patch_back(family, inner, tmp_path):
+    plain, _, mixed = models(family, inner, **INNER[inner])
+    rope_patch.save(mixed, tmp_path)
+    loaded = rope_patch.load(tmp_path)
+    handle, was = rope_patch.current(loaded), rope_patch.current(mixed)
+    assert handle.method == was.method
+    assert (handle.trained_length, handle.length) == (TRAINED, TARGET)
+    for length in (SHORT, LONG):
+        assert logits(loaded, length).equal(logits(mixed, length))
+    handle.undo()
+    assert logits(loaded).equal(logits(plain))
