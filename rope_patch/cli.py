@@ -6,6 +6,7 @@ import json
 import logging
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -376,12 +377,72 @@ def bench(
     print(json.dumps(results, indent=1) if as_json else speed.table(results))
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def finetune(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="The recipe, a YAML file; recipes/configs has some.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what memory it takes, and train nothing.")
+    ] = False,
+    loop: Annotated[
+        bool,
+        typer.Option("--loop", help="By the plain accelerate loop instead of the Trainer."),
+    ] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key a recipe can have.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout.")] = False,
+) -> None:
+    """Fine-tune a model for a longer context, as a recipe says; its keys can be overridden.
+
+    Any key of a recipe goes on the command line as --key value: model, method, factor or length,
+    data, train_length, max_steps or tokens, learning_rate, lora_rank, loss, resume, output_dir,
+    report_to, retrieval_steps, ..., and those of transformers' TrainingArguments. The finished
+    model is in OUTPUT_DIR/model, the loss curve in OUTPUT_DIR/log.jsonl, everything that was
+    resolved in OUTPUT_DIR/recipe.yaml. For several GPUs give the same to accelerate launch:
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py --config ...
+
+    \b
+    Examples:
+      rope-patch finetune --config recipes/configs/smoke_cpu.yaml
+      rope-patch finetune --config recipes/configs/yarn_64k.yaml --plan
+      rope-patch finetune --config recipes/configs/yarn_64k.yaml --resume auto
+    """
+    try:
+        from rope_patch.recipes import finetune as recipe
+        from rope_patch.recipes.settings import known_keys
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which recipes need: pip install 'rope-patch[train]'"
+        ) from error
+    if keys:
+        listed = known_keys()
+        width = max(map(len, listed))
+        print("\n".join(f"{key:<{width}}  {about}" for key, about in listed.items()))
+        return
+    given = [] if config is None else ["--config", str(config)]
+    flags = {"--plan": plan, "--loop": loop, "--json": as_json}
+    given += [flag for flag, on in flags.items() if on]
+    try:
+        recipe.main([*given, *context.args])
+    except KeyboardInterrupt:
+        print("stopped; --resume auto goes on from the last checkpoint", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 def main() -> None:
-    """Runs the command line; a failure is one clear line on stderr and a non-zero exit."""
+    """Runs the command line."""
+    run(app)
+
+
+def run(command: Callable[[], Any]) -> None:
+    """Runs a command; a failure is one clear line on stderr and a non-zero exit."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("rope_patch").setLevel(logging.INFO)
     try:
-        app()
+        command()
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

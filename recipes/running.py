@@ -1,0 +1,207 @@
+"""What both recipes do around their steps: where the run stands, its data, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from rope_patch.eval import files
+from rope_patch.recipes import checkpoints
+from rope_patch.recipes.cards import write_card
+from rope_patch.recipes.data import Rows, collate, require_maskless
+from rope_patch.recipes.preparing import Prepared, prepare
+from rope_patch.recipes.settings import RESOLVED, Settings
+from rope_patch.recipes.watching import Guard, Watch
+from rope_patch.saving import save
+
+logger = logging.getLogger("rope_patch")
+
+DATA_STATE = "rows.json"
+MODEL = "model"  # the finished model's folder
+
+
+class Run:
+    """A run of a recipe: its place on disk, its rows, its watch.
+
+    Args:
+        settings: The recipe.
+        prepared: Its model.
+        accelerator: accelerate's, whose processes share the work.
+        resume: The checkpoint to go on from, if any.
+    """
+
+    def __init__(
+        self, settings: Settings, prepared: Prepared, accelerator: Any, resume: Path | None
+    ) -> None:
+        self.settings = settings
+        self.prepared = prepared
+        self.accelerator = accelerator
+        self.main = accelerator.is_main_process
+        self.folder = Path(str(settings.training.output_dir))
+        training = settings.training
+        self.context_parallel, rank, self.replicas = ranks(accelerator)
+        self._require_divisible()
+        batch = training.per_device_train_batch_size
+        self.rows_per_step = batch * training.gradient_accumulation_steps * self.replicas
+        self.tokens_per_step = self.rows_per_step * prepared.row_length
+        self.steps = steps(settings, self.tokens_per_step)
+        self.rows = Rows(
+            settings.data,
+            prepared.tokenizer,
+            row_length=prepared.row_length,
+            trained_length=prepared.trained_length,
+            seed=training.data_seed or training.seed,
+            batch=batch,
+            rank=rank,
+            world=self.replicas,
+        )
+        self.guard = Guard(settings.extension.max_loss_rise, self.folder)
+        self.done = 0
+        self._state: dict[str, Any] = {}
+        if resume is not None:
+            self.done = checkpoints.step_of(resume)
+            said = json.loads((resume / DATA_STATE).read_text())
+            self.rows.resume(said["state"], self.done * self.rows_per_step)
+            self._state = said["state"]
+            self.guard.recent.extend(said.get("losses", []))
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True)
+            files.write(self.folder / RESOLVED, f"# {_command()}\n{text}")
+        self.watch = Watch(self.folder, self.steps, self.done, self.tokens_per_step, self.main)
+
+    def loader(self) -> DataLoader:
+        """Batches of this process's rows, without end."""
+        training = self.settings.training
+        return DataLoader(
+            self.rows,
+            batch_size=training.per_device_train_batch_size,
+            collate_fn=lambda rows: collate(rows, context_parallel=self.context_parallel > 1),
+            num_workers=training.dataloader_num_workers,
+            pin_memory=training.dataloader_pin_memory and self.accelerator.device.type == "cuda",
+        )
+
+    def consumed(self, rows: list[dict[str, Any]]) -> None:
+        """Remembers where the data stood after a step's rows."""
+        if rows:
+            self._state = rows[-1]["state"]
+
+    def writing(self, step: int) -> Any:
+        """See `checkpoints.writing`; the data's state goes along with what is written."""
+        limit = self.settings.training.save_total_limit
+        return checkpoints.writing(
+            self.folder,
+            step,
+            main=self.main,
+            wait=self.accelerator.wait_for_everyone,
+            keep=limit,
+        )
+
+    def write_data_state(self, checkpoint: Path) -> None:
+        """Puts the data's state and the last losses into a checkpoint that is being written."""
+        if self.main:
+            state = {"state": self._state, "losses": list(self.guard.recent)}
+            files.write_json(checkpoint / DATA_STATE, state)
+
+    def finish(self, model: Any) -> Path | None:
+        """Writes the finished model: natively, with tokenizer and card.
+
+        Args:
+            model: The model as accelerate wrapped it.
+
+        Returns:
+            The model's folder, on the main process.
+        """
+        self.watch.close()
+        weights = self.accelerator.get_state_dict(model) if _in_pieces(model) else None
+        if not self.main:
+            return None
+        target = self.folder / MODEL
+        if weights is not None:  # a model in one piece again
+            self.prepared = prepare(self.settings)
+            self.prepared.model.load_state_dict(weights)
+        whole = self.prepared.finish()
+        with checkpoints.told(self.folder, "the finished model"):
+            if self.prepared.handle is None:
+                with tempfile.TemporaryDirectory(prefix=f".{MODEL}-", dir=self.folder) as aside:
+                    whole.save_pretrained(aside)
+                    target.mkdir(exist_ok=True)
+                    for written in Path(aside).iterdir():
+                        written.replace(target / written.name)
+            else:
+                save(whole, target)
+            self.prepared.tokenizer.save_pretrained(target)
+            write_card(self, target)
+        logger.info("the model is in %s", target)
+        return target
+
+    def _require_divisible(self) -> None:
+        length, parts = self.prepared.row_length, 2 * self.context_parallel
+        if self.context_parallel == 1:
+            return
+        require_maskless(self.settings.data)
+        if length % parts:
+            raise ValueError(
+                f"train_length must be divisible by {parts}, twice the {self.context_parallel} "
+                f"processes of context parallelism, got {length:,}: expected for example "
+                f"{math.ceil(length / parts) * parts:,}"
+            )
+
+
+def steps(settings: Settings, tokens_per_step: int) -> int:
+    """Optimizer steps: as asked for, or as many as the tokens asked for take."""
+    if settings.extension.tokens is not None:
+        return math.ceil(settings.extension.tokens / tokens_per_step)
+    return settings.training.max_steps
+
+
+def offloaded(settings: Settings) -> Any:
+    """While it lasts, what the backward pass needs is kept in the CPU's memory, if asked for."""
+    if not settings.extension.offload_activations:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+
+
+def _command() -> str:
+    """The command line that started this, on one line."""
+    program, *given = sys.argv
+    name = "rope-patch" if Path(program).suffix != ".py" else f"recipes/{Path(program).name}"
+    return " ".join(shlex.join([name, *given]).split())
+
+
+def precision(training: Any) -> str:
+    """The number format of matrix products, as accelerate calls it."""
+    return "bf16" if training.bf16 else "fp16" if training.fp16 else "no"
+
+
+def _in_pieces(model: Any) -> bool:
+    """Whether no process has all of the weights."""
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+
+
+def ranks(accelerator: Any) -> tuple[int, int, int]:
+    """How the processes share the data.
+
+    Under context parallelism several hold parts of the same rows. Under DeepSpeed's sequence
+    parallelism each reads rows of its own, which are dealt out afterwards.
+
+    Returns:
+        Processes that share a row, this process's place among those with rows of their own, and
+        how many of these there are.
+    """
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    shared = 1 if parallelism is None else parallelism.cp_size * parallelism.tp_size
+    context = 1 if parallelism is None else parallelism.cp_size
+    return context, accelerator.process_index // shared, accelerator.num_processes // shared

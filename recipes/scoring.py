@@ -1,0 +1,136 @@
+"""Needles at the target length while a model trains: the retrieval of `rope_patch.eval`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCORES = "retrieval.jsonl"
+_TASK = "niah_single_likelihood"  # one forward pass a needle
+_DEPTHS = [10, 50, 90]
+
+
+class Needles:
+    """Looks for the same needles again and again, as a model learns.
+
+    Args:
+        tokenizer: The model's.
+        length: Tokens of a sample.
+        samples: How many.
+        every: Steps between measurements.
+        seed: Of the samples.
+        folder: The run's folder; scores are kept there, in `retrieval.jsonl`.
+        main: Whether this process writes.
+
+    Raises:
+        ValueError: lm-eval is not installed, or nothing fits into the length.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        length: int,
+        samples: int,
+        every: int,
+        seed: int,
+        folder: Path,
+        main: bool,
+    ) -> None:
+        try:
+            from rope_patch.eval import retrieval
+        except ImportError as error:
+            raise ValueError(
+                f"{error.name} is not installed, which retrieval_steps needs: pip install "
+                "'rope-patch[eval]'"
+            ) from error
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        self.tokenizer, self.length, self.samples = tokenizer, length, samples
+        self.folder, self.main = folder, main
+        self.built = retrieval.build(_TASK, tokenizer, [length], samples, _DEPTHS, seed)
+        self.every = every
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether this is a step to measure after."""
+        return step == last or step % self.every == 0
+
+    def measure(self, model: Any, step: int) -> dict[str, float]:
+        """Scores the model as it is now, and writes that down.
+
+        Every process goes through all samples, since a sharded model needs them all.
+
+        Args:
+            model: The model, not wrapped by DDP; its mode is as before afterwards.
+            step: Optimizer steps that were taken.
+
+        Returns:
+            retrieval_hits (share of needles found) and retrieval_probability (of the right answer,
+            geometric mean over its tokens).
+        """
+        from lm_eval import evaluator
+        from lm_eval.tasks import TaskManager
+
+        from rope_patch.eval import retrieval
+        from rope_patch.eval.language_model import LongContextLM
+
+        training = model.training
+        model.eval()
+        try:
+            lm = LongContextLM(model, self.tokenizer, self.length, {})
+            with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # its bars
+                results: Any = evaluator.simple_evaluate(
+                    model=lm,
+                    tasks=self.built,
+                    task_manager=TaskManager(include_defaults=False),
+                    batch_size=1,
+                    bootstrap_iters=0,
+                )
+        finally:
+            model.train(training)
+        cells = retrieval.cells(results)
+        found = sum(cell["hits"] for cell in cells)
+        asked = sum(cell["n"] for cell in cells)
+        logs = sum(cell["n"] * _log(cell["answer_probability"]) for cell in cells) / asked
+        scores = {
+            "retrieval_hits": found / asked,
+            "retrieval_probability": float(torch.tensor(logs).exp()),
+        }
+        if self.main:
+            line = {"step": step, "length": self.length, "samples": asked, **scores}
+            with (self.folder / SCORES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        return scores
+
+
+def needles_of(run: Any) -> Needles | None:
+    """The needles that a `Run`'s recipe asks for, or None."""
+    asked, prepared = run.settings.extension, run.prepared
+    if not asked.retrieval_steps:
+        return None
+    return Needles(
+        prepared.tokenizer,
+        length=asked.retrieval_length or prepared.row_length,
+        samples=asked.retrieval_samples,
+        every=asked.retrieval_steps,
+        seed=run.settings.training.seed,
+        folder=run.folder,
+        main=run.main,
+    )
+
+
+def read_scores(folder: Path) -> list[dict[str, Any]]:
+    """What was measured, the last word on each step, in their order."""
+    path = folder / SCORES
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    by_step = {said["step"]: said for said in map(json.loads, lines)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _log(probability: float | None) -> float:
+    return float(torch.tensor(probability or 0.0, dtype=torch.float64).clamp(min=1e-30).log())

@@ -1,0 +1,476 @@
+"""Rows for fine-tuning: what is in them, their order, and going on exactly where a run was."""
+
+import itertools
+import json
+import logging
+import random
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, HfArgumentParser, LlamaForCausalLM
+
+from rope_patch.recipes.data import DataArguments, Rows, collate, require_maskless
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+END = 1
+LENGTH = 48
+SETTINGS = {"row_length": LENGTH, "trained_length": 16, "seed": 0}
+KEYS = ("input_ids", "labels", "position_ids")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Writes a file of documents of the given lengths, end token included; no two are alike."""
+
+    def write(name, lengths):
+        made = random.Random(name)
+        lines = [[made.randrange(3, 512) for _ in range(n - 1)] + [END] for n in lengths]
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in lines))
+        return str(path), lines
+
+    return write
+
+
+def lengths(name, count=9, most=130):
+    made = random.Random(f"lengths {name}")
+    return [made.randrange(2, most) for _ in range(count - 1)] + [LENGTH + 5]
+
+
+def make(tokenizer, count, data, settings=SETTINGS, **arguments):
+    rows = Rows(DataArguments(data=data, **arguments), tokenizer, **settings)
+    return list(itertools.islice(rows, count))
+
+
+def tokens(rows):
+    return [token for row in rows for token in row["input_ids"].tolist()]
+
+
+def same(rows, others):
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert all(torch.equal(row[key], other[key]) for key in KEYS)
+        assert row["row"] == other["row"]
+
+
+def segments(row):
+    """The pieces of a masked row: where positions restart."""
+    starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
+    return [row["input_ids"][a:b] for a, b in zip(starts, [*starts[1:], LENGTH], strict=True)]
+
+
+def test_single_rows_are_slices_of_one_document(tokenizer, tmp_path):
+    texts = ["Emma was rich. " * 40, "Short.", "Mr. Elton was vain. " * 30]
+    for n, text in enumerate(texts):
+        (tmp_path / f"{n}.txt").write_text(text)
+    long = [[*tokenizer(texts[n]).input_ids, END] for n in (0, 2)]
+    expected = [
+        ids[i : i + LENGTH] for ids in long for i in range(0, len(ids) - LENGTH + 1, LENGTH)
+    ]
+    rows = make(tokenizer, len(expected) + 1, [str(tmp_path)])
+    assert len(expected) > 5
+    assert [row["input_ids"].tolist() for row in rows] == [*expected, expected[0]]
+    for row in rows:
+        assert torch.equal(row["labels"], row["input_ids"])
+        assert torch.equal(row["position_ids"], torch.arange(LENGTH))
+        assert all(row[key].dtype == torch.int64 for key in KEYS)
+    counts = rows[-1]["row"]["counts"][str(tmp_path)]
+    used, total = len(expected) * LENGTH, sum(map(len, long))
+    rest = len(tokenizer("Short.").input_ids) + 1
+    assert counts == {
+        "documents": 3, "tokens": used + LENGTH, "left_out": 1, "epochs": 1,
+        "left_out_tokens": total - used + rest,
+    }  # fmt: skip
+    assert rows[0]["row"]["documents"] == [f"{tmp_path}/0.txt"]
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "masked"])
+def test_packed_rows_are_the_documents_one_after_another(tokenizer, tmp_path, packing):
+    texts = ["Emma was rich.", "Mr. Elton was vain. " * 20, "Nobody came.", "x"] * 3
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    documents = [[*tokenizer(text).input_ids, END] for text in texts]
+    expected = [token for ids in documents for token in ids]
+    count = len(expected) // LENGTH
+    rows = make(tokenizer, count, [str(path)], packing=packing, text_column="body")
+    assert tokens(rows) == expected[: count * LENGTH]
+    starts = {sum(map(len, documents[:n])) for n in range(len(documents))}
+    for row in rows:
+        first = row["row"]["index"] * LENGTH
+        restarts = {n for n in range(LENGTH) if first + n in starts or n == 0}
+        if packing == "concatenate":
+            assert torch.equal(row["labels"], row["input_ids"])
+            assert torch.equal(row["position_ids"], torch.arange(LENGTH))
+            continue
+        position = -1
+        for n in range(LENGTH):
+            position = 0 if n in restarts else position + 1
+            assert row["position_ids"][n] == position
+            assert row["labels"][n] == (-100 if n in restarts else row["input_ids"][n])
+    assert rows[0]["row"]["documents"] == [f"{path}:1", f"{path}:2"]
+
+
+def test_min_document_length(tokenizer, source):
+    path, documents = source("a.jsonl", [5, 30, 19, 20, 40, 90])
+    rows = make(tokenizer, 3, [path], packing="concatenate", min_document_length=20)
+    assert tokens(rows) == [t for ids in documents if len(ids) >= 20 for t in ids][: 3 * LENGTH]
+    assert rows[-1]["row"]["counts"][path]["left_out"] == 2
+
+
+def test_labels_of_records(tokenizer, tmp_path):
+    record = {"input_ids": list(range(3, 3 + LENGTH)), "labels": [-100] * 40 + list(range(43, 51))}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    (row,) = make(tokenizer, 1, [str(tmp_path / "a.jsonl")])
+    assert row["labels"].tolist() == record["labels"]
+
+
+def test_transformers_masks_masked_rows(tokenizer, source):
+    model = LlamaForCausalLM.from_pretrained(TINY).eval()
+    path, _ = source("a.jsonl", [9, 2, 30, 3, 3, 60, 7, 25, 40])
+    rows = make(tokenizer, 4, [path], packing="masked")
+    batch = collate(rows)
+    assert "attention_mask" not in batch
+    inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        together = model(**inputs, use_cache=False).logits
+        apart, losses = [], []
+        for row in rows:
+            logits = [model(input_ids=ids[None]).logits[0] for ids in segments(row)]
+            apart.append(torch.cat(logits))
+            losses += [
+                torch.nn.functional.cross_entropy(x[:-1], ids[1:], reduction="none")
+                for x, ids in zip(logits, segments(row), strict=True)
+            ]
+        loss = model(**inputs, labels=batch["labels"], use_cache=False).loss
+        plain = model(input_ids=batch["input_ids"], use_cache=False).logits
+    assert max(len(segments(row)) for row in rows) > 3
+    torch.testing.assert_close(together, torch.stack(apart), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(loss, torch.cat(losses).mean(), atol=1e-5, rtol=1e-5)
+    assert (plain - together).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.29, 0.5, 0.7])
+def test_short_share_is_exact(tokenizer, source, share):
+    long, _ = source("long.jsonl", [200, 300])
+    short, _ = source("short.jsonl", [5, 9])
+    rows = make(tokenizer, 100, [long], short_data=[short], short_share=share)
+    is_short = [row["row"]["documents"][0].startswith(short) for row in rows]
+    percent = round(100 * share)
+    for i in range(100):
+        assert sum(is_short[: i + 1]) == (i + 1) * percent // 100
+        assert is_short[i] == ((i + 1) * percent // 100 > i * percent // 100)
+
+
+def test_short_rows_are_packed_of_short_pieces(tokenizer, source):
+    long, _ = source("long.jsonl", [200, 300])
+    short, documents = source("short.jsonl", [5, 37, 9, 20, 48, 3, 60])
+    rows = make(tokenizer, 9, [long], short_data=[short], short_share=0.5, short_length=17)
+    brief = rows[1::2]
+    stream = [token for ids in documents for token in ids] * 2
+    assert tokens(brief) == stream[: 4 * LENGTH]
+    for row in brief:
+        assert max(map(len, segments(row))) <= 17
+        assert (row["labels"] == -100).equal(row["position_ids"] == 0)
+    assert [len(piece) for piece in segments(brief[0])] == [5, 17, 17, 3, 6]
+    for row in rows[::2]:
+        assert torch.equal(row["position_ids"], torch.arange(LENGTH))
+    counts = rows[-1]["row"]["counts"]
+    assert counts[f"short: {short}"]["tokens"] == 4 * LENGTH
+    assert counts[long]["tokens"] == 5 * LENGTH
+
+
+def test_short_rows_of_the_same_data_at_the_trained_length(tokenizer, source):
+    path, documents = source("a.jsonl", [200, 300])
+    rows = make(tokenizer, 4, [path], short_share=0.5)
+    assert tokens(rows[::2]) == documents[0][: 2 * LENGTH] == tokens(rows[1::2])
+    assert [len(piece) for piece in segments(rows[1])] == [16, 16, 16]
+
+
+def test_weights_hold_within_a_row(tokenizer, source):
+    paths = [source(f"{n}.jsonl", lengths(n, most=most))[0] for n, most in enumerate((9, 90, 400))]
+    for weights, packing in itertools.product(([1, 2, 5], None), ("concatenate", "single")):
+        rows = make(tokenizer, 60, paths, data_weights=weights, packing=packing)
+        shares = [w / sum(weights) for w in weights] if weights else [1 / 3] * 3
+        for row in rows:
+            total = (row["row"]["index"] + 1) * LENGTH
+            for path, share in zip(paths, shares, strict=True):
+                got = row["row"]["counts"][path]["tokens"]
+                assert abs(got - share * total) <= LENGTH
+
+
+def test_shuffling_changes_the_order_alone(tokenizer, source, tmp_path):
+    (tmp_path / "all").mkdir()
+    names = [source(f"all/{n}.jsonl", [LENGTH] * 10) for n in range(3)]
+    documents = [ids for _, lines in names for ids in lines]
+    folder = str(tmp_path / "all")
+
+    def epochs(seed, window=4, count=2):
+        rows = make(
+            tokenizer, count * 30, [folder], SETTINGS | {"seed": seed}, shuffle_window=window
+        )
+        order = [row["input_ids"].tolist() for row in rows]
+        return [order[n : n + 30] for n in range(0, len(order), 30)]
+
+    assert epochs(0, window=0) == [documents, documents]
+    first, second = epochs(0)
+    assert epochs(0) == [first, second]
+    orders = [documents, first, second, *epochs(1), epochs(0, window=1)[0]]
+    for order in orders:
+        assert sorted(order) == sorted(documents)
+    assert len({str(order) for order in orders}) == len(orders)
+    path, lines = names[0]
+    rows = make(tokenizer, 8, [path], shuffle_window=4)
+    places = [lines.index(row["input_ids"].tolist()) for row in rows]
+    assert sorted(places[:4]) == list(range(4))
+    assert [n + 4 for n in places[:4]] != places[4:]  # each block has an order of its own
+    near = epochs(0)[0]  # a window of 4: blocks of neighbours, which files may share
+    files = [next(n for n, (_, lines) in enumerate(names) if ids in lines) for ids in near]
+    assert Counter(files) == dict.fromkeys(range(3), 10)
+    assert len(list(itertools.groupby(files))) <= 7
+
+
+@pytest.mark.parametrize("window", [0, 3, 100])
+@pytest.mark.parametrize("packing", ["single", "concatenate", "masked"])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_resuming_at_every_row(tokenizer, source, tmp_path, packing, window, share):
+    (tmp_path / "all").mkdir()
+    for n in range(3):
+        source(f"all/{n}.jsonl", lengths(n, 4, 80))
+    other, brief = source("other.jsonl", lengths("other"))[0], source("b.jsonl", [7, 40, 3])[0]
+    arguments = DataArguments(
+        data=[str(tmp_path / "all"), other],
+        data_weights=[1.0, 1.5],
+        short_data=[brief],
+        short_share=share,
+        packing=packing,
+        min_document_length=10,
+        shuffle_window=window,
+    )
+    count = 64
+    run = list(itertools.islice(Rows(arguments, tokenizer, **SETTINGS), count))
+    same(list(itertools.islice(Rows(arguments, tokenizer, **SETTINGS), count)), run)
+    assert min(c["epochs"] for c in run[-1]["row"]["counts"].values()) >= 1
+    for row in run[:-1]:
+        at = row["row"]["index"] + 1
+        state = json.loads(json.dumps(row["row"]["state"]))
+        for first in (at, min(at + 3, count - 1)):
+            again = Rows(arguments, tokenizer, **SETTINGS)
+            again.resume(state, first)
+            last = min(first + 4, count)
+            same(list(itertools.islice(again, last - first)), run[first:last])
+
+
+def test_resuming_tokenises_one_document(tokenizer, source, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} came. " * 20}) + "\n" for n in range(1000)))
+    counting = Counting(tokenizer)
+    arguments = DataArguments(data=[str(path)], packing="concatenate", shuffle_window=10)
+    rows = list(itertools.islice(Rows(arguments, counting, **SETTINGS), 400))
+    assert counting.calls > 50
+    again = Rows(arguments, counting, **SETTINGS)
+    again.resume(rows[-2]["row"]["state"], 399)
+    counting.calls = 0
+    same([next(iter(again))], rows[-1:])
+    assert counting.calls <= 2
+
+
+def test_resuming_what_has_changed(tokenizer, source, tmp_path):
+    path, _ = source("a.jsonl", [90, 200, 70])
+    rows = make(tokenizer, 2, [path])
+    state = rows[1]["row"]["state"]
+    other = Rows(DataArguments(data=[path], packing="masked"), tokenizer, **SETTINGS)
+    with pytest.raises(ValueError, match="packing was single, got masked: set it back"):
+        other.resume(state, 2)
+    other = Rows(DataArguments(data=[path]), tokenizer, **SETTINGS | {"seed": 1})
+    with pytest.raises(ValueError, match="seed was 0, got 1"):
+        other.resume(state, 2)
+    again = Rows(DataArguments(data=[path]), tokenizer, **SETTINGS)
+    with pytest.raises(ValueError, match="cannot resume at row 1: the state is of row 2"):
+        again.resume(state, 1)
+    source("a.jsonl", [90, 201, 70])
+    again.resume(state, 2)
+    with pytest.raises(ValueError, match=r"jsonl:2 has 201 tokens, it had 200 .* bring back"):
+        next(iter(again))
+
+
+def test_resuming_data_that_has_moved(tokenizer, source):
+    path, _ = source("a.jsonl", [90, 200, 70])
+    moved, rows = path.replace("a.jsonl", "b.jsonl"), make(tokenizer, 4, [path])
+    Path(path).rename(moved)
+    again = Rows(DataArguments(data=[moved]), tokenizer, **SETTINGS)
+    again.resume(rows[1]["row"]["state"], 2)
+    assert tokens(itertools.islice(again, 2)) == tokens(rows[2:])
+
+
+@pytest.mark.parametrize(("batch", "world"), [(2, 2), (1, 3), (3, 1)])
+def test_ranks_share_the_rows(tokenizer, source, batch, world):
+    path, _ = source("a.jsonl", lengths("a"))
+    run = make(tokenizer, 24, [path], packing="masked")
+    shares = [
+        make(
+            tokenizer, 24 // world, [path], packing="masked",
+            settings=SETTINGS | {"batch": batch, "world": world, "rank": rank},
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    for rank, share in enumerate(shares):
+        assert all(r["row"]["index"] // batch % world == rank for r in share)
+    same(sorted(itertools.chain(*shares), key=lambda row: row["row"]["index"]), run)
+
+
+def test_one_worker_gives_what_none_gives(tokenizer, source):
+    path, _ = source("a.jsonl", lengths("a"))
+    rows = Rows(DataArguments(data=[path], packing="masked", shuffle_window=3), tokenizer,
+                **SETTINGS | {"batch": 2})  # fmt: skip
+    rows.resume(next(iter(rows))["row"]["state"], 4)
+    batches = [
+        list(itertools.islice(DataLoader(rows, 2, collate_fn=collate, num_workers=n), 6))
+        for n in (0, 1)
+    ]
+    for mine, other in zip(*batches, strict=True):
+        assert mine["input_ids"].shape == (2, LENGTH)
+        assert all(torch.equal(mine[key], other[key]) for key in KEYS)
+        assert mine["rows"] == other["rows"]
+    assert batches[0][0]["rows"][0]["index"] == 4
+
+
+def test_several_workers_are_refused(tokenizer, monkeypatch):
+    rows = Rows(DataArguments(data=["novels:emma"]), tokenizer, **SETTINGS)
+    worker = SimpleNamespace(num_workers=2)  # real ones that fail take torch 10 s to shut down
+    monkeypatch.setattr("rope_patch.recipes.data.get_worker_info", lambda: worker)
+    with pytest.raises(ValueError, match=r"dataloader_num_workers of 0 or 1, got 2"):
+        next(iter(rows))
+
+
+def test_collate(tokenizer, source):
+    path, _ = source("a.jsonl", [200])
+    rows = make(tokenizer, 2, [path])
+    batch = collate(rows, context_parallel=True)
+    assert batch["attention_mask"].equal(torch.ones(2, LENGTH, dtype=torch.int64))
+    assert batch["rows"] == [row["row"] for row in rows]
+    assert batch["labels"].equal(torch.stack([row["labels"] for row in rows]))
+
+
+class Counting:
+    """A tokenizer that counts its calls."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.calls = tokenizer, 0
+        self.eos_token_id = tokenizer.eos_token_id
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.tokenizer(*args, **kwargs)
+
+
+def test_no_more_is_read_than_needed(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"Number {n} came. " * 30}) for n in range(1000)]
+    path.write_text("\n".join(lines) + "\nnot JSON, and never reached")
+    counting = Counting(tokenizer)
+    assert len(make(counting, 3, [str(path)])) == 3
+    assert counting.calls <= 3
+
+
+def test_epochs_and_what_was_left_out_are_said_once(tokenizer, source, caplog):
+    caplog.set_level(logging.WARNING, logger="rope_patch")
+    path, _ = source("a.jsonl", [5, 60, 7])
+    make(tokenizer, 1, [path])
+    assert not caplog.messages
+    make(tokenizer, 5, [path])
+    left_out, second = caplog.messages
+    assert "2 of 3 documents were too short and left out" in left_out
+    assert "packing: concatenate" in left_out
+    assert second.startswith(path)
+    assert "second epoch" in second
+    caplog.clear()
+    make(tokenizer, 5, [path], settings=SETTINGS | {"rank": 1, "world": 2})
+    assert not caplog.messages
+
+
+def test_no_document_is_long_enough(tokenizer, source):
+    path, _ = source("a.jsonl", [5, 47, 7])
+    message = r"no row from .*shorter train_length.*concatenate.*longest has 47 tokens, expected 48"
+    with pytest.raises(ValueError, match=message):
+        make(tokenizer, 1, [path])
+    good, _ = source("b.jsonl", [500])
+    with pytest.raises(ValueError, match=message):
+        make(tokenizer, 9, [good, path])
+    with pytest.raises(ValueError, match=r"min_document_length.*47 tokens, expected 100"):
+        make(tokenizer, 1, [path], packing="masked", min_document_length=100)
+
+
+def test_documents_that_shrink_while_they_are_read(tokenizer, source):
+    path, _ = source("a.jsonl", [60])
+    rows = iter(Rows(DataArguments(data=[path]), tokenizer, **SETTINGS))
+    next(rows)
+    source("a.jsonl", [9])
+    with pytest.raises(ValueError, match=r"no row from .*all is too short"):
+        next(rows)
+
+
+def test_a_file_of_blank_lines(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"no documents in .*a\.jsonl"):
+        make(tokenizer, 1, [str(tmp_path / "a.jsonl")], packing="masked")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": []}, "no documents: say data: a list"),
+        ({"short_data": []}, "no documents: say short_data: a list"),
+        ({"data": ["novels:emma", "novels:emma"]}, "'novels:emma' twice: say data_weights"),
+        ({"packing": "mask"}, r"one of single, concatenate, masked, got 'mask' .*mean 'masked'"),
+        ({"short_share": 1.0}, "short_share must be at least 0 and below 1, got 1.0"),
+        ({"short_share": -0.1}, "short_share must be at least 0 and below 1, got -0.1"),
+        ({"short_share": float("nan")}, "short_share must be at least 0 and below 1, got nan"),
+        ({"data_weights": [1.0, 2.0]}, "each of 1 sources in data, got 2"),
+        ({"data_weights": [0.0]}, r"data_weights must be above 0, got \[0\.0\]"),
+        ({"short_length": 49}, "short_length must be 1 to 48, the tokens of a row, got 49"),
+        ({"short_length": 0}, "short_length must be 1 to 48"),
+        ({"min_document_length": -1}, "min_document_length must be at least 0, got -1"),
+        ({"shuffle_window": -1}, "shuffle_window must be at least 0, got -1"),
+    ],
+)
+def test_arguments_that_cannot_be(tokenizer, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Rows(DataArguments(**{"data": ["novels:emma"]} | arguments), tokenizer, **SETTINGS)
+
+
+def test_concatenating_needs_an_end_token(tokenizer):
+    counting = Counting(tokenizer)
+    counting.eos_token_id = None
+    with pytest.raises(ValueError, match=r"needs an end token: set tokenizer\.eos_token"):
+        make(counting, 1, ["novels:emma"], packing="concatenate")
+
+
+@pytest.mark.parametrize("arguments", [{"packing": "masked"}, {"short_share": 0.2}])
+def test_rows_that_need_a_mask(arguments):
+    require_maskless(DataArguments(packing="concatenate"))
+    with pytest.raises(ValueError, match=r"takes no mask: expected .*; got packing"):
+        require_maskless(DataArguments(**arguments))
+
+
+def test_transformers_parses_the_arguments():
+    parser = HfArgumentParser(DataArguments)
+    (parsed,) = parser.parse_args_into_dataclasses(
+        ["--data", "a", "b", "--data_weights", "1", "2", "--short_share", "0.2"]
+    )
+    expected = {"data": ["a", "b"], "data_weights": [1.0, 2.0], "short_share": 0.2}
+    assert parsed == DataArguments(**expected)
+    assert parser.parse_dict({"data": "a"})[0].data == ["a"]
+
+
+def test_novels_make_rows(tokenizer):
+    (row,) = make(tokenizer, 1, ["novels:persuasion"], settings=SETTINGS)
+    assert row["row"]["documents"] == ["novels:persuasion"]

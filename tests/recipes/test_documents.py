@@ -1,0 +1,257 @@
+"""Reading documents: every kind of source, and what is said of damaged ones."""
+
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from rope_patch.eval import texts
+from rope_patch.recipes.documents import encode, find
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+END = 1
+TEXTS = ["Emma was handsome.", "Mr. Weston rose — late.", "Nobody came."]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture
+def read(tokenizer):
+    """A source's documents, as (where, ids, labels)."""
+
+    def of(source, column="text", start=0):
+        entries = [entry for part in find(str(source), column) for entry in part(start)]
+        documents = [encode(entry, tokenizer, column) for entry in entries]
+        return [(d.where, d.ids.tolist(), d.labels.tolist()) for d in documents]
+
+    return of
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file, from bytes, text or the objects of its lines."""
+
+    def at(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(line) + "\n" for line in content)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return at
+
+
+def records(column="text"):
+    return [{column: text} for text in TEXTS]
+
+
+def expected(tokenizer):
+    return [[*tokenizer(text).input_ids, END] for text in TEXTS]
+
+
+def test_text_files(read, write, tokenizer):
+    for name, raw in (
+        ("a.txt", TEXTS[1].encode()),
+        ("b.MD", b"\xef\xbb\xbf" + TEXTS[1].encode()),
+        ("c.txt.gz", gzip.compress(TEXTS[1].encode())),
+    ):
+        path = write(name, raw)
+        assert read(path) == [(str(path), expected(tokenizer)[1], expected(tokenizer)[1])]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_lines(read, write, tokenizer, name):
+    raw = "\n\n".join(map(json.dumps, records())).encode()  # blank lines, none at the end
+    raw = b"\xef\xbb\xbf" + raw
+    path = write(name, gzip.compress(raw) if name.endswith("gz") else raw)
+    found = read(path)
+    assert [where for where, *_ in found] == [f"{path}:{n}" for n in (1, 3, 5)]
+    assert [ids for _, ids, _ in found] == expected(tokenizer)
+    assert read(path, start=2) == found[1:]
+
+
+def test_parquet_from_any_row_on(read, tmp_path, tokenizer):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    table = arrow.table({"other": [1] * 50, "body": [f"{n} {TEXTS[0]}" for n in range(50)]})
+    parquet.write_table(table, path, row_group_size=20)
+    ids = [[*tokenizer(f"{n} {TEXTS[0]}").input_ids, END] for n in range(50)]
+    for start in (0, 1, 19, 20, 39, 47, 49, 50):
+        found = read(path, "body", start)
+        assert [ids for _, ids, _ in found] == ids[start:]
+        assert [where for where, *_ in found] == [f"{path}, row {n + 1}" for n in range(start, 50)]
+
+
+def test_saved_dataset(read, tmp_path, tokenizer):
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_list(records("body"))
+    dataset.save_to_disk(tmp_path / "all" / "one")
+    path = tmp_path / "all" / "one"
+    for source in (path, path.parent):
+        assert [ids for _, ids, _ in read(source, "body")] == expected(tokenizer)
+    assert read(path, "body", 2) == [(f"{path}, row 3", *[expected(tokenizer)[2]] * 2)]
+    datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match=r"several splits: expected one .*both/test, .*both/train"):
+        find(str(tmp_path / "both"), "body")
+    (path / "data-00000-of-00001.arrow").write_bytes(b"no")
+    with pytest.raises(ValueError, match=f"cannot read {path}: .*again"):
+        read(path, "body")
+
+
+def test_hub_is_streamed(read, monkeypatch, tokenizer):
+    datasets, asked = pytest.importorskip("datasets"), []
+
+    def load(name, config, **options):
+        asked.append((name, config, options["split"]))
+        assert options["streaming"]
+        return datasets.Dataset.from_list(records()).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = read("hub:some/name")
+    assert [ids for _, ids, _ in found] == expected(tokenizer)
+    assert found[2][0] == "hub:some/name, row 3"
+    assert read("hub:some/name,de@test", start=1)[0][0] == "hub:some/name,de@test, row 2"
+    assert asked == [("some/name", None, "train"), ("some/name", "de", "test")]
+
+
+def test_hub_that_cannot_be_reached(read, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load(*_, **__):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(ValueError, match=r"cannot read hub:a/b: offline; expected hub:NAME"):
+        read("hub:a/b")
+
+
+def test_novels_of_the_package(read, tokenizer):
+    ((where, ids, _),) = read("novels:persuasion")
+    assert where == "novels:persuasion"
+    assert ids == [*tokenizer(texts.read("persuasion")).input_ids, END]
+    with pytest.raises(ValueError, match=r"no novel 'ema' \(did you mean 'emma'\?\): .*persuasion"):
+        read("novels:ema")
+
+
+def test_folders_and_globs_are_sorted(read, write, tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/b/c.md", "c.jsonl", ".hidden/no.txt", "a/no.csv"):
+        write(f"all/{name}", TEXTS[0] if not name.endswith("l") else records()[:1])
+    names = {
+        "all": ["a/b/c.md", "a/z.txt", "b.txt", "c.jsonl:1"],
+        "all/*": ["a/b/c.md", "a/z.txt", "b.txt", "c.jsonl:1"],
+        "all/*.txt": ["b.txt"],
+        "all/**/*.txt": ["a/z.txt", "b.txt"],
+    }
+    for source, found in names.items():
+        assert [w for w, *_ in read(tmp_path / source)] == [f"{tmp_path}/all/{n}" for n in found]
+
+
+def test_tokenised_records(read, write):
+    path = write(
+        "a.jsonl",
+        [
+            {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+            {"input_ids": [5, END], "text": "not this"},
+            {"input_ids": [5, END], "labels": [-100, END]},
+            {"input_ids": []},
+        ],
+    )
+    assert [row[1:] for row in read(path)] == [
+        ([5, 6, 7, END], [-100, 6, 7, -100]),
+        ([5, END], [5, END]),
+        ([5, END], [-100, END]),
+        ([], []),
+    ]
+
+
+def test_tokenised_parquet(read, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"input_ids": [[5, 6], [7]], "labels": [[-100, 6], None], "text": ["", ""]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    rows = [([5, 6, END], [-100, 6, -100]), ([7, END], [7, END])]
+    assert [row[1:] for row in read(tmp_path / "a.parquet")] == rows
+
+
+def test_what_is_not_there(read, write, tmp_path):
+    path = write("novel.txt", "words")
+    with pytest.raises(ValueError, match=rf"no data .*did you mean '{path.name}'.*hub:NAME"):
+        read(tmp_path / "nowel.txt")
+    with pytest.raises(ValueError, match=r"no documents in .*none\*'"):
+        read(tmp_path / "none*")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"no documents in .*folder'.*\.jsonl"):
+        read(tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", r"a\.txt is empty: .*remove"),
+        ("a.csv", "x", r"a\.csv: expected files .*\.parquet, got '\.csv'"),
+        ("a", "x", r"a: expected files .*\.parquet, got 'no suffix'"),
+        ("a.txt", "naïve".encode("latin1"), r"a\.txt is not UTF-8 at byte 2 .*iconv -f latin1"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "\xe9"}\n',
+            r"a\.jsonl:2 is not UTF-8 at byte 24 .*iconv -f latin1 -t utf-8",
+        ),
+        ("a.jsonl", '{"text": "a"}\n{"text"\n', r"a\.jsonl:2: broken JSON: .* column .*repair"),
+        ("a.json", '{\n"text": "a"}\n', r"a\.json:1: broken JSON: .*jq -c \. FILE"),
+        ("a.json", [[{"text": "a"}]], r"a\.json:1: expected an object .*list; .*jq -c"),
+        ("a.jsonl", [{"id": 1, "txet": "a"}], r"a\.jsonl:1 has no column 'text' \(did you mean "
+         r"'txet'\?\): it has 'id', 'txet'; say text_column"),
+        ("a.jsonl", [{}], r"a\.jsonl:1 has no column 'text': it has none"),
+        ("a.jsonl", [{"text": 5}], r"a\.jsonl:1: expected text in 'text', got int"),
+        ("a.jsonl", [{"text": None}], r"a\.jsonl:1: expected text in 'text', got NoneType"),
+        ("a.jsonl", [{"input_ids": [3, 512]}], r":1: expected input_ids of 0 to 511, got 512: "),
+        ("a.jsonl", [{"input_ids": [-1]}], r"a\.jsonl:1: expected input_ids of 0 to 511, got -1"),
+        ("a.jsonl", [{"input_ids": [1.5]}], r":1: expected a list of whole numbers in 'input_ids'"),
+        ("a.jsonl", [{"input_ids": "abc"}], r":1: expected a list of whole numbers in 'input_ids'"),
+        ("a.jsonl", [{"input_ids": [[1]]}], r":1: expected a list of whole numbers in 'input_ids'"),
+        ("a.jsonl", [{"input_ids": [1, 2], "labels": [1]}], r"label for each of 2 .*, got 1; -100"),
+        ("a.jsonl", [{"input_ids": [1], "labels": [600]}], r":1, labels: expected .*511, got 600"),
+        ("a.jsonl.gz", "not gzip", r"cannot read .*a\.jsonl\.gz: .*again"),
+        ("a.txt.gz", gzip.compress(b"words" * 99)[:-9], r"cannot read .*a\.txt\.gz: .*again"),
+        ("a.parquet", "not parquet", r"cannot read .*a\.parquet: .*again"),
+    ],
+)  # fmt: skip
+def test_damage_is_named_with_its_place(read, write, name, content, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read(write(name, content))
+    assert "Traceback" not in str(caught.value)
+
+
+def test_parquet_without_the_column(read, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"content": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet has no column 'text'.*it has 'content'"):
+        read(tmp_path / "a.parquet")
+
+
+def test_packages_that_are_missing(read, write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'rope-patch[train]'")):
+        read(write("a.parquet", "x"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="needs the package datasets"):
+        read("hub:some/name")
+
+
+def test_no_end_token(write):
+    class Bare:
+        eos_token_id = None
+
+        def __call__(self, text, verbose):
+            return type("Encoded", (), {"input_ids": [7] * len(text)})
+
+    ((entry,),) = [list(part(0)) for part in find(str(write("a.txt", "abc")), "text")]
+    assert torch.equal(encode(entry, Bare(), "text").ids, torch.tensor([7, 7, 7]))

@@ -1,0 +1,122 @@
+"""The loss in chunks is the loss, and its gradients the gradients."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import make_model
+from torch.nn import functional
+
+from rope_patch.recipes import losses
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(functional, "linear_cross_entropy"), reason="this torch has none"
+)
+FAMILIES = ["llama", "qwen3", "gemma3"]
+
+
+def make(family):
+    torch.manual_seed(0)
+    return make_model(family).train()
+
+
+def batch(masked=True):
+    ids = torch.randint(1, 100, (2, 50), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    if masked:
+        labels[0, :20] = -100
+    return {"input_ids": ids, "labels": labels, "use_cache": False}
+
+
+def step(model, **given):
+    model.zero_grad()
+    loss = model(**given).loss
+    loss.backward()
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"num_items_in_batch": 40}, {"num_items_in_batch": torch.tensor(40)}, {"shifted": True}],
+    ids=["mean", "count", "counted", "shifted"],
+)
+def test_loss_and_gradients_are_those_of_all_logits(family, extra):
+    plain, given = make(family), batch()
+    if extra.pop("shifted", False):
+        shifted = functional.pad(given["labels"], (0, 1), value=-100)[:, 1:]
+        given["shift_labels"] = shifted.contiguous()
+        extra = {"num_items_in_batch": 7}
+    chunked = copy.deepcopy(plain)
+    assert losses.use(chunked, "torch")[0] == "torch"
+    expected, wanted = step(plain, **given, **extra)
+    got, grads = step(chunked, **given, **extra)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    assert grads.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(grads[name], wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_no_logits_are_made_in_training():
+    model = make("llama")
+    losses.use(model, "torch")
+    hidden = model.config.hidden_size
+    assert model(**batch()).logits.shape == (2, 50, hidden)  # what goes into the head
+
+
+def test_evaluation_is_as_ever():
+    plain = make("llama").eval()
+    chunked = copy.deepcopy(plain)
+    losses.use(chunked, "torch")
+    with torch.no_grad():
+        expected, got = plain(**batch()), chunked(**batch())
+    assert torch.equal(got.logits, expected.logits)
+    torch.testing.assert_close(got.loss, expected.loss)
+
+
+def test_undone_it_is_the_model_as_it_was():
+    plain = make("llama")
+    model = copy.deepcopy(plain)
+    _, swaps = losses.use(model, "torch")
+    swaps.undo()
+    assert torch.equal(model(**batch()).logits, plain(**batch()).logits)
+    assert torch.equal(model(**batch()).loss, plain(**batch()).loss)
+
+
+def test_in_bfloat16_the_mean_is_not_rounded_to_bfloat16():
+    """torch's own sum would be: a loss curve in steps of 0.03."""
+    plain = make("llama")
+    chunked = copy.deepcopy(plain)
+    losses.use(chunked, "torch")
+    exact = copy.deepcopy(plain).double()
+    expected = exact(**batch()).loss.item()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked(**batch()).loss
+        reference = plain(**batch()).loss.item()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected, rel=2e-3)
+    assert reference == pytest.approx(expected, rel=2e-3)
+
+
+def test_a_model_that_caps_its_logits_keeps_all_of_them():
+    model = make("gemma2")  # final_logit_softcapping
+    model.config.final_logit_softcapping = 0.5
+    kind, _ = losses.use(model, "auto")
+    assert kind == "full"
+    assert model(**batch()).logits.shape[-1] == model.config.vocab_size
+    with pytest.raises(ValueError, match=r"such as capping them.*loss: full"):
+        losses.use(model, "torch")
+
+
+def test_full_changes_nothing():
+    model = make("llama")
+    assert losses.use(model, "full")[0] == "full"
+    assert model(**batch()).logits.shape[-1] == model.config.vocab_size
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_liger_says_that_it_needs_a_gpu():
+    with pytest.raises(ValueError, match=r"loss: liger cannot be had: .*GPU"):
+        losses.use(make("llama"), "liger")

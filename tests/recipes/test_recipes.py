@@ -1,0 +1,234 @@
+"""Both recipes, as users run them: the same losses, a model that loads, a card, trackers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_patch
+from rope_patch.cli import main
+from rope_patch.recipes import preparing
+from rope_patch.recipes.finetune import finetune
+from rope_patch.recipes.loop import loop
+from rope_patch.recipes.settings import parse
+from rope_patch.recipes.watching import read_log
+
+ASSETS = Path(__file__).parents[1] / "assets"
+BY = {"finetune": finetune, "loop": loop}
+RECIPE = {
+    "model": ASSETS / "tiny-llama",
+    "method": "yarn",
+    "factor": 2,
+    "train_length": 256,
+    "data": "novels:emma",
+    "max_steps": 3,
+    "learning_rate": 1e-3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "save_strategy": "no",
+    "use_cpu": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(by, folder, **changes):
+    said = {**RECIPE, "output_dir": folder, **changes}
+    words = [
+        word
+        for key, value in said.items()
+        for word in (f"--{key}", *(map(str, value) if isinstance(value, list) else [str(value)]))
+    ]
+    return BY[by](parse(words)[0])
+
+
+def curve(folder):
+    return [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in read_log(folder)]
+
+
+CASES = {
+    "yarn": {},
+    "decay": {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "lora": {"lora_rank": 4},
+    "mixed": {"method": "mixed-yarn", "train_length": 512, "short_share": 0.5},
+    "masked": {"packing": "masked", "data": str(ASSETS / "short.jsonl")},
+    "nope": {"method": "nope", "factor": None, "train_length": 256},
+    "qwen3": {"model": ASSETS / "tiny-qwen3", "kernels": "reference"},
+    "gemma3": {"model": ASSETS / "tiny-gemma3", "offload_activations": True},
+    "control": {"method": "none", "factor": None, "loss": "full"},
+}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    path = tmp_path_factory.mktemp("documents") / "short.jsonl"
+    text = "It is a truth universally acknowledged, number {}. "
+    records = ({"text": text.format(n) * (1 + n % 5)} for n in range(400))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module", params=CASES)
+def both(request, tmp_path_factory, documents):
+    """A recipe, run by both: its name, and the two folders."""
+    changes = {k: v for k, v in CASES[request.param].items() if v is not None}
+    if "data" in changes:
+        changes["data"] = documents
+    dropped = [k for k, v in CASES[request.param].items() if v is None]
+    folders = {}
+    standing = {key: RECIPE.pop(key) for key in dropped}
+    try:
+        for by in BY:
+            folders[by] = tmp_path_factory.mktemp(f"{request.param}-{by}") / "out"
+            run(by, folders[by], **changes)
+    finally:
+        RECIPE.update(standing)
+    return request.param, folders
+
+
+def test_trainer_and_loop_take_the_same_steps(both):
+    _, folders = both
+    expected = curve(folders["finetune"])
+    assert len(expected) == 3
+    assert expected[0][0] != expected[-1][0]
+    assert curve(folders["loop"]) == expected  # to the bit
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in folders.values()]
+    for key, tensor in weights[0].items():
+        assert torch.equal(weights[1][key], tensor), key
+
+
+@torch.no_grad()
+def test_the_model_loads_and_is_the_one_that_was_trained(both):
+    name, folders = both
+    folder = folders["loop"] / "model"
+    sidecar = folder / "rope_patch.json"
+    native = not sidecar.is_file() or json.loads(sidecar.read_text())["native"]
+    assert native == (name not in ("mixed",))
+    model = AutoModelForCausalLM.from_pretrained(folder) if native else rope_patch.load(folder)
+    ids = AutoTokenizer.from_pretrained(folder)("It is a truth " * 60, return_tensors="pt")
+    base = AutoModelForCausalLM.from_pretrained(CASES[name].get("model", RECIPE["model"]))
+    if name != "control":
+        method = CASES[name].get("method", "yarn")
+        rope_patch.patch(base, method, **({} if method == "nope" else {"factor": 2}))
+    base.load_state_dict(model.state_dict())
+    assert ids.input_ids.shape[1] > 256
+    torch.testing.assert_close(model(**ids).logits, base(**ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_card_states_method_lengths_and_tokens(both):
+    name, folders = both
+    card = (folders["finetune"] / "model" / "README.md").read_text()
+    tokens = 3 * 4 * int(CASES[name].get("train_length", 256))
+    assert f"{tokens:,} tokens: 3 steps" in card
+    assert "| trained length before | 256 tokens |" in card
+    if name not in ("control", "nope"):
+        assert "512 tokens" in card
+    expected = "rope_patch.load" if name == "mixed" else "rope_patch is not needed"
+    assert expected in card
+    header = yaml.safe_load(card.split("---")[1])
+    assert header["library_name"] == "transformers"
+
+
+def test_lora_leaves_the_base_alone_but_for_what_it_trains(tmp_path):
+    run("finetune", tmp_path / "out", lora_rank=4, lora_trains=["norms"], lora_targets=["q_proj"])
+    before = load_file(ASSETS / "tiny-llama" / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    changed = {key.split(".")[-2] for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {"q_proj", "norm", "input_layernorm", "post_attention_layernorm"}
+
+
+def test_a_lora_target_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    with pytest.raises(ValueError, match=r"no layer 'c_attn'; it has .*q_proj"):
+        run("loop", tmp_path, lora_rank=4, lora_targets=["c_attn"])
+
+
+@pytest.mark.parametrize("by", BY)
+def test_needles_are_looked_for_while_training(by, tmp_path):
+    run(by, tmp_path, retrieval_steps=2, retrieval_length=400, retrieval_samples=3)
+    lines = [json.loads(x) for x in (tmp_path / "retrieval.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 3]
+    for line in lines:
+        assert (line["length"], line["samples"]) == (400, 3)
+        assert 0 < line["retrieval_probability"] < 1
+    # It is the training model that was asked: the scores move.
+    assert lines[0]["retrieval_probability"] != lines[2]["retrieval_probability"]
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert f"| 3 | {lines[2]['retrieval_hits']:.2f} |" in card
+
+
+def test_looking_for_needles_does_not_disturb_training(tmp_path):
+    run("finetune", tmp_path / "with", retrieval_steps=1, retrieval_length=300)
+    run("finetune", tmp_path / "without")
+    assert curve(tmp_path / "with") == curve(tmp_path / "without")
+
+
+@pytest.mark.parametrize("by", BY)
+def test_numbers_go_to_tensorboard_by_name(by, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(by, tmp_path, report_to=["tensorboard"])
+    events, *_ = tmp_path.rglob("events.out.tfevents*")
+    board = EventAccumulator(str(events.parent)).Reload()
+    tags = {tag.split("/")[-1]: tag for tag in board.Tags()["scalars"]}
+    for name in ("loss", "tokens_per_second", "memory_gb", "tokens"):
+        assert [event.step for event in board.Scalars(tags[name])] == [1, 2, 3], name
+    logged = [event.value for event in board.Scalars(tags["loss"])]
+    assert logged == pytest.approx([line["loss"] for line in read_log(tmp_path)])
+
+
+def test_tokens_say_how_many_steps(tmp_path):
+    said = {**RECIPE, "tokens": 2000, "output_dir": tmp_path}
+    del said["max_steps"]
+    words = [word for key, value in said.items() for word in (f"--{key}", str(value))]
+    loop(parse(words)[0])
+    assert len(read_log(tmp_path)) == 2  # of 1,024 each
+
+
+def test_ligers_rotation_stays_off_with_a_message(caplog):
+    with caplog.at_level("WARNING", logger="rope_patch"):
+        config = preparing.beside_ours({"rope": True, "rms_norm": True})
+    assert config == {
+        "rope": False,
+        "rms_norm": True,
+        "cross_entropy": False,
+        "fused_linear_cross_entropy": False,
+    }
+    assert "Liger's own rotation stays off" in caplog.text
+
+
+def test_bfloat16_and_checkpointing_compute_the_same_within_rounding(tmp_path):
+    run("loop", tmp_path / "plain", gradient_checkpointing=False)
+    run("loop", tmp_path / "again", gradient_checkpointing=True)
+    run("loop", tmp_path / "bf16", bf16=True)
+    plain, again, bf16 = (curve(tmp_path / name) for name in ("plain", "again", "bf16"))
+    assert again == plain
+    for (loss, *_), (expected, *_) in zip(bf16, plain, strict=True):
+        assert loss == pytest.approx(expected, rel=0.01)
+        assert loss != expected
+
+
+def test_the_command_line_runs_a_file_with_changes(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "recipe.yaml"
+    said = {k: str(v) if isinstance(v, Path) else v for k, v in RECIPE.items()}
+    path.write_text(yaml.safe_dump({**said, "output_dir": str(tmp_path / "out")}))
+    command = ["rope-patch", "finetune", "--config", str(path), "--max-steps", "2", "--loop"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert len(read_log(tmp_path / "out")) == 2
+    resolved = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert resolved["max_steps"] == 2
+    assert resolved["learning_rate"] == 1e-3
+    assert resolved["adam_beta2"] == 0.95
