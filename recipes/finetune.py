@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers.utils import logging
 
 from rope_patch.recipes import checkpoints, planning
 from rope_patch.recipes.preparing import Prepared, prepare
@@ -160,6 +161,7 @@ def finetune(settings: Settings) -> Path | None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs, plans, or hands over to the loop."""
+    logging.disable_progress_bar()  # of a moment each, in the midst of ours
     settings, asked = parse(sys.argv[1:] if arguments is None else arguments)
     if asked.plan:
         print(planning.page(settings, as_json=asked.json))

@@ -12,7 +12,6 @@ tokens, and the keys of each part pass by the queries of the others. DeepSpeed i
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from accelerate.utils import DistributedType
 from torch.nn import functional
 from transformers import get_scheduler
 from transformers.integrations.liger import apply_liger_kernel
+from transformers.utils import logging
 
 from rope_patch.recipes import checkpoints, planning
 from rope_patch.recipes.preparing import enable_checkpointing, prepare
@@ -31,7 +31,6 @@ from rope_patch.recipes.running import Run, offloaded, precision
 from rope_patch.recipes.scoring import needles_of
 from rope_patch.recipes.settings import Settings, parse
 
-logger = logging.getLogger("rope_patch")
 IGNORED = -100  # labels without a loss
 Batch = dict[str, Any]
 
@@ -52,6 +51,7 @@ def loop(settings: Settings) -> Path | None:
     training = settings.training
     resume = checkpoints.to_resume(Path(str(training.output_dir)), settings.extension.resume)
     planning.require_device(settings)
+    prepared = prepare(settings)  # ahead of accelerate: nobody shares sequences yet
     accelerator = Accelerator(
         mixed_precision=precision(training),
         log_with=training.report_to or None,
@@ -60,7 +60,6 @@ def loop(settings: Settings) -> Path | None:
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError("the plain loop does not speak DeepSpeed: use recipes/finetune.py")
-    prepared = prepare(settings)
     run = Run(settings, prepared, accelerator, resume)
     model, optimizer, scheduler = equip(run)
     accelerator.register_for_checkpointing(scheduler)
@@ -208,6 +207,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line and runs."""
+    logging.disable_progress_bar()  # of a moment each, in the midst of ours
     settings, _ = parse(sys.argv[1:] if arguments is None else arguments)
     loop(settings)
 

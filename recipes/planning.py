@@ -2,7 +2,7 @@
 
 `python -m rope_patch.recipes.planning` prints the lengths that fit; with `--check`, what is planned
 beside what a step on a CPU takes. How it is computed, and what of it was never measured (all of a
-GPU), is said in `rope_patch.recipes.plan_page`.
+GPU), is said in `rope_patch.recipes.step_memory`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rope_patch import demo
 from rope_patch.geometry import read_geometries
 from rope_patch.loading import empty_model, read_config
 from rope_patch.patching import check as check_request
-from rope_patch.recipes.plan_page import RESERVE, How, Need, fits, plan
+from rope_patch.recipes.step_memory import RESERVE, How, Need, fits, plan
 
 __all__ = ["RESERVE", "How", "Need", "fits", "from_settings", "page", "plan", "require_device"]
 __all__ += ["require_memory", "table", "to_dict"]
@@ -123,7 +123,13 @@ def to_dict(settings: Any) -> dict[str, Any]:
         "tokens_per_step": rows * length,
         "tokens": steps * rows * length,
         "reserve": RESERVE,
-        "longest": {name: fits(config, size, **vars(how)) for name, size in DEVICES.items()},
+        "longest": {
+            spread: {
+                name: fits(config, size, **vars(replace(how, **split)))
+                for name, size in DEVICES.items()
+            }
+            for spread, split in (_SPREAD if world == 1 else {"as it is": {}}).items()
+        },
     }
 
 
@@ -145,7 +151,9 @@ def page(settings: Any, as_json: bool = False) -> str:
     ]
     lines += [f"  {name:<12}{_gib(size):>14}" for name, size in said["need"].items()]
     lines += ["", f"longest rows that fit, {RESERVE:.0%} of a device left free:"]
-    lines += [f"  {name:<12}{_tokens(tokens):>14}" for name, tokens in said["longest"].items()]
+    for spread, longest in said["longest"].items():
+        fitting = "".join(f"{name:>8}{_tokens(tokens):>12}" for name, tokens in longest.items())
+        lines.append(f"  {spread:<28}{fitting}")
     lines.append("planned from the config alone; checked on CPUs, never on a GPU")
     return "\n".join(lines)
 
@@ -207,7 +215,7 @@ def _how(
         lora_rank=asked.lora_rank,
         lora_targets=tuple(asked.lora_targets),
         lora_trains=tuple(asked.lora_trains),
-        loss=_loss(asked.loss, config),
+        loss=_loss(settings.loss, config),
         checkpointing=bool(training.gradient_checkpointing),
         offload_activations=asked.offload_activations,
         attention=asked.attention,
@@ -258,20 +266,20 @@ def _remedies(config: Any, length: int, how: How, available: int) -> list[str]:
         ),
     ]
     usable, together = available * (1 - RESERVE), how
-    alone, names = [], []
+    alone: list[str] = []
+    names: list[str] = []
     for applies, name, change in changes:
-        if not applies:
-            continue
         need = plan(config, length=length, **vars(replace(how, **change)))
-        if need.total <= usable:
+        if applies and need.total <= usable:
             alone.append(f"{name} ({_gib(need.total)})")
-        if not alone and "8 GPUs" not in name:
-            together = replace(together, **change)
-            names.append(name)
-    if not alone and plan(config, length=length, **vars(together)).total <= usable:
-        alone.append(" with ".join(names))
-    longest = fits(config, available, **vars(how))
-    return [*alone, f"train_length: {longest} or less"] if longest else alone
+    if longest := fits(config, available, **vars(how)):
+        alone.append(f"train_length: {longest} or less")
+    for _, name, change in [] if alone else [entry for entry in changes if entry[0]]:
+        together, names = replace(together, **change), [*names, name]
+        need = plan(config, length=length, **vars(together))
+        if need.total <= usable:
+            return [f"{', '.join(names)}, all at once ({_gib(need.total)})"]
+    return alone or ["larger or more devices, or a smaller model"]
 
 
 def _gib(size: int) -> str:

@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rope_patch.recipes import losses
-from rope_patch.recipes.plan_page import How, Need, plan
 from rope_patch.recipes.preparing import add_lora
 from rope_patch.recipes.settings import ExtensionArguments
+from rope_patch.recipes.step_memory import How, Need, plan
 
 MIB = 2**20
 

@@ -84,7 +84,7 @@ def prepare(settings: Settings) -> Prepared:
     target = trained_length if handle is None or handle.length is None else handle.length
     if asked.lora_rank > 0:
         model = add_lora(model, settings)
-    loss, swaps = losses.use(model, asked.loss)
+    loss, swaps = losses.use(model, settings.loss)
     return Prepared(
         model=model.train(),
         tokenizer=tokenizer,

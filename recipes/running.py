@@ -6,9 +6,11 @@ import contextlib
 import json
 import logging
 import math
+import os
 import shlex
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from rope_patch.saving import save
 logger = logging.getLogger("rope_patch")
 
 DATA_STATE = "rows.json"
+_READ = ("documents", "tokens")
 MODEL = "model"  # the finished model's folder
 
 
@@ -49,10 +52,11 @@ class Run:
         self.prepared = prepared
         self.accelerator = accelerator
         self.main = accelerator.is_main_process
+        keep_loss_exact(accelerator)
         self.folder = Path(str(settings.training.output_dir))
         training = settings.training
         self.context_parallel, rank, self.replicas = ranks(accelerator)
-        self._require_divisible()
+        self._require_whole_sequences()
         batch = training.per_device_train_batch_size
         self.rows_per_step = batch * training.gradient_accumulation_steps * self.replicas
         self.tokens_per_step = self.rows_per_step * prepared.row_length
@@ -70,6 +74,7 @@ class Run:
         self.guard = Guard(settings.extension.max_loss_rise, self.folder)
         self.done = 0
         self._state: dict[str, Any] = {}
+        self._counts: dict[str, dict[str, int]] = {}
         if resume is not None:
             self.done = checkpoints.step_of(resume)
             said = json.loads((resume / DATA_STATE).read_text())
@@ -91,12 +96,14 @@ class Run:
             collate_fn=lambda rows: collate(rows, context_parallel=self.context_parallel > 1),
             num_workers=training.dataloader_num_workers,
             pin_memory=training.dataloader_pin_memory and self.accelerator.device.type == "cuda",
+            # Its iterator draws a seed, which a resumed run's random numbers must not be behind.
+            generator=torch.Generator(),
         )
 
     def consumed(self, rows: list[dict[str, Any]]) -> None:
         """Remembers where the data stood after a step's rows."""
         if rows:
-            self._state = rows[-1]["state"]
+            self._state, self._counts = rows[-1]["state"], rows[-1]["counts"]
 
     def writing(self, step: int) -> Any:
         """See `checkpoints.writing`; the data's state goes along with what is written."""
@@ -125,12 +132,18 @@ class Run:
             The model's folder, on the main process.
         """
         self.watch.close()
+        for source, read in self._counts.items():
+            logger.info(
+                "read of %s: documents %s, tokens %s", source, *(f"{read[k]:,}" for k in _READ)
+            )
         weights = self.accelerator.get_state_dict(model) if _in_pieces(model) else None
         if not self.main:
             return None
         target = self.folder / MODEL
         if weights is not None:  # a model in one piece again
-            self.prepared = prepare(self.settings)
+            # Others do not make one, so this one cannot try a loss together with them.
+            untried = replace(self.settings.extension, loss="full")
+            self.prepared = prepare(replace(self.settings, extension=untried))
             self.prepared.model.load_state_dict(weights)
         whole = self.prepared.finish()
         with checkpoints.told(self.folder, "the finished model"):
@@ -147,7 +160,19 @@ class Run:
         logger.info("the model is in %s", target)
         return target
 
-    def _require_divisible(self) -> None:
+    def _require_whole_sequences(self) -> None:
+        """Refuses what would go wrong, unseen, where processes hold parts of a row."""
+        parallelism, handle = (
+            getattr(self.accelerator, "parallelism_config", None),
+            self.prepared.handle,
+        )
+        follows = handle and handle.method.follows_length(self.prepared.trained_length)
+        if follows and getattr(parallelism, "sp_enabled", False):
+            raise ValueError(
+                f"{handle.method} rotates each row by its length, of which DeepSpeed's sequence "
+                "parallelism shows a process only its part: expected context parallelism, or a "
+                "method whose frequencies stay, such as yarn"
+            )
         length, parts = self.prepared.row_length, 2 * self.context_parallel
         if self.context_parallel == 1:
             return
@@ -182,8 +207,24 @@ def _command() -> str:
 
 
 def precision(training: Any) -> str:
-    """The number format of matrix products, as accelerate calls it."""
-    return "bf16" if training.bf16 else "fp16" if training.fp16 else "no"
+    """The number format of matrix products, as accelerate calls it.
+
+    As in the Trainer, what the recipe does not say is said by accelerate's config.
+    """
+    given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return "bf16" if training.bf16 else "fp16" if training.fp16 else given
+
+
+def keep_loss_exact(accelerator: Any) -> None:
+    """Keeps FSDP2 from rounding what modules return, the loss among it, to 16 bits.
+
+    Args:
+        accelerator: accelerate's, ahead of its `prepare`.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if getattr(policy, "output_dtype", None) is not None:
+        plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
 
 def _in_pieces(model: Any) -> bool:

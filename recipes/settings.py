@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -64,8 +65,8 @@ class ExtensionArguments:
     loss: str = field(
         default="auto",
         metadata={
-            "help": "full: all logits at once; torch, liger: in chunks, never all; auto: torch's "
-            "where this torch has it."
+            "help": "full: all logits at once; torch, liger: in chunks, never all; auto: torch's, "
+            "but full with use_cpu, where that is several times as fast."
         },
     )
     offload_activations: bool = field(
@@ -127,6 +128,8 @@ class TrainArguments(TrainingArguments):
         self.use_cpu = use_cpu
 
 
+_KINDS: Any = (ExtensionArguments, DataArguments, TrainArguments)
+
 # Keys of TrainingArguments that mean nothing here, and what to use instead.
 _NOT_HERE = {
     "num_train_epochs": "rows are streamed without end: say max_steps or tokens",
@@ -166,6 +169,12 @@ class Settings:
         """The method's options as a dict."""
         return _mapping(self.extension.options)
 
+    @property
+    def loss(self) -> str:
+        """The loss asked for; `auto` is `full` on a CPU, where chunks take far longer."""
+        asked = self.extension.loss
+        return "full" if asked == "auto" and self.training.use_cpu else asked
+
     def resolved(self) -> dict[str, Any]:
         """Every key with what it came out as; itself a recipe that says the same."""
         training = {
@@ -196,12 +205,16 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
         outer.add_argument(f"--{flag}", action="store_true")
     asked, rest = outer.parse_known_args([_underscored(word) for word in arguments])
     said = {} if asked.config is None else read(asked.config)
+    words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
+    for key in [*said, *words]:
+        if key in _NOT_HERE:
+            raise ValueError(f"{key} is not for this: {_NOT_HERE[key]}")
     inner = _parser()
     said = {key: _fitting(inner, key, value) for key, value in said.items()}
     inner.set_defaults(**{key: _as_text(value) for key, value in said.items()})
     try:
         with warnings.catch_warnings():
-            # transformers 5.23 has a new name for gradient_checkpointing, older ones do not know it.
+            # transformers 5.23 renames gradient_checkpointing, older ones do not know the new name.
             warnings.simplefilter("ignore", FutureWarning)
             extension, data, training, unknown = inner.parse_args_into_dataclasses(
                 rest, return_remaining_strings=True
@@ -212,7 +225,6 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
         if not word.startswith("--"):
             raise ValueError(f"expected --key value, got {word!r}")
         _require_known(word[2:].partition("=")[0], "on the command line")
-    words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     given = said | {key: getattr(_holder(key, extension, data, training), key) for key in words}
     settings = Settings(extension, data, training, given)
     _check(settings)
@@ -232,7 +244,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        raise ValueError(f"{path} is not YAML: {_one_line(error)}") from error
     if not isinstance(said, dict):
         raise ValueError(f"{path}: expected keys and values, got {type(said).__name__}")
     for key in said:
@@ -242,14 +254,14 @@ def read(path: Path) -> dict[str, Any]:
 
 def known_keys() -> dict[str, str]:
     """Every key with its help: ours first, then transformers'."""
-    kinds = (ExtensionArguments, DataArguments, TrainArguments)
     return {
-        f.name: str(f.metadata.get("help", "")) for kind in kinds for f in fields(kind) if f.init
+        f.name: str(f.metadata.get("help", "")) for kind in _KINDS for f in fields(kind) if f.init
     }
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument --(\w+)(/--[\w-]+)?", r"\1", message)
         raise ValueError(f"{message}; `rope-patch finetune --keys` lists all keys")
 
 
@@ -258,8 +270,7 @@ class _HfParser(HfArgumentParser, _Parser):
 
 
 def _parser() -> _HfParser:
-    kinds: Any = (ExtensionArguments, DataArguments, TrainArguments)
-    return _HfParser(kinds, add_help=False, allow_abbrev=False)
+    return _HfParser(_KINDS, add_help=False, allow_abbrev=False)
 
 
 def _fitting(parser: argparse.ArgumentParser, key: str, value: Any) -> Any:
@@ -275,18 +286,17 @@ def _fitting(parser: argparse.ArgumentParser, key: str, value: Any) -> Any:
             return [kind(part) for part in parts]  # type: ignore[operator]
         except (TypeError, ValueError) as error:
             raise ValueError(f"{key} takes a list of {_name(kind)}s, got {value!r}") from error
-    taken = _annotation(key)
-    for shape, name in ((dict, "dict"), (list, "list"), (type(None), "None")):
-        if isinstance(value, shape) and name not in taken:
-            raise ValueError(f"{key} takes one {_name(action.type)}, got {value!r}")
+    if (shape := type(value)) in (dict, list, type(None)) and shape not in _shapes(key):
+        raise ValueError(f"{key} takes one {_name(action.type)}, got {value!r}")
     return value
 
 
-def _annotation(key: str) -> str:
+def _shapes(key: str) -> set[Any]:
+    """What a key may be: the parts of its type."""
     if key == "options":
-        return "dict | None"
-    kinds = (ExtensionArguments, DataArguments, TrainArguments)
-    return next(str(f.type) for kind in kinds for f in fields(kind) if f.name == key)
+        return {str, dict, type(None)}
+    hint = next(hints[key] for kind in _KINDS if key in (hints := get_type_hints(kind)))
+    return {get_origin(part) or part for part in (hint, *get_args(hint))}
 
 
 def _name(kind: Any) -> str:
@@ -322,7 +332,10 @@ def _holder(key: str, *parts: Any) -> Any:
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    said = yaml.safe_load(value) if isinstance(value, str) else value
+    try:
+        said = yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError as error:
+        raise ValueError(f"options is not YAML: {_one_line(error)}") from error
     if not isinstance(said or {}, dict):
         raise ValueError(
             f"options must be keys and values, such as {{beta_fast: 16}}, got {value!r}"
@@ -330,14 +343,15 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(said or {})
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def _check(settings: Settings) -> None:
     extension, training = settings.extension, settings.training
     for key in ("model", "method"):
         if not getattr(extension, key):
             raise ValueError(f"a recipe needs the key {key!r}: {known_keys()[key]}")
-    for key, why in _NOT_HERE.items():
-        if key in settings.given:
-            raise ValueError(f"{key} is not for this: {why}")
     if extension.loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {extension.loss!r}")
     if extension.dtype not in ("float32", "bfloat16"):

@@ -6,7 +6,7 @@ logits, and what one layer needs while it is computed again. `rope_patch.recipes
 measures the same on a CPU, to the byte. No GPU was ever measured: there CUDA, NCCL and
 fragmentation take more, which `RESERVE` stands for. What a single CPU does not have (context
 parallelism, DDP, Liger, offloading, torch's chunked loss in 16 bits) comes from reading the code;
-FSDP2 was compared with two processes on CPUs, where it was 4 % below to 10 % above small models'
+FSDP2 was compared with two processes on CPUs, where it was 4 % below to 13 % above small models'
 peaks, which differ from run to run. Experts count as the MLP that a token goes through.
 """
 

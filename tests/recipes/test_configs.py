@@ -1,0 +1,436 @@
+"""The recipes that come along: they can be read, name their sources, and hold what those say."""
+
+import math
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from accelerate import ParallelismConfig
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import (
+    prepare_deepspeed_cmd_env,
+    prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env,
+)
+from transformers import LlamaForCausalLM, get_scheduler
+
+import rope_patch
+from rope_patch.geometry import Geometry
+from rope_patch.methods.registry import build
+from rope_patch.patching.request import aim
+from rope_patch.recipes import data
+from rope_patch.recipes.settings import parse
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "tests" / "assets" / "tiny-llama"
+CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
+LAUNCHES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+NAMES = [path.stem for path in CONFIGS]
+
+LLAMA = Geometry(head_dim=128, theta=1e4, trained_length=2048)
+LLAMA_2 = Geometry(head_dim=128, theta=1e4, trained_length=4096)
+LLAMA_3 = Geometry(head_dim=128, theta=5e5, trained_length=8192)
+GEOMETRIES = {
+    "huggyllama/llama-7b": LLAMA,
+    "meta-llama/Llama-2-7b-hf": LLAMA_2,
+    "meta-llama/Meta-Llama-3-8B": LLAMA_3,
+    "meta-llama/Meta-Llama-3-8B-Instruct": LLAMA_3,
+    "HuggingFaceTB/SmolLM-360M": Geometry(head_dim=64, theta=1e4, trained_length=2048),
+    "demo": Geometry(head_dim=64, theta=1e5, trained_length=8192),
+    "out/yarn_64k/model": LLAMA_2,  # a second stage extends the original once more
+    "out/prolong_64k/model": LLAMA_3,
+}
+
+ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.95}
+YARN = ADAM | {
+    "rows": 64, "learning_rate": 2e-5, "schedule": "linear", "warmup_steps": 20, "weight_decay": 0.0
+}  # fmt: skip
+PROLONG = ADAM | {
+    "schedule": "cosine_with_min_lr", "floor": 0.1, "warmup_steps": 0.1, "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+}  # fmt: skip
+# What the papers and their code say; whatever they leave open is not in here.
+PUBLISHED = {
+    "pi_8k": ADAM
+    | {
+        "method": "linear", "trained": 2048, "target": 8192, "steps": 1000, "rows": 64,
+        "row_length": 8192, "learning_rate": 2e-5, "warmup_steps": 20, "weight_decay": 0.0,
+    },
+    "ntk_8k": YARN | {"method": "ntk", "target": 8192, "steps": 400, "row_length": 8192},
+    "abf_32k": ADAM
+    | {
+        "method": "abf", "theta": 5e5, "target": 32768, "row_length": 32768, "learning_rate": 2e-5,
+        "schedule": "cosine", "warmup_steps": 2000 / 100_000, "weight_decay": 0.1,
+    },
+    "yarn_64k": YARN | {"method": "yarn", "target": 65536, "steps": 400, "row_length": 65536},
+    "yarn_128k": YARN | {"method": "yarn", "target": 131072, "steps": 200, "row_length": 65536},
+    "longlora_32k": ADAM
+    | {
+        "method": "linear", "target": 32768, "steps": 1000, "rows": 64, "row_length": 32768,
+        "learning_rate": 2e-5, "schedule": "constant_with_warmup", "warmup_steps": 20,
+        "weight_decay": 0.0, "lora_rank": 8, "lora_alpha": 16.0,
+        "lora_targets": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "lora_trains": ["embeddings", "norms"],
+    },
+    "longrope_128k": {
+        "method": "longrope", "target": 131072, "steps": 400, "rows": 32, "row_length": 131072,
+        "learning_rate": 2e-5, "schedule": "linear",
+    },
+    "longrope2_mixed": {
+        "method": "mixed-longrope", "trained": 8192, "target": 131072, "tokens": 10e9,
+        "short_share": 0.1, "short_length": 8192, "data_weights": [4.5, 2.5, 2.0],
+    },
+    "prolong_64k": PROLONG
+    | {
+        "method": "abf", "theta": 8e6, "target": 65536, "steps": 5000, "rows": 64,
+        "row_length": 65536, "learning_rate": 1e-5, "packing": "masked",
+    },
+    "prolong_512k": PROLONG
+    | {
+        "method": "abf", "theta": 1.28e8, "target": 524288, "steps": 2500, "rows": 16,
+        "row_length": 524288, "learning_rate": 5e-6, "packing": "masked",
+    },
+    "drope_smollm": {
+        "method": "nope", "trained": 2048, "row_length": 2048, "rows": 512, "tokens": 30e9,
+        "learning_rate": 3e-4, "temperature": 0.103,
+    },
+    "prope_32k": {"method": "proportional", "share": 0.75},
+    "smollm2_32k_yarn": YARN
+    | {"method": "yarn", "trained": 8192, "target": 32768, "rows": 4, "steps": 200},
+    "smollm2_32k_mixed": YARN
+    | {"method": "mixed-yarn", "trained": 8192, "target": 32768, "rows": 4, "steps": 200},
+}  # fmt: skip
+TUNED = (
+    "max_steps", "tokens", "learning_rate", "lr_scheduler_type", "warmup_steps", "adam_beta1",
+    "adam_beta2", "weight_decay", "max_grad_norm", "gradient_accumulation_steps", "factor",
+    "length", "bf16",
+)  # fmt: skip
+
+
+def read(name):
+    return parse(["--config", str(ROOT / "recipes" / "configs" / f"{name}.yaml")])[0]
+
+
+def text(name):
+    return (ROOT / "recipes" / "configs" / f"{name}.yaml").read_text()
+
+
+def header(name):
+    """The comment at the top, before any key."""
+    return text(name).partition("\n\n")[0]
+
+
+def launcher(name):
+    """The accelerate file that the launch line names."""
+    found = re.search(r"accelerate launch --config_file (\S+) recipes/finetune\.py", header(name))
+    return ROOT / (found[1] if found else "recipes/accelerate/single.yaml")
+
+
+def method_of(settings):
+    """The method of a recipe on its model's geometry, and the target length."""
+    asked = settings.extension
+    geometry = GEOMETRIES[asked.model]
+    options, target = aim(
+        asked.method, asked.factor, asked.length, geometry.trained_length, settings.method_options
+    )
+    return build(asked.method, **options), target or geometry.trained_length
+
+
+def said(name):
+    """What a recipe comes to, in the words of PUBLISHED."""
+    settings = read(name)
+    extension, training, rows = settings.extension, settings.training, settings.data
+    method, target = method_of(settings)
+    launch = yaml.safe_load(launcher(name).read_text())
+    sharing = launch.get("parallelism_config", {}).get("parallelism_config_cp_size", 1)
+    replicas = launch["num_processes"] // sharing
+    return {
+        "method": extension.method,
+        "trained": GEOMETRIES[extension.model].trained_length,
+        "target": target,
+        "theta": getattr(method, "new_theta", None),
+        "temperature": getattr(method, "temperature", None),
+        "share": getattr(method, "partial_rotary_factor", None),
+        "steps": training.max_steps,
+        "tokens": extension.tokens,
+        "rows": training.per_device_train_batch_size
+        * training.gradient_accumulation_steps
+        * replicas,
+        "row_length": extension.train_length or target,
+        "learning_rate": training.learning_rate,
+        "schedule": training.lr_scheduler_type.value,
+        "floor": (training.lr_scheduler_kwargs or {}).get("min_lr_rate"),
+        "warmup_steps": training.warmup_steps,
+        "adam_beta1": training.adam_beta1,
+        "adam_beta2": training.adam_beta2,
+        "weight_decay": training.weight_decay,
+        "max_grad_norm": training.max_grad_norm,
+        "lora_rank": extension.lora_rank,
+        "lora_alpha": extension.lora_alpha,
+        "lora_targets": extension.lora_targets,
+        "lora_trains": extension.lora_trains,
+        "short_share": rows.short_share,
+        "short_length": rows.short_length,
+        "data_weights": rows.data_weights,
+        "packing": rows.packing,
+    }
+
+
+def test_there_is_a_recipe_for_every_published_one_and_none_without_a_check():
+    assert set(NAMES) == set(PUBLISHED) | {"smoke_cpu"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_can_be_read_on_any_machine(name):
+    settings = read(name)
+    assert settings.training.output_dir == f"out/{name}"
+    assert settings.training.use_cpu is (name == "smoke_cpu")  # what it says, not what is here
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_header_says_what_it_is_and_how_to_launch_it(name):
+    lines = header(name).splitlines()
+    assert all(line.startswith("# ") for line in lines)
+    for what in (r"Papers?: arXiv:\d{4}\.\d{5}", "Hardware: ", "Tokens: "):
+        assert any(re.match(f"# {what}", line) for line in lines)
+    assert lines[-1].endswith(f"--config recipes/configs/{name}.yaml")
+    assert lines[-1].startswith(("# accelerate launch --config_file ", "# rope-patch finetune "))
+    assert launcher(name) in LAUNCHES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tuned_number_has_its_source_beside_it(name):
+    if name == "smoke_cpu":
+        assert "all numbers are ours" in header(name)
+        return
+    for line in text(name).splitlines():
+        if line.partition(":")[0] in TUNED:
+            assert re.search(r"\S +# .", line), line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_numbers_are_numbers_in_yaml_too(name):
+    def words(value):
+        if isinstance(value, dict | list):
+            parts = value.values() if isinstance(value, dict) else value
+            return [word for part in parts for word in words(part)]
+        return [value] if isinstance(value, str) else []
+
+    keys = yaml.safe_load(text(name))
+    for word in words(keys):
+        with pytest.raises(ValueError, match="could not convert"):
+            float(word)
+    assert isinstance(keys["learning_rate"], float)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_holds_what_was_published(name):
+    ours = said(name)
+    assert {key: ours[key] for key in PUBLISHED[name]} == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_tokens_are_those_of_its_header(name):
+    ours = said(name)
+    tokens = ours["tokens"] or ours["steps"] * ours["rows"] * ours["row_length"]
+    line = next(line for line in header(name).splitlines() if line.startswith("# Tokens: "))
+    units = {"billion": 1e9, "million": 1e6}
+    found = [
+        float(number.replace(",", "")) * units.get(unit, 1)
+        for number, unit in re.findall(r"(\d[\d,.]*\d|\d)(?: (billion|million))?", line)
+    ]
+    assert any(math.isclose(tokens, number, rel_tol=0.1) for number in found), (tokens, line)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_method_goes_with_its_model(name):
+    settings = read(name)
+    geometry = GEOMETRIES[settings.extension.model]
+    method, target = method_of(settings)
+    inv_freq = method.frequencies(geometry).inv_freq
+    assert inv_freq.shape == (geometry.head_dim // 2,)
+    assert torch.isfinite(inv_freq).all()
+    assert not torch.equal(inv_freq, geometry.inv_freq())
+    assert target > geometry.trained_length or method.grows
+    assert (settings.extension.train_length or target) <= target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_rows_can_be_made_where_it_is_launched(name):
+    settings, ours = read(name), said(name)
+    data.check(settings.data, ours["row_length"])
+    launch = yaml.safe_load(launcher(name).read_text())
+    parallelism = launch.get("parallelism_config", {})
+    if (shared := parallelism.get("parallelism_config_cp_size", 1)) > 1:
+        data.require_maskless(settings.data)
+        assert settings.extension.attention == "sdpa"
+        assert ours["row_length"] % (2 * shared) == 0
+    if parallelism.get("parallelism_config_sp_size", 1) > 1:
+        spoken = parallelism["parallelism_config_sp_attn_implementation"]
+        assert settings.extension.attention == spoken
+    if (settings.data.packing == "masked") and ours["row_length"] > 32768:
+        assert settings.extension.attention == "flash_attention_2"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if read(n).extension.model.startswith("out/")])
+def test_a_second_stage_starts_from_the_model_of_the_first(name):
+    first = read(Path(read(name).extension.model).parent.name)
+    assert read(name).extension.model == f"{first.training.output_dir}/model"
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "second"),
+    [
+        ("yarn", {"factor": 16}, {"factor": 32}),
+        ("abf", {"length": 2048, "new_theta": 8e6}, {"length": 4096, "new_theta": 1.28e8}),
+    ],
+)
+def test_a_second_stage_replaces_the_rotation_of_the_first(tmp_path, method, first, second):
+    stage_1 = rope_patch.load(TINY, method, **first)
+    rope_patch.save(stage_1, tmp_path)
+    stage_2 = rope_patch.load(tmp_path, method, **second)
+    at_once = rope_patch.load(TINY, method, **second)
+    assert rope_patch.current(stage_2).length == rope_patch.current(at_once).length
+    inv_freq = (model.model.rotary_emb.inv_freq for model in (stage_2, at_once))
+    torch.testing.assert_close(*inv_freq)
+
+
+def test_longropes_stretches_are_those_of_yarn_and_never_fall():
+    stretch = read("longrope_128k").method_options["long_factor"]
+    yarn = rope_patch.frequencies(
+        "yarn", head_dim=128, theta=1e4, trained_length=4096, factor=32.0
+    ).inv_freq
+    torch.testing.assert_close(
+        torch.tensor(stretch, dtype=torch.float64), LLAMA_2.inv_freq() / yarn, rtol=1e-3, atol=0
+    )
+    assert stretch == sorted(stretch)
+
+
+def test_longrope2s_stretches_are_ntk_up_to_the_critical_pair_and_the_factor_behind():
+    options = read("longrope2_mixed").method_options
+    expected = [16 ** (min(pair, 30) / 30) for pair in range(64)]
+    assert options["long_factor"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_mixed_recipes_leave_short_sequences_their_original_rotation():
+    for name in ("longrope2_mixed", "smollm2_32k_mixed"):
+        settings = read(name)
+        geometry = GEOMETRIES[settings.extension.model]
+        method, target = method_of(settings)
+        short = method.frequencies(geometry, geometry.trained_length)
+        assert torch.equal(short.inv_freq, geometry.inv_freq())
+        assert not torch.equal(method.frequencies(geometry, target).inv_freq, short.inv_freq)
+        assert settings.data.short_share > 0
+
+
+def test_the_two_small_recipes_differ_in_nothing_but_the_mixing():
+    yarn, mixed = (read(f"smollm2_32k_{kind}").resolved() for kind in ("yarn", "mixed"))
+    differing = {key for key in yarn.keys() | mixed.keys() if yarn.get(key) != mixed.get(key)}
+    assert differing - {"logging_dir"} == {"method", "short_share", "output_dir"}
+
+
+def test_position_interpolations_warm_up_begins_at_a_tenth():
+    training = read("pi_8k").training
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    scheduler = get_scheduler(
+        training.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=training.get_warmup_steps(training.max_steps),
+        num_training_steps=training.max_steps,
+        scheduler_specific_kwargs=training.lr_scheduler_kwargs,
+    )
+    rates = []
+    for _ in range(training.max_steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[0] == pytest.approx(2e-6)
+    assert rates[20:] == pytest.approx([2e-5] * 980)
+
+
+def launch(path, monkeypatch):
+    """accelerate's arguments and the environment that its launcher gives to each process."""
+    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
+        monkeypatch.delenv(key)
+    words = ["--config_file", str(path), "--main_process_port", "0", "recipes/finetune.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ""
+        environment = prepare_deepspeed_cmd_env(arguments)[1]
+    elif arguments.use_fsdp:
+        environment = prepare_multi_gpu_env(arguments)
+    else:
+        environment = prepare_simple_launcher_cmd_env(arguments)[1]
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    return arguments, SimpleNamespace(**environment)
+
+
+@pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)
+def test_accelerate_knows_every_key_of_a_launch_file(path):
+    parser = vars(launch_command_parser().parse_args(["script.py"]))
+    config = load_config_from_file(str(path))
+    for part in (config.fsdp_config, config.deepspeed_config, config.parallelism_config):
+        assert set(part) <= set(parser)
+    assert path.read_text().startswith("# ")
+
+
+def test_a_single_process_leaves_the_precision_to_the_recipe(monkeypatch):
+    arguments, environment = launch(ROOT / "recipes/accelerate/single.yaml", monkeypatch)
+    assert arguments.num_processes == 1
+    assert environment.ACCELERATE_MIXED_PRECISION == "no"
+    assert read("yarn_64k").training.mixed_precision == "bf16"
+    assert read("smoke_cpu").training.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_cp8"])
+def test_fsdp2_reaches_the_processes(name, monkeypatch):
+    arguments, environment = launch(ROOT / f"recipes/accelerate/{name}.yaml", monkeypatch)
+    assert arguments.num_processes == 8
+    assert environment.ACCELERATE_USE_FSDP == "true"
+    assert environment.ACCELERATE_MIXED_PRECISION == "bf16"
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert not plugin.activation_checkpointing  # gradient_checkpointing is the recipes'
+    assert not plugin.cpu_ram_efficient_loading
+    assert plugin.state_dict_type.name == "FULL_STATE_DICT"
+    model = LlamaForCausalLM.from_pretrained(TINY)
+    plugin.set_auto_wrap_policy(model)
+    assert plugin.auto_wrap_policy.keywords["transformer_layer_cls"] == {
+        type(model.model.layers[0])
+    }
+
+
+def test_context_parallelism_reaches_the_processes(monkeypatch):
+    arguments, environment = launch(ROOT / "recipes/accelerate/fsdp2_cp8.yaml", monkeypatch)
+    assert environment.ACCELERATE_USE_PARALLELISM_CONFIG == "true"
+    parallelism = ParallelismConfig()
+    assert parallelism.cp_size == parallelism.total_size == arguments.num_processes
+    assert parallelism.cp_handler.cp_comm_strategy == "allgather"
+
+
+def test_sequence_parallelism_reaches_the_processes(monkeypatch):
+    arguments, environment = launch(ROOT / "recipes/accelerate/deepspeed_sp8.yaml", monkeypatch)
+    assert environment.ACCELERATE_USE_DEEPSPEED == "true"
+    assert environment.ACCELERATE_DEEPSPEED_ZERO_STAGE == "3"
+    assert environment.ACCELERATE_DEEPSPEED_ZERO3_INIT == "false"
+    assert environment.ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL == "true"
+    assert environment.ACCELERATE_MIXED_PRECISION == "bf16"
+    parallelism = ParallelismConfig()
+    assert parallelism.sp_size == parallelism.total_size == arguments.num_processes
+    assert parallelism.sp_handler.sp_attn_implementation == "flash_attention_2"
+    assert parallelism.sp_handler.sp_seq_length_is_variable
+
+
+@pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)
+def test_accumulation_and_clipping_are_left_to_the_recipe(path, monkeypatch):
+    _, environment = launch(path, monkeypatch)
+    assert not hasattr(environment, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    assert not hasattr(environment, "ACCELERATE_GRADIENT_CLIPPING")

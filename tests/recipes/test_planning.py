@@ -1,0 +1,252 @@
+"""Planned memory: beside measured peaks, and what a recipe hears of it."""
+
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, Qwen3Config
+
+from rope_patch.loading import empty_model, read_config
+from rope_patch.recipes import planning, planning_check
+from rope_patch.recipes.data import DataArguments
+from rope_patch.recipes.planning import GIB, RESERVE, Need, fits, plan, require_memory
+from rope_patch.recipes.settings import ExtensionArguments, Settings, TrainArguments
+
+LLAMA_8B = planning.SHAPES / "llama-3.1-8b"
+LLAMA_1B = planning.SHAPES / "llama-3.2-1b"
+QUICK = ("two rows, tied", "LoRA, all kept", "autocast", "masked")
+BF16 = {"compute_dtype": torch.bfloat16}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Makes a recipe's settings for the shape of a model of 8B."""
+
+    def make(model=LLAMA_8B, data=None, accumulation=1, **extension):
+        training = TrainArguments(
+            output_dir=str(tmp_path),
+            max_steps=10,
+            bf16=True,
+            use_cpu=True,
+            gradient_accumulation_steps=accumulation,
+        )
+        said = {"model": str(model), "method": "yarn", "factor": 4.0} | extension
+        arguments = DataArguments(**{"data": ["novels:emma"], **(data or {})})
+        return Settings(ExtensionArguments(**said), arguments, training, {})
+
+    return make
+
+
+def assert_close(cases):
+    for name, need, peak in planning_check.compared(cases):
+        assert 0.99 <= need.total / peak <= 1.1, (name, need, peak)
+
+
+def test_plans_are_what_steps_take():
+    cases = planning_check.small_cases()
+    assert_close({name: cases[name] for name in QUICK})
+
+
+@pytest.mark.slow
+def test_plans_are_what_other_steps_take():
+    cases = planning_check.small_cases()
+    assert_close({name: case for name, case in cases.items() if name not in QUICK})
+
+
+@pytest.mark.slow
+def test_plans_are_what_long_steps_take():
+    assert_close(planning_check.large_cases())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(
+            hidden_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=768,
+            vocab_size=4000,
+        ),
+        Gemma3TextConfig(
+            hidden_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=768,
+            vocab_size=4000,
+            sliding_window=128,
+        ),
+    ],
+    ids=["qwen3", "gemma3"],
+)
+def test_plans_of_other_architectures_are_near(config):
+    how = {"length": 512, "checkpointing": False, "loss": "full"}
+    peak = planning_check.measured_peak(config, **how)
+    assert 0.9 <= plan(config, **how).total / peak <= 1.2
+
+
+@pytest.mark.parametrize(
+    ("folder", "parameters"), [(LLAMA_1B, 1_235_814_400), (LLAMA_8B, 8_030_261_248)]
+)
+def test_shapes_are_those_of_the_published_models(folder, parameters):
+    config = read_config(folder)
+    assert sum(p.numel() for p in empty_model(folder, config).parameters()) == parameters
+    assert plan(config, length=1024).parameters == 4 * parameters
+    assert plan(config, length=1024).optimizer == 8 * parameters
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not():
+    config = read_config(LLAMA_1B)
+    memory = planning.DEVICES["80 GB"]
+    length = fits(config, memory, **BF16)
+    assert length % 1024 == 0
+    assert plan(config, length=length, **BF16).total <= memory * (1 - RESERVE)
+    assert plan(config, length=length + 1024, **BF16).total > memory * (1 - RESERVE)
+
+
+def test_nothing_fits_where_the_weights_do_not():
+    assert fits(read_config(LLAMA_8B), planning.DEVICES["24 GB"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({}, {"checkpointing": False}),
+        ({}, {"loss": "full"}),
+        ({}, {"rows": 2}),
+        ({}, {"replicated": True}),
+        ({}, {"accumulates": True}),
+        ({}, {"packed_masks": True}),
+        ({"packed_masks": True, "attention": "flash_attention_2"}, {"packed_masks": True}),
+        ({"offload_activations": True}, {}),
+        ({"lora_rank": 8}, {}),
+        ({"shards": 8}, {}),
+        ({"shards": 8, "context_parallel": 8}, {"shards": 8}),
+        ({"shards": 8}, {"shards": 8, "accumulates": True}),
+        ({"optimizer": "adamw_bnb_8bit"}, {}),
+    ],
+    ids=str,
+)
+def test_what_saves_memory_is_planned_to(less, more):
+    config, length = read_config(LLAMA_8B), {"length": 131072, **BF16}
+    assert plan(config, **length, **less).total < plan(config, **length, **more).total
+
+
+def test_arguments_are_checked():
+    config = read_config(LLAMA_1B)
+    with pytest.raises(ValueError, match="at least 1"):
+        plan(config, length=0)
+    with pytest.raises(ValueError, match="full, torch or liger, got 'auto'"):
+        plan(config, length=1024, loss="auto")
+
+
+def test_too_small_a_device_is_refused_with_what_is_needed():
+    need = Need(5 * GIB, 4 * GIB, 3 * GIB, 2 * GIB, 0, GIB, "loss")
+    require_memory(need, 20 * GIB)
+    with pytest.raises(ValueError, match=r"needs 15\.00 GiB .*parameters 5\.00 GiB.*12\.00 GiB"):
+        require_memory(need, 12 * GIB)
+    with pytest.raises(ValueError, match=r"expected one of: train_length: 5"):
+        require_memory(need, 12 * GIB, ["train_length: 5"])
+
+
+def test_a_device_that_is_too_small_is_told_what_would_fit(settings, monkeypatch):
+    monkeypatch.setattr(planning, "_device_memory", lambda _: 80 * GIB)
+    with pytest.raises(ValueError, match=r"lora_rank: 8 \(.*8 GPUs with FSDP \("):
+        planning.require_device(settings(loss="torch"))
+    with pytest.raises(ValueError, match=r"expected one of: .*train_length: \d+ or less"):
+        planning.require_device(settings(loss="torch", lora_rank=8, train_length=10**6))
+    planning.require_device(settings(loss="torch", lora_rank=8, train_length=8192))
+    monkeypatch.setattr(planning, "_device_memory", lambda _: None)
+    planning.require_device(settings())
+
+
+def test_every_remedy_is_one(settings):
+    recipe = settings(train_length=65536, loss="full", dtype="bfloat16")
+    config = planning._config(recipe)
+    how = planning._how(recipe, config, environment={})
+    said = planning._remedies(config, 65536, how, 100 * GIB)
+    assert any("loss: torch" in remedy for remedy in said)
+    for name, change in {"loss: torch": {"loss": "torch"}, "lora_rank": {"lora_rank": 8}}.items():
+        total = plan(config, length=65536, **(vars(how) | change)).total
+        assert any(name in r and " with " not in r for r in said) == (
+            total <= 100 * GIB * (1 - RESERVE)
+        )
+
+
+def test_a_recipe_s_row_has_the_target_length(settings):
+    length = {
+        "as asked": (settings(train_length=4096), 4096),
+        "target": (settings(), 4 * 8192),
+        "plain": (settings(method="none", factor=None), 8192),
+    }
+    for recipe, expected in length.values():
+        assert planning.to_dict(recipe)["length"] == expected
+
+
+def test_devices_share_as_accelerate_was_told(settings):
+    recipe = settings(train_length=65536)
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "8"}
+    context = {**fsdp, "PARALLELISM_CONFIG_CP_SIZE": "8"}
+    config = planning._config(recipe)
+    found = [planning._how(recipe, config, environment=e) for e in ({}, fsdp, context)]
+    assert [(how.shards, how.context_parallel) for how in found] == [(1, 1), (8, 1), (8, 8)]
+    ddp = planning._how(recipe, config, environment={"WORLD_SIZE": "2"})
+    assert ddp.replicated
+    assert ddp.shards == 1
+    totals = [planning.from_settings(recipe, environment=e).total for e in ({}, fsdp, context)]
+    assert totals == sorted(totals, reverse=True)
+    eight = planning.from_settings(recipe, processes=8, environment={"ACCELERATE_USE_FSDP": "true"})
+    assert eight.total == totals[1]
+
+
+def test_what_a_recipe_asks_for_is_planned(settings):
+    recipe = settings(data={"packing": "masked"}, accumulation=2, lora_rank=4, loss="full")
+    how = asdict(planning._how(recipe, planning._config(recipe), environment={}))
+    expected = {
+        "dtype": torch.float32,
+        "compute_dtype": torch.bfloat16,
+        "packed_masks": True,
+        "accumulates": True,
+        "lora_rank": 4,
+        "loss": "full",
+        "checkpointing": True,
+    }
+    assert {name: how[name] for name in expected} == expected
+
+
+def test_soft_caps_take_all_logits():
+    capped = SimpleNamespace(final_logit_softcapping=30.0)
+    config = SimpleNamespace(get_text_config=lambda decoder: capped)
+    assert planning._loss("auto", config) == "full"
+    assert planning._loss("torch", config) == "torch"
+
+
+def test_pages_say_the_same_in_words_and_numbers(settings):
+    recipe = settings(model=LLAMA_1B, train_length=4096)
+    said = json.loads(planning.page(recipe, as_json=True))
+    assert said["tokens"] == 10 * 4096
+    assert said["need"]["total"] == sum(v for k, v in said["need"].items() if k != "total")
+    text = planning.page(recipe)
+    assert f"{said['need']['total'] / GIB:,.2f} GiB" in text
+    for longest in said["longest"].values():
+        assert all(f"{tokens:,}" in text for tokens in longest.values())
+
+
+def test_the_table_has_a_line_for_every_way(capsys):
+    planning.main([])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 2 + 2 * 3 * 3
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_empty_models_are_not_changed_by_planning():
+    config = read_config(LLAMA_1B)
+    before = config.to_json_string()
+    plan(config, length=1024)
+    assert config.to_json_string() == before

@@ -1,0 +1,317 @@
+"""What a recipe can say, in a file and on the command line, and what is refused with a reason."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rope_patch.recipes.settings import known_keys, parse
+
+LEAST = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe that says the least there is to say, and what else is given."""
+
+    def write(text="", **keys):
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({**LEAST, **keys}) + text)
+        return str(path)
+
+    return write
+
+
+def read(path, *words):
+    return parse(["--config", path, *words])[0]
+
+
+def test_a_file_is_read(recipe):
+    settings = read(recipe(learning_rate=1.0e-5, packing="masked", bf16=True))
+    assert settings.extension.model == "demo"
+    assert settings.extension.factor == 2.0
+    assert settings.data.data == ["novels:emma"]
+    assert settings.data.packing == "masked"
+    assert settings.training.max_steps == 3
+    assert settings.training.learning_rate == 1e-5
+    assert settings.training.bf16 is True
+    assert settings.given == {
+        **LEAST, "learning_rate": 1.0e-5, "packing": "masked", "bf16": True
+    }  # fmt: skip
+
+
+def test_defaults_are_for_long_contexts(recipe):
+    training = read(recipe()).training
+    assert training.per_device_train_batch_size == 1
+    assert training.gradient_checkpointing is True
+    assert (training.adam_beta1, training.adam_beta2, training.weight_decay) == (0.9, 0.95, 0.0)
+    assert training.report_to == []
+
+
+def test_a_recipe_needs_no_file():
+    words = [w for key in LEAST for w in (f"--{key}", str(LEAST[key]))]
+    words[words.index("--data") + 1] = "novels:emma"
+    settings = parse(words)[0]
+    assert settings.extension.method == "yarn"
+    assert settings.data.data == ["novels:emma"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--learning_rate", "1e-4"],
+        ["--learning_rate=1e-4"],
+        ["--learning-rate", "0.0001"],
+        ["--learning-rate=1.0e-4"],
+    ],
+)
+def test_the_command_line_overrides_the_file(recipe, words):
+    settings = read(recipe(learning_rate=1.0e-5), *words)
+    assert settings.training.learning_rate == 1e-4
+    assert settings.given["learning_rate"] == 1e-4
+
+
+def test_dashes_in_values_stay(recipe):
+    settings = read(recipe(), "--output-dir", "out/my-model", "--model=some-one/a-model")
+    assert settings.training.output_dir == "out/my-model"
+    assert settings.extension.model == "some-one/a-model"
+
+
+def test_lists_on_the_command_line(recipe):
+    settings = read(recipe(), "--data", "a.txt", "b.txt", "--data_weights", "0.5", "2")
+    assert settings.data.data == ["a.txt", "b.txt"]
+    assert settings.data.data_weights == [0.5, 2.0]
+
+
+def test_switches_say_true_or_false(recipe):
+    path = recipe(gradient_checkpointing=True, offload_activations=False)
+    settings = read(path, "--gradient_checkpointing", "false", "--offload_activations")
+    assert settings.training.gradient_checkpointing is False
+    assert settings.extension.offload_activations is True
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--plan"], ["--loop"], ["--plan", "--json"], ["--max_steps", "7", "--loop"]]
+)
+def test_what_else_is_asked_for_is_told(recipe, words):
+    asked = parse(["--config", recipe(), *words])[1]
+    assert (asked.plan, asked.loop, asked.json) == tuple(
+        f"--{flag}" in words for flag in ("plan", "loop", "json")
+    )
+
+
+def test_numbers_that_yaml_takes_for_text_are_numbers(recipe):
+    settings = read(recipe("learning_rate: 2e-5\ndata_weights: [1e-1]\nadam_epsilon: 1e-6\n"))
+    assert settings.training.learning_rate == 2e-5
+    assert settings.training.adam_epsilon == 1e-6
+    assert settings.data.data_weights == [0.1]
+
+
+@pytest.mark.parametrize("key", ["data", "short_data", "lora_targets", "lora_trains"])
+def test_a_list_of_one_needs_no_brackets(recipe, key):
+    settings = read(recipe(**{key: "norms"}))
+    holder = settings.data if "data" in key else settings.extension
+    assert getattr(holder, key) == ["norms"]
+
+
+def test_an_empty_list_is_one(recipe):
+    assert read(recipe(lora_trains=[])).extension.lora_trains == []
+
+
+def test_a_key_without_a_value_takes_away_a_limit(recipe):
+    assert read(recipe("save_total_limit:\n")).training.save_total_limit is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("options: {beta_fast: 16.0, truncate: false}", []),
+        ("options: '{beta_fast: 16.0, truncate: false}'", []),
+        ("", ["--options", "{beta_fast: 16.0, truncate: false}"]),
+        ("options: {beta_slow: 2.0}", ['--options={"beta_fast": 16.0, "truncate": false}']),
+    ],
+)
+def test_options_are_a_mapping_or_its_text(recipe, line, words):
+    settings = read(recipe(line), *words)
+    assert settings.method_options == {"beta_fast": 16.0, "truncate": False}
+
+
+def test_keyword_arguments_are_a_mapping_or_json(recipe):
+    keys = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    assert read(recipe(**keys)).training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    words = ["--lr_scheduler_kwargs", json.dumps({"min_lr_rate": 0.2})]
+    assert read(recipe(**keys), *words).training.lr_scheduler_kwargs == {"min_lr_rate": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({}, []),
+        ({"options": {"beta_fast": 16.0}, "lora_rank": 8, "lora_trains": []}, []),
+        ({"tokens": 1e6, "max_steps": -1, "bf16": True}, ["--options", "{beta_slow: 2.0}"]),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}}, []),
+        ({"short_share": 0.25, "short_data": ["a.txt"], "data_weights": [1]}, ["--seed", "3"]),
+    ],
+)
+def test_what_was_resolved_is_a_recipe_that_says_the_same(recipe, tmp_path, keys, words):
+    settings = read(recipe(**keys), *words)
+    again = tmp_path / "recipe.yaml"
+    again.write_text(yaml.safe_dump(settings.resolved(), sort_keys=False))
+    assert read(str(again)).resolved() == settings.resolved()
+    assert read(str(again)).method_options == settings.method_options
+
+
+def test_a_recipe_for_gpus_is_read_without_any(recipe):
+    settings = read(recipe(bf16=True))
+    assert settings.training.bf16 is True
+    assert settings.resolved()["use_cpu"] is False
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "message"),
+    [
+        ({"learning_rte": 1.0}, [], "unknown key 'learning_rte' in .*mine.yaml .did you mean "
+         "'learning_rate'.*--keys"),
+        ({}, ["--lora_rnk", "8"], "unknown key 'lora_rnk' on the command line .did you mean "
+         "'lora_rank'"),
+        ({}, ["--lora-rnk=8"], "unknown key 'lora_rnk' on the command line"),
+        ({"qwertyuiop": 1}, [], "unknown key 'qwertyuiop' in [^(]*;"),
+        ({}, ["8"], "expected --key value, got '8'"),
+        ({"max_steps": "abc"}, [], "max_steps: invalid int value: 'abc'"),
+        ({"max_steps": 2.5}, [], "max_steps: invalid int value: '2.5'"),
+        ({"max_steps": [3]}, [], r"max_steps takes one int, got \[3\]"),
+        ({"factor": {"a": 1}}, [], "factor takes one float, got {'a': 1}"),
+        ({"learning_rate": None}, [], "learning_rate takes one float, got None"),
+        ({"data_weights": ["much"]}, [], r"data_weights takes a list of floats, got \['much'\]"),
+        ({}, ["--max_steps", "abc"], "max_steps: invalid int value: 'abc'"),
+        ({}, ["--max_steps"], "max_steps: expected one argument"),
+        ({"bf16": "perhaps"}, [], "bf16"),
+        ({"lr_scheduler_type": "cosin"}, [], "cosin"),
+        ({"options": "beta_fast"}, [], "options must be keys and values.*got 'beta_fast'"),
+        ({"options": [1]}, [], "options takes one text"),
+        ({}, ["--options", "[1, 2]"], "options must be keys and values"),
+        ({}, ["--options", "{a: "], "options is not YAML: while parsing a flow node expected"),
+        ({"loss": "chunked"}, [], "loss must be one of auto, full, torch, liger, got 'chunked'"),
+        ({"dtype": "float16"}, [], "dtype must be float32 or bfloat16, got 'float16'"),
+        ({"lora_trains": ["heads"]}, [], "lora_trains takes embeddings and norms, got heads"),
+        ({"tokens": 1e6}, [], "exactly one of max_steps and tokens, got both"),
+        ({"max_steps": -1}, [], "exactly one of max_steps and tokens, got neither"),
+        ({"max_steps": -1, "tokens": 0.0}, [], "tokens must be above 0"),
+        ({"max_steps": -1, "tokens": float("inf")}, [], "tokens must be above 0"),
+        ({"model": ""}, [], "needs the key 'model'"),
+        ({"method": ""}, [], "needs the key 'method': How to extend it"),
+        ({"report_to": "a_tracker"}, [], "report_to: a_tracker is not installed"),
+        ({"report_to": ["a_tracker"]}, [], "report_to: a_tracker is not installed"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(recipe, keys, words, message):
+    with pytest.raises(ValueError, match=message):
+        read(recipe(**keys), *words)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("num_train_epochs", 3, "max_steps or tokens"),
+        ("load_best_model_at_end", True, "retrieval_steps"),
+        ("resume_from_checkpoint", "x", "resume: auto"),
+        ("auto_find_batch_size", True, "--plan"),
+        ("eval_steps", 10, "retrieval_steps: N"),
+        ("push_to_hub", True, "hf upload"),
+        ("remove_unused_columns", False, "rows have no columns"),
+        ("logging_nan_inf_filter", True, "stops the training"),
+    ],
+)
+def test_keys_of_the_trainer_that_are_not_for_this_say_what_is(recipe, key, value, why):
+    with pytest.raises(ValueError, match=f"{key} is not for this: .*{why}"):
+        read(recipe(**{key: value}))
+    with pytest.raises(ValueError, match=f"{key} is not for this: .*{why}"):
+        read(recipe(), f"--{key}", str(value))
+
+
+def test_a_file_that_is_not_there_names_those_beside_it(recipe, tmp_path):
+    recipe()
+    with pytest.raises(ValueError, match=r"no recipe .*yarn_64k.yaml; .* has mine.yaml"):
+        read(str(tmp_path / "yarn_64k.yaml"))
+    with pytest.raises(ValueError, match=r"no recipe .*nowhere/yarn.yaml$"):
+        read(str(tmp_path / "nowhere" / "yarn.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"model: [demo", "is not YAML"),
+        (b"model: \xff\xfe", "is not YAML"),
+        (b"- model\n- demo\n", "expected keys and values, got list"),
+        (b"just words", "expected keys and values, got str"),
+        (b"", "expected keys and values, got NoneType"),
+        (b"3: 1", "unknown key '3'"),
+        (b"training:\n  learning_rate: 1.0e-5\n", "unknown key 'training'"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path, content, message):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read(str(path))
+
+
+def test_every_key_says_what_it_is():
+    ours = dict(list(known_keys().items())[:40])
+    assert list(ours)[:3] == ["model", "method", "factor"]
+    assert all(known_keys()[key] for key in ours)
+
+
+# The command.
+
+
+def command(*words):
+    """`rope-patch finetune`, away from any GPU and the network."""
+    code = "from rope_patch.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "finetune", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+
+
+def test_the_command_lists_its_keys():
+    done = command("--keys")
+    assert done.returncode == 0
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line[:1].strip()]
+    assert listed[0] == "model"
+    assert {"learning_rate", "packing", "resume"} <= set(listed)
+
+
+def test_the_command_explains_itself():
+    done = command("--help")
+    assert done.returncode == 0
+    assert "--config" in done.stdout
+    assert "smoke_cpu.yaml" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "nowhere/mine.yaml"], f"no recipe {Path('nowhere/mine.yaml')}"),
+        (["--modle", "demo"], "unknown key 'modle' on the command line (did you mean 'model'?)"),
+        ([], "a recipe needs the key 'model'"),
+        (["--max_steps", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_an_error_is_one_line(words, message):
+    done = command(*words)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
