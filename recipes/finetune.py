@@ -10,6 +10,7 @@ its configs say. `loop.py` is the same, to the same losses, with every step writ
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ class LongContextTrainer(Trainer):
         training.remove_unused_columns = False
         self.writing_to: str | None = None
         super().__init__(model=prepared.model, args=training)
-        self.run = Run(settings, prepared, self.accelerator, resume)
+        self.run = Run(settings, prepared, self.accelerator, resume, by="finetune")
         training.max_steps = self.run.steps
         self.resume = resume
         self.seen: list[dict[str, Any]] = []
@@ -130,7 +131,11 @@ class _Around(TrainerCallback):
     def _score(self, step: int) -> None:
         assert self.needles is not None
         scores = self.needles.measure(self.trainer.run.prepared.model, step)
-        self.trainer.log(scores)
+        control = self.trainer.control
+        due = control.should_log  # of the step, which logging anything takes for done
+        if scores:
+            self.trainer.log(scores)
+        control.should_log = due
         self.trainer.run.watch.pause()
 
 
@@ -155,7 +160,8 @@ def finetune(settings: Settings) -> Path | None:
     if resume is not None and trainer.run.done >= trainer.run.steps:
         trainer._load_from_checkpoint(str(resume))
     else:
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        with contextlib.closing(trainer.run.watch):
+            trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer.run.finish(trainer.model_wrapped)
 
 

@@ -60,19 +60,27 @@ def loop(settings: Settings) -> Path | None:
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError("the plain loop does not speak DeepSpeed: use recipes/finetune.py")
-    run = Run(settings, prepared, accelerator, resume)
+    run = Run(settings, prepared, accelerator, resume, by="loop")
     model, optimizer, scheduler = equip(run)
     accelerator.register_for_checkpointing(scheduler)
     if resume is not None:
         accelerator.load_state(str(resume))
     if training.use_liger_kernel:
         apply_liger_kernel(prepared.model, training.liger_kernel_config)
-    needles = needles_of(run)
     if training.report_to:
         accelerator.init_trackers(training.project, config=_plain(settings.resolved()))
-    if needles and resume is None:
-        _track(accelerator, needles.measure(prepared.model, 0), 0)
+    with contextlib.closing(run.watch):
+        train(run, model, optimizer, scheduler)
+    made = run.finish(model)
+    accelerator.end_training()
+    return made
 
+
+def train(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Takes the steps that are left."""
+    training, accelerator, needles = run.settings.training, run.accelerator, needles_of(run)
+    if needles and run.done == 0:
+        _track(accelerator, needles.measure(run.prepared.model, 0), 0)
     batches = iter(run.loader()) if run.done < run.steps else iter(())
     for step in range(run.done + 1, run.steps + 1):
         taken = [next(batches) for _ in range(training.gradient_accumulation_steps)]
@@ -89,7 +97,7 @@ def loop(settings: Settings) -> Path | None:
         if step % training.logging_steps == 0 or step == run.steps:
             _track(accelerator, logs, step)
         if needles and needles.due(step, run.steps):
-            _track(accelerator, needles.measure(prepared.model, step), step)
+            _track(accelerator, needles.measure(run.prepared.model, step), step)
             run.watch.pause()
         if training.save_strategy != "no" and (
             step % training.save_steps == 0 or step == run.steps
@@ -99,9 +107,6 @@ def loop(settings: Settings) -> Path | None:
                 accelerator.save_state(str(checkpoint))
                 run.write_data_state(checkpoint)
             run.watch.pause()
-    made = run.finish(model)
-    accelerator.end_training()
-    return made
 
 
 def equip(run: Run) -> tuple[Any, Any, Any]:

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,20 @@ class Run:
         prepared: Its model.
         accelerator: accelerate's, whose processes share the work.
         resume: The checkpoint to go on from, if any.
+        by: Who takes the steps, finetune or loop, which write checkpoints of their own.
     """
 
     def __init__(
-        self, settings: Settings, prepared: Prepared, accelerator: Any, resume: Path | None
+        self,
+        settings: Settings,
+        prepared: Prepared,
+        accelerator: Any,
+        resume: Path | None,
+        *,
+        by: str,
     ) -> None:
         self.settings = settings
+        self.by = by
         self.prepared = prepared
         self.accelerator = accelerator
         self.main = accelerator.is_main_process
@@ -71,13 +80,19 @@ class Run:
             rank=rank,
             world=self.replicas,
         )
-        self.guard = Guard(settings.extension.max_loss_rise, self.folder)
+        limit = settings.extension.max_loss_rise
+        self.guard = Guard(limit, self.folder, stop=lambda: self.watch.close())
         self.done = 0
         self._state: dict[str, Any] = {}
         self._counts: dict[str, dict[str, int]] = {}
         if resume is not None:
             self.done = checkpoints.step_of(resume)
             said = json.loads((resume / DATA_STATE).read_text())
+            if said["by"] != by:
+                raise ValueError(
+                    f"{resume} was written by {said['by']}.py, and this is {by}.py: expected the "
+                    f"same command as before, {'with' if by == 'finetune' else 'without'} --loop"
+                )
             self.rows.resume(said["state"], self.done * self.rows_per_step)
             self._state = said["state"]
             self.guard.recent.extend(said.get("losses", []))
@@ -105,21 +120,28 @@ class Run:
         if rows:
             self._state, self._counts = rows[-1]["state"], rows[-1]["counts"]
 
-    def writing(self, step: int) -> Any:
+    @contextlib.contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
         """See `checkpoints.writing`; the data's state goes along with what is written."""
         limit = self.settings.training.save_total_limit
-        return checkpoints.writing(
-            self.folder,
-            step,
-            main=self.main,
-            wait=self.accelerator.wait_for_everyone,
-            keep=limit,
-        )
+        try:
+            with checkpoints.writing(
+                self.folder,
+                step,
+                main=self.main,
+                wait=self.accelerator.wait_for_everyone,
+                keep=limit,
+            ) as aside:
+                yield aside
+        except BaseException:
+            self.watch.close()  # what is said of it gets a line of its own
+            raise
 
     def write_data_state(self, checkpoint: Path) -> None:
         """Puts the data's state and the last losses into a checkpoint that is being written."""
         if self.main:
-            state = {"state": self._state, "losses": list(self.guard.recent)}
+            losses = list(self.guard.recent)
+            state = {"by": self.by, "state": self._state, "losses": losses}
             files.write_json(checkpoint / DATA_STATE, state)
 
     def finish(self, model: Any) -> Path | None:
@@ -212,7 +234,7 @@ def precision(training: Any) -> str:
     As in the Trainer, what the recipe does not say is said by accelerate's config.
     """
     given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return "bf16" if training.bf16 else "fp16" if training.fp16 else given
+    return "bf16" if training.bf16 else given
 
 
 def keep_loss_exact(accelerator: Any) -> None:

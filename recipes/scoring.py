@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from rope_patch.patching import following
+from rope_patch.patching.swap import Swaps
+
 SCORES = "retrieval.jsonl"
 _TASK = "niah_single_likelihood"  # one forward pass a needle
 _DEPTHS = [10, 50, 90]
@@ -71,7 +74,7 @@ class Needles:
 
         Returns:
             retrieval_hits (share of needles found) and retrieval_probability (of the right answer,
-            geometric mean over its tokens).
+            geometric mean over its tokens); nothing on other processes than the main one.
         """
         from lm_eval import evaluator
         from lm_eval.tasks import TaskManager
@@ -79,9 +82,13 @@ class Needles:
         from rope_patch.eval import retrieval
         from rope_patch.eval.language_model import LongContextLM
 
-        training = model.training
+        training, swaps = model.training, Swaps()
         model.eval()
         try:
+            # Where processes share sequences in training, each has the whole of these.
+            swaps.set(following, "context_parallel_group", lambda: None)
+            # lm-eval ties weights again, which does not find them behind LoRA.
+            swaps.set(model, "tie_weights", lambda *_, **__: None)
             lm = LongContextLM(model, self.tokenizer, self.length, {})
             with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # its bars
                 results: Any = evaluator.simple_evaluate(
@@ -92,7 +99,10 @@ class Needles:
                     bootstrap_iters=0,
                 )
         finally:
+            swaps.undo()
             model.train(training)
+        if not results:  # lm-eval gives them to the main process alone
+            return {}
         cells = retrieval.cells(results)
         found = sum(cell["hits"] for cell in cells)
         asked = sum(cell["n"] for cell in cells)

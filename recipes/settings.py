@@ -352,6 +352,8 @@ def _check(settings: Settings) -> None:
     for key in ("model", "method"):
         if not getattr(extension, key):
             raise ValueError(f"a recipe needs the key {key!r}: {known_keys()[key]}")
+    if training.fp16:
+        raise ValueError("fp16 overflows in long training: expected bf16: true, or neither")
     if extension.loss not in LOSSES:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {extension.loss!r}")
     if extension.dtype not in ("float32", "bfloat16"):

@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,15 @@ class Guard:
     Args:
         max_rise: Nats above the mean of the last steps that are too many.
         folder: The run's folder, to name what is left to go on from.
+        stop: Called ahead of stopping.
     """
 
-    def __init__(self, max_rise: float, folder: Path) -> None:
+    def __init__(
+        self, max_rise: float, folder: Path, stop: Callable[[], Any] = lambda: None
+    ) -> None:
         self.max_rise = max_rise
         self.folder = folder
+        self.stop = stop
         self.recent: collections.deque[float] = collections.deque(maxlen=_WINDOW)
 
     def check(self, step: int, loss: float, norm: float, rows: Sequence[dict[str, Any]]) -> None:
@@ -65,6 +69,7 @@ class Guard:
         else:
             self.recent.append(loss)
             return
+        self.stop()
         last = newest_whole(self.folder)
         raise TrainingStopped(
             f"step {step} was not taken: {wrong}. Its rows: {_described(rows)}. "

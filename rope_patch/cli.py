@@ -413,6 +413,7 @@ def finetune(
     try:
         from rope_patch.recipes import finetune as recipe
         from rope_patch.recipes.settings import known_keys
+
     except ImportError as error:
         raise ValueError(
             f"{error.name} is not installed, which recipes need: pip install 'rope-patch[train]'"

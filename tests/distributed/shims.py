@@ -64,5 +64,16 @@ def allow_ring_attention_on_cpu():
 
 
 def allow_fsdp2_on_cpu():
-    """Tells accelerate that these CPU processes are GPUs, which it shards models over."""
-    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    """Tells accelerate that these CPU processes are GPUs, which it shards models over.
+
+    Whenever it looks, since transformers' Trainer makes it forget what it saw before.
+    """
+    look = PartialState.__init__
+
+    def looks_like_gpus(state, cpu=False, **kwargs):
+        look(state, cpu=True, **kwargs)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = looks_like_gpus
+    PartialState()

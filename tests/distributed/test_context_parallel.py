@@ -4,19 +4,12 @@ Two processes are started once, on the CPU, and their measurements serve all tes
 """
 
 import json
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import shims
-from filelock import FileLock
+from processes import launch, shared_folder
 
-HERE = Path(__file__).parent
-PROCESSES = 2
-PATIENCE = 120  # seconds; it takes 10 to 25
+PROCESSES = 2  # it takes them 10 to 25 seconds
 FOLLOWING = ["dynamic", "dynamic-yarn", "longrope"]
 ROUNDING = 2e-5
 
@@ -26,58 +19,11 @@ pytestmark = pytest.mark.skipif(shims.why_not() is not None, reason=str(shims.wh
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each process found, by rank; started once, by the first of xdist's workers to ask."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which they have in common
-    folder = folder / "context_parallel"
-    folder.mkdir(exist_ok=True)
-    with FileLock(folder / "lock"):
+    with shared_folder(tmp_path_factory, "context_parallel") as folder:
         reports = [folder / f"{rank}.json" for rank in range(PROCESSES)]
         if not all(report.exists() for report in reports):
-            launch(folder)
+            launch("worker.py", folder, processes=PROCESSES)
         return [json.loads(report.read_text()) for report in reports]
-
-
-def launch(folder):
-    """Runs the processes; ends them all, and fails with what they said, when one of them fails."""
-    (folder / "rendezvous").unlink(missing_ok=True)
-    logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as output:
-                command = [sys.executable, HERE / "worker.py", folder]
-                process = subprocess.Popen(
-                    command, stdout=output, stderr=subprocess.STDOUT, env=environment(rank)
-                )
-            processes.append(process)
-        deadline = time.monotonic() + PATIENCE
-        codes = [None]
-        while None in codes and not any(codes) and time.monotonic() < deadline:
-            time.sleep(0.1)
-            codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(code != 0 for code in codes):
-        said = "\n".join(f"-- process {log.stem} --\n{log.read_text()}" for log in logs)
-        pytest.fail(f"exit codes {codes} (None: ended from here)\n{said}", pytrace=False)
-
-
-def environment(rank):
-    """What torchrun would set, and nothing of a GPU."""
-    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(PROCESSES),
-        "LOCAL_WORLD_SIZE": str(PROCESSES),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
 
 
 def test_a_process_sees_both_ends_or_the_middle(found):

@@ -1,0 +1,129 @@
+"""One of the processes that run recipes: takes one after another, and writes down what it saw.
+
+Run as `recipe_worker.py FOLDER` with the variables that torchrun and accelerate's launcher set;
+takes `FOLDER/jobs.json` and leaves `FOLDER/RANK.json`. What must hold is said in
+test_shared_recipes.py.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import shims
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.tensor import DTensor
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from rope_patch import cli
+from rope_patch.recipes import finetune, loop
+from rope_patch.recipes.running import Run
+from rope_patch.recipes.settings import parse
+
+RANK = int(os.environ.get("RANK", 0))
+RECIPES = {"finetune": finetune.finetune, "loop": loop.loop}
+
+
+class Observed:
+    """What a run does in this process: the lengths that layers get, and how weights lie there."""
+
+    def __init__(self):
+        self.lengths, self.wrapped = set(), []
+        self.elements = self.here = self.sharded = 0
+
+    def __enter__(self):
+        self.hook = torch.nn.modules.module.register_module_forward_pre_hook(self.see_layer)
+        self.finish = Run.finish
+        Run.finish = lambda run, model: self.see_model(model) or self.finish(run, model)
+        return self
+
+    def __exit__(self, *_):
+        self.hook.remove()
+        Run.finish = self.finish
+
+    def see_layer(self, module, args):
+        if isinstance(module, LlamaDecoderLayer) and module.training:
+            self.lengths.add(args[0].shape[1])
+
+    def see_model(self, model):
+        self.wrapped = [kind.__name__ for kind in type(model).__mro__]
+        for parameter in model.parameters():
+            pieces = isinstance(parameter, DTensor)
+            self.elements += parameter.numel()
+            self.here += (parameter.to_local() if pieces else parameter).numel()
+            self.sharded += pieces
+
+
+def take(job, folder):
+    """Runs a recipe; returns its exit code, what it said, and what was observed."""
+    if job["resumes"] is not None and RANK == 0:
+        # As if it had been stopped on its way to the last step.
+        shutil.copytree(folder / job["resumes"], folder / job["name"])
+        shutil.rmtree(folder / job["name"] / "checkpoint-4")
+        shutil.rmtree(folder / job["name"] / "model")
+    wait()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = job["precision"]  # as the launcher does
+    command = [
+        *("--config", str(folder / f"{job['name']}.yaml")),
+        *("--output_dir", str(folder / job["name"])),
+        *("--resume", "no" if job["resumes"] is None else "auto"),
+    ]
+    said, code = io.StringIO(), 0
+    with Observed() as observed, contextlib.redirect_stderr(said):
+        try:
+            cli.run(lambda: RECIPES[job["recipe"]](parse(command)[0]))
+        except SystemExit as ended:
+            code = ended.code
+    print(f"---- {job['name']}: {code}", said.getvalue(), sep="\n", flush=True)
+    wait()
+    return {
+        "code": code,
+        "said": said.getvalue(),
+        "lengths": sorted(observed.lengths),
+        "wrapped": observed.wrapped,
+        "elements": observed.elements,
+        "here": observed.here,
+        "sharded": observed.sharded,
+    }
+
+
+def wait():
+    """For all processes, and makes accelerate forget what the last recipe made it."""
+    if dist.is_initialized():
+        dist.barrier()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    # accelerate takes a process group that is there; one recipe is not to end it for the next.
+    PartialState.destroy_process_group = lambda *_: None
+    if size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=(folder / "rendezvous").as_uri(),  # a file, as a port may be taken
+            rank=RANK,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        shims.allow_fsdp2_on_cpu()
+        shims.allow_ring_attention_on_cpu()
+    jobs = json.loads((folder / "jobs.json").read_text())
+    found = {job["name"]: take(job, folder) for job in jobs}
+    (folder / f"{RANK}.json").write_text(json.dumps(found))
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
