@@ -79,12 +79,13 @@ def write_documents(path: Path, length: int, count: int, seed: int) -> Path:
     return path
 
 
-def run(name: str, folder: Path, steps: int) -> Path:
+def run(name: str, folder: Path, steps: int) -> tuple[Path, float]:
     """Runs a recipe; a finished one is not run again.
 
     Returns:
-        The model's folder.
+        The model's folder, and the minutes that its training took.
     """
+    began = time.monotonic()
     said = {"train_length": TARGET, **RECIPES[name]}
     length = said["train_length"]
     rows = TOKENS_PER_STEP // length
@@ -103,6 +104,7 @@ def run(name: str, folder: Path, steps: int) -> Path:
         "warmup_steps": 20,
         "save_steps": steps,
         "gradient_checkpointing": False,
+        "loss": "torch",
         "use_cpu": True,
         "resume": "auto",
         "output_dir": folder / name.split(" (")[0].replace(" ", "-").replace(":", ""),
@@ -110,7 +112,10 @@ def run(name: str, folder: Path, steps: int) -> Path:
     settings, _ = parse([word for key, value in said.items() for word in (f"--{key}", str(value))])
     made = finetune(settings)
     assert made is not None
-    return made
+    took = made.parent / "minutes"
+    if not took.is_file():
+        files.write(took, f"{(time.monotonic() - began) / 60:.1f}\n")
+    return made, float(took.read_text())
 
 
 @torch.no_grad()
@@ -213,9 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plain = AutoModelForCausalLM.from_pretrained(MODEL).eval()
     results: dict[str, dict[str, Any]] = {"as it is": {"before": measure(plain, options.sequences)}}
     for name in options.recipes:
-        began = time.monotonic()
-        made = run(name, options.work, options.steps)
-        minutes = (time.monotonic() - began) / 60
+        made, minutes = run(name, options.work, options.steps)
         print(f"{name}: {minutes:.1f} minutes", file=sys.stderr)
         result = {"minutes": minutes, "after": measure(after(made), options.sequences)}
         if RECIPES[name]["method"] != "none":
