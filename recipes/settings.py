@@ -20,6 +20,7 @@ from rope_patch.recipes.data import DataArguments
 
 LOSSES = ("auto", "full", "torch", "liger")
 RESOLVED = "recipe.yaml"
+CONFIGS = Path(__file__).parent / "configs"
 
 
 @dataclass
@@ -232,14 +233,18 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The keys of a recipe's YAML file.
+    """The keys of a recipe's YAML file; a bare name is one of those that come along.
 
     Raises:
         ValueError: No such file, not flat YAML, or a key that nobody knows.
     """
+    packaged = CONFIGS / f"{path}.yaml"
+    if not path.is_file() and path.name == str(path) and packaged.is_file():
+        path = packaged
     if not path.is_file():
-        there = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        hint = f"; {path.parent} has {', '.join(there)}" if there else ""
+        folder = CONFIGS if path.name == str(path) else path.parent
+        there = sorted(p.name for p in folder.glob("*.yaml")) if folder.is_dir() else []
+        hint = f"; {folder} has {', '.join(there)}" if there else ""
         raise ValueError(f"no recipe {path}{hint}")
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))

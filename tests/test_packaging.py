@@ -19,7 +19,9 @@ def test_eval_works_from_a_wheel(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
+        names = archive.namelist()
         tops = {name.split("/")[0] for name in archive.namelist()}
+    assert {"rope_patch/recipes/configs/yarn_64k.yaml", "rope_patch/recipes/README.md"} <= {*names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rope_patch"}
     done = subprocess.run(
         [

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rope_patch.recipes import settings
 from rope_patch.recipes.settings import known_keys, parse
 
 LEAST = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
@@ -315,3 +316,11 @@ def test_an_error_is_one_line(words, message):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+def test_recipes_that_come_along_go_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    by_name = settings.read(Path("yarn_64k"))
+    assert by_name == settings.read(settings.CONFIGS / "yarn_64k.yaml")
+    with pytest.raises(ValueError, match=r"no recipe yarn_65k; .* has .*yarn_64k"):
+        settings.read(Path("yarn_65k"))
