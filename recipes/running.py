@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -64,10 +64,11 @@ class Run:
         keep_loss_exact(accelerator)
         self.folder = Path(str(settings.training.output_dir))
         training = settings.training
-        self.context_parallel, rank, self.replicas = ranks(accelerator)
+        sharing = shared(accelerator)
+        self.context_parallel = sharing.context_parallel
         self._require_whole_sequences()
         batch = training.per_device_train_batch_size
-        self.rows_per_step = batch * training.gradient_accumulation_steps * self.replicas
+        self.rows_per_step = batch * training.gradient_accumulation_steps * sharing.replicas
         self.tokens_per_step = self.rows_per_step * prepared.row_length
         self.steps = steps(settings, self.tokens_per_step)
         self.rows = Rows(
@@ -77,8 +78,8 @@ class Run:
             trained_length=prepared.trained_length,
             seed=training.data_seed or training.seed,
             batch=batch,
-            rank=rank,
-            world=self.replicas,
+            rank=sharing.reader,
+            world=sharing.readers,
         )
         limit = settings.extension.max_loss_rise
         self.guard = Guard(limit, self.folder, stop=lambda: self.watch.close())
@@ -154,13 +155,13 @@ class Run:
             The model's folder, on the main process.
         """
         self.watch.close()
+        weights = self.accelerator.get_state_dict(model) if _in_pieces(model) else None
+        if not self.main:
+            return None
         for source, read in self._counts.items():
             logger.info(
                 "read of %s: documents %s, tokens %s", source, *(f"{read[k]:,}" for k in _READ)
             )
-        weights = self.accelerator.get_state_dict(model) if _in_pieces(model) else None
-        if not self.main:
-            return None
         target = self.folder / MODEL
         if weights is not None:  # a model in one piece again
             # Others do not make one, so this one cannot try a loss together with them.
@@ -184,12 +185,11 @@ class Run:
 
     def _require_whole_sequences(self) -> None:
         """Refuses what would go wrong, unseen, where processes hold parts of a row."""
-        parallelism, handle = (
-            getattr(self.accelerator, "parallelism_config", None),
-            self.prepared.handle,
-        )
-        follows = handle and handle.method.follows_length(self.prepared.trained_length)
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        handle = self.prepared.handle
+        follows = handle is not None and handle.method.follows_length(handle.trained_length)
         if follows and getattr(parallelism, "sp_enabled", False):
+            assert handle is not None
             raise ValueError(
                 f"{handle.method} rotates each row by its length, of which DeepSpeed's sequence "
                 "parallelism shows a process only its part: expected context parallelism, or a "
@@ -254,17 +254,34 @@ def _in_pieces(model: Any) -> bool:
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
-def ranks(accelerator: Any) -> tuple[int, int, int]:
-    """How the processes share the data.
+class Sharing(NamedTuple):
+    """How processes share the work.
 
-    Under context parallelism several hold parts of the same rows. Under DeepSpeed's sequence
-    parallelism each reads rows of its own, which are dealt out afterwards.
-
-    Returns:
-        Processes that share a row, this process's place among those with rows of their own, and
-        how many of these there are.
+    Attributes:
+        context_parallel: How many hold parts of the same rows.
+        reader: This process's place among those that read rows of their own.
+        readers: How many of these there are.
+        replicas: How many rows are trained on at once, for one row in a batch.
     """
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    shared = 1 if parallelism is None else parallelism.cp_size * parallelism.tp_size
-    context = 1 if parallelism is None else parallelism.cp_size
-    return context, accelerator.process_index // shared, accelerator.num_processes // shared
+
+    context_parallel: int
+    reader: int
+    readers: int
+    replicas: int
+
+
+def shared(accelerator: Any) -> Sharing:
+    """How accelerate's processes share the work.
+
+    Under DeepSpeed's sequence parallelism each process reads rows of its own, which are dealt out
+    in parts, one process's after the other.
+    """
+    sizes = getattr(accelerator, "parallelism_config", None)
+    together = 1 if sizes is None else sizes.cp_size * sizes.tp_size
+    readers = accelerator.num_processes // together
+    return Sharing(
+        context_parallel=1 if sizes is None else sizes.cp_size,
+        reader=accelerator.process_index // together,
+        readers=readers,
+        replicas=readers // getattr(sizes, "sp_size", 1),
+    )

@@ -62,7 +62,7 @@ def test_text_files(read, write, tokenizer):
     for name, raw in (
         ("a.txt", TEXTS[1].encode()),
         ("b.MD", b"\xef\xbb\xbf" + TEXTS[1].encode()),
-        ("c.txt.gz", gzip.compress(TEXTS[1].encode())),
+        ("c.txt.gz", gzip.compress(TEXTS[1].encode(), mtime=0)),
     ):
         path = write(name, raw)
         assert read(path) == [(str(path), expected(tokenizer)[1], expected(tokenizer)[1])]
@@ -72,7 +72,7 @@ def test_text_files(read, write, tokenizer):
 def test_lines(read, write, tokenizer, name):
     raw = "\n\n".join(map(json.dumps, records())).encode()  # blank lines, none at the end
     raw = b"\xef\xbb\xbf" + raw
-    path = write(name, gzip.compress(raw) if name.endswith("gz") else raw)
+    path = write(name, gzip.compress(raw, mtime=0) if name.endswith("gz") else raw)
     found = read(path)
     assert [where for where, *_ in found] == [f"{path}:{n}" for n in (1, 3, 5)]
     assert [ids for _, ids, _ in found] == expected(tokenizer)
@@ -220,7 +220,7 @@ def test_what_is_not_there(read, write, tmp_path):
         ("a.jsonl", [{"input_ids": [1, 2], "labels": [1]}], r"label for each of 2 .*, got 1; -100"),
         ("a.jsonl", [{"input_ids": [1], "labels": [600]}], r":1, labels: expected .*511, got 600"),
         ("a.jsonl.gz", "not gzip", r"cannot read .*a\.jsonl\.gz: .*again"),
-        ("a.txt.gz", gzip.compress(b"words" * 99)[:-9], r"cannot read .*a\.txt\.gz: .*again"),
+        ("a.txt.gz", gzip.compress(b"words" * 99, mtime=0)[:-9], r"cannot read .*a\.txt\.gz: .*again"),
         ("a.parquet", "not parquet", r"cannot read .*a\.parquet: .*again"),
     ],
 )  # fmt: skip
