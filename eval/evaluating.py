@@ -19,7 +19,7 @@ import torch
 from rope_patch import demo
 from rope_patch.eval import files, perplexity, provenance, retrieval, tasks, texts
 from rope_patch.geometry import read_geometries
-from rope_patch.loading import empty_model, read_config, read_model, read_tokenizer
+from rope_patch.loading import empty_model, load, read_config, read_model, read_tokenizer
 from rope_patch.methods import registered
 from rope_patch.patching import Patch, check, current, patch
 from rope_patch.saving import read_sidecar
@@ -149,7 +149,9 @@ class _Run:
             )
             for name in self._retrieval_tasks()
         }
-        self.model = read_model(
+        saved = read_sidecar(path)
+        # What was saved in a form that only this package reads is as it is with its patch.
+        self.model = (read_model if saved is None or saved.get("native", True) else load)(
             path,
             dtype=_dtype(request),
             device_map=request.device_map or ("auto" if torch.cuda.is_available() else None),
@@ -282,7 +284,7 @@ class _Run:
     @contextlib.contextmanager
     def _patched(self, method: str) -> Iterator[Patch | None]:
         if method == BASELINE:
-            yield None
+            yield current(self.model)
         else:
             patch(self.model, **self.request.patch_arguments(method))
             try:
@@ -339,17 +341,13 @@ def _check(request: Request, path: str, config: Any) -> None:
 
 
 def _check_saved(request: Request, saved: dict[str, Any] | None) -> None:
-    """Refuses to patch a saved patch again, and to take for it what transformers makes of it."""
-    if saved is None:
+    """Refuses to patch a saved patch again."""
+    if saved is None or set(request.methods) == {BASELINE}:
         return
-    native = saved.get("native", True)
-    if native and set(request.methods) == {BASELINE}:
-        return
-    as_it_is = f"evaluate it as it is (--method {BASELINE}), or " if native else ""
-    unread = "" if native else ", which plain transformers cannot read"
     raise ValueError(
-        f"{request.model} holds a model that was saved with {saved['method']} in it{unread}: "
-        f"{as_it_is}evaluate the original checkpoint with --method {saved['method']}"
+        f"{request.model} holds a model that was saved with {saved['method']} in it: evaluate it "
+        f"as it is (--method {BASELINE}), or evaluate the original checkpoint with --method "
+        f"{saved['method']}"
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.nn import functional
-from transformers import get_scheduler
+from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import logging
 
@@ -32,6 +33,8 @@ from rope_patch.recipes.scoring import needles_of
 from rope_patch.recipes.settings import Settings, parse
 
 IGNORED = -100  # labels without a loss
+# What of transformers' TrainingArguments only the Trainer does.
+TRAINERS = ("optim", "optim_args", "label_smoothing_factor", "neftune_noise_alpha", "torch_compile")
 Batch = dict[str, Any]
 
 
@@ -49,6 +52,7 @@ def loop(settings: Settings) -> Path | None:
         OSError: A checkpoint could not be written.
     """
     training = settings.training
+    require_plain(settings)
     resume = checkpoints.to_resume(Path(str(training.output_dir)), settings.extension.resume)
     planning.require_device(settings)
     prepared = prepare(settings)  # ahead of accelerate: nobody shares sequences yet
@@ -74,6 +78,18 @@ def loop(settings: Settings) -> Path | None:
     made = run.finish(model)
     accelerator.end_training()
     return made
+
+
+def require_plain(settings: Settings) -> None:
+    """Refuses what only the Trainer would do; ValueError names it."""
+    said = settings.training.to_dict()
+    standard = {f.name: getattr(f.default, "value", f.default) for f in fields(TrainingArguments)}
+    for key in TRAINERS:
+        if key in settings.given and said[key] != standard[key]:
+            raise ValueError(
+                f"{key}: {said[key]} means nothing to the plain loop: leave it out, or use "
+                "recipes/finetune.py (no --loop)"
+            )
 
 
 def train(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:

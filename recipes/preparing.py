@@ -29,6 +29,7 @@ class Prepared:
         tokenizer: Its tokenizer.
         handle: The patch, or None with the method `none`.
         trained_length: Tokens of pretraining.
+        target_length: Tokens that the context is extended to.
         row_length: Tokens of a row.
         loss: Who computes the loss: full, torch or liger.
     """
@@ -37,6 +38,7 @@ class Prepared:
     tokenizer: Any
     handle: Patch | None
     trained_length: int
+    target_length: int
     row_length: int
     loss: str
     swaps: Swaps
@@ -90,6 +92,7 @@ def prepare(settings: Settings) -> Prepared:
         tokenizer=tokenizer,
         handle=handle,
         trained_length=trained_length,
+        target_length=target,
         row_length=asked.train_length or target,
         loss=loss,
         swaps=swaps,

@@ -125,7 +125,7 @@ def needles_of(run: Any) -> Needles | None:
         return None
     return Needles(
         prepared.tokenizer,
-        length=asked.retrieval_length or prepared.row_length,
+        length=asked.retrieval_length or prepared.target_length,
         samples=asked.retrieval_samples,
         every=asked.retrieval_steps,
         seed=run.settings.training.seed,

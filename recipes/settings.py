@@ -264,6 +264,11 @@ def known_keys() -> dict[str, str]:
     }
 
 
+def usable_keys() -> dict[str, str]:
+    """Those of `known_keys` that are not refused."""
+    return {key: about for key, about in known_keys().items() if key not in _NOT_HERE}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument --(\w+)(/--[\w-]+)?", r"\1", message)
@@ -356,7 +361,9 @@ def _check(settings: Settings) -> None:
     extension, training = settings.extension, settings.training
     for key in ("model", "method"):
         if not getattr(extension, key):
-            raise ValueError(f"a recipe needs the key {key!r}: {known_keys()[key]}")
+            raise ValueError(
+                f"a recipe needs the key {key!r}: {known_keys()[key]} Say --config FILE, or --{key}"
+            )
     if training.fp16:
         raise ValueError("fp16 overflows in long training: expected bf16: true, or neither")
     if extension.loss not in LOSSES:

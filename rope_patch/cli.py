@@ -412,14 +412,14 @@ def finetune(
     """
     try:
         from rope_patch.recipes import finetune as recipe
-        from rope_patch.recipes.settings import known_keys
+        from rope_patch.recipes.settings import usable_keys
 
     except ImportError as error:
         raise ValueError(
             f"{error.name} is not installed, which recipes need: pip install 'rope-patch[train]'"
         ) from error
     if keys:
-        listed = known_keys()
+        listed = usable_keys()
         width = max(map(len, listed))
         print("\n".join(f"{key:<{width}}  {about}" for key, about in listed.items()))
         return

@@ -157,12 +157,18 @@ def test_a_saved_patch_is_evaluated_as_it_is_and_never_patched_twice(tmp_path):
     assert got[-1]["nll"] == pytest.approx(expected[-1]["nll"], abs=1e-4)
 
 
-@pytest.mark.parametrize("method", ["none", "dynamic-yarn"])
-def test_a_saved_patch_that_plain_transformers_cannot_read_is_not_taken_for_plain(tmp_path, method):
-    rope_patch.save(rope_patch.load(TINY, "dynamic-yarn"), tmp_path / "saved")
-    asked = request(tmp_path / "out", model=str(tmp_path / "saved"), methods=(method,), factor=None)
-    with pytest.raises(ValueError, match="cannot read: evaluate the original checkpoint with"):
-        evaluate(asked)
+def test_a_saved_patch_that_plain_transformers_cannot_read_is_evaluated_as_it_was_saved(tmp_path):
+    rope_patch.save(rope_patch.load(TINY, "mixed-yarn", factor=4), tmp_path / "saved")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "saved")
+    asked = request(tmp_path / "out", model=str(tmp_path / "saved"), tasks=("perplexity",))
+    with pytest.raises(ValueError, match=r"saved with mixed-yarn in it: .* \(--method none\)"):
+        evaluate(replace(asked, methods=("mixed-yarn",)))
+    results = evaluate(replace(asked, methods=("none",), factor=None))
+    original = evaluate(replace(asked, model=TINY, methods=("mixed-yarn",)))
+    ((label, got),) = results["perplexity"]["curves"].items()
+    ((_, expected),) = original["perplexity"]["curves"].items()
+    assert label == "mixed-yarn ×4"
+    assert [p["nll"] for p in got] == pytest.approx([p["nll"] for p in expected], abs=1e-5)
 
 
 def test_dynamic_methods_read_short_texts_as_the_plain_model_does(tmp_path):

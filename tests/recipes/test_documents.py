@@ -15,6 +15,7 @@ from rope_patch.recipes.documents import encode, find
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 END = 1
+TORN = gzip.compress(b"words" * 99, mtime=0)[:-9]
 TEXTS = ["Emma was handsome.", "Mr. Weston rose — late.", "Nobody came."]
 
 
@@ -220,7 +221,7 @@ def test_what_is_not_there(read, write, tmp_path):
         ("a.jsonl", [{"input_ids": [1, 2], "labels": [1]}], r"label for each of 2 .*, got 1; -100"),
         ("a.jsonl", [{"input_ids": [1], "labels": [600]}], r":1, labels: expected .*511, got 600"),
         ("a.jsonl.gz", "not gzip", r"cannot read .*a\.jsonl\.gz: .*again"),
-        ("a.txt.gz", gzip.compress(b"words" * 99, mtime=0)[:-9], r"cannot read .*a\.txt\.gz: .*again"),
+        ("a.txt.gz", TORN, r"cannot read .*a\.txt\.gz: .*again"),
         ("a.parquet", "not parquet", r"cannot read .*a\.parquet: .*again"),
     ],
 )  # fmt: skip

@@ -187,6 +187,19 @@ def test_numbers_go_to_tensorboard_by_name(by, tmp_path):
     assert logged == pytest.approx([line["loss"] for line in read_log(tmp_path)])
 
 
+@pytest.mark.parametrize(("key", "value"), [("optim", "adafactor"), ("torch_compile", True)])
+def test_the_loop_refuses_what_only_the_trainer_does(tmp_path, key, value):
+    with pytest.raises(ValueError, match=f"{key}: .* means nothing to the plain loop"):
+        run("loop", tmp_path, **{key: value})
+
+
+def test_what_the_trainer_resolved_runs_in_the_loop(tmp_path):
+    run("finetune", tmp_path / "trainer")
+    words = ["--config", str(tmp_path / "trainer" / "recipe.yaml"), "--output_dir"]
+    loop(parse([*words, str(tmp_path / "loop")])[0])
+    assert curve(tmp_path / "loop") == curve(tmp_path / "trainer")
+
+
 def test_tokens_say_how_many_steps(tmp_path):
     said = {**RECIPE, "tokens": 2000, "output_dir": tmp_path}
     del said["max_steps"]
