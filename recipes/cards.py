@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from rope_patch import demo
 from rope_patch.eval import files
 from rope_patch.eval.provenance import versions
 from rope_patch.recipes.scoring import read_scores
@@ -36,7 +37,9 @@ def card(run: Any, folder: Path) -> str:
         method = str(prepared.handle.method)
         length = prepared.handle.length
         target = "any length" if length is None else f"{length:,} tokens"
-    base = "" if Path(extension.model).exists() else f"base_model: {extension.model}\n"
+    on_hub = extension.model != "demo" and not Path(extension.model).exists()
+    base = f"base_model: {extension.model}\n" if on_hub else ""
+    title = demo.NAME if extension.model == "demo" else Path(extension.model).name
     weights = (
         "all weights"
         if not extension.lora_rank
@@ -47,15 +50,14 @@ library_name: transformers
 {base}tags: [rope_patch, long-context, {extension.method}]
 ---
 
-# {Path(extension.model).name}, {lengths}{target}
+# {title}, {lengths}{target}
 
 | | |
 |:--|:--|
 | method | {method} |
 | trained length before | {prepared.trained_length:,} tokens |
 | target length | {target} |
-| fine-tuned on | {tokens} tokens: {run.steps:,} steps of {run.rows_per_step} rows of \
-{prepared.row_length:,} |
+| fine-tuned on | {tokens} tokens: {run.steps:,} steps × {run.rows_per_step} × {prepared.row_length:,} |
 | what was trained | {weights} |
 | learning rate | {training.learning_rate:g}, {_name(training.lr_scheduler_type)}, \
 {training.warmup_steps:g} warm-up steps |
