@@ -57,7 +57,8 @@ library_name: transformers
 | method | {method} |
 | trained length before | {prepared.trained_length:,} tokens |
 | target length | {target} |
-| fine-tuned on | {tokens} tokens: {run.steps:,} steps × {run.rows_per_step} × {prepared.row_length:,} |
+| fine-tuned on | {tokens} tokens: {run.steps:,} steps × {run.rows_per_step} × \
+{prepared.row_length:,} |
 | what was trained | {weights} |
 | learning rate | {training.learning_rate:g}, {_name(training.lr_scheduler_type)}, \
 {training.warmup_steps:g} warm-up steps |
