@@ -245,3 +245,14 @@ def test_the_command_line_runs_a_file_with_changes(tmp_path, monkeypatch, capsys
     assert resolved["max_steps"] == 2
     assert resolved["learning_rate"] == 1e-3
     assert resolved["adam_beta2"] == 0.95
+
+
+@pytest.mark.slow
+def test_the_smoke_recipe_runs_on_real_weights(tmp_path):
+    made = finetune(parse(["--config", "smoke_cpu", "--output_dir", str(tmp_path)])[0])
+    log = read_log(tmp_path)
+    assert len(log) == 6
+    assert log[-1]["loss"] < log[0]["loss"] + 0.5
+    model = AutoModelForCausalLM.from_pretrained(made)
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    assert model.config.max_position_embeddings == 2 * 8192
