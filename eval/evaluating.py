@@ -149,9 +149,8 @@ class _Run:
             )
             for name in self._retrieval_tasks()
         }
-        saved = read_sidecar(path)
-        # What was saved in a form that only this package reads is as it is with its patch.
-        self.model = (read_model if saved is None or saved.get("native", True) else load)(
+        # A model that was saved with a patch is, as it is, one with that patch.
+        self.model = (read_model if read_sidecar(path) is None else load)(
             path,
             dtype=_dtype(request),
             device_map=request.device_map or ("auto" if torch.cuda.is_available() else None),

@@ -153,7 +153,7 @@ def test_a_saved_patch_is_evaluated_as_it_is_and_never_patched_twice(tmp_path):
     with rope_patch.patch(model := AutoModelForCausalLM.from_pretrained(TINY), "ntk", factor=4):
         ids = texts.tokens("emma", AutoTokenizer.from_pretrained(TINY), 768)
         expected = perplexity.curve(model, ids, 64, "ntk")
-    got = results["perplexity"]["curves"]["none"]
+    got = results["perplexity"]["curves"]["ntk ×4"]
     assert got[-1]["nll"] == pytest.approx(expected[-1]["nll"], abs=1e-4)
 
 
