@@ -374,6 +374,8 @@ def collate(rows: list[dict[str, Any]], *, context_parallel: bool = False) -> di
         key: torch.stack([row[key] for row in rows])
         for key in ("input_ids", "labels", "position_ids")
     }
+    # No token comes before the first: some versions of transformers count it as a target.
+    batch["labels"][:, 0] = IGNORED
     if context_parallel:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     return batch | {"rows": [row["row"] for row in rows]}

@@ -53,6 +53,9 @@ class LongContextTrainer(Trainer):
         self.seen: list[dict[str, Any]] = []
         self.losses: list[torch.Tensor] = []
         self.measured: dict[str, float] = {}
+        self.norm: Any = None
+        self._clip = self.accelerator.clip_grad_norm_
+        self.accelerator.clip_grad_norm_ = self.clip
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
         self.add_callback(_Around(self))
@@ -74,17 +77,22 @@ class LongContextTrainer(Trainer):
         self.losses.append(loss)
         return loss
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        # Called once a step, when gradients are there and not yet applied.
-        norm = super()._get_grad_norm(model, grad_norm)
-        mean = self.accelerator.reduce(torch.stack(self.losses).sum(), reduction="mean").item()
-        self.losses.clear()
-        step = self.state.global_step + 1
+    def clip(self, *args: Any, **kwargs: Any) -> Any:
+        """Clips the gradients as accelerate does, their norm remembered."""
+        self.norm = self._clip(*args, **kwargs)
+        return self.norm
+
+    def look(self) -> None:
+        """Looks at a step whose gradients are there and not yet applied."""
+        if self.norm is None:  # the recipe does not clip
+            self.clip(self.model_wrapped.parameters(), float("inf"))
+        norm = 0.0 if self.norm is None else float(self.norm)  # DeepSpeed may keep it to itself
+        loss = self.accelerator.reduce(torch.stack(self.losses).sum(), reduction="mean").item()
+        self.losses, self.norm = [], None
         rate = self._get_learning_rate()
-        self.measured = {"loss": mean, "grad_norm": float(norm), "learning_rate": rate}
-        self.run.guard.check(step, mean, float(norm), self.seen)
+        self.measured = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
+        self.run.guard.check(self.state.global_step + 1, loss, norm, self.seen)
         self.run.consumed(self.seen)
-        return norm
 
     def _get_output_dir(self, trial: Any) -> str:
         return self.writing_to or super()._get_output_dir(trial)
@@ -119,6 +127,9 @@ class _Around(TrainerCallback):
             self.trainer._load_rng_state(str(self.trainer.resume))
         elif self.needles:
             self._score(0)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.look()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer

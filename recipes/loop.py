@@ -23,11 +23,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.nn import functional
 from transformers import TrainingArguments, get_scheduler
-from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import logging
 
 from rope_patch.recipes import checkpoints, planning
-from rope_patch.recipes.preparing import enable_checkpointing, prepare
+from rope_patch.recipes.preparing import add_liger, enable_checkpointing, prepare
 from rope_patch.recipes.running import Run, offloaded, precision
 from rope_patch.recipes.scoring import needles_of
 from rope_patch.recipes.settings import Settings, parse
@@ -70,7 +69,7 @@ def loop(settings: Settings) -> Path | None:
     if resume is not None:
         accelerator.load_state(str(resume))
     if training.use_liger_kernel:
-        apply_liger_kernel(prepared.model, training.liger_kernel_config)
+        add_liger(prepared.model, training.liger_kernel_config)
     if training.report_to:
         accelerator.init_trackers(training.project, config=_plain(settings.resolved()))
     with contextlib.closing(run.watch):

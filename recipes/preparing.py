@@ -109,6 +109,18 @@ def beside_ours(liger: dict[str, bool] | None) -> dict[str, bool]:
     return {**(liger or {}), **dict.fromkeys(taken, False)}
 
 
+def add_liger(model: Any, config: dict[str, bool] | None) -> None:
+    """Puts Liger's kernels on a model, as the Trainer does by itself."""
+    try:
+        from transformers.integrations.liger import apply_liger_kernel
+    except ImportError as error:
+        raise ValueError(
+            "use_liger_kernel: this transformers has it in its Trainer only: use "
+            "recipes/finetune.py (no --loop)"
+        ) from error
+    apply_liger_kernel(model, config)
+
+
 def add_lora(model: Any, settings: Settings) -> Any:
     """LoRA on the attention, and embeddings and norms trained in full, as LongLoRA does.
 
