@@ -250,3 +250,7 @@ def test_empty_models_are_not_changed_by_planning():
     before = config.to_json_string()
     plan(config, length=1024)
     assert config.to_json_string() == before
+
+
+def test_the_readme_shows_the_table_as_it_is():
+    assert planning.table() in (planning.SHAPES.parent / "README.md").read_text(encoding="utf-8")
