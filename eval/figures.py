@@ -9,16 +9,25 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from html import escape
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MultipleLocator, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    LogLocator,
+    MultipleLocator,
+    NullLocator,
+    PercentFormatter,
+)
 
 from rope_patch.eval import tables
+from rope_patch.eval.findings import Findings
+from rope_patch.eval.losses import Curve
 
 # Name: (on paper, on a dark screen). After Okabe and Ito, so colour-blind readers tell them apart.
 PALETTE = {
@@ -49,6 +58,7 @@ _WIDE, _NARROW, _FONT = 912, 372, 12.5
 
 # Above this no vocabulary has a perplexity that means anything; such points sit at the top.
 _OFF_SCALE = 1e6
+_METHOD = "method-"  # begins the ids of parts that belong to one method
 
 _STYLE: Any = {
     "font.size": _FONT,
@@ -87,6 +97,8 @@ class _Line:
     points: list[tuple[float, float]]
     marker: str
     dash: Any
+    method: str = ""  # what filters know it by
+    band: list[tuple[float, float, float]] = field(default_factory=list)  # x, low, high
 
 
 @dataclass(frozen=True)
@@ -97,48 +109,114 @@ class _Panel:
     y: str
     title: str = ""
     log_x: bool = False
+    shares: bool = False  # y goes from 0 to 100%
+    ticks: list[float] = field(default_factory=list)  # of x; chosen where there are none
 
 
-def draw(results: dict[str, Any]) -> dict[str, Picture]:
-    """Draws what the results hold of `perplexity` and `stretch`, by name."""
-    pictures = (_perplexity(results), _stretch(results))
-    return {picture.name: picture for picture in pictures if picture}
+def draw(found: Findings, prefix: str = "") -> dict[str, Picture]:
+    """Draws what was measured, by name.
 
+    Args:
+        found: One run's findings.
+        prefix: Begins the file names, to tell several runs' pictures apart.
 
-def _perplexity(results: dict[str, Any]) -> Picture | None:
-    measured: dict[Any, Any] = {**tables.curves(results), None: tables.control(results)}
-    values = {
-        label: [(end, float(point["perplexity"])) for end, point in sorted(points.items())]
-        for label, points in measured.items()
+    Returns:
+        Some of `accuracy`, `answers`, `perplexity`, `sliding` and `stretch`.
+    """
+    drawn = {
+        "accuracy": _accuracy(found),
+        "answers": _answers(found),
+        "perplexity": _perplexity(found),
+        "sliding": _sliding(found),
+        "stretch": _stretch(found),
     }
-    lines = _lines(results, values)
-    if not lines:
-        return None
-    if held := values[None]:
-        lines.append(_Line("control", tables.CONTROL, held, "o", (0, (1, 2))))
-    trained = results["run"]["trained_length"]
-    panel = _Panel(lines, trained, "position in the text (tokens)", "perplexity")
-    return _chart("perplexity", "Perplexity by position in the text, a line per method", [panel])
+    return {
+        name: _chart(f"{prefix}{name}", alt, panels)
+        for name, (alt, panels) in drawn.items()
+        if panels
+    }
 
 
-def _stretch(results: dict[str, Any]) -> Picture | None:
-    layers: dict[str, dict[str | None, list[tuple[float, float]]]] = {}
-    for method in results["methods"]:
+def _accuracy(found: Findings) -> tuple[str, list[_Panel]]:
+    curves: dict[Any, Curve] = {}
+    for label in found.labels:
+        at = {length: found.accuracy(label, lengths=(length,)) for length in found.lengths}
+        curves[label] = {length: interval for length, interval in at.items() if interval}
+    alt = "Accuracy against length with 95% intervals, all tasks together, a line per method"
+    y = "accuracy, all tasks"
+    panels = _panels(found, curves, "length (tokens)", y, shares=True)
+    return alt, [_at_lengths(panel) for panel in panels]
+
+
+def _answers(found: Findings) -> tuple[str, list[_Panel]]:
+    values = {}
+    for label in found.labels:
+        at = [(n, found.answer_nll(label, (n,))) for n in found.lengths]
+        values[label] = [(float(n), nll) for n, nll in at if nll is not None]
+    alt = "Negative log-likelihood of the right answers against length, a line per method"
+    lines = _lines(found, values)
+    panel = _Panel(lines, found.trained, "length (tokens)", "nats per answer token")
+    return alt, [_at_lengths(panel)] if lines else []
+
+
+def _perplexity(found: Findings) -> tuple[str, list[_Panel]]:
+    curves = {label: found.curve(label) for label in found.losses}
+    alt = "Perplexity by position in the text with 95% intervals, a line per method"
+    panels = _panels(found, curves, "position in the text (tokens)", "perplexity")
+    if panels and found.control:
+        held = [(float(end), interval.estimate) for end, interval in found.control.items()]
+        panels[0].lines.append(_Line("control", tables.CONTROL, held, "o", (0, (1, 2))))
+    return alt, panels
+
+
+def _sliding(found: Findings) -> tuple[str, list[_Panel]]:
+    curves = {label: found.sliding(label) for label in found.labels}
+    alt = "Perplexity of the same tokens against the length of context before them"
+    panels = _panels(found, curves, "context (tokens)", "perplexity")
+    return alt, [_at_lengths(panel) for panel in panels]
+
+
+def _at_lengths(panel: _Panel) -> _Panel:
+    """Lengths that double are as far apart as others that do."""
+    lengths = sorted({x for line in panel.lines for x, _ in line.points})
+    wide = lengths[-1] >= 8 * lengths[0]
+    return replace(panel, log_x=True, ticks=lengths) if wide else panel
+
+
+def _panels(
+    found: Findings, curves: dict[Any, Curve], x: str, y: str, *, shares: bool = False
+) -> list[_Panel]:
+    """One panel of curves with their intervals as bands; none without a curve."""
+    points = {
+        label: [(float(at), i.estimate) for at, i in sorted(curve.items())]
+        for label, curve in curves.items()
+    }
+    bands = {
+        label: [(float(at), i.low, i.high) for at, i in sorted(curve.items())]
+        for label, curve in curves.items()
+    }
+    lines = _lines(found, points, bands)
+    return [_Panel(lines, found.trained, x, y, shares=shares)] * bool(lines)
+
+
+def _stretch(found: Findings) -> tuple[str, list[_Panel]]:
+    layers: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for method in found.results["methods"]:
         for layer, f in (method.get("frequencies") or {}).items():
             layers.setdefault(layer, {})[method["label"]] = [
                 (2 * math.pi / old, old / new if new else math.inf)
                 for old, new in zip(f["unscaled"], f["inv_freq"], strict=True)
                 if old
             ]
-    panels, run = [], results["run"]
+    panels = []
     x = "trained wavelength of the pair (tokens per turn)"
     for layer, points in layers.items():
-        geometry = (run.get("geometry") or {}).get(layer) or run
+        geometry = (found.run.get("geometry") or {}).get(layer) or found.run
         title = "" if layer == "all" else tables.one_line(layer).replace("_", " ")
-        if lines := _lines(results, points):
+        if lines := _lines(found, points):
             trained = geometry["trained_length"]
             panels.append(_Panel(lines, trained, x, "stretch factor", title, log_x=True))
-    return _chart("stretch", "Stretch of each pair by its wavelength", panels) if panels else None
+    return "Stretch of each pair by its wavelength", panels
 
 
 def heat_colours(share: float) -> tuple[str, str]:
@@ -146,13 +224,18 @@ def heat_colours(share: float) -> tuple[str, str]:
     return to_hex(_HEAT(share)), "#ffffff" if share > 0.925 else "#000000"
 
 
-def _lines(results: dict[str, Any], points: Mapping[Any, list[tuple[float, float]]]) -> list[_Line]:
+def _lines(
+    found: Findings,
+    points: Mapping[str, list[tuple[float, float]]],
+    bands: Mapping[str, list[tuple[float, float, float]]] | None = None,
+) -> list[_Line]:
     lines = []
-    for i, (label, name) in enumerate(tables.names(results).items()):
+    for i, (label, name) in enumerate(found.names.items()):
         if points.get(label):
             dash = _DASHES[i // len(_MARKERS) % len(_DASHES)]
-            key, marker = tables.keys(results)[label], _MARKERS[i % len(_MARKERS)]
-            lines.append(_Line(name, key, points[label], marker, dash))
+            key, marker = found.keys[label], _MARKERS[i % len(_MARKERS)]
+            method, band = tables.mark(label), (bands or {}).get(label, [])
+            lines.append(_Line(name, key, points[label], marker, dash, method, band))
     return lines
 
 
@@ -175,7 +258,7 @@ def _chart(name: str, alt: str, panels: list[_Panel]) -> Picture:
             bottom = total - row * (i + 1) + below
             box = (66 / width, bottom / total, (width - 66 - right) / width, high / total)
             axes = figure.add_axes(box)
-            handles, roof = _plot(axes, panel.lines)
+            handles, roof = _plot(axes, panel)
             _scale_x(axes, panel, 8 if wide else 4)
             if direct:
                 _name_ends(axes, panel.lines, roof, high)
@@ -190,23 +273,39 @@ def _chart(name: str, alt: str, panels: list[_Panel]) -> Picture:
     return picture(name, alt, paint)
 
 
-def _plot(axes: Axes, lines: list[_Line]) -> tuple[list[Any], float]:
-    roof = _scale_y(axes, [y for line in lines for _, y in line.points])
+def _plot(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
+    roof = _scale_y(axes, panel)
     handles = []
-    for line in lines:
+    for line in panel.lines:
         # The control's rings go around the points that it is compared with.
         ring = {"markersize": 9.5, "mfc": "none"} if line.key == tables.CONTROL else {}
         look: Any = {"color": _PAPER[line.key], "markersize": 4.5, "zorder": 3, **ring}
         x = [point[0] for point in line.points]
         y = [min(value, roof) for _, value in line.points]
-        handles += axes.plot(x, y, linestyle=line.dash, marker=line.marker, lw=1.7, mew=1.1, **look)
+        drawn: list[Any] = axes.plot(
+            x, y, linestyle=line.dash, marker=line.marker, lw=1.7, mew=1.1, **look
+        )
+        handles += drawn
+        if band := [b for b in line.band if b[1] <= roof]:
+            at, low, high = zip(*band, strict=True)
+            top = [min(value, roof) for value in high]
+            look_of_band: Any = {"color": _PAPER[line.key], "alpha": 0.16, "lw": 0, "zorder": 2.5}
+            drawn = [*drawn, axes.fill_between(at, low, top, **look_of_band)]
         off = [point[0] for point in line.points if point[1] > roof]
-        axes.plot(off, [roof] * len(off), "^", color=look["color"], markersize=10, zorder=3)
+        drawn += axes.plot(off, [roof] * len(off), "^", color=look["color"], ms=10, zorder=3)
         endless = math.inf in dict(line.points).values()
         text = ("infinite" if endless else f"over {_OFF_SCALE:,.0f}") + 3 * "\u00a0"
         for x_off in off[:1]:
-            axes.text(x_off, roof, text, color=look["color"], ha="right", va="center")
+            drawn.append(axes.text(x_off, roof, text, color=look["color"], ha="right", va="center"))
+        _filterable(line, drawn)
     return handles, roof
+
+
+def _filterable(line: _Line, drawn: list[Any]) -> None:
+    """Says in the SVG which method a part of it belongs to."""
+    for artist in drawn:
+        if line.method:
+            artist.set_gid(f"{_METHOD}{line.method}")
 
 
 def _scale_x(axes: Axes, panel: _Panel, ticks: int) -> None:
@@ -214,7 +313,9 @@ def _scale_x(axes: Axes, panel: _Panel, ticks: int) -> None:
     if panel.log_x:
         axes.set_xscale("log")
         axes.set_xlim(min(x) / 1.3, max(*x, panel.trained) * 1.3)
-        axes.xaxis.set_major_locator(LogLocator(numticks=ticks))
+        # Every second length or so where there is no room for all.
+        some = panel.ticks[:: -(-len(panel.ticks) // ticks) or 1]
+        axes.xaxis.set_major_locator(FixedLocator(some) if some else LogLocator(numticks=ticks))
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.set_xlim(0, max(x) * 1.01)
@@ -233,8 +334,14 @@ def _scale_x(axes: Axes, panel: _Panel, ticks: int) -> None:
         axes.annotate(text, (panel.trained, 1), (0, 7), color=_PAPER["muted"], ha="center", **place)
 
 
-def _scale_y(axes: Axes, values: list[float]) -> float:
+def _scale_y(axes: Axes, panel: _Panel) -> float:
     """Sets the y axis, logarithmic over a factor of 5; returns where larger values are drawn."""
+    if panel.shares:
+        axes.set_ylim(-0.03, 1.05)
+        axes.yaxis.set_major_locator(MultipleLocator(0.2))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        return 1.0
+    values = [y for line in panel.lines for _, y in line.points]
     shown = [value for value in values if 0 < value <= _OFF_SCALE] or [1.0]
     low, high = min(shown), max(shown)
     off = any(value > _OFF_SCALE for value in values)
@@ -266,7 +373,7 @@ def _name_ends(axes: Axes, lines: list[_Line], roof: float, high: float) -> None
         at = max(min(y, 1 - gap * (len(ends) - 1 - i)), at + gap)
         look: Any = {"color": _PAPER[line.key], "va": "center_baseline"}
         place: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        axes.annotate(line.label, (1, at), (11, 0), **place, **look)
+        _filterable(line, [axes.annotate(line.label, (1, at), (11, 0), **place, **look)])
 
 
 def _short(text: str, length: int) -> str:
@@ -289,8 +396,13 @@ def picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
             file = io.StringIO()
             bare = {"Date": None, "Creator": None, "Format": None, "Type": None}
             paint(width).savefig(file, format="svg", transparent=True, metadata=bare)
-            svgs[kind] = _inline(file.getvalue(), f"{name}-{kind}-")
+            svgs[kind] = _named(_inline(file.getvalue(), f"{name}-{kind}-"), alt)
     return Picture(name, alt, png.getvalue(), svgs)
+
+
+def _named(svg: str, alt: str) -> str:
+    """Tells screen readers what a drawing shows."""
+    return re.sub(r"<svg([^>]*)>", rf'<svg role="img"\1><title>{escape(alt)}</title>', svg, count=1)
 
 
 def _inline(svg: str, prefix: str) -> str:
@@ -299,6 +411,7 @@ def _inline(svg: str, prefix: str) -> str:
 
     def fit(tag: re.Match[str]) -> str:
         text = re.sub(r' xmlns(:\w+)?="[^"]*"| font-family: [^;"]*;|xlink:(?=href)', "", tag[0])
+        text = re.sub(rf' id="{_METHOD}(\w+)"', r' data-method="\1"', text)
         text = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', prefix, text)
         text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", text)
         return re.sub(r"#[0-9a-f]{6}\b", lambda c: variables.get(c[0], c[0]), text)

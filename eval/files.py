@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,3 +30,8 @@ def write(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, data: Any) -> None:
     """Writes JSON; what JSON has no form for is written as its text."""
     write(path, json.dumps(data, indent=1, default=str) + "\n")
+
+
+def plain(name: str) -> str:
+    """A file's name for something with any characters in its name."""
+    return re.sub(r"[^\w.@-]+", "_", name).strip("_.") or "unnamed"

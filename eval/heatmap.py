@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import io
 import re
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from rope_patch.eval import tables
 from rope_patch.eval.figures import PALETTE, heat_colours
+from rope_patch.eval.findings import Findings
+from rope_patch.eval.ruler_table import heat_maps
+from rope_patch.eval.tables import Table
 
 _INK, _MUTED = PALETTE["ink"][0], PALETTE["muted"][0]
 _CELL, _ROW = 0.85, 0.5  # inches
 
 
-def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """One PNG a retrieval task, by file name without ending: a panel for each method."""
-    return {
-        name(task): _png(tables.retrieval_tables(results, task))
-        for task in tables.retrievals(results)
-    }
+def draw(found: Findings) -> dict[str, bytes]:
+    """One PNG for each task with depths, by file name without ending: a panel for each method."""
+    maps = {task: heat_maps(found, task) for task in found.tasks}
+    return {name(task): _png(tables) for task, tables in maps.items() if tables}
 
 
-def name(task: dict[str, Any]) -> str:
+def name(task: str) -> str:
     """The name of a task's picture, whatever characters the task's own name has."""
-    return "retrieval-" + re.sub(r"[^\w-]", "_", str(task["task"]))
+    return "retrieval-" + re.sub(r"[^\w-]", "_", str(task))
 
 
-def _png(heat_maps: list[tables.Table]) -> bytes:
+def _png(heat_maps: list[Table]) -> bytes:
     columns, rows = len(heat_maps[0].columns), len(heat_maps[0].rows)
     panel, margin = _CELL * columns + 0.35, 0.65
     height = _ROW * rows + 1.0
@@ -45,7 +44,7 @@ def _png(heat_maps: list[tables.Table]) -> bytes:
     return file.getvalue()
 
 
-def _panel(axes: Axes, heat_map: tables.Table, *, labelled: bool) -> None:
+def _panel(axes: Axes, heat_map: Table, *, labelled: bool) -> None:
     for y, row in enumerate(heat_map.rows):
         for x, cell in enumerate(row.cells):
             fill, text = ("#ffffff", _MUTED) if cell.share is None else heat_colours(cell.share)

@@ -1,19 +1,24 @@
-"""Perplexity against position, from one forward pass over a long document."""
+"""Losses of a long document's tokens from one forward pass, and perplexity against position."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
+from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from rope_patch.patching import current
 from rope_patch.patching.swap import Swaps
 
+BLOCK = 64  # positions whose mean loss is kept
 HEAD_CHUNK = 512  # positions whose logits exist at once
+PART = 2048  # tokens that models with windows read at once
 
 
 def default_window(length: int) -> int:
@@ -21,32 +26,88 @@ def default_window(length: int) -> int:
     return max(16, 2 ** int(math.log2(max(length // 12, 1))))
 
 
-def curve(
-    model: Any, ids: list[int], window: int, label: str, alone: int = 0
-) -> list[dict[str, Any]]:
-    """Perplexity of each window of positions, every token given all tokens before it.
+def block_of(window: int) -> int:
+    """Tokens of a block, where points of `window` tokens are to be made of blocks.
+
+    Raises:
+        ValueError: The window is not made of whole blocks.
+    """
+    block = min(BLOCK, window)
+    if window < 2 or window % block:
+        raise ValueError(
+            f"the window must be a multiple of {BLOCK} tokens, or 2 to {BLOCK - 1}, got {window}: "
+            f"try {max(1, round(window / BLOCK)) * BLOCK}"
+        )
+    return block
+
+
+def document_losses(model: Any, ids: list[int], label: str) -> torch.Tensor:
+    """Losses of a document's tokens, each given all tokens before it.
 
     Args:
         model: A transformers model, patched or not.
         ids: The document's tokens.
-        window: Tokens averaged into a point.
         label: Says on the progress bar what runs.
-        alone: How many tokens from the start get a pass of their own. Where the rotation follows
-            the length, that is how a text that ends there is read.
+
+    Returns:
+        Negative log-likelihoods in nats, `[S - 1]`, float32: the i-th is of the token at position
+        i + 1, since the first token has nothing before it.
+    """
+    return token_losses(model, ids, scored=len(ids) - 1, label=label)
+
+
+def block_losses(losses: torch.Tensor, block: int) -> list[float]:
+    """Means over blocks of positions, to be kept in place of the losses of single tokens.
+
+    Args:
+        losses: What `document_losses` returns, `[S - 1]`.
+        block: Positions in a block.
+
+    Returns:
+        The mean loss of positions `k * block` to `(k + 1) * block - 1`, for every whole block. The
+        first block has one loss fewer than positions.
+    """
+    ends = range(block, len(losses) + 2, block)
+    return [losses[max(e - block - 1, 0) : e - 1].double().mean().item() for e in ends]
+
+
+def points(
+    documents: Sequence[Sequence[float]], block: int, window: int
+) -> list[dict[str, int | float]]:
+    """A curve of perplexity against position, pooled over documents.
+
+    Every token counts the same, whichever document it is from; a document that ends early counts in
+    the windows that it fills.
+
+    Args:
+        documents: What `block_losses` returned for each document.
+        block: Positions in a block.
+        window: Positions that make a point, a multiple of the block.
 
     Returns:
         Points with end (position, tokens), tokens (scored in the window), nll (mean, nats) and
         perplexity.
     """
-    losses = token_losses(model, ids, scored=len(ids) - 1, label=label)
-    if 1 < alone < len(ids):
-        start = token_losses(model, ids[:alone], scored=alone - 1, label=f"{label} to {alone:,}")
-        losses[: alone - 1] = start
-    points = []
-    for end in range(window, len(ids) + 1, window):
-        # losses[i] is of the token at position i + 1; the first has nothing before it.
-        points.append(_point(end, losses[max(end - window - 1, 0) : end - 1]))
-    return points
+    size = window // block
+    found: list[dict[str, int | float]] = []
+    for stop in range(size, max(map(len, documents), default=0) + 1, size):
+        means = [
+            (block if k else block - 1, document[k])
+            for document in documents
+            if len(document) >= stop
+            for k in range(stop - size, stop)
+        ]
+        tokens = sum(count for count, _ in means)
+        nll = sum(count * mean for count, mean in means) / tokens
+        found.append(
+            {"end": stop * block, "tokens": tokens, "nll": nll, "perplexity": perplexity(nll)}
+        )
+    return found
+
+
+def perplexity(nll: float) -> float:
+    """`exp(nll)`, infinite where a float cannot hold it."""
+    return math.inf if nll >= 700 else math.exp(nll)
 
 
 def control_ends(length: int, window: int, context: int) -> list[int]:
@@ -54,22 +115,47 @@ def control_ends(length: int, window: int, context: int) -> list[int]:
     return [e for e in range(2 * window, length + 1, 2 * window) if e > context]
 
 
-def control_point(
-    model: Any, ids: list[int], end: int, window: int, context: int
-) -> dict[str, Any]:
-    """The window that ends at `end`, its tokens given only the document's last `context` tokens.
+def control_loss(
+    model: Any, ids: list[int], end: int, window: int, context: int, head: int = 0
+) -> float:
+    """Mean loss of the window that ends at `end`, given only the last `context` tokens.
 
     One pass over `context` tokens, of which the last `window` are scored: what a model within its
     trained length would say of the same text without the far past.
+
+    Args:
+        model: A transformers model, as it was trained.
+        ids: The document's tokens.
+        end: Position after the window.
+        window: Tokens scored.
+        context: Tokens of the pass, more than the window.
+        head: As in `part`.
+
+    Returns:
+        The mean negative log-likelihood, nats.
     """
-    part = ids[end - context : end]
-    return _point(end, token_losses(model, part, scored=window, label=f"control {end:,}"))
+    ids = part(ids, end - context, end, head)
+    return token_losses(model, ids, window, label=f"control {end:,}").double().mean().item()
+
+
+def part(ids: list[int], start: int, stop: int, head: int) -> list[int]:
+    """`stop - start` tokens of a document, as a text of their own.
+
+    Args:
+        ids: The document's tokens.
+        start: First position.
+        stop: Position after the last.
+        head: Tokens at the document's start that every text of this model starts with, such as a
+            beginning-of-sequence token. They take the place of the part's first tokens: some
+            models, Gemma above all, are lost without.
+    """
+    return ids[:head] + ids[start + head : stop]
 
 
 def token_losses(model: Any, ids: list[int], scored: int, label: str) -> torch.Tensor:
     """Negative log-likelihoods of the last `scored` tokens, from one pass, `[scored]`, float32.
 
-    The decoder runs once over everything; the head, and whatever the model does to its logits, runs
+    The decoder runs over everything once; the head, and whatever the model does to its logits, runs
     over a few hundred positions at a time, so memory does not grow with length x vocabulary.
 
     Args:
@@ -93,14 +179,34 @@ def token_losses(model: Any, ids: list[int], scored: int, label: str) -> torch.T
 
 
 def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor:
-    """The decoder's output `[1, S, hidden]`, with a progress bar that counts layers."""
+    """The decoder's output `[1, S, hidden]`, with a progress bar that counts layers.
+
+    Where layers have a window, tokens are read in parts, so that such a layer only ever looks at
+    what its window holds: most of the time that a long text takes in one part is masked away.
+    """
+    length = tokens.shape[1]
+    config = model.config.get_text_config(decoder=True)
+    sliding = any(DynamicCache(config=config).is_sliding)
+    cache = DynamicCache(config=config) if sliding and length > PART else None
+    starts = range(0, length, length if cache is None else PART)
     layers = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    with tqdm(total=len(layers), desc=f"perplexity, {label}", unit="layer") as bar:
+    handle, total = current(model), len(layers) * len(starts)
+    # leave=None: the bar goes when it runs within a bar that counts passes.
+    with tqdm(total=total, desc=f"perplexity, {label}", unit="layer", leave=None) as bar:
         hooks = [layer.register_forward_hook(lambda *_: bar.update() and None) for layer in layers]
         try:
-            with torch.no_grad():
-                return model.base_model(tokens, use_cache=False).last_hidden_state
+            if handle is not None:
+                handle.fix_length(length)  # all parts are rotated as the whole is
+            parts = []
+            for start in starts:
+                part = tokens[:, start : start + starts.step]
+                with torch.no_grad():
+                    given = {"past_key_values": cache, "use_cache": cache is not None}
+                    parts.append(model.base_model(part, **given).last_hidden_state)
+            return torch.cat(parts, dim=1)
         finally:
+            if handle is not None:
+                handle.fix_length(None)
             for hook in hooks:
                 hook.remove()
 
@@ -119,9 +225,3 @@ def _head(model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tenso
             return model(tokens, use_cache=False).logits
     finally:
         swaps.undo()
-
-
-def _point(end: int, losses: torch.Tensor) -> dict[str, Any]:
-    nll = losses.double().mean().item()
-    perplexity = math.exp(nll) if nll < 700 else math.inf
-    return {"end": end, "tokens": len(losses), "nll": nll, "perplexity": perplexity}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
+import subprocess
 import sys
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +40,47 @@ def versions() -> dict[str, str]:
     for package in ("rope-patch", "transformers", "torch", "lm-eval"):
         found[package.replace("-", "_")] = version(package)
     return found
+
+
+def git_revision() -> str | None:
+    """The commit of this package's own source, where it runs from a checkout; `+` if changed."""
+    folder = Path(__file__).resolve().parents[1]
+    if not (folder / "pyproject.toml").is_file():
+        return None
+    git = ["git", "-C", str(folder)]
+    try:
+        done = [
+            subprocess.run([*git, *command], capture_output=True, text=True, timeout=10, check=True)
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done[0].stdout.strip() + ("+" if done[1].stdout.strip() else "")
+
+
+def hardware() -> dict[str, Any]:
+    """The processor, its cores that we may use, memory in bytes, and the GPUs."""
+    memory = None
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return {
+        "cpu": _cpu() or platform.processor() or platform.machine(),
+        "cores": len(cores),
+        "threads": torch.get_num_threads(),
+        "memory": memory,
+        "gpu": [torch.cuda.get_device_name(i) for i in gpus],
+    }
+
+
+def _cpu() -> str:
+    """The processor's name, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
 
 
 def now() -> str:

@@ -1,9 +1,7 @@
-"""Retrieval through lm-eval: one task for each length, every answer kept, runs continued."""
+"""Tasks through lm-eval: one for each length, every sample's score kept."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,11 @@ from rope_patch.eval import files, tasks
 from rope_patch.eval.language_model import LongContextLM
 from rope_patch.patching.swap import Swaps
 
-SUFFIX = "@"  # niah_single@4096 is the task niah_single at 4,096 tokens
+SUFFIX = "@"  # rp_vt@4096 is the task rp_vt at 4,096 tokens
 
 
 def build(
-    name: str, tokenizer: Any, lengths: list[int], limit: int, depths: list[int], seed: int
+    name: str, tokenizer: Any, lengths: list[int], samples: int, depths: list[int], **metadata: Any
 ) -> list[Any]:
     """Builds a task once for each length; they serve for every method.
 
@@ -24,9 +22,9 @@ def build(
         name: One of `tasks.names()`.
         tokenizer: The model's tokenizer.
         lengths: In tokens.
-        limit: Samples at each length.
-        depths: Where needles go, in percent.
-        seed: For the samples.
+        samples: Samples at each length.
+        depths: Where answers stand, in percent.
+        **metadata: What else the task's builder takes: seed, per_text, text, planted.
 
     Returns:
         lm-eval task objects.
@@ -36,96 +34,110 @@ def build(
     built = []
     for length in lengths:
         config = tasks.config(name)
-        metadata = {
-            **config["metadata"],
-            "tokenizer": tokenizer,
-            "length": length,
-            "samples": limit,
-            "depths": depths,
-            "seed": seed,
-        }
-        config |= {"task": f"{name}{SUFFIX}{length}", "metadata": metadata}
+        given = {"tokenizer": tokenizer, "length": length, "samples": samples, "depths": depths}
+        config |= {"task": f"{name}{SUFFIX}{length}"}
+        config |= {"metadata": {**config["metadata"], **given, **metadata}}
         built.append(ConfigurableTask(config=config))
     return built
 
 
 def evaluate(
-    lm: LongContextLM, built: list[Any], identity: dict[str, Any], folder: Path, label: str
+    lm: LongContextLM, built: list[Any], path: Path | None = None, limit: int | None = None
 ) -> dict[str, Any]:
-    """Runs tasks on a model, continuing where an earlier run with the same identity stopped.
+    """Runs tasks on a model through lm-eval.
 
     Args:
-        lm: The model.
-        built: Tasks from `build`.
-        identity: What the answers depend on besides the prompts: weights, patch, dtype, kernels.
-            lm-eval's cache of answers is not keyed by model; the file's name is, by this.
-        folder: Where the cache and lm-eval's own results (`lm_eval-<label>.json`) go.
-        label: Names the results.
+        lm: The model; it keeps its answers and goes on where an earlier run stopped.
+        built: Tasks from `build`, or any task objects of lm-eval.
+        path: Where lm-eval's own results go, without prompts; nowhere if None.
+        limit: Samples of each task; all if None.
 
     Returns:
-        lm-eval's results.
+        lm-eval's results; empty on other processes than the main one, to which lm-eval gives none.
     """
     from lm_eval import evaluator
+    from lm_eval.api import task
     from lm_eval.tasks import TaskManager
 
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     swaps = Swaps()
+    swaps.set(task, "tqdm", lambda docs, **_: docs)  # a bar of no time at all
     # It would record the git commit of the folder that somebody happens to stand in.
     swaps.set(evaluator, "get_git_commit_hash", lambda: None)
+    swaps.set(evaluator, "add_env_info", lambda _: None)  # a second each time; the report has it
     try:
         results: Any = evaluator.simple_evaluate(
             model=lm,
             tasks=built,
             task_manager=TaskManager(include_defaults=False),
-            use_cache=str(folder / "cache" / key),
             batch_size=1,
+            limit=limit,
             bootstrap_iters=0,
         )
     finally:
         swaps.undo()
+    if not results:
+        return {}
     _slim(results)
-    files.write_json(folder / f"lm_eval-{label}.json", results)
+    if path is not None:
+        files.write_json(path, results)
     return results
 
 
-def cells(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Hits and the answer's probability at every length and depth.
+def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[dict[str, Any]]:
+    """Every sample's score.
 
     Args:
-        results: From `evaluate`.
+        results: From `evaluate`, of one task at one length or several.
+        failures: `LongContextLM.failures`.
 
     Returns:
-        Rows of length (tokens), depth (percent), n, hits, and answer_probability: the geometric
-        mean, over the answer's tokens and samples, of the probability given to the right token.
+        Rows of id, text (samples with the same number share one), length (tokens), depth (percent
+        or None), score (0 to 1, None if it failed), log_likelihood (of the target in nats, or
+        None), target_tokens, and error where it failed.
     """
-    grid: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for samples in results["samples"].values():
+    rows = []
+    for task, samples in results.get("samples", {}).items():
         for sample in samples:
             doc = sample["doc"]
-            grid.setdefault((doc["length"], doc["depth"]), []).append(sample)
-    rows = []
-    for (length, depth), samples in sorted(grid.items()):
-        likelihood = [s["answer_log_likelihood"] for s in samples if "answer_log_likelihood" in s]
-        answer_tokens = [s["doc"]["answer_tokens"] for s in samples]
-        rows.append(
-            {
-                "length": length,
-                "depth": depth,
-                "n": len(samples),
-                "hits": int(sum(s["hit"] for s in samples)),
-                "answer_probability": math.exp(sum(likelihood) / sum(answer_tokens))
-                if likelihood
-                else None,
-            }
-        )
-    return rows
+            row = {key: doc[key] for key in ("id", "text", "length", "depth", "target_tokens")}
+            row["score"] = float(sample["score"])
+            if doc.get("choices"):
+                row["chance"] = 1 / len(doc["choices"])
+            row["log_likelihood"] = sample.get("target_log_likelihood")
+            if error := failures.get((task, sample["doc_id"])):
+                row |= {"score": None, "log_likelihood": None, "error": error}
+            rows.append(row)
+    # In the order in which they were built, whatever lm-eval's was.
+    return sorted(rows, key=lambda row: (row["length"], int(row["id"].rsplit("/", 1)[1])))
+
+
+def choices(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[int | None]:
+    """1 or 0 for each sample of a multiple-choice task, None where it failed."""
+    found: list[int | None] = []
+    for task, samples in results.get("samples", {}).items():
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+            failed = (task, sample["doc_id"]) in failures
+            found.append(None if failed else round(sample[sample["metrics"][0]]))
+    return found
+
+
+def answer_probability(rows: list[dict[str, Any]]) -> float | None:
+    """The probability per token of the right answers: geometric mean over tokens and samples.
+
+    Args:
+        rows: From `scores`.
+    """
+    known = [row for row in rows if row["log_likelihood"] is not None]
+    tokens = sum(row["target_tokens"] for row in known)
+    return math.exp(sum(row["log_likelihood"] for row in known) / tokens) if tokens else None
 
 
 def _slim(results: dict[str, Any]) -> None:
     """Drops what JSON would carry twice or cannot carry: prompts, builders, tokenizers."""
     for samples in results["samples"].values():
         for sample in samples:
-            sample["doc"].pop("input", None)
+            if isinstance(sample["doc"], dict):
+                sample["doc"].pop("input", None)
             sample.pop("arguments", None)
     for config in results["configs"].values():
         config.pop("custom_dataset", None)

@@ -127,25 +127,12 @@ def bench(request: Request) -> dict[str, Any]:
             check(empty, **_arguments(request, name, trained))
 
     model = _model(request, path, config)
-    contenders = [_contender(request, name, model, trained) for name in request.methods]
+    patches = {
+        name: None if name == PLAIN else _arguments(request, name, trained)
+        for name in request.methods
+    }
     prompt = request.prompt or round(request.factor * trained)
-    start = decode_from(contenders, prompt, request.decode)
-    drawn = torch.Generator().manual_seed(0)
-    ids = torch.randint(text.vocab_size, (1, prompt + 1 + request.decode), generator=drawn)
-    ids = ids.to(model.device)
-    until = start + 1 + request.decode
-    for c in tqdm(contenders, desc="warming up", unit="method"):
-        c.cache = c.read(ids[:, : start - _LEAD])
-    for repeat in tqdm(range(request.repeats), desc="timing", unit="repeat"):
-        for c in _turn(contenders, repeat):
-            c.prompt.append([seconds(partial(c.read, ids[:, :prompt]))])
-        time_decoding(contenders, ids[:, :until])
-    rows = []
-    for c in tqdm(contenders, desc="weighing", unit="method"):
-        row = {"method": c.name, **timed(c, contenders[0], start), "memory": weigh(c, ids, start)}
-        if request.compiled:
-            row["compile"] = compilations(c, ids[:, :until])
-        rows.append(row)
+    rows, start = _measure(model, patches, prompt, request)
     return {
         **asdict(request),
         "architecture": type(model).__name__,
@@ -160,6 +147,64 @@ def bench(request: Request) -> dict[str, Any]:
         "versions": provenance.versions(),
         "methods": rows,
     }
+
+
+@torch.no_grad()
+def side_by_side(
+    model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, repeats: int = 3
+) -> dict[str, Any]:
+    """What methods cost on a model that is there already, as the first one's multiples.
+
+    Args:
+        model: The model, unpatched; it is left as it is.
+        patches: What `patch` gets, by label; None is the model as it is.
+        prompt: Tokens of the prompt.
+        repeats: How often everything is timed.
+
+    Returns:
+        By label: prompt_tokens, prompt_seconds and token_seconds (medians), prompt_ratio and
+        token_ratio (smallest, median and largest over the repeats), cache_bytes and peak_bytes.
+    """
+    request = Request(model="", methods=tuple(patches), decode=16, repeats=repeats)
+    rows, _ = _measure(model, patches, prompt, request)
+    return {
+        row["method"]: {
+            "prompt_tokens": prompt,
+            "prompt_seconds": row["prompt"]["ms"] / 1e3,
+            "prompt_ratio": [row["prompt"][key] for key in ("min", "ratio", "max")],
+            "token_seconds": row["token"]["ms"] / 1e3,
+            "token_ratio": [row["token"][key] for key in ("min", "ratio", "max")],
+            "cache_bytes": row["memory"]["cache"],
+            "peak_bytes": row["memory"]["peak"],
+        }
+        for row in rows
+    }
+
+
+def _measure(
+    model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, request: Request
+) -> tuple[list[dict[str, Any]], int]:
+    """A row for each method, and the length that they decoded from."""
+    contenders = [_contender(name, model, asked) for name, asked in patches.items()]
+    start = decode_from(contenders, prompt, request.decode)
+    drawn = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(vocabulary, (1, prompt + 1 + request.decode), generator=drawn)
+    ids = ids.to(model.device)
+    until = start + 1 + request.decode
+    for c in tqdm(contenders, desc="warming up", unit="method"):
+        c.cache = c.read(ids[:, : start - _LEAD])
+    for repeat in tqdm(range(request.repeats), desc="timing", unit="repeat"):
+        for c in _turn(contenders, repeat):
+            c.prompt.append([seconds(partial(c.read, ids[:, :prompt]))])
+        time_decoding(contenders, ids[:, :until])
+    rows = []
+    for c in tqdm(contenders, desc="weighing", unit="method"):
+        row = {"method": c.name, **timed(c, contenders[0], start), "memory": weigh(c, ids, start)}
+        if request.compiled:
+            row["compile"] = compilations(c, ids[:, :until])
+        rows.append(row)
+    return rows, start
 
 
 def decode_from(contenders: list[Contender], prompt: int, decode: int) -> int:
@@ -330,10 +375,10 @@ def _arguments(request: Request, name: str, trained: int) -> dict[str, Any]:
     return {**said, "factor": request.factor}
 
 
-def _contender(request: Request, name: str, model: Any, trained: int) -> Contender:
+def _contender(name: str, model: Any, asked: dict[str, Any] | None) -> Contender:
     weights = {id(parameter): parameter for parameter in model.parameters()}
     own = copy.deepcopy(model, weights)  # which takes the weights for copied already
-    handle = None if name == PLAIN else patch(own, **_arguments(request, name, trained))
+    handle = None if asked is None else patch(own, **asked)
     return Contender(name=name, model=own, handle=handle)
 
 

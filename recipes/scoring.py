@@ -15,7 +15,7 @@ from rope_patch.patching import following
 from rope_patch.patching.swap import Swaps
 
 SCORES = "retrieval.jsonl"
-_TASK = "niah_single_likelihood"  # one forward pass a needle
+_TASK = "rp_niah_single_2_ll"  # one forward pass a needle
 _DEPTHS = [10, 50, 90]
 
 
@@ -56,7 +56,7 @@ class Needles:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.tokenizer, self.length, self.samples = tokenizer, length, samples
         self.folder, self.main = folder, main
-        self.built = retrieval.build(_TASK, tokenizer, [length], samples, _DEPTHS, seed)
+        self.built = retrieval.build(_TASK, tokenizer, [length], samples, _DEPTHS, seed=seed)
         self.every = every
 
     def due(self, step: int, last: int) -> bool:
@@ -76,9 +76,6 @@ class Needles:
             retrieval_hits (share of needles found) and retrieval_probability (of the right answer,
             geometric mean over its tokens); nothing on other processes than the main one.
         """
-        from lm_eval import evaluator
-        from lm_eval.tasks import TaskManager
-
         from rope_patch.eval import retrieval
         from rope_patch.eval.language_model import LongContextLM
 
@@ -91,28 +88,21 @@ class Needles:
             swaps.set(model, "tie_weights", lambda *_, **__: None)
             lm = LongContextLM(model, self.tokenizer, self.length, {})
             with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # its bars
-                results: Any = evaluator.simple_evaluate(
-                    model=lm,
-                    tasks=self.built,
-                    task_manager=TaskManager(include_defaults=False),
-                    batch_size=1,
-                    bootstrap_iters=0,
-                )
+                results = retrieval.evaluate(lm, self.built)
         finally:
             swaps.undo()
             model.train(training)
         if not results:  # lm-eval gives them to the main process alone
             return {}
-        cells = retrieval.cells(results)
-        found = sum(cell["hits"] for cell in cells)
-        asked = sum(cell["n"] for cell in cells)
-        logs = sum(cell["n"] * _log(cell["answer_probability"]) for cell in cells) / asked
+        rows = retrieval.scores(results, lm.failures)
+        if failed := [row["error"] for row in rows if row["score"] is None]:
+            raise RuntimeError(f"{len(failed)} of {len(rows)} needles failed: {failed[0]}")
         scores = {
-            "retrieval_hits": found / asked,
-            "retrieval_probability": float(torch.tensor(logs).exp()),
+            "retrieval_hits": sum(row["score"] for row in rows) / len(rows),
+            "retrieval_probability": retrieval.answer_probability(rows),
         }
         if self.main:
-            line = {"step": step, "length": self.length, "samples": asked, **scores}
+            line = {"step": step, "length": self.length, "samples": len(rows), **scores}
             with (self.folder / SCORES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         return scores
@@ -140,7 +130,3 @@ def read_scores(folder: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     by_step = {said["step"]: said for said in map(json.loads, lines)}
     return [by_step[step] for step in sorted(by_step)]
-
-
-def _log(probability: float | None) -> float:
-    return float(torch.tensor(probability or 0.0, dtype=torch.float64).clamp(min=1e-30).log())

@@ -22,6 +22,10 @@ def test_eval_works_from_a_wheel(tmp_path):
         names = archive.namelist()
         tops = {name.split("/")[0] for name in archive.namelist()}
     assert {"rope_patch/recipes/configs/yarn_64k.yaml", "rope_patch/recipes/README.md"} <= {*names}
+    evaluation, left_out = ROOT / "eval", {"results", "README.md", "__pycache__"}
+    found = [p.relative_to(evaluation) for p in evaluation.rglob("*") if p.is_file()]
+    needed = {p.as_posix() for p in found if not left_out & {p.parts[0], p.parent.name}}
+    assert {f"rope_patch/eval/{name}" for name in needed} <= {*names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rope_patch"}
     done = subprocess.run(
         [

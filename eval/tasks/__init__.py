@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
@@ -10,11 +11,24 @@ import yaml
 
 _FOLDER = files("rope_patch.eval.tasks")
 
+LIKELIHOOD = "_ll"  # ends the name of a task whose answers are scored by their likelihood
+CHOICE = "_mc"  # of one whose answers are chosen by it among others
+
 
 def names() -> list[str]:
     """Names of the tasks."""
-    found = (entry.name for entry in _FOLDER.iterdir())
-    return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
+    return sorted(name for name, config in _all().items() if "group" not in config)
+
+
+def groups() -> dict[str, list[str]]:
+    """Names of the groups, with the tasks of each."""
+    return {name: config["task"] for name, config in _all().items() if "group" in config}
+
+
+def expand(chosen: list[str]) -> list[str]:
+    """Tasks, where groups are replaced by theirs; each once, in order."""
+    known = groups()
+    return list(dict.fromkeys(task for name in chosen for task in known.get(name, [name])))
 
 
 def config(name: str) -> dict[str, Any]:
@@ -23,17 +37,34 @@ def config(name: str) -> dict[str, Any]:
     lm-eval reads the same files with `--include_path`; reading them here too lets one file serve
     for one task a length, without a table of all tasks that lm-eval has.
     """
-    with (_FOLDER / f"{name}.yaml").open(encoding="utf-8") as stream:
-        return yaml.load(stream, Loader=_Loader)
+    return read(f"{name}.yaml")
+
+
+@lru_cache(maxsize=1)
+def _all() -> dict[str, dict[str, Any]]:
+    found = sorted(e.name for e in _FOLDER.iterdir() if e.name.endswith(".yaml"))
+    return {name.removesuffix(".yaml"): read(name) for name in found}
+
+
+def read(file: str, package: str = __name__) -> dict[str, Any]:
+    """A YAML file of a package, with what it includes and its `!function` references resolved."""
+    with (files(package) / file).open(encoding="utf-8") as stream:
+        own = _Loader(stream, package).get_single_data()
+    included = own.pop("include", None)
+    return read(included, package) | own if included else own
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with lm-eval's `!function module.name`."""
+    """YAML with lm-eval's `!function module.name`, of a module in the file's own package."""
+
+    def __init__(self, stream: Any, package: str) -> None:
+        super().__init__(stream)
+        self.package = package
 
 
-def _function(_: yaml.Loader, node: yaml.Node) -> Any:
+def _function(loader: _Loader, node: yaml.Node) -> Any:
     module, name = str(node.value).rsplit(".", 1)
-    return getattr(import_module(f"rope_patch.eval.tasks.{module}"), name)
+    return getattr(import_module(f"{loader.package}.{module}"), name)
 
 
 _Loader.add_constructor("!function", _function)

@@ -48,7 +48,7 @@ RECIPE = {
     "ignore_plan": True,
     "use_cpu": True,
 }
-NEEDLES = {"retrieval_steps": 2, "retrieval_samples": 2, "retrieval_length": 300}
+NEEDLES = {"retrieval_steps": 2, "retrieval_samples": 2, "retrieval_length": 400}
 KINDS = {
     "full": {},
     "lora": {"lora_rank": 4, **NEEDLES},

@@ -8,15 +8,26 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tiny_models import make_model
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.eval import language_model, reading
+from rope_patch.eval.answers import Answers
 from rope_patch.eval.language_model import LongContextLM
+from rope_patch.eval.tasks import scoring
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 CONTEXT = "It is a truth universally acknowledged, that a single man in possession of a fortune"
-ANSWER = "1234567"
+LONG = f"{CONTEXT} {CONTEXT} {CONTEXT}, and so on"  # one rotation serves it and its answer
+TARGET = "1234567"
 SETTINGS = {"do_sample": False, "temperature": 0.0, "max_gen_toks": 24, "until": ["\n"]}
+METHODS = {
+    "none": {},
+    "yarn": {"method": "yarn", "factor": 4},
+    "dynamic-yarn": {"method": "dynamic-yarn"},
+    "mixed-yarn": {"method": "mixed-yarn", "factor": 4},
+    "nope": {"method": "nope", "temperature": 1.2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,86 +35,486 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
 
-@pytest.fixture(params=["llama", "gemma3"])
-def model(request):
-    """Gemma3's sliding windows are shorter than the prompt: their caches cannot be cropped."""
+@pytest.fixture(scope="module")
+def trained():
+    return AutoModelForCausalLM.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def made(request):
+    """Gemma3's windows are shorter than the prompt; both were trained on 64 tokens."""
     return make_model(request.param, vocab_size=512)
 
 
-def lm_for(model, tokenizer, max_length=1024):
-    return LongContextLM(model, tokenizer, max_length, {"weights": "w"})
+@pytest.fixture
+def llama():
+    return make_model("llama", vocab_size=512)
 
 
-def ask(lm, kind, arguments):
-    doc = {"answer": ANSWER}
-    request = Instance(request_type=kind, doc=doc, arguments=arguments, idx=0)
-    return getattr(lm, kind)([request])[0]
+@pytest.fixture(params=METHODS)
+def model(request, made):
+    if request.param == "none":
+        yield made
+        return
+    with rope_patch.patch(made, **METHODS[request.param]):
+        yield made
 
 
-@pytest.mark.parametrize("method", [None, "yarn"])
-def test_generation_is_greedy_decoding_of_the_prompt(model, tokenizer, method):
-    if method:
-        rope_patch.patch(model, method, factor=4)
-    got = ask(lm_for(model, tokenizer), "generate_until", (CONTEXT, SETTINGS))
-    ids = tokenizer(CONTEXT, return_tensors="pt").input_ids
-    for _ in range(SETTINGS["max_gen_toks"]):  # without any cache
-        with torch.no_grad():
-            following = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
-        ids = torch.cat([ids, following], dim=1)
-    written = ids[0, -SETTINGS["max_gen_toks"] :]
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(reading, "_CPU_CHUNK", 32)
+
+
+def lm_for(model, tokenizer, max_length=1024, **options):
+    return LongContextLM(model, tokenizer, max_length, {"weights": "w"}, **options)
+
+
+def instances(kind, arguments, docs=None):
+    docs = docs or [{"id": f"s/{i}"} for i in range(len(arguments))]
+    return [
+        Instance(request_type=kind, doc=doc, arguments=given, idx=0, metadata=("task", i, 1))
+        for i, (given, doc) in enumerate(zip(arguments, docs, strict=True))
+    ]
+
+
+def ask(lm, kind, arguments, docs=None):
+    return getattr(lm, kind)(instances(kind, arguments, docs), disable_tqdm=True)
+
+
+def sample(target=TARGET, answers=(TARGET,), number=0):
+    """A sample of ours."""
+    return {"id": f"s/{number}", "target": target, "target_tokens": 3, "answers": list(answers)}
+
+
+@torch.no_grad()
+def greedy(model, ids, room):
+    """transformers' own generation, with a cache."""
+    given = {"max_new_tokens": room, "do_sample": False, "eos_token_id": None}
+    return model.generate(torch.tensor([ids]), **given)[0, len(ids) :].tolist()
+
+
+@torch.no_grad()
+def direct(model, ids, target):
+    """The target's log-likelihood from one pass, and whether greedy decoding would write it."""
+    logits = model(torch.tensor([[*ids, *target[:-1]]]), use_cache=False).logits[0]
+    part = logits[len(ids) - 1 :].log_softmax(-1)
+    total = sum(part[i, token].item() for i, token in enumerate(target))
+    return total, part.argmax(-1).tolist() == target
+
+
+def encoded(tokenizer, context, continuation):
+    ids = tokenizer(context).input_ids
+    return ids, tokenizer(context + continuation).input_ids[len(ids) :]
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("repeats", [1, 3])  # within the trained length, and beyond
+def test_generation_is_transformers_own(model, tokenizer, repeats):
+    contexts = [" ".join([CONTEXT] * repeats), " ".join([CONTEXT] * repeats) + " has"]
+    got = ask(lm_for(model, tokenizer), "generate_until", [(c, SETTINGS) for c in contexts])
+    for context, text in zip(contexts, got, strict=True):
+        written = greedy(model, tokenizer(context).input_ids, SETTINGS["max_gen_toks"])
+        assert str(text) == tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]
+        assert text.error is None
+        assert text.target_log_likelihood is None
+
+
+def test_a_prompt_one_token_past_the_trained_length_is_rotated_as_such(trained, tokenizer):
+    """The cache holds all but its last token, which is the trained length."""
+    words = CONTEXT.split()
+    with rope_patch.patch(trained, "dynamic-yarn"):
+        for cut in range(400):
+            context = " ".join((words * 30)[: 80 + cut])
+            if len(ids := tokenizer(context).input_ids) >= 257:
+                break
+        trained_length = len(ids) - 1
+    with rope_patch.patch(trained, "dynamic-yarn", trained_length=trained_length):
+        (got,) = ask(lm_for(trained, tokenizer), "generate_until", [(context, SETTINGS)])
+        written = greedy(trained, ids, SETTINGS["max_gen_toks"])
     assert str(got) == tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]
 
 
-@pytest.mark.parametrize("method", [None, "dynamic-yarn"])
-def test_the_answer_is_scored_from_the_same_prompt(model, tokenizer, method):
-    context = " ".join([CONTEXT] * 3)
-    prompt = tokenizer(context).input_ids
-    target = tokenizer(f"{context} {ANSWER}").input_ids[len(prompt) :]
-    if method:  # one step of growth serves the prompt and the answer, not all that is generated
-        handle = rope_patch.patch(model, method, trained_length=len(prompt) - 2)
-        reach = handle.method.reach(len(prompt), len(prompt) - 2)
-        assert len(prompt) + len(target) < reach < len(prompt) + SETTINGS["max_gen_toks"]
-    got = ask(lm_for(model, tokenizer), "generate_until", (context, SETTINGS))
-    with torch.no_grad():
-        out = model(torch.tensor([prompt + target]), use_cache=False).logits[0].log_softmax(-1)
-    expected = sum(out[len(prompt) + i - 1, token].item() for i, token in enumerate(target))
-    assert got.answer_log_likelihood == pytest.approx(expected, abs=1e-3)
+def test_generation_ends_at_the_end_of_sequence(llama, tokenizer):
+    written = greedy(llama, tokenizer(CONTEXT).input_ids, 24)
+    end = next(t for i, t in enumerate(written) if i > 3 and t not in written[:i])
+    expected = tokenizer.decode(written[: written.index(end)], skip_special_tokens=True)
+    for ends in (end, [511, end]):
+        llama.generation_config.eos_token_id = ends
+        (got,) = ask(
+            lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS | {"until": []})]
+        )
+        assert str(got) == expected
 
 
-def test_likelihoods_equal_those_of_lm_evals_own_class(model, tokenizer):
-    arguments = (CONTEXT, f" {ANSWER}")
-    ours = ask(lm_for(model, tokenizer), "loglikelihood", arguments)
-    own = ask(HFLM(pretrained=model, tokenizer=tokenizer), "loglikelihood", arguments)
-    assert ours[0] == pytest.approx(own[0], abs=1e-3)
-    assert ours[1] == own[1]
+@pytest.mark.parametrize("single", [True, False])
+def test_generation_ends_before_the_first_stop(llama, tokenizer, single):
+    (whole,) = ask(
+        lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS | {"until": []})]
+    )
+    stop = whole[5:8]
+    until = stop if single else ["\u2603", stop]
+    (got,) = ask(
+        lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS | {"until": until})]
+    )
+    assert str(got) == whole.split(stop)[0]
 
 
-def test_only_the_logits_that_are_read_are_made(model, tokenizer):
-    shapes = []
-    model.lm_head.register_forward_hook(lambda _, __, out: shapes.append(out.shape[1]))
+def scripted(llama, tokenizer, text):
+    """The model writes this text, whatever it is asked."""
+    ids = tokenizer(f"x{text}").input_ids[len(tokenizer("x").input_ids) :]
+    asked = []
+
+    def write(_, args, output):
+        if args[0].shape[1] == 1:  # a step of generation
+            asked.append(1)
+            output.logits[:] = 0
+            output.logits[0, -1, ids[min(len(asked), len(ids)) - 1]] = 9
+        return output
+
+    return llama.register_forward_hook(write), asked
+
+
+TEXTS = [
+    ("no number but 3, 000 and so on and on", ["3"], scoring.first_number),
+    ("3,000 and so on and on and so forth", ["3"], scoring.first_number),
+    ("3.5 and so on and on and so forth", ["3"], scoring.first_number),
+    ("3. Then came the others, one by one", ["3"], scoring.first_number),
+    ("13 and 3 and so on and on", ["3"], scoring.first_number),
+    ("seven, then 7 and so on and on", ["7"], scoring.first_number),
+    ("7 of them, not 8, and so on and on", ["8"], scoring.first_number),
+    ("1234567 and 7654321 and more", ["1234567", "7654321"], scoring.all_answers),
+    ("only 1234567 and no other at all", ["1234567", "7654321"], scoring.all_answers),
+    ("The Answer is PEMBERLEY of course", ["Pemberley", "Rosings"], scoring.any_answer),
+    ("something else again and again", ["Pemberley", "Rosings"], scoring.any_answer),
+]
+
+
+@pytest.mark.parametrize(("text", "answers", "score"), TEXTS)
+def test_stopping_early_changes_no_score(llama, tokenizer, text, answers, score):
+    settings, found, steps = SETTINGS | {"max_gen_toks": 60}, [], []
+    ours = sample(answers[0], answers)
+    for doc in (ours, {"id": "s/0"}):
+        hook, asked = scripted(llama, tokenizer, text + " word" * 40)
+        (got,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)], [doc])
+        hook.remove()
+        found.append(score(ours, [got])["score"])
+        steps.append(len(asked))
+    assert found[0] == found[1] == score(ours, [text])["score"]
+    assert steps[0] <= steps[1]
+
+
+def test_generation_does_stop_early_where_the_answer_is_there(llama, tokenizer):
+    hook, asked = scripted(llama, tokenizer, "1234567 and so on" + " word" * 60)
+    ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS)], [sample()])
+    hook.remove()
+    assert len(asked) < 16
+
+
+@pytest.mark.parametrize("given", [{"do_sample": True}, {"temperature": 0.7}])
+def test_tasks_that_sample_are_refused(llama, tokenizer, given):
+    settings = {"max_gen_toks": 4, "until": [], **given}
+    with pytest.raises(ValueError, match=r"task wants to sample.* set do_sample: false"):
+        ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)])
+
+
+def test_a_temperature_without_sampling_is_greedy(llama, tokenizer):
+    """As in transformers."""
+    settings = SETTINGS | {"temperature": 0.7}
+    got = [
+        ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, s)])
+        for s in (SETTINGS, settings)
+    ]
+    assert got[0] == got[1]
+
+
+def test_columns_of_other_tasks_mean_nothing_to_us(llama, tokenizer):
+    """Many tasks of lm-eval have a column `target`."""
+    settings = SETTINGS | {"until": []}
+    (plain,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)], [{"q": 1}])
+    for doc in ({"target": "x"}, {"target": ["x"], "answers": plain[:2]}, "a string"):
+        (got,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)], [doc])
+        assert str(got) == plain
+        assert got.target_log_likelihood is None
+
+
+# -- likelihoods -----------------------------------------------------------------------------------
+
+
+def test_the_target_is_scored_from_the_prompt_that_generation_starts_from(model, tokenizer):
+    ids, target = encoded(tokenizer, LONG, f" {TARGET}")
     lm = lm_for(model, tokenizer)
-    ask(lm, "loglikelihood", (CONTEXT * 3, f" {ANSWER}"))
-    ask(lm, "generate_until", (CONTEXT * 3, SETTINGS))
+    (got,) = ask(lm, "generate_until", [(LONG, SETTINGS)], [sample()])
+    assert got.target_log_likelihood == pytest.approx(direct(model, ids, target)[0], abs=1e-4)
+    (plain,) = ask(lm_for(model, tokenizer), "generate_until", [(LONG, SETTINGS)])
+    assert str(plain).startswith(str(got))  # scoring left the cache as it was
+
+
+def questions():
+    """Short and long, on both sides of 64 tokens, with several continuations of some prompts."""
+    contexts = [CONTEXT, CONTEXT[:12], f"{CONTEXT} {CONTEXT}", " ".join([CONTEXT] * 5)]
+    contexts += [" ".join(CONTEXT.split()[: n % 15 + 2]) for n in range(6)]
+    continuations = (" of a wife", " and", " is not so very well acquainted with the neighbourhood")
+    found = [(contexts[i], c) for i in range(4) for c in continuations]
+    return found + [(context, " must") for context in contexts[4:]]
+
+
+@pytest.mark.parametrize("short", [0, 10**6], ids=["alone", "in batches"])
+def test_likelihoods_are_those_of_one_pass(model, tokenizer, monkeypatch, short):
+    monkeypatch.setattr(language_model, "SHORT", short)
+    got = ask(lm_for(model, tokenizer), "loglikelihood", questions())
+    for (context, continuation), (log_likelihood, is_greedy) in zip(questions(), got, strict=True):
+        expected = direct(model, *encoded(tokenizer, context, continuation))
+        assert log_likelihood == pytest.approx(expected[0], abs=1e-4)
+        assert is_greedy == expected[1]
+
+
+@pytest.mark.parametrize("short", [0, 10**6], ids=["alone", "in batches"])
+@pytest.mark.parametrize("method", ["dynamic-yarn", "mixed-yarn"])
+def test_rows_on_both_sides_of_the_trained_length(made, tokenizer, monkeypatch, method, short):
+    """Also one prompt whose continuations end within it and beyond, in one batch."""
+    monkeypatch.setattr(language_model, "SHORT", short)
+    ids = tokenizer(CONTEXT).input_ids
+    options = {"factor": 4} if method == "mixed-yarn" else {}
+    with rope_patch.patch(made, method, trained_length=len(ids) + 4, **options):
+        got = ask(lm_for(made, tokenizer), "loglikelihood", questions())
+        lengths = [sum(map(len, encoded(tokenizer, *question))) for question in questions()]
+        assert min(lengths) < len(ids) + 4 < max(lengths[:3])
+        for question, (log_likelihood, _) in zip(questions(), got, strict=True):
+            expected, _ = direct(made, *encoded(tokenizer, *question))
+            assert log_likelihood == pytest.approx(expected, abs=1e-4)
+
+
+def test_greedy_continuations_are_recognised(llama, tokenizer, monkeypatch):
+    for short in (0, 512):
+        monkeypatch.setattr(language_model, "SHORT", short)
+        lm = lm_for(llama, tokenizer)
+        ids = tokenizer(CONTEXT).input_ids
+        written = greedy(llama, ids, 3)
+        got = lm._loglikelihood_tokens(
+            [(("", ""), ids, written), (("", ""), ids, [*written[:2], (written[2] + 1) % 512])]
+        )
+        assert [is_greedy for _, is_greedy in got] == [True, False]
+
+
+def test_likelihoods_equal_those_of_lm_evals_own_class(made, tokenizer):
+    arguments = [(CONTEXT, f" {TARGET}"), ("", CONTEXT)]
+    ours = ask(lm_for(made, tokenizer), "loglikelihood", arguments)
+    own = ask(HFLM(pretrained=made, tokenizer=tokenizer), "loglikelihood", arguments)
+    assert [a for a, _ in ours] == pytest.approx([a for a, _ in own], abs=1e-3)
+    assert [b for _, b in ours] == [b for _, b in own]
+
+
+# -- what is read, kept and refused ----------------------------------------------------------------
+
+
+def test_only_the_logits_that_are_read_are_made(llama, tokenizer, monkeypatch):
+    monkeypatch.setattr(language_model, "SHORT", 0)
+    shapes = []
+    llama.lm_head.register_forward_hook(lambda _, __, out: shapes.append(out.shape[1]))
+    lm = lm_for(llama, tokenizer)
+    ask(lm, "loglikelihood", [(CONTEXT * 3, f" {TARGET}")])
+    ask(lm, "generate_until", [(CONTEXT * 3, SETTINGS)], [sample()])
     assert max(shapes) < 12
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [("generate_until", (CONTEXT, SETTINGS)), ("loglikelihood", (CONTEXT, f" {ANSWER}"))],
-)
-def test_a_prompt_that_does_not_fit_is_refused_not_cut(model, tokenizer, kind, arguments):
+def test_common_beginnings_are_read_once_and_change_nothing(model, tokenizer):
+    settings = SETTINGS | {"max_gen_toks": 12}
+    arguments = [(f"{LONG} {end}", settings) for end in ("one", "two", "three")]
+    shared, alone = lm_for(model, tokenizer), lm_for(model, tokenizer, share=False)
+    docs = [sample(number=i) for i in range(3)]
+    found = [ask(lm, "generate_until", arguments, docs) for lm in (shared, alone)]
+    numbers = [[(str(r), r.target_log_likelihood) for r in responses] for responses in found]
+    assert numbers[0] == numbers[1]
+    assert shared.asked == alone.asked
+    assert shared.read < alone.read
+
+
+def test_nothing_is_asked_twice(llama, tokenizer, tmp_path, monkeypatch):
+    arguments = [(CONTEXT, SETTINGS), (CONTEXT, SETTINGS), (CONTEXT[:40], SETTINGS)]
+    pairs = questions()
+    first = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    expected = ask(first, "generate_until", arguments), ask(first, "loglikelihood", pairs)
+    lines = len((tmp_path / "answers-0.jsonl").read_text().splitlines())
+    assert lines == 2 + len(set(pairs))
+    llama.register_forward_pre_hook(lambda *_: pytest.fail("asked again"))
+    again = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    got = ask(again, "generate_until", arguments), ask(again, "loglikelihood", pairs)
+    assert got == expected
+
+
+def test_answers_belong_to_an_identity(llama, tokenizer, tmp_path):
+    answers = Answers(tmp_path)
+    pairs = questions()[:3]
+    plain = ask(
+        lm_for(llama, tokenizer, answers=answers, identity=lambda *_: "plain"),
+        "loglikelihood",
+        pairs,
+    )
+    with rope_patch.patch(llama, "yarn", factor=4):
+        lm = lm_for(llama, tokenizer, answers=answers, identity=lambda *_: "yarn")
+        assert ask(lm, "loglikelihood", pairs) != plain
+
+
+CASES = [
+    ("generate_until", (CONTEXT, SETTINGS)),
+    ("loglikelihood", (CONTEXT, f" {TARGET}")),
+]
+
+
+@pytest.mark.parametrize("short", [0, 512])
+@pytest.mark.parametrize(("kind", "arguments"), CASES)
+def test_a_prompt_that_does_not_fit_is_refused_not_cut(
+    llama, tokenizer, kind, arguments, short, monkeypatch
+):
+    monkeypatch.setattr(language_model, "SHORT", short)
+    fits = (CONTEXT[:12], arguments[1])
+    longest = len(tokenizer(CONTEXT).input_ids)  # without the answer
     with pytest.raises(ValueError, match="were set as the longest"):
-        ask(lm_for(model, tokenizer, max_length=20), kind, arguments)
+        ask(lm_for(llama, tokenizer, longest), kind, [fits, arguments])
+    lm = lm_for(llama, tokenizer, longest, strict=False)
+    got = ask(lm, kind, [fits, arguments])
+    assert lm.failures.keys() == {("task", 1)}
+    assert "were set as the longest" in lm.failures["task", 1]
+    assert got[0] == ask(lm_for(llama, tokenizer), kind, [fits])[0]
+    ask(lm_for(llama, tokenizer, longest + 24), kind, [fits, arguments])  # with room for it
 
 
-def test_results_record_the_patch_and_never_ask_the_hub(model, tokenizer, monkeypatch):
+# -- failures --------------------------------------------------------------------------------------
+
+
+def failing(model, when, error):
+    """The model raises an error for some inputs; returns the sizes of all that it got."""
+    sizes = []
+
+    def look(_, args, kwargs):
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        sizes.append(ids.numel())
+        if when(ids):
+            raise error
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    return sizes
+
+
+@pytest.mark.parametrize("short", [0, 512])
+@pytest.mark.parametrize("kind", ["generate_until", "loglikelihood"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("boom\nand more"), torch.OutOfMemoryError("no memory")]
+)
+def test_one_samples_failure_leaves_the_others_alone(
+    llama, tokenizer, monkeypatch, tmp_path, kind, error, short
+):
+    monkeypatch.setattr(language_model, "SHORT", short)
+    what = SETTINGS if kind == "generate_until" else " of"
+    arguments = [(f"{CONTEXT} {end}", what) for end in ("one", "two", "\u00a3 three", "four")]
+    expected = ask(lm_for(llama, tokenizer), kind, arguments)
+    bad = tokenizer("\u00a3", add_special_tokens=False).input_ids[-1]
+    assert all(
+        (bad in tokenizer(context).input_ids) == (i == 2)
+        for i, (context, _) in enumerate(arguments)
+    )
+    failing(llama, lambda ids: bool((ids == bad).any()), error)
+    lm = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    got = ask(lm, kind, arguments)
+    assert lm.failures == {("task", 2): f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    for i in (0, 1, 3):
+        if kind == "generate_until":
+            assert str(got[i]) == str(expected[i])
+        else:
+            assert got[i] == (pytest.approx(expected[i][0], abs=1e-4), expected[i][1])
+    if kind == "generate_until":
+        assert got[2].error == lm.failures["task", 2]
+    llama._forward_pre_hooks.clear()  # the next run tries it again, and it alone
+    again = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    sizes = failing(llama, lambda ids: False, None)
+    last = ask(again, kind, arguments)
+    assert not again.failures
+    assert last[2] == expected[2]
+    assert sizes
+    if short == 0 or kind == "generate_until":
+        assert again.asked == len(tokenizer(arguments[2][0]).input_ids)
+    lines = (tmp_path / "answers-0.jsonl").read_text().splitlines()
+    assert len(lines) == 5  # the failure, and four answers
+
+
+def test_a_failure_does_not_change_the_answers_after_it(trained, tokenizer, monkeypatch):
+    """To the bit: chunks stay as they are."""
+    monkeypatch.setattr(language_model, "SHORT", 0)
+    arguments = [(f"{i} {CONTEXT} {CONTEXT}", " of") for i in range(4)]
+    expected = ask(lm_for(trained, tokenizer), "loglikelihood", arguments)
+    first = tokenizer(arguments[1][0]).input_ids
+    hook = trained.register_forward_pre_hook(
+        lambda _, args: (
+            (_ for _ in ()).throw(RuntimeError("boom"))
+            if args and args[0][0, :4].tolist() == first[:4]
+            else None
+        )
+    )
+    lm = lm_for(trained, tokenizer)
+    got = ask(lm, "loglikelihood", arguments)
+    hook.remove()
+    assert lm.failures.keys() == {("task", 1)}
+    assert [got[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
+
+
+def test_where_memory_runs_out_less_is_read_at_once(llama, tokenizer, monkeypatch):
+    monkeypatch.setattr(language_model, "SHORT", 0)
+    monkeypatch.setattr(reading, "_CPU_CHUNK", 256)
+    arguments = [(" ".join([CONTEXT] * 6), " of"), (" ".join([CONTEXT] * 7), SETTINGS)]
+    expected = [
+        ask(lm_for(llama, tokenizer), kind, [given])[0]
+        for kind, given in zip(("loglikelihood", "generate_until"), arguments, strict=True)
+    ]
+    sizes = failing(llama, lambda ids: ids.numel() > 100, torch.OutOfMemoryError("no memory"))
+    lm = lm_for(llama, tokenizer)
+    ((got, is_greedy),) = ask(lm, "loglikelihood", [arguments[0]])
+    (text,) = ask(lm, "generate_until", [arguments[1]])
+    assert not lm.failures
+    assert got == pytest.approx(expected[0][0], abs=1e-4)
+    assert is_greedy == expected[0][1]
+    assert str(text) == str(expected[1])
+    assert {256, 128, 64} <= set(sizes)
+
+
+def test_where_memory_runs_out_batches_get_smaller(llama, tokenizer):
+    arguments = [(" ".join(CONTEXT.split()[: 8 + i]), " of") for i in range(8)]
+    expected = ask(lm_for(llama, tokenizer), "loglikelihood", arguments)
+    sizes = failing(llama, lambda ids: ids.numel() > 120, torch.OutOfMemoryError("no memory"))
+    lm = lm_for(llama, tokenizer)
+    got = ask(lm, "loglikelihood", arguments)
+    assert not lm.failures
+    assert [a for a, _ in got] == pytest.approx([a for a, _ in expected], abs=1e-4)
+    assert max(sizes) > 120
+
+
+def test_stopping_by_hand_is_no_failure(llama, tokenizer, tmp_path):
+    arguments = [(f"{CONTEXT} {i}", SETTINGS) for i in range(3)]
+    seen = []
+
+    def stop(*_):
+        seen.append(1)
+        if len(seen) > 30:
+            raise KeyboardInterrupt
+
+    hook = llama.register_forward_pre_hook(stop)
+    lm = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        ask(lm, "generate_until", arguments)
+    hook.remove()
+    assert "error" not in (tmp_path / "answers-0.jsonl").read_text()
+
+
+def test_results_record_the_patch_and_never_ask_the_hub(llama, tokenizer, monkeypatch):
     monkeypatch.setattr(
         "lm_eval.models.huggingface.HfApi", SimpleNamespace
     )  # without the method that lm-eval would call
-    lm = lm_for(model, tokenizer)
+    lm = lm_for(llama, tokenizer)
     assert lm.get_model_info()["rope_patch"] is None
-    with rope_patch.patch(model, "yarn", factor=4):
+    with rope_patch.patch(llama, "yarn", factor=4):
         info = lm.get_model_info()
+    assert info["weights"] == "w"
     assert info["rope_patch"] == "yarn ×4, 64 → 256 tokens"
     assert info["max_position_embeddings"] == 256
     assert "yarn" in str(info["rope_parameters"])

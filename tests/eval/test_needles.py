@@ -1,17 +1,28 @@
-"""The needle samples: exact lengths, the same every time, RULER's wording."""
+"""RULER's needle tasks: its prompts of exact lengths, the same every time."""
 
-import ast
+import importlib
+import itertools
+import json
 import random
+import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
-from rope_patch.eval import tasks, texts
-from rope_patch.eval.tasks import needles
+from rope_patch.eval import tasks
+from rope_patch.eval.tasks import needles, scoring
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+PROSE = ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")
+LINES = ("single_1", "multikey_2", "multikey_3")
+ALL = (*PROSE, *LINES)
+SAME_TEXT = ("multikey_1", "multikey_2", "multikey_3", "multiquery")  # only the question differs
+NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (.+?) is: ([\w-]+)\.")
 
 
 @pytest.fixture(scope="module")
@@ -19,99 +30,335 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
 
-def rows(tokenizer, length=1024, **kwargs):
-    return needles.build(tokenizer, length, **kwargs)["test"].to_list()
+@pytest.fixture(scope="module")
+def ruler():
+    """lm-eval's own builders; importing them downloads, and lists six million keys."""
+    words = SimpleNamespace(_categories={"nouns": ["dog"], "adjectives": ["big"], "verbs": []})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pytest.importorskip("nltk"), "download", lambda *_, **__: True)
+        patch.setattr(pytest.importorskip("wonderwords"), "RandomWord", lambda: words)
+        names = ("common_utils", "prepare_niah", "niah_utils")
+        try:
+            modules = [importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in names]
+        except ImportError as error:
+            pytest.skip(f"lm-eval's RULER does not import: {error}")
+    for name in names:  # nobody else is to find those six million keys missing
+        sys.modules.pop(f"lm_eval.tasks.ruler.{name}", None)
+    return SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
 
-@pytest.mark.parametrize("length", [512, 777, 1024, 4096])
-def test_prompt_prefix_and_answer_room_fill_the_length_and_never_exceed_it(tokenizer, length):
-    for row in rows(tokenizer, length, depths=(0, 50, 100)):
-        used = len(tokenizer(f"{row['input']} {row['gen_prefix']}").input_ids)
-        assert length - 12 <= used + needles.ANSWER_ROOM <= length  # one more word did not fit
+def rows(tokenizer, task, length=1024, **kwargs):
+    build = getattr(needles, task)
+    return build(tokenizer=tokenizer, length=length, **kwargs)["test"].to_list()
 
 
-def test_samples_are_the_same_however_many_are_built_and_whatever_came_before(tokenizer):
+def haystack(row):
+    """What stands between the prompt's first line and its last."""
+    return row["input"].partition("\n")[2].rpartition("\n")[0]
+
+
+def pieces(row):
+    """What stands around the needles that are not the haystack's own, and those needles."""
+    text = haystack(row)
+    found = [m for m in NEEDLE.finditer(text) if row["task"][8:] in PROSE or m[2] in row["answers"]]
+    edges = [0, *itertools.chain.from_iterable(m.span() for m in found), len(text)]
+    around = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return around, [(m[1], m[2]) for m in found]
+
+
+def by_ruler(ruler, monkeypatch, row):
+    """The row as RULER's builder makes it of the same words, needles, places and questions."""
+    niah, name = ruler.prepare_niah, row["task"].removeprefix("rp_")
+    asked: dict = {}
+    monkeypatch.setattr(ruler.niah_utils, "get_tokenizer", lambda _: None)
+    monkeypatch.setattr(ruler.niah_utils, "get_haystack", lambda type_haystack: type_haystack)
+    monkeypatch.setattr(
+        ruler.niah_utils, "generate_samples", lambda _, **k: asked.update(k) or [{"row": 0}]
+    )
+    getattr(ruler.niah_utils, name)()
+    names = ("type_haystack", "type_needle_k", "type_needle_v", "template")
+    parameters = {key: asked[key] for key in names}
+    parameters["num_needle_v"] = asked.get("num_needle_v", 1)
+    parameters["num_needle_q"] = asked.get("num_needle_q", 1)
+    parameters["num_needle_k"] = max(asked.get("num_needle_k", 1), parameters["num_needle_q"])
+
+    around, found = pieces(row)
+    keys = list(dict.fromkeys(key for key, _ in found))
+    drawn = []
+    for key in keys:
+        drawn += [key, *(value for k, value in found if k == key)]
+    places = [100 * (i + 1) / len(around) + 0.01 for i in range(len(found))]
+    units, source = len(around), around
+    if parameters["type_haystack"] != "essay":
+        lines = [line for piece in around for line in piece.split("\n")]
+        drawn += itertools.chain.from_iterable(NEEDLE.findall("\n".join(lines)))
+        places = [around[0].count("\n") + 1]
+        units, source = len(lines), niah.get_haystack(parameters["type_haystack"])
+    owners = {value: keys.index(key) for key, value in found}
+    questions = list(dict.fromkeys(owners[answer] for answer in row["answers"]))
+
+    draws, samples = iter(drawn), iter([places, questions])
+    fixed = SimpleNamespace(
+        sample=lambda _, __: next(samples),
+        Random=lambda _: SimpleNamespace(shuffle=lambda __: None),
+    )
+    monkeypatch.setattr(niah, "random", fixed)
+    monkeypatch.setattr(niah, "generate_random", lambda _: next(draws))
+    monkeypatch.setattr(niah, "cached_sent_tokenize", lambda _: around)
+    text, answers, query = niah.generate_input_output(units, source, **parameters)
+    assert next(draws, None) is None  # it wanted as many keys and values as there are
+
+    monkeypatch.setattr(niah, "generate_input_output", lambda *_, **__: (text, answers, query))
+    nothing = SimpleNamespace(input_ids=[])
+    asked |= {"TOKENIZER": lambda _: nothing, "num_samples": 1, "max_seq_length": 0}
+    (whole,) = niah.generate_samples(source, **(asked | {"tokens_to_generate": 0}))
+    return {"input": text, "answers": answers, "gen_prefix": whole["gen_prefix"]}
+
+
+@pytest.mark.parametrize("task", ALL)
+def test_samples_are_what_ruler_builds_of_the_same_parts(tokenizer, ruler, monkeypatch, task):
+    (row,) = rows(tokenizer, task, 2048, depths=(40,), seed=3)
+    around, _ = pieces(row)
+    assert all(around)  # no two needles in one place, where RULER would write two spaces
+    theirs = by_ruler(ruler, monkeypatch, row)
+    assert {key: row[key] for key in theirs} == theirs
+
+
+@pytest.mark.parametrize("length", [512, 1024, 4096])
+@pytest.mark.parametrize("task", ALL)
+def test_a_sample_has_its_length_to_the_unit_and_no_token_more(tokenizer, task, length):
+    if (task, length) == ("multiquery", 512):
+        with pytest.raises(ValueError, match="too short for rp_niah_multiquery"):
+            rows(tokenizer, task, length)
+        return
+    for row in rows(tokenizer, task, length, depths=(0, 50, 100)):
+        used = len(tokenizer(f"{row['input']} {row['gen_prefix']}").input_ids) + 128
+        words = haystack(row).split("\n") if task in LINES else ["a word of so many letters"]
+        unit = max(len(tokenizer(f"\n{word}").input_ids) for word in words)
+        assert length - unit < used <= length
+        assert row["tokens"] == used
+        assert row["length"] == length
+        assert row["target_tokens"] == len(tokenizer(f" {row['target']}").input_ids) <= 128
+
+
+@pytest.mark.parametrize("task", ALL)
+def test_samples_are_the_same_however_many_are_built_and_whatever_came_before(tokenizer, task):
     random.seed(7)
-    some = rows(tokenizer, samples=2)
+    some = rows(tokenizer, task, samples=2, per_text=2)
     random.seed(8)
     state = random.getstate()
-    assert rows(tokenizer, samples=5)[:2] == some
+    assert rows(tokenizer, task, samples=5, per_text=2)[:2] == some
     assert random.getstate() == state
-    assert rows(tokenizer, samples=2, seed=1) != some
+    other = rows(tokenizer, task, samples=2, per_text=2, seed=1)
+    assert {row["target"] for row in other}.isdisjoint(row["target"] for row in some)
 
 
-def test_the_first_samples_cover_every_depth(tokenizer):
-    depths = (0, 25, 50, 75, 100)
-    assert [row["depth"] for row in rows(tokenizer, depths=depths, samples=7)] == [*depths, 0, 25]
+@pytest.mark.parametrize("per_text", [1, 3])
+@pytest.mark.parametrize("task", ALL)
+def test_the_needle_stands_at_its_depth_after_a_sentence(tokenizer, task, per_text):
+    depths = (0, 35, 100)
+    built = rows(tokenizer, task, 8192, depths=depths, per_text=per_text)
+    assert [row["depth"] for row in built] == list(depths)
+    for row in built:
+        text = haystack(row)
+        # Of several values that are asked for, the one at the sample's depth.
+        answers = row["answers"] if task == "multivalue" else row["answers"][:1]
+        spans = [m.span() for m in NEEDLE.finditer(text) if m[2] in answers]
+        assert len(spans) == len(answers)
+        depth = min((100 * a / (len(text) - b + a) for a, b in spans), key=row_distance(row))
+        assert depth == pytest.approx(row["depth"], abs=4)
+        if task in PROSE:
+            before = [text[:a].rstrip() for a, _ in spans]
+            assert all(b == "" or b.endswith((".", "!", "?", '"')) for b in before)
 
 
-@pytest.mark.parametrize("depth", [0, 30, 60, 100])
-def test_the_needle_stands_at_its_depth_once_after_a_sentence(tokenizer, depth):
-    (row,) = rows(tokenizer, length=8192, depths=(depth,))
-    needle = needles.NEEDLE.format(key=row["key"], answer=row["answer"])
-    head, question = needles.PROMPT.format(haystack="|", key=row["key"]).split("|")
-    haystack = row["input"].removeprefix(head).removesuffix(question)
-    before, after = haystack.split(needle)
-    assert row["input"].count(row["answer"]) == 1
-    assert 100 * len(before) / len(before + after) == pytest.approx(depth, abs=3)
-    assert before == "" or before.rstrip().endswith((".", "!", "?", '"'))
+def row_distance(row):
+    return lambda depth: abs(depth - row["depth"])
 
 
-def test_a_haystack_longer_than_a_novel_is_filled_by_repeating_it(tokenizer, monkeypatch):
-    monkeypatch.setattr(texts, "names", lambda: ["short"])
-    monkeypatch.setattr(texts, "read", lambda name: "A few words only. They are soon over.")
-    (row,) = rows(tokenizer, length=1024, samples=1)
-    assert row["tokens"] > 1000
+@pytest.mark.parametrize("task", SAME_TEXT)
+def test_samples_of_one_text_differ_only_in_what_they_ask(tokenizer, task):
+    built = rows(tokenizer, task, 2048, per_text=3)
+    assert {row["text"] for row in built} == {0}
+    assert len({haystack(row) for row in built}) == 1
+    assert len({row["target"] for row in built}) == 3
+    shared = tokenizer(built[0]["input"].rpartition("\n")[0] + "\nWhat").input_ids
+    for row in built:
+        assert tokenizer(row["input"]).input_ids[: len(shared)] == shared
+
+
+@pytest.mark.parametrize("task", sorted({*ALL} - {*SAME_TEXT}))
+def test_samples_of_one_text_are_the_same_up_to_the_shallower_needle(tokenizer, task):
+    built = rows(tokenizer, task, 2048, per_text=3, seed=5)
+    own = [{*row["answers"]} for row in built]
+    own = [mine - {*itertools.chain(*(o for o in own if o is not mine))} for mine in own]
+    assert [len(mine) for mine in own] == [1, 1, 1]
+    assert len({NEEDLE.sub("", haystack(row)).replace("  ", " ") for row in built}) == (
+        3 if task == "single_1" else 1  # its lines leave an empty one where the needle was
+    )
+    for a, b in itertools.combinations(range(3), 2):
+        one, other = built[a]["input"], built[b]["input"]
+        first = one.index(next(m[0] for m in NEEDLE.finditer(one) if m[2] in own[a]))
+        second = other.index(next(m[0] for m in NEEDLE.finditer(other) if m[2] in own[b]))
+        # "One" begins the needle, so the token before it is whole.
+        shared = tokenizer(one[: min(first, second)].rstrip()).input_ids
+        assert tokenizer(one).input_ids[: len(shared)] == shared
+        assert tokenizer(other).input_ids[: len(shared)] == shared
+
+
+@pytest.mark.parametrize("task", ALL)
+def test_no_two_samples_of_a_text_ask_the_same_even_where_depths_recur(tokenizer, task):
+    built = rows(tokenizer, task, 4096, per_text=6, samples=6)
+    assert len({row["target"] for row in built}) == 6
+    count = len(NEEDLE.findall(haystack(built[0])))
+    expected = {"multikey_1": 6, "multiquery": 6, "multivalue": 4}
+    assert count == expected.get(task, 1) or task in ("multikey_2", "multikey_3")
+    assert len(built[0]["answers"]) == (4 if task in ("multivalue", "multiquery") else 1)
+
+
+@pytest.mark.parametrize("task", ALL)
+def test_a_text_has_no_key_and_no_value_twice(tokenizer, task):
+    (row,) = rows(tokenizer, task, 8192, samples=1)
+    keys, values = zip(*NEEDLE.findall(haystack(row)), strict=True)
+    assert len({*values}) == len(values)
+    assert len({*keys}) == (1 if task == "multivalue" else len(keys))
+
+
+def test_keys_are_an_adjective_and_a_noun_in_words_and_uuids_are_of_version_4(tokenizer):
+    from wonderwords import RandomWord
+
+    known = RandomWord()
+    pairs = {"adjectives": known._categories["adjectives"], "nouns": known._categories["nouns"]}
+    (row,) = rows(tokenizer, "multikey_2", 4096, samples=1)
+    for key, value in NEEDLE.findall(haystack(row)):
+        cuts = [(key[:i], key[i + 1 :]) for i, letter in enumerate(key) if letter == "-"]
+        assert any(a in pairs["adjectives"] and b in pairs["nouns"] for a, b in cuts), key
+        assert re.fullmatch(r"[1-9]\d{6}", value)
+    (row,) = rows(tokenizer, "multikey_3", 4096, samples=1)
+    for found in itertools.chain(*NEEDLE.findall(haystack(row))):
+        assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-\w{12}", found)
+
+
+@pytest.mark.parametrize("per_text", [1, 3])
+@pytest.mark.parametrize("task", ALL)
+def test_the_control_asks_the_same_of_a_text_without_the_answers(tokenizer, task, per_text):
+    planted = rows(tokenizer, task, 2048, per_text=per_text)
+    control = rows(tokenizer, task, 2048, per_text=per_text, planted=False)
+    for row, without in zip(planted, control, strict=True):
+        for same in ("id", "depth", "gen_prefix", "answers", "target", "text"):
+            assert without[same] == row[same]
+        assert without["input"].rpartition("\n")[2] == row["input"].rpartition("\n")[2]
+        assert not any(answer in without["input"] for answer in row["answers"])
+        left = len(NEEDLE.findall(without["input"]))
+        if task == "multikey_1":
+            assert left == 4 - per_text  # the further needles stay
+        else:
+            assert (left > 10) if task in ("multikey_2", "multikey_3") else (left == 0)
+
+
+def test_titles_do_not_end_sentences(tokenizer, tmp_path):
+    file = tmp_path / "titles.txt"
+    file.write_text("Mr. Hurst met Mrs. Long and Dr. Grant of St. Mary there!")
+    for row in rows(tokenizer, "single_2", depths=range(5, 96, 10), text=str(file)):
+        assert NEEDLE.split(haystack(row))[0].endswith("there! ")
+
+
+def test_text_that_is_too_short_is_repeated(tokenizer, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("A few words only. They are soon over.")
+    (row,) = rows(tokenizer, "single_2", 1024, samples=1, text=str(short))
+    assert 1024 - 12 < row["tokens"] <= 1024
     assert row["input"].count("soon over") > 10
 
 
-def test_the_wording_is_that_of_the_ruler_tasks_in_lm_eval():
-    """Read from the source: importing it would download a tokenizer of sentences."""
-    (folder,) = find_spec("lm_eval.tasks.ruler").submodule_search_locations
-    template = _constant(Path(folder) / "niah_utils.py", "TEMPLATE")
-    needle = _constant(Path(folder) / "prepare_niah.py", "NEEDLE")
-    # As its builder changes it for one key with one value.
-    single = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
-    single = single.format(type_needle_v="number", context="{haystack}", query="{key}")
-    assert single == needles.PROMPT
-    assert needle.format(type_needle_v="numbers", key="{key}", value="{answer}") == needles.NEEDLE
+def test_few_tokenisations_find_the_length(tokenizer):
+    """They are what building takes time for; few more than six do for a long sample."""
+    calls = []
+
+    def counting(text, **kwargs):
+        calls.append(text)
+        return tokenizer(text, **kwargs)
+
+    for task, length in itertools.product(("single_2", "multikey_2", "multivalue"), (4096, 9999)):
+        for per_text, most in ((1, 12), (3, 8)):
+            calls.clear()
+            rows(counting, task, length, samples=3, per_text=per_text)
+            assert len(calls) < most * 3, (task, length, per_text)
 
 
-def _constant(path, name):
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == name:
-            return ast.literal_eval(node.value)
-    raise AssertionError(f"{path} no longer has {name}")
+GENERATIONS = [
+    " 1234567, and 7654321.",
+    "It is 7654321",
+    "\n123456 7",
+    "1234567" * 3 + "\n\t7654321",
+    "",
+    "ABCDEF01-aa",
+]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"length": 64}, "too short for a needle"),
-        ({"depths": (50, 101)}, "percentages from 0 to 100"),
-    ],
-)
-def test_impossible_samples_are_refused(tokenizer, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        rows(tokenizer, **kwargs)
+@pytest.mark.parametrize("answers", [["1234567"], ["1234567", "7654321"], ["abcdef01-AA", "0"]])
+@pytest.mark.parametrize("generated", GENERATIONS)
+def test_generations_score_as_ruler_scores_them(ruler, generated, answers):
+    theirs = ruler.common_utils.process_results(
+        {"max_length": 4096, "outputs": answers}, [generated]
+    )
+    assert scoring.all_answers({"answers": answers}, [generated]) == {"score": theirs["4096"]}
 
 
-@pytest.mark.parametrize("name", tasks.names())
-def test_plain_lm_eval_loads_the_yaml_and_builds_the_same_samples(tokenizer, name):
+@pytest.mark.parametrize("ending", ["", "_ll"])
+@pytest.mark.parametrize("task", ALL)
+def test_lm_eval_asks_what_was_built(tokenizer, task, ending):
     from lm_eval.tasks import TaskManager
 
-    folder = Path(next(iter(find_spec("rope_patch.eval.tasks").submodule_search_locations)))
+    name = f"rp_niah_{task}{ending}"
     manager = TaskManager(
-        include_path=str(folder),
+        include_path=str(tasks_folder()),
         include_defaults=False,
-        metadata={"pretrained": str(TINY), "length": 600, "samples": 2},
+        metadata={"pretrained": str(TINY), "length": 1024, "samples": 2},
     )
-    task = manager.load([name])["tasks"][name]
-    assert list(task.test_docs()) == rows(tokenizer, 600, samples=2)
+    loaded = manager.load([name])["tasks"][name]
+    expected = rows(tokenizer, task, 1024, samples=2)
+    assert list(loaded.test_docs()) == expected
+    loaded.build_all_requests(rank=0, world_size=1)
+    assert len(loaded.instances) == 2
+    for instance, row in zip(loaded.instances, expected, strict=True):
+        asked = f"{row['input']} {row['gen_prefix']}"
+        assert instance.args[0] == asked
+        if ending:
+            assert instance.args[1] == f" {row['target']}"
+        else:
+            assert instance.args[1]["max_gen_toks"] == 128
+            assert instance.args[1]["until"] == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "hit"), [(" 1234567. Then", 1.0), ("The number is 1234567", 1.0), ("123456", 0.0)]
-)
-def test_a_generation_that_holds_the_answer_is_a_hit(answer, hit):
-    assert needles.score_generation({"answer": "1234567"}, [answer])["hit"] == hit
+def tasks_folder():
+    return Path(next(iter(find_spec("rope_patch.eval.tasks").submodule_search_locations)))
+
+
+def test_plain_lm_eval_runs_a_task_from_the_folder(tmp_path):
+    metadata = json.dumps({"length": 512, "samples": 1})
+    command = [sys.executable, "-m", "lm_eval", "--include_path", str(tasks_folder())]
+    command += ["--tasks", "rp_niah_single_2", "--metadata", metadata, "--model", "hf"]
+    command += ["--model_args", f"pretrained={TINY},max_length=512", "--device", "cpu"]
+    command += ["--output_path", str(tmp_path), "--log_samples"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (results,) = tmp_path.rglob("results_*.json")
+    # The tiny model knows no English, and lm-eval's own model gives no likelihood besides.
+    assert json.loads(results.read_text())["results"]["rp_niah_single_2"]["score,none"] == 0
+    (log,) = tmp_path.rglob("samples_*.jsonl")
+    (sample,) = [json.loads(line) for line in log.read_text().splitlines()]
+    assert 512 - 12 < sample["doc"]["tokens"] <= 512
+
+
+@pytest.mark.parametrize("group", ["rp_ruler", "rp_ruler_ll"])
+def test_the_group_has_rulers_thirteen_tasks(group):
+    """As lm-eval's own group of them, which names six of them otherwise."""
+    import yaml
+
+    (folder,) = find_spec("lm_eval.tasks.ruler").submodule_search_locations
+    theirs = yaml.safe_load((Path(folder) / "ruler.yaml").read_text())["task"]
+    renamed = {"ruler_qa_squad": "qa_1", "ruler_qa_hotpot": "qa_2"}
+    ours = [f"rp_{renamed.get(name, name.removeprefix('ruler_'))}" for name in theirs]
+    ending = group.removeprefix("rp_ruler")
+    assert sorted(tasks.groups()[group]) == sorted(f"{name}{ending}" for name in ours)

@@ -50,26 +50,81 @@ def test_the_model_is_left_as_it_was():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_points_are_means_over_consecutive_windows():
-    model, ids = make_model(), tokens(200)[0].tolist()
-    losses = plain_losses(model, ids).double()
-    points = perplexity.curve(model, ids, window=50, label="test")
-    assert [point["end"] for point in points] == [50, 100, 150, 200]
-    assert [point["tokens"] for point in points] == [49, 50, 50, 50]  # the first has no past
+def test_blocks_are_means_over_positions_of_which_the_first_has_no_loss():
+    losses = torch.arange(1.0, 200)  # of positions 1 to 199
+    means = perplexity.block_losses(losses, 64)
+    positions = torch.arange(200.0)
+    expected = [positions[1:64].mean(), positions[64:128].mean(), positions[128:192].mean()]
+    assert means == [mean.item() for mean in expected]
+    assert perplexity.block_losses(losses[:191], 64) == means  # 192 tokens: whole blocks, no more
+    assert perplexity.block_losses(losses[:190], 64) == means[:2]
+
+
+@pytest.mark.parametrize(("block", "window"), [(64, 64), (64, 192), (16, 16), (50, 50)])
+def test_points_pool_the_tokens_of_all_documents(block, window):
+    """Against means over the tokens themselves; the documents' losses are far apart."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (600, 400)
+    documents = [
+        (n + 1) * torch.rand(length - 1, generator=generator, dtype=torch.float64)
+        for n, length in enumerate(lengths)
+    ]
+    points = perplexity.points(
+        [perplexity.block_losses(losses, block) for losses in documents], block, window
+    )
+    assert [point["end"] for point in points] == list(range(window, 601, window))
     for point in points:
-        mean = losses[max(point["end"] - 51, 0) : point["end"] - 1].mean().item()
-        assert point["nll"] == pytest.approx(mean, abs=1e-5)
-        assert point["perplexity"] == pytest.approx(math.exp(mean), rel=1e-4)
+        end = point["end"]
+        scored = torch.cat(
+            [
+                losses[max(end - window - 1, 0) : end - 1]
+                for losses, length in zip(documents, lengths, strict=True)
+                if end <= length
+            ]
+        )
+        assert point["tokens"] == len(scored)
+        assert point["nll"] == pytest.approx(scored.mean().item(), rel=1e-12)
+        assert point["perplexity"] == pytest.approx(scored.mean().exp().item(), rel=1e-12)
+
+
+def test_losses_that_are_no_numbers_stay_in_the_points_they_belong_to():
+    points = perplexity.points([[1.0, math.nan, math.inf, 1e4, 2.0], []], 64, 64)
+    assert [point["perplexity"] for point in points] == [
+        pytest.approx(math.e),
+        pytest.approx(math.nan, nan_ok=True),
+        math.inf,
+        math.inf,
+        pytest.approx(math.e**2),
+    ]
+
+
+def test_windows_are_made_of_whole_blocks():
+    assert [perplexity.block_of(window) for window in (2, 16, 50, 64, 128, 8192)] == [
+        2, 16, 50, 64, 64, 64,
+    ]  # fmt: skip
+    for length in (10, 256, 1024, 12288, 131072):
+        perplexity.block_of(perplexity.default_window(length))
+    with pytest.raises(ValueError, match=r"multiple of 64 .* got 1000: try 1024"):
+        perplexity.block_of(1000)
+    with pytest.raises(ValueError, match=r"2 to 63, got 1: try 64"):
+        perplexity.block_of(1)
 
 
 def test_the_control_sees_only_the_last_tokens():
     model, ids = make_model(), tokens(200)[0].tolist()
-    point = perplexity.control_point(model, ids, end=180, window=20, context=60)
+    loss = perplexity.control_loss(model, ids, end=180, window=20, context=60)
     expected = plain_losses(model, ids[120:180])[-20:].mean().item()
-    assert point["nll"] == pytest.approx(expected, abs=1e-5)
+    assert loss == pytest.approx(expected, abs=1e-5)
     other = [*reversed(ids[:120]), *ids[120:]]  # another far past
-    again = perplexity.control_point(model, other, end=180, window=20, context=60)
-    assert again == point
+    assert perplexity.control_loss(model, other, end=180, window=20, context=60) == loss
+
+
+def test_a_part_starts_with_what_the_document_starts_with():
+    model, ids = make_model(), [1, *tokens(199)[0].tolist()]  # a beginning-of-sequence token
+    loss = perplexity.control_loss(model, ids, end=180, window=20, context=60, head=1)
+    expected = plain_losses(model, [1, *ids[121:180]])[-20:].mean().item()
+    assert loss == pytest.approx(expected, abs=1e-5)
+    assert perplexity.part(ids, 0, 60, head=1) == ids[:60]
 
 
 @pytest.mark.parametrize(

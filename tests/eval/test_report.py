@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, honest about what the numbers say."""
+"""The report: one page that needs nothing else, and says the same as its Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -12,75 +12,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_results import TRAINED, method, results, retrieval
 
 pytest.importorskip("jinja2")
 image = pytest.importorskip("matplotlib.image")
 
-from rope_patch.eval.report import verdict, write_report  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
-WINDOW, TRAINED = 1024, 4096
-VOID = {"meta", "br", "hr", "img", "link"}
+from rope_patch.eval.findings import Findings  # noqa: E402
+from rope_patch.eval.report import write_report  # noqa: E402
+from rope_patch.eval.ruler_table import heat_maps, tables  # noqa: E402
+from rope_patch.eval.signing import verify  # noqa: E402
 
-
-def point(end: int, perplexity: float) -> dict[str, Any]:
-    nll = math.log(perplexity) if math.isfinite(perplexity) else 1000.0
-    return {"end": end, "tokens": WINDOW, "nll": nll, "perplexity": perplexity}
-
-
-def curve(*perplexities: float) -> list[dict[str, Any]]:
-    return [point(WINDOW * i, value) for i, value in enumerate(perplexities, 1)]
-
-
-def method(label: str) -> dict[str, Any]:
-    unscaled = [10000.0 ** (-i / 16) for i in range(16)]
-    inv_freq = [f / (1 + i / 15) for i, f in enumerate(unscaled)]
-    spelling = {"rope_type": "yarn", "factor": 2.0}
-    frequencies = {"unscaled": unscaled, "inv_freq": inv_freq, "attention_factor": 1.07}
-    named = {"label": label, "method": "yarn", "paper": "YaRN, arXiv:2309.00071"}
-    size = {"factor": 2.0, "length": 8192, "options": {"factor": 2.0}}
-    return named | size | {"rope_parameters": spelling, "frequencies": {"all": frequencies}}
-
-
-def cells(hits: dict[int, int]) -> list[dict[str, Any]]:
-    return [
-        {"length": n, "depth": depth, "n": 2, "hits": h, "answer_probability": 0.25 + h / 3}
-        for n, h in hits.items()
-        for depth in (10, 90)
-    ]
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+PICTURES = {"accuracy", "answers", "perplexity", "sliding", "stretch"}
 
 
 @pytest.fixture
-def results() -> dict[str, Any]:
-    rotation = {"head_dim": 32, "rotary_dim": 16, "theta": 1e4, "trained_length": TRAINED}
-    run = {"model": "tiny", "name": "Tiny-1B", "parameters": 1234567, "dtype": "float32"}
-    run |= {"trained_length": TRAINED, "geometry": {"all": rotation}, "seed": 42}
-    run |= {"date": "2026-11-21T09:30:00+00:00", "seconds": {"perplexity": 40.2, "total": 3731.9}}
-    run |= {"peak_memory": 2400000000, "versions": {"torch": "2.13.0"}, "command": "rope-patch x"}
-    curves = {
-        "none": curve(20.0, 18.0, 17.0, 16.0, 40.0, 90.0, 200.0, 397.0),
-        "yarn ×2": curve(20.2, 18.2, 17.2, 16.2, 15.5, 15.4, 15.3, 15.2),
-        "linear ×2": curve(33.0, 34.0, 35.0, 33.0, 34.0, 34.1, 34.2, 34.3),
-    }
-    control = {"context": 2048, "points": [point(4096, 16.1), point(8192, 15.31)]}
-    text = {"text": "emma", "tokens": 8192, "window": WINDOW}
-    found = {"none": cells({2048: 2, 6144: 0}), "yarn ×2": cells({2048: 2, 6144: 2})}
-    found["linear ×2"] = cells({2048: 1, 6144: 1})
-    task = {"task": "niah_single", "lengths": [2048, 6144], "depths": [10, 90], "cells": found}
-    return {
-        "run": run,
-        "methods": [{"label": "none", "method": None}, method("yarn ×2"), method("linear ×2")],
-        "perplexity": text | {"curves": curves, "control": control},
-        "retrieval": [task],
-    }
+def small() -> dict[str, Any]:
+    """Everything, of few tasks and lengths, so that it is written soon."""
+    measured = results()
+    few: Any = {"lengths": (2048, 8192), "count": 12}
+    return measured | {"retrieval": [retrieval("rp_niah_single_1", **few)]}
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are composed but not rendered, which takes most of a report's time."""
+
+    def save(_self: Any, file: Any, *, format: str, **_: Any) -> None:
+        svg = '<svg viewBox="0 0 1 1"><path d="M0 0"/></svg>'
+        file.write(b"PNG" if format == "png" else svg)
+
+    monkeypatch.setattr(Figure, "savefig", save)
 
 
 class Page(HTMLParser):
-    """Checks nesting, and collects references, tags and the text of number cells."""
+    """Checks nesting, and collects references, tags, headings and the text of number cells."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.open, self.tags, self.ids, self.cells = (list[str]() for _ in range(4))
         self.references: list[tuple[str, str, str]] = []
+        self.headings: list[int] = []
         self.in_cell = False
         self.text = ""
         self.feed(path.read_text(encoding="utf-8"))
@@ -91,6 +65,8 @@ class Page(HTMLParser):
         self.handle_startendtag(tag, attrs)
         if tag not in VOID:
             self.open.append(tag)
+        if re.fullmatch(r"h\d", tag):
+            self.headings.append(int(tag[1]))
         if tag == "td" and "number" in (dict(attrs).get("class") or ""):
             self.cells.append("")
             self.in_cell = True
@@ -109,7 +85,7 @@ class Page(HTMLParser):
         self.in_cell = self.in_cell and tag != "td"
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if not {"style", "script"} & set(self.open):
             self.text += data
         if self.in_cell:
             self.cells[-1] += data
@@ -120,66 +96,129 @@ def bare(found: list[str]) -> list[str]:
 
 
 def markdown_cells(text: str) -> list[str]:
-    rows = re.findall(r"^\| (.*) \|$", text[: text.index("## What was run")], flags=re.M)
-    rows = [row for row in rows if not re.match(r"(position|average|depth) \|", row)]
-    return [cell for row in rows for cell in row.split(" | ")[1:]]
+    """Cells of all tables but those of facts."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
+        head, _, *rows = table.splitlines()
+        if head != "| | |":
+            found += [cell for row in rows for cell in row.strip("| ").split(" | ")[1:]]
+    return found
 
 
+def without_losses(measured: dict[str, Any]) -> None:
+    measured["perplexity"] |= {"losses": {}, "control": None}
+
+
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     "change",
     [
         lambda r: None,
         lambda r: r.update(perplexity=None),
-        lambda r: r.update(retrieval=None),
-        lambda r: r.update(perplexity=None, retrieval=None),
-        lambda r: r.update(retrieval=r["retrieval"][0]),
-        lambda r: r["perplexity"].update(control=None),
-        lambda r: r["perplexity"]["control"].update(points=[]),
+        lambda r: r.update(retrieval=[]),
+        lambda r: r.update(perplexity=None, retrieval=[]),
+        lambda r: r.update(perplexity=None, retrieval=[], short=[], cost={}, control=[]),
+        lambda r: r.update(short=[], cost={}, control=[], harness=[]),
+        lambda r: r["perplexity"].update(control=None, key_tokens=None, sliding=None),
+        lambda r: r["perplexity"]["control"].update(losses=[{}, {}]),
+        lambda r: r["perplexity"].update(documents=[]),
+        without_losses,
         lambda r: r.update(methods=r["methods"][:1]),
         lambda r: r.update(methods=r["methods"][1:2]),
         lambda r: r["run"].update(trained_length=32768),
         lambda r: r["run"].update(trained_length=16),
         lambda r: r.update(run={"model": "tiny", "trained_length": TRAINED}),
         lambda r: r["methods"].extend(method(f"a method with a long name {i}") for i in range(12)),
+        lambda r: r["methods"][1].update(follows_length=True),
+        lambda r: r["retrieval"][0]["samples"].pop("linear ×2"),
+        lambda r: r["retrieval"][0]["samples"].update({"yarn ×2": []}),
+        lambda r: [s.update(score=None, error="no") for s in r["retrieval"][0]["samples"]["none"]],
+        lambda r: [s.update(log_likelihood=None) for s in r["retrieval"][0]["samples"]["none"]],
+        lambda r: [s.update(score=1 / 3) for s in r["retrieval"][0]["samples"]["yarn ×2"]],
+        lambda r: [s.update(score=0.0) for s in r["retrieval"][0]["samples"]["none"]],
+        lambda r: r["short"][0]["samples"].update({"yarn ×2": [None] * 80}),
     ],
 )
-def test_whatever_was_measured_renders(results: Any, tmp_path: Path, change: Any) -> None:
-    change(results)
-    page = Page(write_report(results, tmp_path))
+def test_whatever_was_measured_renders(small: Any, tmp_path: Path, change: Any) -> None:
+    change(small)
+    page = Page(write_report(small, tmp_path))
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert bare(page.cells) == bare(markdown_cells(markdown))
     linked = set(re.findall(r"\(figures/([\w-]+\.png)\)", markdown))
     assert linked == {path.name for path in (tmp_path / "figures").glob("*")}
-    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == results
+    steps = zip([0, *page.headings], page.headings, strict=False)
+    assert all(after <= before + 1 for before, after in steps)
+    written = (tmp_path / "report.json").read_text(encoding="utf-8")
+    assert verify(written, "report.json") == json.loads(json.dumps(small))
 
 
-def test_html_needs_no_other_file(results: dict[str, Any], tmp_path: Path) -> None:
-    page = Page(write_report(results, tmp_path))
-    assert not {"script", "link", "iframe", "object", "embed", "img"} & set(page.tags)
+def test_html_needs_no_other_file(tmp_path: Path) -> None:
+    path = write_report(results(), tmp_path)
+    page = Page(path)
+    assert not {"link", "iframe", "object", "embed", "img"} & set(page.tags)
     for tag, key, value in page.references:
-        assert value.startswith("https://arxiv.org/abs/" if tag == "a" else "#"), key
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+        arxiv = tag == "a" and value.startswith("https://arxiv.org/abs/")
+        assert arxiv or value.startswith("#"), key
+    text = path.read_text(encoding="utf-8")
     assert "@import" not in text
     assert len(page.ids) == len(set(page.ids))
     assert {value[1:] for _, _, value in page.references if value[0] == "#"} <= set(page.ids)
     assert all(found.startswith("#") for found in re.findall(r"url\(([^)]*)\)", text))
+    assert path.stat().st_size < 2e6
 
 
-def test_same_results_make_the_same_report(results: Any, tmp_path: Path) -> None:
-    first = write_report(results, tmp_path / "a").read_bytes()
-    assert write_report(results, tmp_path / "b").read_bytes() == first
+def test_figures_are_valid_show_something_and_have_names(tmp_path: Path) -> None:
+    html = write_report(results(), tmp_path).read_text(encoding="utf-8")
+    for path in (tmp_path / "figures").glob("*.png"):
+        pixels = image.imread(path)
+        assert pixels.shape[1] > 400
+        assert pixels[..., :3].std() > 0.02
+    drawn = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    heat = {"retrieval-rp_niah_single_1", "retrieval-rp_niah_multikey_1_ll"}
+    assert drawn == PICTURES | heat
+    titles = re.findall(r'<svg role="img"[^>]*>\s*<title>([^<]+)</title>', html)
+    assert len(titles) == html.count("<svg") == 2 * len(PICTURES)
 
 
-def test_hostile_strings_stay_text(results: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_pictures_of_an_earlier_report_go(small: Any, tmp_path: Path) -> None:
+    write_report(small, tmp_path)
+    (tmp_path / "figures" / "mine.png").write_bytes(b"")
+    write_report(small | {"perplexity": None}, tmp_path)
+    left = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert left == {"accuracy", "answers", "stretch", "retrieval-rp_niah_single_1", "mine"}
+
+
+def test_same_results_make_the_same_report(small: Any, tmp_path: Path) -> None:
+    small["perplexity"] = None
+    first = write_report(small, tmp_path / "a").read_bytes()
+    assert write_report(small, tmp_path / "b").read_bytes() == first
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_hostile_strings_stay_text(small: dict[str, Any], tmp_path: Path) -> None:
     bad = "<script>alert('x')</script> \"><b> | `rm` $x^2$ [a](http://e.com) *s*\n# h"
-    results["run"] |= {"name": bad, "versions": {bad: bad}, "command": f"{bad}\n```\n# h"}
-    results["perplexity"]["text"] = results["retrieval"][0]["task"] = bad
     label = f"_{bad}"
-    results["methods"][1] |= {"label": label, "paper": bad, "rope_parameters": {bad: bad}}
-    for part in (results["perplexity"]["curves"], results["retrieval"][0]["cells"]):
+    small["run"] |= {"name": bad, "versions": {bad: bad}, "command": f"{bad}\n```\n# h"}
+    small["run"] |= {"not_run": [bad], "hardware": {"cpu": bad, "gpu": [bad]}}
+    small["perplexity"]["documents"][0]["name"] = bad
+    small["perplexity"]["key_tokens"]["evaluator"] = bad
+    small["retrieval"][0]["task"] = small["control"][0]["task"] = bad
+    small["short"][0]["task"] = small["harness"][0]["task"] = bad
+    small["harness"][0]["metrics"]["none"] = {bad: {"value": 1, "stderr": "N/A"}}
+    small["methods"][1] |= {"label": label, "paper": bad, "rope_parameters": {bad: bad}}
+    for part in (
+        small["perplexity"]["losses"],
+        small["perplexity"]["sliding"]["losses"],
+        small["retrieval"][0]["samples"],
+        small["short"][0]["samples"],
+        small["cost"],
+    ):
         part[label] = part.pop("yarn ×2")
-    page = Page(write_report(results, tmp_path))
-    assert not {"script", "b"} & set(page.tags)
+    small["retrieval"][0]["samples"][label][0] |= {"score": None, "error": bad, "id": bad}
+    page = Page(write_report(small, tmp_path))
+    assert page.tags.count("script") == 1
+    assert "b" not in page.tags
     assert "<script>alert('x')</script>" in page.text
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
     outside = re.sub(r"^(`{3,})\w+\n.*?^\1$", "", markdown, flags=re.M | re.S)
@@ -188,111 +227,142 @@ def test_hostile_strings_stay_text(results: dict[str, Any], tmp_path: Path) -> N
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
 
 
-def test_figures_are_valid_and_show_something(results: dict[str, Any], tmp_path: Path) -> None:
-    write_report(results, tmp_path)
-    for path in (tmp_path / "figures").glob("*.png"):
-        pixels = image.imread(path)
-        assert pixels.shape[1] > 500
-        assert pixels[..., :3].std() > 0.02
-    write_report(results | {"perplexity": None}, tmp_path)  # which has no use for the first
-    left = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert left == {"stretch.png", "retrieval-niah_single.png"}
-
-
-def test_a_failure_leaves_an_earlier_report_untouched(results: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_a_failure_leaves_an_earlier_report_untouched(small: Any, tmp_path: Path) -> None:
     def contents() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    write_report(results, tmp_path)
+    write_report(small, tmp_path)
     before = contents()
-    results["run"]["name"] = "another"
-    del results["perplexity"]["curves"]["yarn ×2"][3]["perplexity"]
-    with pytest.raises(KeyError):  # while drawing
-        write_report(results, tmp_path)
+    small["run"]["name"] = "another"
     with pytest.raises(TypeError):  # while rendering
-        write_report(results | {"perplexity": None, "text": {"no", "JSON"}}, tmp_path)
+        write_report(small | {"text": {"no", "JSON"}}, tmp_path)
+    del small["methods"][1]["frequencies"]["all"]["inv_freq"]
+    with pytest.raises(KeyError):  # while drawing
+        write_report(small, tmp_path)
     assert contents() == before
 
 
-def test_infinite_perplexity(results: dict[str, Any], tmp_path: Path) -> None:
-    results["perplexity"]["curves"]["none"][7] = point(8192, math.inf)
-    results["perplexity"]["curves"]["linear ×2"][6] = point(7168, 1e300)
-    results["methods"][1]["frequencies"]["all"]["inv_freq"][-1] = 0.0
-    page = Page(write_report(results, tmp_path))
-    assert "∞" in page.cells
+def test_infinite_losses_and_frequencies(small: dict[str, Any], tmp_path: Path) -> None:
+    small["perplexity"]["losses"]["none"][0][-1] = math.inf
+    small["perplexity"]["losses"]["linear ×2"] = [[math.inf] * 128] * 2
+    small["perplexity"]["losses"]["yarn ×2"][1][-2] = 700.0
+    small["methods"][1]["frequencies"]["all"]["inv_freq"][-1] = 0.0
+    page = Page(write_report(small, tmp_path))
+    assert any(cell.startswith("∞") for cell in page.cells)
     text = (tmp_path / "report.json").read_text(encoding="utf-8")
     again = json.loads(text, parse_constant=pytest.fail)  # called for what JSON does not know
-    assert float(again["perplexity"]["curves"]["none"][7]["perplexity"]) == math.inf
-    assert Page(write_report(again, tmp_path)).cells == page.cells
-    results["perplexity"] |= {"curves": {"none": curve(*[math.inf] * 8)}, "control": None}
-    Page(write_report(results, tmp_path))
+    assert float(again["perplexity"]["losses"]["none"][0][-1]) == math.inf
+    assert Page(write_report(verify(text, "report.json"), tmp_path)).cells == page.cells
 
 
-def test_missing_probability_and_unmeasured_cells(results: Any, tmp_path: Path) -> None:
-    measured = results["retrieval"][0]["cells"]
-    measured["yarn ×2"] = [measured["yarn ×2"][0] | {"answer_probability": None}]
-    assert {"2/2", "–"} <= set(Page(write_report(results, tmp_path)).cells)
-
-
-def test_several_layer_types_and_tasks(results: dict[str, Any], tmp_path: Path) -> None:
-    for part in (results["methods"][1]["frequencies"], results["run"]["geometry"]):
+@pytest.mark.usefixtures("undrawn")
+def test_several_layer_types(small: dict[str, Any], tmp_path: Path) -> None:
+    for part in (small["methods"][1]["frequencies"], small["run"]["geometry"]):
         part |= {"full_attention": part["all"], "sliding_attention": part.pop("all")}
-    results["retrieval"].append(results["retrieval"][0] | {"task": "niah_single_likelihood"})
-    text = Page(write_report(results, tmp_path)).text
-    titles = ("full attention", "sliding attention", "Retrieval: niah_single_likelihood")
-    assert all(title in text for title in titles)
+    text = Page(write_report(small, tmp_path)).text
+    assert "full_attention: theta 10,000" in text
+    assert "sliding_attention: theta 10,000" in text
 
 
-def test_values_beyond_the_trained_length_are_marked(results: Any, tmp_path: Path) -> None:
-    html = write_report(results, tmp_path).read_text(encoding="utf-8")
+@pytest.mark.usefixtures("undrawn")
+def test_values_beyond_the_trained_length_are_marked(small: Any, tmp_path: Path) -> None:
+    html = write_report(small, tmp_path).read_text(encoding="utf-8")
     heads = re.findall(r'<th scope="col" class="number( beyond)?">([\d,]+)</th>', html)
     lengths = [(int(text.replace(",", "")), bool(beyond)) for beyond, text in heads]
     assert {(length > TRAINED, beyond) for length, beyond in lengths} == {(True,) * 2, (False,) * 2}
 
 
-def test_verdict_names_what_was_gained(results: dict[str, Any]) -> None:
-    sentences = verdict(results)
-    assert sentences[0] == (
-        "Beyond its trained 4,096 tokens the plain model's perplexity rises to 397 at 8,192; with "
-        "yarn ×2, the best of 2 methods, it is 15.2, 0.7% below the control's 15.3."
-    )
-    found = "the plain model finds 0 of 4 needles, yarn ×2 4 of 4 and linear ×2 2 of 4."
-    assert sentences[1] == f"In texts beyond 4,096 tokens {found}"
-    assert "At 8,192 linear ×2 reads 34.3." in sentences
-    assert "Up to 4,096 tokens yarn ×2 raises perplexity from 17.7 to 17.9 (+1.1%)." in sentences
+def test_few_samples_are_no_rate(small: dict[str, Any], tmp_path: Path, undrawn: None) -> None:
+    note = "With fewer than 10 samples a cell"
+    assert note in Page(write_report(small, tmp_path)).text
+    enough: Any = {"lengths": (2048,), "count": 30}
+    small["retrieval"] = [retrieval("rp_niah_single_1", **enough)]
+    assert note not in Page(write_report(small, tmp_path)).text
 
 
-def test_verdict_says_so_if_the_patch_is_worse(results: dict[str, Any]) -> None:
-    results["perplexity"]["curves"] |= {"none": curve(*[16.0] * 8), "yarn ×2": curve(*[64.0] * 8)}
-    assert verdict(results)[0].endswith(
-        "is 16.0 at 8,192; with linear ×2, the best of 2 methods, it is 34.3, higher than without "
-        "a patch, 2.2 times the control's 15.3."
-    )
+def test_significance_is_marked_and_told() -> None:
+    """Thirty of thirty against none is beyond doubt; equal scores are no difference."""
+    few: Any = {"lengths": (2048, 8192), "count": 30}
+    task = retrieval("rp_niah_single_1", **few)
+    for label, scores in {"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0)}.items():
+        for sample in task["samples"][label]:
+            sample |= {"score": scores[sample["length"] > TRAINED], "text": sample["id"]}
+    (table,) = tables(Findings(results() | {"retrieval": [task]}))
+    texts = {row.name: [cell.text for cell in row.cells] for row in table.rows}
+    assert texts == {
+        "plain model": ["100%", "0%"],
+        "yarn ×2": ["100%", "▲◆ 100%"],
+        "linear ×2": ["100%", "0%"],
+    }
+    tip = table.rows[1].cells[1].tip
+    assert "against the plain model +100.0 points" in tip
+    assert "better than linear ×2, p < 0.001 after Holm" in tip
 
 
-def test_verdict_compares_only_where_the_control_was_measured(results: dict[str, Any]) -> None:
-    results["perplexity"]["control"]["points"] = [point(4096, 16.1)]
-    assert "control" not in " ".join(verdict(results))
+def test_heat_maps_show_each_depth_and_length() -> None:
+    task = retrieval("rp_niah_single_1", count=30)
+    found = Findings(results() | {"retrieval": [task]})
+    for table in heat_maps(found, "rp_niah_single_1"):
+        label = next(name for name, shown in found.names.items() if shown == table.name)
+        for row, depth in zip(table.rows, (10, 50, 90), strict=True):
+            for cell, length in zip(row.cells, task["lengths"], strict=True):
+                scores = [
+                    s["score"]
+                    for s in task["samples"][label]
+                    if (s["depth"], s["length"]) == (depth, length)
+                ]
+                assert cell.text == f"{sum(scores):.0f}/{len(scores)}"
+                assert cell.share == pytest.approx(sum(scores) / len(scores))
 
 
-def test_verdict_looks_no_farther_than_the_methods_are_meant_for(results: dict[str, Any]) -> None:
-    results["perplexity"]["control"] = None
-    for patched in results["methods"][1:]:
-        patched["length"] = 6144
-    assert "rises to 90.0 at 6,144; with" in verdict(results)[0]
+@pytest.mark.usefixtures("undrawn")
+def test_runs_side_by_side(small: dict[str, Any], tmp_path: Path) -> None:
+    other = json.loads(json.dumps(small))
+    other["run"] |= {"name": "Other-2B", "trained_length": 2048, "weights": "others"}
+    page = Page(write_report([small, other], tmp_path))
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert bare(page.cells) == bare(markdown_cells(markdown))
+    assert page.headings[0] == 1
+    assert "2 evaluations: Tiny-1B, Other-2B" in page.text
+    assert len(page.ids) == len(set(page.ids))
+    linked = set(re.findall(r"\(figures/([\w-]+\.png)\)", markdown))
+    assert linked == {path.name for path in (tmp_path / "figures").glob("*")}
+    assert {name.split("-")[0] for name in linked} == {"run1", "run2"}
+    loaded = verify((tmp_path / "report.json").read_text(encoding="utf-8"), "report.json")
+    assert [run["run"]["name"] for run in loaded["runs"]] == ["Tiny-1B", "Other-2B"]
+    assert Page(write_report(loaded, tmp_path)).cells == page.cells
 
 
-def test_verdict_without_a_measurement_claims_nothing(results: dict[str, Any]) -> None:
-    assert verdict(results | {"perplexity": None, "retrieval": None}) == ["Nothing was measured."]
-    results["run"]["trained_length"] = 32768
-    assert verdict(results)[0] == "No perplexity was measured beyond the trained 32,768 tokens."
+@pytest.mark.usefixtures("undrawn")
+def test_runs_of_the_same_name_are_told_apart(small: dict[str, Any], tmp_path: Path) -> None:
+    small["perplexity"] = None
+    page = Page(write_report([small, small], tmp_path))
+    assert "2 evaluations: Tiny-1B (1), Tiny-1B (2)" in page.text
 
 
-def test_few_samples_are_no_rate(results: dict[str, Any], tmp_path: Path) -> None:
-    note = "With fewer than 10 tries"
-    assert note in Page(write_report(results, tmp_path)).text
-    results["retrieval"][0]["cells"] = {"none": [cells({2048: 2})[0] | {"n": 10}]}
-    assert note not in Page(write_report(results, tmp_path)).text
+@pytest.mark.usefixtures("undrawn")
+def test_methods_of_runs_on_the_same_samples_stand_together(small: Any, tmp_path: Path) -> None:
+    def only(*labels: str) -> dict[str, Any]:
+        part = json.loads(json.dumps(small))
+        part["methods"] = [m for m in part["methods"] if m["label"] in labels]
+        kept = [part["perplexity"], part["perplexity"]["sliding"], part["perplexity"]["key_tokens"]]
+        for entry, what in [
+            *((entry, "losses") for entry in kept),
+            *((entry, "samples") for entry in [*part["retrieval"], *part["short"]]),
+            *((entry, "metrics") for entry in part["harness"]),
+            (part, "cost"),
+        ]:
+            entry[what] = {k: v for k, v in entry[what].items() if k in labels}
+        return part
+
+    whole = Page(write_report(small, tmp_path)).cells
+    first, second = only("none", "yarn ×2"), only("none", "linear ×2")
+    assert Page(write_report([first, second], tmp_path)).cells == whole
+    loaded = verify((tmp_path / "report.json").read_text(encoding="utf-8"), "report.json")
+    assert loaded == {"runs": [first, second]}
+    second["retrieval"][0]["samples"]["linear ×2"][0]["id"] = "of another sample"
+    assert "2 evaluations" in Page(write_report([first, second], tmp_path)).text
 
 
 def test_the_package_does_not_need_matplotlib() -> None:

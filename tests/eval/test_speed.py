@@ -124,9 +124,9 @@ def test_where_nothing_turns_decoding_starts_at_the_prompt():
 
 
 def test_methods_share_weights_and_nothing_else():
-    request = speed.Request(model="", methods=("none",))
     model = make_model()
-    plain, patched = (speed._contender(request, name, model, 64) for name in ("none", "yarn"))
+    yarn = {"method": "yarn", "factor": 4, "trained_length": 64}
+    plain, patched = (speed._contender("", model, asked) for asked in (None, yarn))
     ids = tokens(100)
     with torch.no_grad():
         before = model(ids).logits

@@ -1,11 +1,15 @@
 """The novels that come with the package, and texts of the user's."""
 
 import lzma
+from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from rope_patch.eval import texts
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
 
 def test_the_novels_are_whole():
@@ -31,9 +35,84 @@ def test_what_is_no_text_is_refused(tmp_path):
         texts.read(str(path))
 
 
-def test_a_text_shorter_than_asked_for_is_refused(tmp_path, request):
+def test_words_keep_their_punctuation(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("Only a\n\nfew words.")
+    assert texts.words(str(path)) == ["Only", "a", "few", "words."]
+    path = tmp_path / "empty.txt"
+    path.write_text(" \n")
+    with pytest.raises(ValueError, match="is empty"):
+        texts.words(str(path))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+def with_bos():
+    """The same, with a beginning-of-sequence token before every text and an end behind it."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    eos = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{eos} {eos} $A {eos}", special_tokens=[(eos, tokenizer.eos_token_id)]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory):
+    """Paths of a longer and a shorter book, of about 4,200 and 2,100 tokens."""
+    folder = tmp_path_factory.mktemp("books")
+    for name, novel, characters in (("long", "emma", 9000), ("short", "persuasion", 4000)):
+        (folder / name).write_text(texts.read(novel)[:characters])
+    return [str(folder / "long"), str(folder / "short")]
+
+
+def test_documents_are_starts_of_texts_then_excerpts_that_follow(tokenizer, books):
+    long, short = books
+    whole = {path: tokenizer(Path(path).read_text()).input_ids for path in books}
+    got = texts.documents(books, tokenizer, 700, count=5)
+    assert [(document.name, document.tokens) for document in got] == [
+        (long, whole[long][:700]),
+        (short, whole[short][:700]),
+        (f"{long} 2", whole[long][700:1400]),
+        (f"{short} 2", whole[short][700:1400]),
+        (f"{long} 3", whole[long][1400:2100]),
+    ]
+    assert {document.head for document in got} == {0}
+    assert len({document.sha256 for document in got}) == 5
+    assert texts.documents(books, tokenizer, 700) == got[:2]
+    assert texts.documents(books, tokenizer, 700, count=1) == got[:1]
+
+
+def test_a_novel_is_named_as_it_is(tokenizer):
+    (document,) = texts.documents(["emma"], tokenizer, 50)
+    assert document.name == "emma"
+    assert tokenizer.decode(document.tokens).startswith("EMMA\n\nBy Jane Austen\n")
+
+
+def test_a_longer_text_gives_what_a_shorter_one_lacks(tokenizer, books):
+    long, short = books
+    got = texts.documents([short, long], tokenizer, 1100, count=4)
+    assert [document.name for document in got] == [short, long, f"{long} 2", f"{long} 3"]
+
+
+def test_every_excerpt_starts_as_the_tokenizer_starts_texts(tokenizer, books):
+    plain = tokenizer(Path(books[0]).read_text()).input_ids
+    first, second = texts.documents(books[:1], with_bos(), 500, count=2)
+    assert first.head == second.head == 2
+    assert first.tokens == with_bos()(Path(books[0]).read_text()).input_ids[:500]
+    assert second.tokens == [tokenizer.eos_token_id] * 2 + plain[498:996]
+
+
+def test_texts_too_short_are_refused(tokenizer, books, tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("Only a few words.")
-    tiny = request.path.parents[1] / "assets" / "tiny-llama"
     with pytest.raises(ValueError, match=r"has \d+ tokens, 1,000 are needed"):
-        texts.tokens(str(path), AutoTokenizer.from_pretrained(tiny), 1000)
+        texts.documents([*books, str(path)], tokenizer, 1000)
+    with pytest.raises(ValueError, match=r"9 documents of 1,100 tokens are needed.* have 4"):
+        texts.documents(books, tokenizer, 1100, count=9)
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"has 0 tokens"):
+        texts.documents([str(path)], with_bos(), 1000)

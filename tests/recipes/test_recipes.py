@@ -167,7 +167,7 @@ def test_needles_are_looked_for_while_training(by, tmp_path):
 
 
 def test_looking_for_needles_does_not_disturb_training(tmp_path):
-    run("finetune", tmp_path / "with", retrieval_steps=1, retrieval_length=300)
+    run("finetune", tmp_path / "with", retrieval_steps=1, retrieval_length=400)
     run("finetune", tmp_path / "without")
     assert curve(tmp_path / "with") == curve(tmp_path / "without")
 

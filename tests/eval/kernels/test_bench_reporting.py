@@ -8,8 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rope_patch import cli
-from rope_patch.cli import app
+from rope_patch.cli import app, benchmarking
 from rope_patch.eval.kernels import measuring, model_steps, reporting
 from rope_patch.eval.kernels.contenders import Contender, own_and_transformers
 from rope_patch.ops import choosing
@@ -181,7 +180,7 @@ def test_numbers_are_kept_where_nothing_can_draw(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("rope_patch.eval.kernels.measuring.bench", lambda request: dict(results))
     monkeypatch.delattr("rope_patch.eval.kernels.reporting")
     monkeypatch.setitem(sys.modules, "rope_patch.eval.kernels.reporting", None)
-    cli._bench_kernels(True, tmp_path, lengths=(2,))
+    benchmarking._bench_kernels(True, tmp_path, lengths=(2,))
     told = capsys.readouterr()
     assert json.loads(told.out)["cases"] == [1]
     assert "rope-patch[eval]" in told.err

@@ -1,0 +1,93 @@
+"""Runs that measured the same samples on the same weights, as one run with all their methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Results = dict[str, Any]
+
+
+def merged(runs: list[Results]) -> list[Results]:
+    """Joins runs whose methods can be compared sample by sample; the others stay as they are.
+
+    Args:
+        runs: Results of evaluations.
+
+    Returns:
+        Fewer or as many results, in the order of the first of each.
+    """
+    found: list[Results] = []
+    for run in runs:
+        same = (i for i, other in enumerate(found) if _fit(other, run))
+        if (i := next(same, None)) is None:
+            found.append(run)
+        else:
+            found[i] = _joined(found[i], run)
+    return found
+
+
+def _fit(first: Results, second: Results) -> bool:
+    """Whether all is the same but the methods, of which only the plain model may be in both."""
+    shared = _labels(first) & _labels(second)
+    plain = {m["label"] for m in first["methods"] if m.get("method") is None}
+    known = first["run"].get("weights") is not None
+    return known and shared <= plain and _samples(first) == _samples(second)
+
+
+def _labels(run: Results) -> set[str]:
+    return {method["label"] for method in run["methods"]}
+
+
+def _samples(run: Results) -> Any:
+    """What methods must have in common to be compared: weights, texts, tokens, samples."""
+    about, perplexity = run["run"], run.get("perplexity") or {}
+    sliding, key_tokens = (perplexity.get(part) or {} for part in ("sliding", "key_tokens"))
+    return (
+        [about.get(key) for key in ("weights", "trained_length", "dtype", "attention", "device")],
+        [perplexity.get(key) for key in ("documents", "block", "window")],
+        [sliding.get(key) for key in ("stride", "lengths")],
+        [key_tokens.get(key) for key in ("evaluator", "short_context", "positions")],
+        {
+            entry["task"]: {s["id"] for found in entry["samples"].values() for s in found}
+            for entry in run.get("retrieval") or []
+        },
+        {task["task"]: task["n"] for task in run.get("short") or []},
+        # Costs are ratios to the first method that was measured.
+        next(iter(run.get("cost") or {}), None),
+    )
+
+
+def _joined(first: Results, second: Results) -> Results:
+    """The first's results with the second's methods; what both have stays the first's."""
+    methods = [m for m in second["methods"] if m["label"] not in _labels(first)]
+    commands = [run["run"].get("command") for run in (first, second)]
+    perplexity = first.get("perplexity")
+    if perplexity:
+        perplexity = {**perplexity, "losses": _both(first, second, "perplexity", "losses")}
+        for part in ("sliding", "key_tokens"):
+            if perplexity.get(part):
+                losses = _both(first["perplexity"], second["perplexity"], part, "losses")
+                perplexity[part] = {**perplexity[part], "losses": losses}
+    joined = {
+        "run": {**first["run"], "command": "\n".join(filter(None, commands))},
+        "methods": [*first["methods"], *methods],
+        "perplexity": perplexity,
+        "cost": {**(second.get("cost") or {}), **(first.get("cost") or {})},
+    }
+    for part, what in (("retrieval", "samples"), ("short", "samples"), ("harness", "metrics")):
+        joined[part] = _entries(first.get(part) or [], second.get(part) or [], what)
+    return {**first, **joined}
+
+
+def _both(first: Results, second: Results, part: str, what: str) -> Results:
+    return {**(second.get(part) or {}).get(what, {}), **first[part][what]}
+
+
+def _entries(first: list[Results], second: list[Results], what: str) -> list[Results]:
+    """Entries of tasks, each with both runs' methods."""
+    others = {entry["task"]: entry for entry in second}
+    mine = [
+        {**entry, what: {**others.pop(entry["task"], {}).get(what, {}), **entry[what]}}
+        for entry in first
+    ]
+    return [*mine, *others.values()]

@@ -1,0 +1,82 @@
+"""Several processes on one evaluation: who does what, and waiting for one another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Processes:
+    """The processes that `accelerate launch` or torchrun started; one where nobody did.
+
+    Each holds the whole model, and they share the work, not the results: what one finds out it
+    writes to a file that the others read.
+
+    Args:
+        alone: Whether this one does everything, whoever else there is.
+
+    Attributes:
+        rank: Of this process.
+        size: How many there are.
+    """
+
+    def __init__(self, alone: bool = False) -> None:
+        given = {} if alone else os.environ
+        self.rank, self.size = int(given.get("RANK", 0)), int(given.get("WORLD_SIZE", 1))
+        self._state: Any = None
+        if self.size > 1:
+            import torch
+            from accelerate import PartialState
+
+            # Processes on CPUs are one each to accelerate unless it is told. One of them may be
+            # done hours before another.
+            on_cpu = not torch.cuda.is_available()
+            self._state = PartialState(cpu=on_cpu, timeout=timedelta(days=7))
+            if self._state.num_processes != self.size:
+                raise ValueError(
+                    f"expected {self.size} processes (WORLD_SIZE), accelerate found "
+                    f"{self._state.num_processes}: start them with accelerate launch or torchrun, "
+                    "or unset RANK and WORLD_SIZE"
+                )
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the one that writes reports."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> Any:
+        """This process's own device, or None where there is only one process."""
+        return None if self._state is None else self._state.device
+
+    def wait(self) -> None:
+        """Returns when all have come here."""
+        if self._state is not None:
+            self._state.wait_for_everyone()
+
+    def share(self, items: Sequence[Item], cost: Callable[[Item], float]) -> list[Item]:
+        """This process's part of a list: neighbours stay together, parts cost about the same.
+
+        Args:
+            items: All items, in the same order in every process.
+            cost: Of one.
+        """
+        total, before, mine = sum(map(cost, items)), 0.0, []
+        for item in items:
+            middle = before + cost(item) / 2
+            if min(int(self.size * middle / total), self.size - 1) == self.rank:
+                mine.append(item)
+            before += cost(item)
+        return mine
+
+    def same(self, value: Item) -> Item:
+        """What the main process has, in every process."""
+        if self._state is None:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([value])[0]

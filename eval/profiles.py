@@ -1,0 +1,87 @@
+"""How thorough a comparison is, and at which lengths."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+
+from rope_patch import demo
+from rope_patch.eval.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
+from rope_patch.geometry import read_geometries
+from rope_patch.loading import read_config
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a comparison runs unless told otherwise.
+
+    Attributes:
+        tasks: See `Request.tasks`.
+        samples: Of each retrieval task at each length.
+        short_samples: Of each ordinary short task.
+        texts: The long documents.
+    """
+
+    tasks: tuple[str, ...]
+    samples: int
+    short_samples: int
+    texts: tuple[str, ...]
+
+
+_QUICK = ("rp_niah_multikey_1_ll", "rp_json_kv_ll", "rp_niah_multikey_1_mc", "rp_json_kv_mc")
+_THOROUGH = ("rp_ruler", "rp_hard", "rp_hard_ll", "rp_choice")
+_THOROUGH += (PERPLEXITY, KEY_TOKENS, SHORT, SPEED)
+_NOVELS = ("emma", "mansfield_park", "pride_and_prejudice", "sense_and_sensibility")
+PROFILES = {
+    "quick": Profile(
+        # What the first two are scored by is among what the other two choose from.
+        (*_QUICK, PERPLEXITY, SHORT, SPEED),
+        samples=10,
+        short_samples=60,
+        texts=("emma",),
+    ),
+    "standard": Profile(_THOROUGH, samples=50, short_samples=200, texts=_NOVELS),
+    "paper": Profile((*_THOROUGH, SLIDING), samples=500, short_samples=500, texts=_NOVELS),
+}
+
+
+def choose(name: str | None) -> Profile:
+    """The profile of that name, or the one for this machine, which is then said on stderr.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name is None:
+        name = "standard" if torch.cuda.is_available() else "quick"
+        print(f"profile: {name} (--profile {' | '.join(PROFILES)})", file=sys.stderr)
+    if name not in PROFILES:
+        close = get_close_matches(name, PROFILES, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"unknown profile {name!r}{hint}; expected one of {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def lengths(
+    model: str,
+    factor: float | None,
+    length: int | None,
+    trained_length: int | None,
+    gguf_file: str | None,
+) -> tuple[int, ...]:
+    """Half the trained length, the trained length, its doubles up to the target, and the target.
+
+    Without a factor or length (methods that follow the length need none) up to twice of it.
+    """
+    config = read_config(demo.resolve(model), gguf_file=gguf_file)
+    geometries = read_geometries(config.get_text_config(decoder=True), trained_length)
+    trained = next(iter(geometries.values())).trained_length
+    target = length or round((factor or 2) * trained)
+    found = {trained // 2, trained, target}
+    doubled = 2 * trained
+    while doubled < target:
+        found.add(doubled)
+        doubled *= 2
+    return tuple(sorted(found))

@@ -1,0 +1,93 @@
+"""Seals `report.json`, so that accidents and edits are found out before it is read again.
+
+A digest in the file tells that the rest is what was written. It detects damage and changes by hand;
+it is no signature: whoever forges results can compute the digest of the forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+FORMAT = "rope_patch.eval/2"
+_NAME = FORMAT.split("/")[0]
+
+
+def sign(results: dict[str, Any]) -> dict[str, Any]:
+    """The results with their format and digest.
+
+    Args:
+        results: One run's results, or those of several as `{"runs": [...]}`.
+
+    Returns:
+        A copy that is strict JSON, with `format` and `digest`, the SHA-256 of the rest in its
+        canonical form: sorted keys, no spaces, infinities as strings.
+    """
+    body = strict({**results, "format": FORMAT})
+    body.pop("digest", None)
+    return {**body, "digest": _digest(body)}
+
+
+def verify(loaded: Any, where: str) -> dict[str, Any]:
+    """Checks what was read from a report's JSON.
+
+    Args:
+        loaded: The file's text or bytes, or what `json.loads` made of it.
+        where: The file's name, for errors.
+
+    Returns:
+        The results as `sign` got them, infinities still as strings that `float()` reads.
+
+    Raises:
+        ValueError: Not JSON; not one of these reports; of another version of the format; or changed
+            after it was written.
+    """
+    if isinstance(loaded, str | bytes):
+        try:
+            loaded = json.loads(loaded)
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON ({error}); expected a report.json") from error
+    if not isinstance(loaded, dict) or not _ours(loaded):
+        found = loaded.get("format") if isinstance(loaded, dict) else type(loaded).__name__
+        raise ValueError(
+            f"{where} is not a report of rope-patch eval: expected format {FORMAT!r}, got "
+            f"{found!r}; give the report.json that an evaluation wrote"
+        )
+    if loaded.get("format") != FORMAT:
+        raise ValueError(
+            f"{where} has the format {loaded.get('format', 'of before formats were named')!r}, "
+            f"expected {FORMAT!r}: run the evaluation again with this version of rope-patch, or "
+            f"read the file with the version that wrote it"
+        )
+    body = {key: value for key, value in loaded.items() if key != "digest"}
+    expected = _digest(body)
+    if loaded.get("digest") != expected:
+        raise ValueError(
+            f"{where} was changed after it was written: its contents have the digest {expected}, "
+            f"it says {loaded.get('digest')!r}; restore the file or run the evaluation again"
+        )
+    return {key: value for key, value in body.items() if key != "format"}
+
+
+def strict(value: Any) -> Any:
+    """JSON has no infinity: such numbers become strings that `float()` and `Number()` read."""
+    if isinstance(value, dict):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _ours(loaded: dict[str, Any]) -> bool:
+    if "format" in loaded:
+        return str(loaded["format"]).split("/")[0] == _NAME
+    return {"run", "methods"} <= loaded.keys()  # reports once had no format
+
+
+def _digest(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

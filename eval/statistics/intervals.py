@@ -1,0 +1,195 @@
+"""Confidence intervals of shares: of independent samples, and of samples that share texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the confidence interval around it.
+
+    Attributes:
+        estimate: The point estimate; NaN where there is none.
+        low: Lower bound.
+        high: Upper bound, `inf` where the data sets none.
+        n: How many units were measured.
+        effective_n: How many independent units tell as much.
+        failed: Units that failed and so say nothing; not part of `n`.
+        unit: What `n` counts: "samples", "documents" or "blocks".
+    """
+
+    estimate: float
+    low: float
+    high: float
+    n: float
+    effective_n: float
+    failed: int = 0
+    unit: str = "samples"
+
+    @property
+    def half_width(self) -> float:
+        """Half the distance of the bounds, which need not lie evenly around the estimate."""
+        return (self.high - self.low) / 2
+
+
+def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
+    """The score interval of a share (Wilson 1927).
+
+    Unlike the mean's standard error it does not vanish where every sample hits: 10 of 10 gives
+    [0.72, 1]. For scores between 0 and 1 it is conservative, as no variable on [0, 1] varies more
+    than a 0/1 variable of the same mean.
+
+    Args:
+        successes: Hits, or the sum of scores in 0..1; at most `n`.
+        n: Samples, or an effective number of them, not necessarily whole.
+        confidence: Two-sided level, between 0 and 1.
+
+    Raises:
+        ValueError: If there are no samples or more successes than samples.
+    """
+    if not n > 0 or not -1e-9 <= successes <= n * (1 + 1e-9):
+        raise ValueError(
+            f"expected n > 0 and 0 <= successes <= n, got {successes} of {n}; "
+            "give the sum of scores in 0..1 and their number"
+        )
+    share = min(max(successes / n, 0.0), 1.0)
+    z2 = float(special.ndtri(1 - tail(confidence))) ** 2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = math.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
+    low = 0.0 if share == 0 else centre - half  # exact where rounding would miss it
+    high = 1.0 if share == 1 else centre + half
+    return Interval(share, low, high, n, n)
+
+
+def accuracy(
+    scores: Sequence[float | None],
+    clusters: Sequence[Hashable] | None = None,
+    confidence: float = 0.95,
+) -> Interval:
+    """The mean score, with an interval that knows which samples share a text.
+
+    Samples on one text hit and miss together, so they tell less than as many independent ones
+    (Miller 2024, arXiv:2411.00640). The design effect, the variance by clusters (linearised, from
+    the clusters' summed residuals) over that of independent samples, divides n; the interval is
+    Wilson's on what remains (Dean & Pagano 2015). Few clusters make the design effect itself
+    uncertain, for which the effective n shrinks by Student's quantiles (Korn & Graubard 1998). It
+    stays between that of independent samples and that of texts whose samples all agree (for equal
+    clusters: their number). Where all scores are equal nothing shows how far samples agree, so the
+    latter is taken. No bound is better than a perfect result's on the same texts: else one miss,
+    which looks like independence, would raise the lower bound.
+
+    A failed sample is not a miss: it says nothing about the answer, so it leaves the estimate and
+    is counted in `failed`. Where failures may depend on the difficulty, read both.
+
+    Args:
+        scores: Scores in 0..1; None for samples that failed.
+        clusters: For each score which text it is from; None if all samples are independent.
+        confidence: Two-sided level, between 0 and 1.
+
+    Raises:
+        ValueError: If no sample was scored, a score is outside 0..1 or the lengths differ.
+    """
+    if clusters is not None and len(clusters) != len(scores):
+        raise ValueError(
+            f"expected a cluster for each of {len(scores)} scores, got {len(clusters)}; "
+            "give the text of every sample, failed ones too"
+        )
+    kept = [i for i, score in enumerate(scores) if score is not None]
+    if not kept:
+        raise ValueError(
+            f"expected at least one score, got {len(scores)} samples, all failed; "
+            "leave this measurement out or run it again"
+        )
+    values = checked([scores[i] for i in kept])
+    n = len(values)
+    effective, least = float(n), float(n)
+    if clusters is not None:
+        sums, sizes = cluster_sums(values, [clusters[i] for i in kept])
+        least = n * n / float((sizes**2).sum())
+        effective = least
+        if np.ptp(values) > 0 and len(sizes) > 1:
+            effective = min(max(_effective_n(sums, sizes, confidence), least), float(n))
+    mean = float(values.mean())
+    interval = wilson(mean * effective, effective, confidence)
+    perfect = wilson(least, least, confidence).low
+    low, high = min(interval.low, perfect), max(interval.high, 1 - perfect)
+    return Interval(mean, low, high, n, effective, failed=len(scores) - n)
+
+
+def needed(precision: float, confidence: float = 0.95, expected: float = 0.5) -> int:
+    """How many independent samples bring Wilson's half-width down to `precision`.
+
+    The half-width, set equal to the precision, is a quadratic equation in n.
+
+    Args:
+        precision: Half-width wanted, as a share (0.05 is five points).
+        confidence: Two-sided level, between 0 and 1.
+        expected: The share expected; 0.5 is the worst case and so always enough.
+
+    Raises:
+        ValueError: If the precision or the expected share is out of range.
+    """
+    if not precision > 0 or not 0 <= expected <= 1:
+        raise ValueError(
+            f"expected precision > 0 and expected in 0..1, got {precision} and {expected}; "
+            "give both as shares, 0.05 for five points"
+        )
+    if precision >= 0.5:
+        return 1
+    z2 = float(special.ndtri(1 - tail(confidence))) ** 2
+    square = precision**2
+    half_b = z2 * (square - expected * (1 - expected) / 2)
+    c = z2 * z2 * (square - 0.25)  # negative, so that just one root is positive
+    root = (-half_b + math.sqrt(half_b**2 - square * c)) / square
+    return max(1, math.ceil(root - 1e-9))
+
+
+def settled(interval: Interval, precision: float) -> bool:
+    """Whether the interval's half-width is within `precision`; a NaN never is."""
+    return interval.half_width <= precision * (1 + 1e-9)
+
+
+def tail(confidence: float) -> float:
+    """The probability left on either side of a two-sided interval."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"expected confidence between 0 and 1, got {confidence}; say 0.95")
+    return (1 - confidence) / 2
+
+
+def checked(scores: Sequence[float | None]) -> np.ndarray:
+    """Scores as float64 `[n]`.
+
+    Raises:
+        ValueError: If one is not in 0..1.
+    """
+    values = np.array(scores, dtype=float)
+    if not ((values >= 0) & (values <= 1)).all():
+        bad = values[~((values >= 0) & (values <= 1))][0]
+        raise ValueError(f"expected scores in 0..1, got {bad}; scale them, None if a sample failed")
+    return values
+
+
+def cluster_sums(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of values and the number of them in each cluster, both float64 `[clusters]`."""
+    numbers: dict[Hashable, int] = {}
+    index = [numbers.setdefault(cluster, len(numbers)) for cluster in clusters]
+    return np.bincount(index, weights=values), np.bincount(index).astype(float)
+
+
+def _effective_n(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> float:
+    """n over the design effect, less what few clusters cost; `inf` if clusters agree exactly."""
+    n, groups = sizes.sum(), len(sizes)
+    mean = sums.sum() / n
+    independent = n / (n - 1) * n * mean * (1 - mean)
+    by_cluster = groups / (groups - 1) * float(((sums - mean * sizes) ** 2).sum())
+    if by_cluster == 0:
+        return math.inf
+    upper = 1 - tail(confidence)
+    few = special.stdtrit(n - 1, upper) / special.stdtrit(groups - 1, upper)
+    return float(n * independent / by_cluster * few**2)

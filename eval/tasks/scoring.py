@@ -1,0 +1,61 @@
+"""How answers are scored; RULER's two rules for generated text, and likelihood."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# fmt: off
+NUMBERS = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+    "nineteen"
+]
+# fmt: on
+_TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand"
+# With what makes it another number: 7.5, 1,000 and twenty-one are none of 7, 1 and twenty.
+_NUMBER = re.compile(rf"\d+(?:[.,]\d+)*|\b(?:{'|'.join(NUMBERS)}|{_TENS})\b(?:-[a-z]+)?")
+
+
+def all_answers(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    """The share of the references that the text contains, in any case (string_match_all)."""
+    written = str(results[0]).lower()
+    found = [answer.lower() in written for answer in doc["answers"]]
+    return _generated(sum(found) / len(found), results[0])
+
+
+def any_answer(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    """1 if the text contains one of the references, in any case (string_match_part)."""
+    written = str(results[0]).lower()
+    return _generated(float(any(a.lower() in written for a in doc["answers"])), results[0])
+
+
+def first_number(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    """1 if the first number in the text is the reference (digits); it may be written as a word."""
+    found = _NUMBER.search(str(results[0]).lower())
+    number = found.group() if found else None
+    if number in NUMBERS:
+        number = str(NUMBERS.index(number))
+    return _generated(float(number in doc["answers"]), results[0])
+
+
+def likelihood(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    """1 if greedy decoding begins with the target, and the target's log-likelihood in nats."""
+    log_likelihood, greedy = results[0]
+    return {"score": float(greedy), "target_log_likelihood": float(log_likelihood)}
+
+
+def choice(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
+    """1 if the right choice is the likeliest, and its log-likelihood in nats."""
+    found = [float(log_likelihood) for log_likelihood, _ in results]
+    gold = int(doc["gold"])
+    right = all(found[gold] > other for i, other in enumerate(found) if i != gold)
+    return {"score": float(right), "target_log_likelihood": found[gold]}
+
+
+def _generated(score: float, response: Any) -> dict[str, float]:
+    scores = {"score": score}
+    # Our own language model scores the target from the same pass; lm-eval's others don't.
+    if (log_likelihood := getattr(response, "target_log_likelihood", None)) is not None:
+        scores["target_log_likelihood"] = log_likelihood
+    return scores

@@ -1,0 +1,364 @@
+"""The commands `eval`, `compare` and `report`."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rope_patch.cli.options import (
+    GGUF,
+    Dtype,
+    Factor,
+    Json,
+    Length,
+    Model,
+    Option,
+    TrainedLength,
+    numbers,
+    options,
+    split,
+)
+
+Samples = Annotated[
+    int | None, typer.Option(help="Retrieval samples at each length of each task.", min=1)
+]
+Precision = Annotated[
+    float | None,
+    typer.Option(
+        help="Take as many samples as it needs for accuracies known to plus or minus this, such as "
+        "0.05, with 95% confidence."
+    ),
+]
+MaxSamples = Annotated[int, typer.Option(help="What --precision stops at.", min=1)]
+Depths = Annotated[str, typer.Option(help="Where answers stand, in percent of the text.")]
+PerText = Annotated[
+    int | None,
+    typer.Option(
+        help="Samples that share a text, asked another question or at another depth; what they "
+        "share is read once, and intervals count them as the cluster that they are. One if left "
+        "out (five for _mc).",
+        min=1,
+    ),
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text", help="A long document for perplexity: a novel's name or a file; several."
+    ),
+]
+Documents = Annotated[
+    int | None, typer.Option(help="Excerpts of the texts; one of each if left out.", min=1)
+]
+Haystacks = Annotated[
+    list[str] | None,
+    typer.Option("--haystack", help="What prompts are made of: a novel's name or a file; several."),
+]
+Questions = Annotated[
+    Path | None,
+    typer.Option(help="Questions in SQuAD's format for rp_qa_1, instead of generated ones."),
+]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
+]
+Seed = Annotated[int, typer.Option(help="Another seed makes other samples.")]
+Folder = Annotated[
+    Path, typer.Option("--report", help="Folder for the report and everything measured.")
+]
+
+
+def evaluate(
+    model: Model,
+    method: Annotated[
+        list[str],
+        typer.Option(help="A method, or `none` for the model as it is; several are compared."),
+    ],
+    factor: Factor = None,
+    length: Length = None,
+    lengths: Annotated[
+        str, typer.Option(help="Lengths of the retrieval samples, in tokens, by commas.")
+    ] = "4096,8192",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="By commas: rp_ruler (RULER's 13 tasks), rp_hard (harder than needles), their "
+            "single tasks such as rp_niah_single_2, each with _ll for the answer's likelihood in "
+            "one forward pass instead of generation, some with _mc for the choice among answers; "
+            "rp_short (ordinary tasks); perplexity, "
+            "key_tokens (LongPPL), sliding, speed; any task of lm-eval whose data is at hand."
+        ),
+    ] = "rp_niah_single_2,perplexity",
+    samples: Samples = None,
+    precision: Precision = None,
+    max_samples: MaxSamples = 500,
+    depths: Depths = "10,50,90",
+    per_text: PerText = None,
+    controls: Annotated[
+        bool, typer.Option(help="Ask questions of texts without their answer, too.")
+    ] = False,
+    share: Annotated[
+        bool, typer.Option(help="Read what prompts begin with in common once.")
+    ] = True,
+    text: Texts = None,
+    documents: Documents = None,
+    haystack: Haystacks = None,
+    questions: Questions = None,
+    perplexity_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a document; the longest of --lengths if left out."),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens in one point of the perplexity curve.", min=1)
+    ] = None,
+    control_context: Annotated[
+        int | None,
+        typer.Option(
+            help="Context of the control, in tokens; half the trained length if left out.", min=2
+        ),
+    ] = None,
+    stride: Annotated[
+        int, typer.Option(help="Tokens scored in each window of sliding perplexity.", min=1)
+    ] = 256,
+    windows: Annotated[
+        int, typer.Option(help="Windows of sliding perplexity in each document.", min=1)
+    ] = 8,
+    short_samples: Annotated[
+        int, typer.Option(help="Samples of each ordinary short task.", min=1)
+    ] = 100,
+    trained_length: TrainedLength = None,
+    option: Option = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    gguf_file: GGUF = None,
+    seed: Seed = 42,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="vllm: print the lm_eval commands that run the same tasks on vLLM, with the "
+            "methods as configs that it reads, instead of running anything."
+        ),
+    ] = None,
+    report: Folder = Path("out"),
+    as_json: Json = False,
+) -> None:
+    """Measure what was asked for, for one method or several, and write a report.
+
+    Writes report.html (one file, no network), report.md, report.json, the figures, and lm-eval's
+    own results. The same command continues a run that was stopped, and tries again what failed.
+    Nothing is downloaded but the model: texts and samples come with the package. On several GPUs:
+    accelerate launch --no_python rope-patch eval ...
+
+    \b
+    Examples:
+      rope-patch eval demo --method none --method yarn --factor 2 --lengths 4096,12288
+      rope-patch eval ./my-model --method yarn --factor 4 --tasks perplexity --text book.txt
+      rope-patch eval ./my-model --method none,yarn --factor 4 --tasks rp_ruler --precision 0.05
+    """
+    _run(
+        report,
+        as_json,
+        engine=engine,
+        model=model,
+        methods=tuple(dict.fromkeys(split(",".join(method)))),
+        factor=factor,
+        length=length,
+        lengths=tuple(numbers("lengths", lengths, minimum=1)),
+        tasks=tuple(split(tasks)),
+        samples=samples,
+        precision=precision,
+        max_samples=max_samples,
+        depths=tuple(numbers("depths", depths, minimum=0)),
+        per_text=per_text,
+        controls=controls,
+        share=share,
+        texts=tuple(text or ["emma"]),
+        documents=documents,
+        haystacks=tuple(haystack or []),
+        questions=None if questions is None else str(questions),
+        perplexity_length=perplexity_length,
+        window=window,
+        control_context=control_context,
+        stride=stride,
+        windows=windows,
+        short_samples=short_samples,
+        trained_length=trained_length,
+        options=options(option),
+        dtype=dtype,
+        device_map=device_map,
+        gguf_file=gguf_file,
+        seed=seed,
+    )
+
+
+def compare(
+    model: Model,
+    methods: Annotated[
+        str,
+        typer.Option(help="Methods by commas; `none`, the model as it is, is always with them."),
+    ] = "none,linear,ntk,yarn,dynamic-yarn",
+    factor: Factor = None,
+    length: Length = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths in tokens, by commas; if left out, half the trained length, the trained "
+            "length, and its doubles up to the target."
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="quick: two tasks by likelihood and choice, for CPUs. standard: RULER's 13 tasks "
+            "and four harder ones, 50 samples each. paper: 500. Left out: standard where there is "
+            "a GPU, else quick."
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Other tasks than the profile's, as for `eval`.")
+    ] = None,
+    samples: Samples = None,
+    precision: Precision = None,
+    max_samples: MaxSamples = 500,
+    depths: Depths = "10,30,50,70,90",
+    per_text: PerText = 5,
+    share: Annotated[
+        bool, typer.Option(help="Read what prompts begin with in common once.")
+    ] = True,
+    text: Texts = None,
+    documents: Documents = None,
+    haystack: Haystacks = None,
+    questions: Questions = None,
+    trained_length: TrainedLength = None,
+    option: Option = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    gguf_file: GGUF = None,
+    seed: Seed = 42,
+    report: Folder = Path("out"),
+    as_json: Json = False,
+) -> None:
+    """Which extension to use: what each gains at length, what it costs at short, on one page.
+
+    Retrieval, perplexity, ordinary short tasks, speed and memory, for every method on the same
+    samples, with intervals and paired tests, and with the controls that show what the numbers are
+    worth. Needs --factor or --length unless all methods follow the length.
+
+    \b
+    Examples:
+      rope-patch compare demo --methods none,linear,yarn --factor 2 --lengths 4096,8192,12288
+      rope-patch compare ./my-model --factor 4 --precision 0.05 --report comparison
+    """
+    with _evaluation_installed():
+        from rope_patch.eval import profiles
+    chosen = profiles.choose(profile)
+    named = split(methods)
+    _run(
+        report,
+        as_json,
+        model=model,
+        methods=tuple(dict.fromkeys(["none", *named])),
+        factor=factor,
+        length=length,
+        lengths=tuple(numbers("lengths", lengths, minimum=1))
+        if lengths
+        else profiles.lengths(model, factor, length, trained_length, gguf_file),
+        tasks=tuple(split(tasks)) if tasks else chosen.tasks,
+        samples=samples or (None if precision else chosen.samples),
+        precision=precision,
+        max_samples=max_samples,
+        depths=tuple(numbers("depths", depths, minimum=0)),
+        per_text=per_text,
+        controls=True,
+        share=share,
+        texts=tuple(text or chosen.texts),
+        documents=documents,
+        haystacks=tuple(haystack or []),
+        questions=None if questions is None else str(questions),
+        short_samples=chosen.short_samples,
+        trained_length=trained_length,
+        options=options(option),
+        dtype=dtype,
+        device_map=device_map,
+        gguf_file=gguf_file,
+        seed=seed,
+    )
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of runs, or their report.json; several side by side."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report; the run's own if there is one run.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the report again from saved results, or one report of several runs.
+
+    Results are checked first: files of something else, of an older version, or that were changed
+    after they were written are refused with the reason.
+
+    \b
+    Examples:
+      rope-patch report out
+      rope-patch report runs/llama runs/qwen --out both
+    """
+    with _evaluation_installed():
+        from rope_patch.eval import report as reporting
+        from rope_patch.eval import signing
+    if len(runs) > 1 and out is None:
+        raise ValueError("a report of several runs needs a folder of its own: give --out FOLDER")
+    results = [found for run in runs for found in _saved(run, signing.verify)]
+    folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
+    page = reporting.write_report(results[0] if len(results) == 1 else results, folder)
+    print((folder / "report.json").read_text(encoding="utf-8") if as_json else page)
+
+
+def _saved(run: Path, verify: Any) -> list[dict[str, Any]]:
+    """The results of a run's folder or file, or of the runs that a report was made of."""
+    path = run / "report.json" if run.is_dir() else run
+    if not path.is_file():
+        raise ValueError(
+            f"there is no {path}: expected the folder of a finished evaluation, or its report.json"
+        )
+    found = verify(path.read_bytes(), str(path))
+    return found.get("runs") or [found]
+
+
+def _run(folder: Path, as_json: bool, engine: str | None = None, **request: Any) -> None:
+    with _evaluation_installed():
+        from rope_patch.eval.evaluating import evaluate
+        from rope_patch.eval.request import Request
+    command = shlex.join(["rope-patch", *sys.argv[1:]])
+    asked = Request(**request, folder=folder, command=command)
+    if engine is not None:
+        from rope_patch.eval import engines
+
+        print("\n\n".join(engines.commands(engine, asked)))
+        return
+    try:
+        evaluate(asked)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from here", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if as_json:
+        print((folder / "report.json").read_text(encoding="utf-8"), end="")
+    else:
+        print(f"{folder / 'report.html'}")
+
+
+@contextlib.contextmanager
+def _evaluation_installed() -> Iterator[None]:
+    """Turns a missing package into what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which evaluation needs: pip install 'rope-patch[eval]'"
+        ) from error

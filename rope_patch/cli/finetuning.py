@@ -1,0 +1,62 @@
+"""The command `finetune`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def finetune(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="The recipe, a YAML file; recipes/configs has some.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what memory it takes, and train nothing.")
+    ] = False,
+    loop: Annotated[
+        bool,
+        typer.Option("--loop", help="By the plain accelerate loop instead of the Trainer."),
+    ] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key a recipe can have.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout.")] = False,
+) -> None:
+    """Fine-tune a model for a longer context, as a recipe says; its keys can be overridden.
+
+    Any key of a recipe goes on the command line as --key value: model, method, factor or length,
+    data, train_length, max_steps or tokens, learning_rate, lora_rank, loss, resume, output_dir,
+    report_to, retrieval_steps, ..., and those of transformers' TrainingArguments. The finished
+    model is in OUTPUT_DIR/model, the loss curve in OUTPUT_DIR/log.jsonl, everything that was
+    resolved in OUTPUT_DIR/recipe.yaml. For several GPUs give the same to accelerate launch:
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py --config ...
+
+    \b
+    Examples:
+      rope-patch finetune --config recipes/configs/smoke_cpu.yaml
+      rope-patch finetune --config recipes/configs/yarn_64k.yaml --plan
+      rope-patch finetune --config recipes/configs/yarn_64k.yaml --resume auto
+    """
+    try:
+        from rope_patch.recipes import finetune as recipe
+        from rope_patch.recipes.settings import usable_keys
+
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which recipes need: pip install 'rope-patch[train]'"
+        ) from error
+    if keys:
+        listed = usable_keys()
+        width = max(map(len, listed))
+        print("\n".join(f"{key:<{width}}  {about}" for key, about in listed.items()))
+        return
+    given = [] if config is None else ["--config", str(config)]
+    flags = {"--plan": plan, "--loop": loop, "--json": as_json}
+    given += [flag for flag, on in flags.items() if on]
+    try:
+        recipe.main([*given, *context.args])
+    except KeyboardInterrupt:
+        print("stopped; --resume auto goes on from the last checkpoint", file=sys.stderr)
+        raise typer.Exit(130) from None

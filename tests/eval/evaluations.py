@@ -1,0 +1,117 @@
+"""Small evaluations of the tiny trained model, in this process and in ones that can be killed."""
+
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+from accelerate import PartialState
+
+from rope_patch.eval import files
+from rope_patch.eval.answers import Answers
+from rope_patch.eval.evaluating import evaluate
+from rope_patch.eval.request import Request
+
+TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
+TASKS = ("rp_niah_single_2", "rp_json_kv_ll", "perplexity", "rp_short_cloze")
+_fork = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
+
+
+def request(folder, **changes):
+    """Two methods, two lengths, two depths of one text each."""
+    asked = Request(
+        model=TINY,
+        methods=("none", "yarn"),
+        factor=4,
+        lengths=(336, 448),
+        depths=(20, 80),
+        per_text=2,
+        tasks=TASKS,
+        window=32,
+        short_samples=3,
+        folder=folder,
+    )
+    return replace(asked, **changes)
+
+
+def numbers(results):
+    """What has to be the same whenever and by however many processes it is measured."""
+    return {
+        part: results[part] for part in ("methods", "perplexity", "retrieval", "control", "short")
+    }
+
+
+def lines(folder):
+    """Every whole line of all files of answers: keys, and whether it is a failure."""
+    found = []
+    for path in sorted((folder / "cache").glob("answers-*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue  # cut by a kill
+            found.append((entry["key"], "error" in entry["answer"]))
+    return found
+
+
+def killed(asked, answers=None, pieces=None):
+    """Runs an evaluation that is killed after so many answers or pieces were written."""
+    process = _fork.Process(target=_until, args=(asked, answers, pieces))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _until(asked, answers, pieces):
+    _count(Answers, "put", answers)
+    _count(files, "write_json", pieces)
+    evaluate(asked)
+
+
+def _count(owner, name, most):
+    """Kills this process after so many calls."""
+    original, calls = getattr(owner, name), []
+
+    def counted(*args):
+        original(*args)
+        calls.append(1)
+        if len(calls) == most:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, counted)
+
+
+def together(asked, port, size=2, patience=100):
+    """Runs an evaluation in several processes, as torchrun would start them; their results."""
+    queue = _fork.Queue()
+    running = [
+        _fork.Process(target=_one_of, args=(asked, port, rank, size, queue)) for rank in range(size)
+    ]
+    try:
+        for process in running:
+            process.start()
+        found = dict(queue.get(timeout=patience) for _ in running)
+        for process in running:
+            process.join(10)
+    finally:
+        for process in running:
+            process.kill()
+    return [found[rank] for rank in range(size)]
+
+
+def _one_of(asked, port, rank, size, queue):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    PartialState._reset_state()  # of the process that this one was forked from
+    try:
+        queue.put((rank, evaluate(asked)))
+    except BaseException as error:
+        queue.put((rank, error))

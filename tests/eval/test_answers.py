@@ -1,0 +1,139 @@
+"""Answers on the disk: what a kill leaves behind, and what several processes write."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from rope_patch.eval.answers import Answers, key_of
+
+
+def lines(folder, rank=0):
+    return (folder / f"answers-{rank}.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def test_an_answer_is_kept_and_read_again(tmp_path):
+    answers = Answers(tmp_path / "new")
+    assert not answers.done("k")
+    answers.put("k", {"text": "é\n", "log_likelihood": -1 / 3})
+    for found in (answers, Answers(tmp_path / "new")):
+        assert found.done("k")
+        assert found["k"] == {"text": "é\n", "log_likelihood": -1 / 3}  # every bit of it
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answers = Answers()
+    answers.put("k", {"text": "1"})
+    answers.reload()
+    assert answers["k"] == {"text": "1"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_is_kept_and_not_done_until_there_is_an_answer(tmp_path):
+    answers = Answers(tmp_path)
+    answers.put("k", {"error": "no"})
+    assert not answers.done("k")
+    assert Answers(tmp_path)["k"] == {"error": "no"}
+    Answers(tmp_path, rank=1).put("k", {"text": "1"})
+    assert Answers(tmp_path)["k"] == {"text": "1"}
+    answers.reload()
+    assert answers.done("k")
+
+
+def test_an_answer_is_never_replaced_by_a_later_failure_or_answer(tmp_path):
+    Answers(tmp_path, rank=0).put("k", {"text": "first"})
+    for answer in ({"error": "no"}, {"text": "second"}):
+        with (tmp_path / "answers-1.jsonl").open("a") as file:
+            file.write(json.dumps({"key": "k", "answer": answer}) + "\n")
+    assert Answers(tmp_path)["k"] == {"text": "first"}
+
+
+@pytest.mark.parametrize("left", range(1, 40))
+def test_a_line_cut_anywhere_is_no_answer_and_spoils_no_other(tmp_path, left):
+    """`left` characters of the second line are on the disk when the process is killed."""
+    answers = Answers(tmp_path)
+    answers.put("a", {"text": "one"})
+    answers.put("b", {"text": "two"})
+    first, second = lines(tmp_path)
+    cut = second[: min(left, len(second) - 2)]  # not even the last brace
+    (tmp_path / "answers-0.jsonl").write_bytes(first + cut)
+    again = Answers(tmp_path)
+    assert again.done("a")
+    assert not again.done("b")
+    again.put("c", {"text": "three"})
+    again.put("b", {"text": "two"})
+    last = Answers(tmp_path)
+    assert [last[key]["text"] for key in "abc"] == ["one", "two", "three"]
+    assert lines(tmp_path)[2:] == [b'{"key": "c", "answer": {"text": "three"}}\n', second]
+
+
+def test_a_whole_line_without_its_end_is_an_answer(tmp_path):
+    answers = Answers(tmp_path)
+    answers.put("a", {"text": "one"})
+    (tmp_path / "answers-0.jsonl").write_bytes(lines(tmp_path)[0].rstrip(b"\n"))
+    again = Answers(tmp_path)
+    assert again.done("a")
+    again.put("b", {"text": "two"})
+    assert Answers(tmp_path).done("a")
+    assert Answers(tmp_path).done("b")
+
+
+def test_other_things_in_the_file_are_passed_over(tmp_path):
+    junk = b'[1]\n"k"\n3\nnull\n{"key": "x"}\n{"key": "y", "answer": 3}\n\xff\xfe\n\n'
+    (tmp_path / "answers-0.jsonl").write_bytes(junk)
+    answers = Answers(tmp_path)
+    answers.put("k", {"text": "1"})
+    assert Answers(tmp_path).done("k")
+    assert not Answers(tmp_path).done("x")
+    assert not Answers(tmp_path).done("y")
+
+
+def _write_until_killed(folder):
+    answers = Answers(folder)
+    for i in range(10**6):
+        answers.put(str(i), {"text": "x" * 200})
+        if i == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_every_answer_is_on_the_disk_when_put_returns(tmp_path):
+    process = multiprocessing.get_context("fork").Process(
+        target=_write_until_killed, args=(tmp_path,)
+    )
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    answers = Answers(tmp_path)
+    assert all(answers.done(str(i)) for i in range(21))
+
+
+def test_keys_tell_everything_apart_and_know_no_order_of_names():
+    parts = [
+        ({"weights": "w", "method": None}, "generate", [1, 2], [3], 8, ("\n",)),
+        ({"weights": "v", "method": None}, "generate", [1, 2], [3], 8, ("\n",)),
+        (
+            {"weights": "w", "method": ["yarn", {"factor": 4.0}]},
+            "generate",
+            [1, 2],
+            [3],
+            8,
+            ("\n",),
+        ),
+        (
+            {"weights": "w", "method": ["yarn", {"factor": 2.0}]},
+            "generate",
+            [1, 2],
+            [3],
+            8,
+            ("\n",),
+        ),
+        ({"weights": "w", "method": None}, "generate", [1], [2, 3], 8, ("\n",)),
+        ({"weights": "w", "method": None}, "generate", [1, 2], [3], 9, ("\n",)),
+        ({"weights": "w", "method": None}, "generate", [1, 2], [3], 8, ()),
+        ({"weights": "w", "method": None}, "loglikelihood", [1, 2], [3]),
+    ]
+    assert len({key_of(*part) for part in parts}) == len(parts)
+    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})

@@ -1,0 +1,166 @@
+"""The report in a real browser: nothing fails, all is drawn, filters and tooltips work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_results import results
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+playwright = pytest.importorskip("playwright.sync_api")
+
+from rope_patch.eval.report import write_report  # noqa: E402
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), "")
+pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium in PATH")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    first, second = results(), results()
+    second["run"] |= {"name": "Other-2B", "weights": "others"}
+    second["methods"] = second["methods"][:2]
+    second["retrieval"] = second["retrieval"][:1]
+    return write_report([first, second], tmp_path_factory.mktemp("report")).as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def open_page(browser: Any, address: str) -> Iterator[Any]:
+    """Opens the report, and checks in the end that nothing went wrong in it."""
+    contexts: list[Any] = []
+    wrong: list[str] = []
+
+    def opened(**options: Any) -> Any:
+        options.setdefault("viewport", {"width": 1200, "height": 900})
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda said: wrong.append(said.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda r: None if r.url == address else wrong.append(r.url))
+        page.goto(address)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("width", [1200, 375])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_figure_is_drawn_and_nothing_overflows(
+    open_page: Any, width: int, scheme: str
+) -> None:
+    page = open_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    kind = "wide" if width > 640 else "narrow"
+    boxes = [figure.bounding_box() for figure in page.locator(f"figure .{kind} svg").all()]
+    assert len(boxes) == 10
+    assert all(box["width"] > 300 and box["height"] > 150 for box in boxes)
+    paths = "e => e.querySelectorAll('path').length"
+    assert all(f.evaluate(paths) > 5 for f in page.locator(f"figure .{kind} svg").all())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    shown = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, shown.removeprefix("rgb(").removesuffix(")").split(","))) > 384
+    assert light == (scheme == "light")
+
+
+def test_filters_hide_methods_and_tasks_everywhere(open_page: Any) -> None:
+    page = open_page()
+    said = page.get_by_role("status")
+    assert said.inner_text() == "Showing 3 of 3 methods and 3 of 3 tasks."
+
+    def visible(selector: str) -> int:
+        return sum(found.is_visible() for found in page.locator(selector).all())
+
+    rows = page.locator("tr", has_text="yarn ×2").first
+    before = visible("svg [data-method]")
+    assert rows.is_visible()
+    page.get_by_label("yarn ×2").uncheck()
+    assert said.inner_text() == "Showing 2 of 3 methods and 3 of 3 tasks."
+    assert not rows.is_visible()
+    assert visible("svg [data-method]") < before
+    assert page.locator("tr", has_text="linear ×2").first.is_visible()
+
+    head = page.locator("tr.rows", has_text="vt")
+    assert head.is_visible()
+    page.get_by_label("vt", exact=True).uncheck()
+    assert not head.is_visible()
+    maps = page.get_by_role("heading", name="niah_single_1")
+    assert maps.first.is_visible()
+    page.get_by_label("niah_single_1").focus()
+    page.keyboard.press("Space")
+    assert not maps.first.is_visible()
+    page.get_by_role("button", name="Show all").click()
+    page.wait_for_function("document.querySelectorAll('.filtered').length === 0")
+    assert said.inner_text() == "Showing 3 of 3 methods and 3 of 3 tasks."
+
+
+def test_tooltips_follow_pointer_and_keyboard(open_page: Any) -> None:
+    page = open_page()
+    tip = page.get_by_role("tooltip")
+    cell = page.locator(".heat td[data-tip]").first
+    assert not tip.is_visible()
+    cell.scroll_into_view_if_needed()
+    page.wait_for_timeout(100)  # scrolling hides tooltips
+    cell.hover()
+    assert "right at depth 10% of 2,048 tokens" in tip.inner_text()
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    page.mouse.move(0, 0)
+
+    cell.focus()
+    assert tip.is_visible()
+    assert cell.get_attribute("aria-describedby") == tip.get_attribute("id")
+    page.keyboard.press("ArrowRight")
+    assert "of 4,096 tokens" in tip.inner_text()
+    page.keyboard.press("ArrowDown")
+    assert "at depth 50% of 4,096 tokens" in tip.inner_text()
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+    page.keyboard.press("ArrowUp")
+    assert "at depth 10% of 4,096 tokens" in tip.inner_text()
+    box = tip.bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 1200
+
+
+def test_each_table_is_one_stop_for_the_keyboard(open_page: Any) -> None:
+    page = open_page()
+    stops = "t => t.querySelectorAll('[tabindex=\"0\"]').length"
+    assert {table.evaluate(stops) for table in page.locator(".heat").all()} == {1}
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the results"
+
+
+def test_without_scripts_everything_is_there(open_page: Any) -> None:
+    page = open_page(java_script_enabled=False)
+    assert page.locator("form").count() == 1
+    assert not page.locator("form").is_visible()
+    assert "right at depth 10%" in page.locator(".heat td[title]").first.get_attribute("title")
+    assert page.locator("tr", has_text="yarn ×2").first.is_visible()
+
+
+def test_it_prints(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(color_scheme="dark")
+    page.emulate_media(media="print")
+    assert not page.locator("form").is_visible()
+    width = page.evaluate("document.querySelector('main').clientWidth")
+    assert width > 500
+    pdf = page.pdf(format="A4")
+    assert pdf.startswith(b"%PDF")
+    pages = pdf.count(b"/Type /Page\n") or pdf.count(b"/Type /Page ") or pdf.count(b"/Type/Page")
+    assert pages > 3

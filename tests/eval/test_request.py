@@ -1,0 +1,111 @@
+"""What cannot be done is said before anything is read or written."""
+
+import re
+
+import pytest
+from evaluations import TINY, request
+
+from rope_patch.eval import profiles
+from rope_patch.eval.evaluating import evaluate
+from rope_patch.eval.request import Request
+from rope_patch.eval.session import Session
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": ()}, "at least one task, one method and one length"),
+        ({"methods": ()}, "at least one task, one method and one length"),
+        ({"lengths": ()}, "at least one task, one method and one length"),
+        ({"tasks": ("rp_niah_singel_2",)}, "did you mean 'rp_niah_single_2'"),
+        ({"tasks": ("rp_rulr",)}, "did you mean 'rp_ruler'"),
+        ({"tasks": ("rp_short_clozes",)}, "did you mean 'rp_short_cloze'"),
+        ({"tasks": ("no such task of anybody",)}, "no such task of anybody"),
+        ({"methods": ("yran",)}, "did you mean 'yarn'"),
+        ({"factor": None}, "exactly one of factor and length"),
+        ({"length": 512}, "exactly one of factor and length"),
+        ({"options": {"beta_fsat": 1}}, "has the option 'beta_fsat'"),
+        ({"samples": 0}, "samples must be at least 1, got 0"),
+        ({"documents": 0}, "documents must be at least 1, got 0"),
+        ({"max_samples": 0}, "max_samples must be at least 1, got 0"),
+        ({"per_text": 0}, "per_text must be at least 1, got 0"),
+        ({"precision": 0.0}, "above 0 and below 0.5"),
+        ({"precision": 5.0}, "above 0 and below 0.5"),
+        ({"lengths": (64,), "tasks": ("rp_niah_single_2",)}, "too short for rp_niah_single_2"),
+        ({"depths": (120,), "tasks": ("rp_niah_single_2",)}, "percentages from 0 to 100"),
+        ({"control_context": 8}, "longer than the window"),
+        ({"window": 100}, "multiple of 64 tokens"),
+        ({"tasks": ("sliding",), "stride": 336}, "longer than the 336 tokens scored"),
+        ({"tasks": ("speed",), "methods": ("yarn",)}, "give at least two methods"),
+        ({"texts": ("no-such-book",)}, "no text 'no-such-book'"),
+        ({"haystacks": ("emm",)}, "did you mean 'emma'"),
+        ({"perplexity_length": 10**7}, "10,000,000 are needed"),
+        ({"model": "/no/such/model"}, "no such folder"),
+        ({"dtype": "float33"}, "dtype must be one of auto, float32"),
+        (
+            {"questions": "/no/such/file.json", "tasks": ("rp_qa_1",), "lengths": (4096,)},
+            "file.json",
+        ),
+    ],
+)
+def test_bad_requests_read_no_weights_and_write_nothing(tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(Session, "load", lambda _: pytest.fail("weights were read"))
+    folder = tmp_path / "out"
+    with pytest.raises((ValueError, OSError), match=re.escape(message)):
+        evaluate(request(folder, **changes))
+    assert not folder.exists()
+
+
+def test_tasks_are_told_apart():
+    asked = Request(
+        model=TINY,
+        methods=("none",),
+        tasks=("rp_ruler", "rp_vt", "perplexity", "rp_short", "rp_copy_ll", "lambada"),
+    )
+    assert len(asked.retrieval) == 14  # RULER's 13, of which rp_vt is one, and rp_copy_ll
+    assert asked.retrieval[-1] == "rp_copy_ll"
+    assert len(asked.short) == 5
+    assert asked.harness == ["lambada"]
+    twice = Request(model=TINY, methods=("none",), tasks=("rp_short", "rp_short_cloze"))
+    assert twice.short.count("rp_short_cloze") == 1
+
+
+def test_the_longest_sample_or_document_counts():
+    asked = Request(model=TINY, methods=("none",), lengths=(512, 1024))
+    assert asked.longest == 1024
+    assert Request(model=TINY, methods=("none",), perplexity_length=9999).longest == 9999
+
+
+def test_options_go_to_the_methods_that_have_them():
+    asked = Request(model=TINY, methods=("yarn", "ntk"), factor=2, options={"beta_fast": 16})
+    assert asked.patch_arguments("yarn")["beta_fast"] == 16
+    assert "beta_fast" not in asked.patch_arguments("ntk")
+
+
+def test_profiles_are_chosen_by_name_or_machine(capsys):
+    assert profiles.choose("paper").samples == 500
+    with pytest.raises(ValueError, match=r"unknown profile 'standrad' .*did you mean 'standard'"):
+        profiles.choose("standrad")
+    assert profiles.choose(None) in profiles.PROFILES.values()
+    assert "profile: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", profiles.PROFILES)
+def test_a_profiles_tasks_all_exist(name):
+    profile = profiles.PROFILES[name]
+    asked = Request(model=TINY, methods=("none",), tasks=profile.tasks)
+    assert asked.harness == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((2.0, None, None), (128, 256, 512)),
+        ((None, 700, None), (128, 256, 512, 700)),
+        ((8.0, None, 128), (64, 128, 256, 512, 1024)),
+        ((None, None, None), (128, 256, 512)),
+        ((None, 256, None), (128, 256)),
+    ],
+)
+def test_lengths_go_from_half_the_trained_one_to_the_target(given, expected):
+    assert profiles.lengths(TINY, *given, None) == expected

@@ -1,0 +1,192 @@
+"""What all retrieval tasks have in common: lengths, depths, texts that samples share."""
+
+import random
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from rope_patch.eval import texts
+from rope_patch.eval.tasks import samples
+from rope_patch.eval.tasks.samples import Draft
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+
+
+class Letters:
+    """A tokenizer of one token a character, that remembers what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        self.asked.append(text)
+        return type("Encoding", (), {"input_ids": [*text]})
+
+
+def drafts(unit, head="Q", prefix="A"):
+    """Draws samples of `unit(i)`s, each with an own key before them."""
+
+    def draw(text):
+        keys = [str(text.rng.randint(10, 99)) for _ in text.depths]
+        return [
+            Draft(
+                prompt=lambda n, k=key: head + k + "".join(unit(i) for i in range(n)),
+                prefix=prefix,
+                answers=[key],
+                target=key,
+                depth=depth,
+            )
+            for key, depth in zip(keys, text.depths, strict=True)
+        ]
+
+    return draw
+
+
+def build(draw, tokenizer=None, room=5, **kwargs):
+    built = samples.build(draw, "toy", room, tokenizer=tokenizer or Letters(), **kwargs)
+    return built["test"].to_list()
+
+
+UNITS = {
+    "one token": lambda i: "x",
+    "three tokens": lambda i: "xyz",
+    "longer than the length": lambda i: "x" * 5000,
+    "ever longer": lambda i: "x" * (1 + i),
+    "ever shorter": lambda i: "x" * max(1, 200 - i),
+    "very uneven": lambda i: "x" * (400 if i % 7 == 3 else 1),
+    "short, then long": lambda i: "x" * (1 if i < 300 else 90),
+    "long, then short": lambda i: "x" * (90 if i < 20 else 1),
+    "of any size": lambda i: "x" * random.Random(i).randint(1, 60),
+}
+
+
+@pytest.mark.parametrize("length", [10, 11, 12, 64, 777, 2048, 4096])
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+def test_as_many_units_as_fit(unit, length):
+    """The longest that fits, found by trying every number of them."""
+    (row,) = build(drafts(unit), length=length, samples=1)
+    sizes = [5 + len("Q12 A")]
+    while sizes[-1] <= length:
+        sizes.append(sizes[-1] + len(unit(len(sizes) - 1)))
+    assert row["tokens"] == sizes[-2]
+    assert len(f"{row['input']} {row['gen_prefix']}") + 5 == row["tokens"]
+
+
+@pytest.mark.parametrize("length", [4096, 131072])
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+def test_the_number_of_units_is_found_in_few_guesses(unit, length):
+    tokenizer = Letters()
+    build(drafts(unit), tokenizer, length=length, samples=1)
+    # Even units need five or six; what no rule fits is halved after a dozen.
+    even = unit in (UNITS["one token"], UNITS["three tokens"])
+    assert len(tokenizer.asked) <= (8 if even else 12 + 17 + 3)
+
+
+def test_a_text_that_does_not_fit_is_refused():
+    build(drafts(UNITS["one token"]), length=10, samples=1)
+    with pytest.raises(ValueError, match=r"9 tokens is too short for toy: .* take 10"):
+        build(drafts(UNITS["one token"]), length=9, samples=1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"depths": (50, 101)}, "percentages from 0 to 100"),
+        ({"depths": (-1,)}, "percentages from 0 to 100"),
+        ({"depths": ()}, "at least one depth"),
+        ({"per_text": 0}, "at least 1 sample"),
+    ],
+)
+def test_impossible_samples_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build(drafts(UNITS["one token"]), **kwargs)
+
+
+def test_depths_take_turns_over_texts_that_samples_share():
+    built = build(drafts(UNITS["one token"]), length=99, depths=(0, 50, 100), samples=8, per_text=2)
+    assert [row["depth"] for row in built] == [0, 50, 100, 0, 50, 100, 0, 50]
+    assert [row["text"] for row in built] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({row["id"] for row in built}) == 8
+    assert len(build(drafts(UNITS["one token"]), length=99, depths=(0, 50))) == 2
+
+
+def test_samples_of_one_text_get_the_filler_of_the_longest():
+    def draw(text):
+        return [
+            Draft(prompt=lambda n, q=q: q + "x" * n, prefix="A", answers=[q], target=q)
+            for q in ("short", "the longest question", "a longer one")
+        ]
+
+    built = build(draw, length=200, samples=3, per_text=3)
+    assert {row["input"].count("x") - row["answers"][0].count("x") for row in built} == {
+        built[1]["input"].count("x")
+    }
+    assert [row["tokens"] for row in built] == [185, 200, 192]
+    assert {row["depth"] for row in built} == {None}
+
+
+def test_a_sample_depends_on_seed_task_length_and_its_number_alone():
+    def build_toy(**kwargs):
+        return build(drafts(UNITS["one token"]), **({"length": 300, "samples": 6} | kwargs))
+
+    random.seed(1)
+    before = random.getstate()
+    all_of_them = build_toy(per_text=2)
+    assert random.getstate() == before
+    random.seed(2)
+    assert build_toy(per_text=2, samples=3) == all_of_them[:3]
+    for change in ({"seed": 1}, {"length": 301}):
+        assert [r["target"] for r in build_toy(per_text=2, **change)] != [
+            row["target"] for row in all_of_them
+        ]
+
+
+def test_what_a_draft_function_gets():
+    seen = []
+
+    def draw(text):
+        seen.append(text)
+        return drafts(UNITS["one token"])(text)
+
+    build(
+        draw, length=100, samples=3, depths=(5, 6), per_text=3, planted=False, hops=4, text="emma"
+    )
+    (text,) = seen
+    assert (text.length, text.depths, text.planted) == (100, [5, 6, 5], False)
+    assert (text.texts, text.options) == (("emma",), {"hops": 4})
+    build(draw, length=100, samples=1)
+    assert seen[-1].texts == tuple(texts.names())
+
+
+def test_words_go_on_from_anywhere_and_begin_again_at_the_end(tmp_path):
+    file = tmp_path / "short.txt"
+    file.write_text("one two\nthree  four")
+    text = samples.Text(
+        rng=random.Random(0), length=9, depths=[0], planted=True, texts=(str(file),), options={}
+    )
+    circle = ["one", "two", "three", "four"]
+    starts = set()
+    for _ in range(30):
+        words = text.words()
+        found = words(11)
+        start = circle.index(found[0])
+        starts.add(start)
+        assert found == [circle[(start + i) % 4] for i in range(11)]
+        assert words(2) == found[:2]
+        assert words(0) == []
+    assert starts == {0, 1, 2, 3}
+
+
+def test_the_tokenizer_may_be_named_as_such_or_as_the_model():
+    by_object = build(drafts(UNITS["one token"]), AutoTokenizer.from_pretrained(TINY), length=200)
+    draw = drafts(UNITS["one token"])
+    for named in ({"tokenizer": str(TINY)}, {"pretrained": str(TINY)}):
+        assert samples.build(draw, "toy", 5, length=200, **named)["test"].to_list() == by_object
+
+
+def test_the_target_is_counted_as_it_follows_the_prefix():
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    for row in build(drafts(UNITS["three tokens"]), tokenizer, length=100):
+        ids = tokenizer(f" {row['target']}", add_special_tokens=False).input_ids
+        assert row["target_tokens"] == len(ids)

@@ -1,0 +1,242 @@
+"""The short tasks: right choices are right, wrong ones wrong, by rules of this file."""
+
+import random
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from tiny_models import make_model
+from transformers import AutoTokenizer
+
+from rope_patch.eval import texts
+from rope_patch.eval.tasks import short
+from rope_patch.eval.tasks.short import tables
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+NAMES = short.names()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@cache
+def rows(name, **metadata):
+    config = short.config(f"rp_short_{name}")
+    return config["custom_dataset"](**config["metadata"] | metadata)["test"].to_list()
+
+
+def right(row):
+    return row["choices"][row["gold"]]
+
+
+def wrong(row):
+    return [choice for i, choice in enumerate(row["choices"]) if i != row["gold"]]
+
+
+def test_the_group_has_every_task_that_has_a_file():
+    (folder,) = find_spec("rope_patch.eval.tasks.short").submodule_search_locations
+    assert sorted({f.stem for f in Path(folder).glob("*.yaml")} - {short.GROUP}) == NAMES
+
+
+def test_an_unknown_task_is_refused_with_the_names_of_those_there_are():
+    with pytest.raises(ValueError, match=r"no short task 'rp_short_poems': expected .*cloze"):
+        short.config("rp_short_poems")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_choices_are_distinct_and_chance_is_what_the_metadata_says(name):
+    built = rows(name.removeprefix("rp_short_"))
+    assert len(built) == 100
+    chance = short.config(name)["metadata"]["chance"]
+    for row in built:
+        assert len(set(row["choices"])) == len(row["choices"]) == 1 / chance
+    places = [row["gold"] for row in built]
+    assert {places.count(place) for place in range(round(1 / chance))} == {100 * chance}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_choice_begins_another_nor_does_a_question_come_twice(name):
+    built = rows(name.removeprefix("rp_short_"))
+    assert len({(row["input"], right(row)) for row in built}) == len(built)
+    if name != "rp_short_arithmetic":  # numbers end where they end: 5 and 52 are as they are
+        for row in built:
+            for choice in row["choices"]:
+                assert not any(c != choice and c.startswith(choice) for c in row["choices"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_questions_are_the_same_in_any_number_and_whatever_came_before(name):
+    task = name.removeprefix("rp_short_")
+    random.seed(7)
+    some = rows(task, samples=9)
+    random.seed(8)
+    state = random.getstate()
+    assert rows(task, samples=20)[:9] == some
+    assert random.getstate() == state
+    assert rows(task, samples=9, seed=1) != some
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_are_short_ones(tokenizer, name):
+    """The tiny tokenizer cuts words in many more tokens than a real one does."""
+    for row in rows(name.removeprefix("rp_short_")):
+        words = len(row["input"].split())
+        assert 10 <= words <= 200
+        assert 30 <= len(tokenizer(row["input"]).input_ids) <= 512
+
+
+def test_sums_and_differences_are_right_and_misses_near():
+    for row in rows("arithmetic"):
+        *solved, asked = row["input"].splitlines()
+        for line in solved:
+            problem, result = line.split(" = ")
+            assert eval(problem) == int(result)
+        problem = asked.removesuffix(" =")
+        assert problem not in "\n".join(solved)
+        assert eval(problem) == int(right(row))
+        assert all(0 < abs(int(miss) - int(right(row))) <= 10 for miss in wrong(row))
+
+
+def test_the_last_word_and_its_decoys_stand_earlier_in_the_passage_which_is_the_novels():
+    novels = [" ".join(texts.words(name)) for name in texts.names()]
+    for row in rows("cloze", samples=40):
+        passage, answer = row["input"], right(row)
+        assert any(f"{passage} {answer} " in novel for novel in novels)
+        for choice in row["choices"]:
+            assert re.search(rf"(?<!\w){choice[:-1]}(?!\w)", passage)
+            assert choice[-1] == answer[-1]
+
+
+WOMEN = {"Mary", "Susan", "Julia", "Helen", "Laura", "Emma", "Alice", "Martha"}
+
+
+def is_many(noun):
+    return noun.endswith("s")
+
+
+# How each kind of sentence is known, and what holds for its words where it is right.
+GRAMMAR = {
+    r"The (\w+) that belonged .* (was|were) very": lambda n, v: is_many(n) == (v == "were"),
+    r"The (\w+) that the .* (is|are) always": lambda n, v: is_many(n) == (v == "are"),
+    r".* said that (\w+) had .*(him|her)self": lambda n, s: (n in WOMEN) == (s == "her"),
+    r"The (\w+), who .* (\w+)\.$": lambda n, s: is_many(n) and s == "themselves",
+    r"(\w+), who .* (\w+)\.$": lambda n, s: s == ("herself" if n in WOMEN else "himself"),
+    r".* sold (\w+) \w+ \w+ (\w+)": lambda d, n: is_many(n) == (d in ("these", "those")),
+    r"(\w+) in .* has (ever) ": lambda n, _: n == "Nobody",
+    r".* did not see (\w+) (\w+)": lambda q, n: is_many(n) == (q == "many"),
+    r"The \w+( had)?, like .*, (\w+) the": lambda h, v: bool(h) == v.endswith("n"),
+}
+
+
+def kind(sentence):
+    return next(pattern for pattern in GRAMMAR if re.match(pattern, sentence))
+
+
+def is_grammatical(sentence):
+    return GRAMMAR[kind(sentence)](*re.match(kind(sentence), sentence).groups())
+
+
+def test_the_right_sentence_is_grammatical_and_the_other_is_not():
+    built = rows("grammar")
+    assert {kind(right(row)) for row in built} == set(GRAMMAR)
+    for row in built:
+        (error,) = wrong(row)
+        assert is_grammatical(right(row))
+        assert not is_grammatical(error)
+        assert sum(a != b for a, b in zip(right(row).split(), error.split(), strict=True)) == 1
+        assert all(map(is_grammatical, re.findall(r"[A-Z].*?\.", row["input"])))
+
+
+def test_an_attractor_has_the_other_number_than_the_subject():
+    for row in rows("grammar"):
+        if found := re.match(r"The (\w+) that .*?the (\w+)", right(row)):
+            assert is_many(found[1]) != is_many(found[2])
+
+
+@pytest.mark.parametrize(("name", "least"), [("facts", 150), ("induction", 100)])
+def test_tables_state_nothing_twice(name, least):
+    (folder,) = find_spec("rope_patch.eval.tasks.short").submodule_search_locations
+    _, *lines = (Path(folder) / f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    pairs = [tuple(line.split(",")[:2]) for line in lines]
+    assert len(set(pairs)) == len(pairs) >= least
+    assert all(value == value.strip() and value for line in lines for value in line.split(","))
+
+
+def test_every_fact_is_asked_before_any_comes_again_and_no_other_answer_is_right():
+    table = tables.read("facts")
+    count = sum(map(len, table.values()))
+    asked = set()
+    for row in rows("facts", samples=count):
+        *shown, question = row["input"].splitlines()
+        answers = {choice.removesuffix(".") for choice in row["choices"]}
+        (relation,) = [pairs for pairs in table.values() if answers <= set(pairs.values())]
+        (subject,) = [s for s in relation if f" {s} " in f" {question} "]
+        assert right(row) == f"{relation[subject]}."  # one answer a subject: no other is right
+        assert not any(line.startswith(question) for line in shown)
+        asked.add(question)
+    assert len(asked) == count
+
+
+def test_no_pair_of_a_relation_has_the_answer_of_another_one_or_its_own_word():
+    for pairs in tables.read("induction").values():
+        assert len(set(pairs.values())) == len(pairs)
+        assert not set(pairs.values()) & set(pairs)
+
+
+def test_wrong_ways_on_are_the_word_itself_what_was_shown_and_what_was_not():
+    for row in rows("induction", samples=161):
+        *shown, asked = [line.split(" ->") for line in row["input"].splitlines()]
+        shown = {cue: answer.strip(" .") for cue, answer in shown}
+        cue = asked[0]
+        (pairs,) = [p for p in tables.read("induction").values() if shown.items() <= p.items()]
+        assert right(row) == f"{pairs[cue]}."
+        copied, repeated, unseen = (choice.removesuffix(".") for choice in wrong(row))
+        assert copied == cue
+        assert repeated in shown.values()
+        assert unseen in set(pairs.values()) - set(shown.values()) - {pairs[cue]}
+
+
+def manager(**metadata):
+    (folder,) = find_spec("rope_patch.eval.tasks.short").submodule_search_locations
+    return TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
+
+
+def test_plain_lm_eval_loads_the_group_and_builds_the_same_questions():
+    loaded = manager(samples=5).load([short.GROUP])["tasks"]
+    assert sorted(loaded) == NAMES
+    for name, task in loaded.items():
+        assert list(task.test_docs()) == rows(name.removeprefix("rp_short_"), samples=5)
+
+
+def test_lm_eval_scores_the_likeliest_choice(tokenizer):
+    """Against the log-likelihoods computed here, one choice at a time."""
+    model = make_model("llama", vocab_size=512)
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, max_length=1024)
+    configs = [short.config(name) for name in NAMES]
+    for config in configs:
+        config["metadata"]["samples"] = 4
+    found = simple_evaluate(
+        lm, tasks=configs, task_manager=manager(), bootstrap_iters=0, verbosity="ERROR"
+    )
+    for name in NAMES:
+        assert len(found["samples"][name]) == 4
+        for sample in found["samples"][name]:
+            row = sample["doc"]
+            scores = [likelihood(model, tokenizer, row["input"], c) for c in row["choices"]]
+            assert sample["acc"] == float(scores.index(max(scores)) == row["gold"])
+
+
+def likelihood(model, tokenizer, context, choice):
+    start = len(tokenizer(context).input_ids)
+    ids = tokenizer(f"{context} {choice}", return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1].log_softmax(-1)
+    return logits.gather(-1, ids[0, 1:, None])[start - 1 :].sum().item()

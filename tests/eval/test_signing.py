@@ -1,0 +1,79 @@
+"""A report's JSON tells what it is, and whether it is what was written."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from rope_patch.eval.signing import FORMAT, sign, verify
+
+RESULTS: dict[str, Any] = {
+    "run": {"model": "tiny", "trained_length": 4096},
+    "methods": [{"label": "yarn ×2", "method": "yarn"}],
+    "perplexity": {"losses": {"none": [[2.5, 1e-300, 0.1 + 0.2]]}},
+}
+
+
+def test_what_was_signed_comes_back() -> None:
+    signed = sign(RESULTS)
+    assert signed["format"] == FORMAT
+    for loaded in (signed, json.dumps(signed), json.dumps(signed, indent=3).encode()):
+        assert verify(loaded, "report.json") == RESULTS
+
+
+def test_signing_twice_changes_nothing() -> None:
+    assert sign(sign(RESULTS)) == sign(RESULTS)
+
+
+def test_order_of_keys_does_not_matter() -> None:
+    signed = sign(RESULTS)
+    assert verify(dict(reversed(signed.items())), "report.json") == RESULTS
+
+
+def test_infinities_survive_as_what_float_reads() -> None:
+    losses = [math.inf, -math.inf, math.nan]
+    text = json.dumps(sign({**RESULTS, "losses": losses}), allow_nan=False)
+    again = [float(x) for x in verify(text, "report.json")["losses"]]
+    assert again[:2] == losses[:2]
+    assert math.isnan(again[2])
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda r: r["run"].update(model="another"),
+        lambda r: r["perplexity"]["losses"]["none"][0].__setitem__(0, 2.4),
+        lambda r: r["methods"].append({}),
+        lambda r: r.pop("perplexity"),
+        lambda r: r.pop("digest"),
+        lambda r: r.update(more=1),
+        lambda r: r.update(digest="0" * 64),
+    ],
+)
+def test_an_edit_is_found(edit: Any) -> None:
+    loaded = json.loads(json.dumps(sign(RESULTS)))
+    edit(loaded)
+    with pytest.raises(ValueError, match=r"here\.json was changed after it was written"):
+        verify(loaded, "here.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", b"\xff\xfe", "<html>"])
+def test_what_is_not_json_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"here\.json is not JSON"):
+        verify(text, "here.json")
+
+
+@pytest.mark.parametrize("loaded", [[], 3, None, {}, {"format": "other/1"}, {"results": {}}])
+def test_what_another_program_wrote_is_refused(loaded: Any) -> None:
+    with pytest.raises(ValueError, match=r"here\.json is not a report of rope-patch eval"):
+        verify(loaded, "here.json")
+
+
+@pytest.mark.parametrize("change", [{"format": "rope_patch.eval/1"}, {"format": None}])
+def test_another_version_is_refused_with_what_to_do(change: dict[str, Any]) -> None:
+    loaded = {k: v for k, v in (sign(RESULTS) | change).items() if v is not None}
+    with pytest.raises(ValueError, match="run the evaluation again"):
+        verify(loaded, "here.json")
