@@ -75,7 +75,6 @@ class LongContextLM(HFLM):
         share: Whether to read common beginnings once.
         label: Says on the progress bar what runs.
         processes: Those that share the work; this one does all of it unless given.
-        strict: Whether a prompt that is too long ends the run; else it fails alone.
 
     Attributes:
         failures: Why a sample has no answer, by its task and its number in it (lm-eval's doc_id).
@@ -95,7 +94,6 @@ class LongContextLM(HFLM):
         share: bool = True,
         label: str = "",
         processes: Processes | None = None,
-        strict: bool = True,
     ) -> None:
         super().__init__(
             pretrained=model,
@@ -113,7 +111,6 @@ class LongContextLM(HFLM):
         self._share = share
         self._label = label
         self._processes = processes or Processes(alone=True)
-        self._strict = strict
         self._quiet = False
         self._last: list[dict[str, Any]] = []
         kind = device(model).type
@@ -166,7 +163,7 @@ class LongContextLM(HFLM):
             key = key_of(identity, "loglikelihood", context, continuation)
             jobs.append(_Job(key, list(context), list(continuation)))
             self._require_fit(jobs[-1])
-        self._batches([job for job in jobs if job.tokens <= min(SHORT, self.max_length)])
+        self._batches([job for job in jobs if job.tokens <= SHORT])
         self._work([job for job in jobs if job.tokens > SHORT], self._score)
         self._last = [self._answers[job.key] for job in jobs]
         nothing = {"log_likelihood": float("nan"), "greedy": False}
@@ -201,7 +198,7 @@ class LongContextLM(HFLM):
 
     def _work(self, jobs: list[_Job], answer: Callable[..., Any]) -> None:
         """Answers what has no answer yet, failures included, and shares that between processes."""
-        known = {job.key: job for job in jobs if job.tokens <= self.max_length}
+        known = {job.key: job for job in jobs}
         # The main process says what is missing: others may already see new answers.
         missing = self._processes.same([key for key in known if not self._answers.done(key)])
         ordered = sorted((known[key] for key in missing), key=lambda job: job.ids)  # alike: near
@@ -347,15 +344,12 @@ class LongContextLM(HFLM):
         return error
 
     def _require_fit(self, job: _Job) -> None:
-        if job.tokens <= self.max_length:
-            return
-        reason = (
-            f"a prompt and its answer take {job.tokens:,} tokens, {self.max_length:,} were set as "
-            "the longest: build the samples with this model's tokenizer, or set a longer length"
-        )
-        if self._strict:
-            raise ValueError(reason)
-        self._answers.put(job.key, {"error": reason})
+        if job.tokens > self.max_length:
+            raise ValueError(
+                f"a prompt and its answer take {job.tokens:,} tokens, {self.max_length:,} were set "
+                "as the longest: build the samples with this model's tokenizer, or set a longer "
+                "length"
+            )
 
 
 def _likelihood(logits: torch.Tensor, target: list[int]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Session:
         lm = LongContextLM(
             self.model,
             self.tokenizer,
-            max(self.request.longest, self.trained_length),
+            max(longest, self.request.longest, self.trained_length),
             {"model": self.request.model, "weights": self.weights},
             answers=self.answers,
             identity=self.identity,

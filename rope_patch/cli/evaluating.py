@@ -213,7 +213,7 @@ def compare(
     profile: Annotated[
         str | None,
         typer.Option(
-            help="quick: one retrieval task by likelihood and choice, for CPUs. standard: RULER's 13 tasks "
+            help="quick: one retrieval task, for CPUs. standard: RULER's 13 tasks "
             "and four harder ones, 50 samples each. paper: 500. Left out: standard where there is "
             "a GPU, else quick."
         ),

@@ -32,9 +32,7 @@ def model():
 
 
 def language_model(model, longest):
-    return LongContextLM(
-        model, AutoTokenizer.from_pretrained(LLAMA), longest, {"model": "tiny"}, strict=False
-    )
+    return LongContextLM(model, AutoTokenizer.from_pretrained(LLAMA), longest, {"model": "tiny"})
 
 
 @pytest.fixture(scope="module")
