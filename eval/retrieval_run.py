@@ -47,14 +47,14 @@ class RetrievalRun:
             except ValueError as error:
                 self.session.not_run.append(f"control of {name}: {error}")
                 continue
-            rows = self._ask(task, f"{name} without its answer")
+            (rows,) = self._ask([task], f"{name} without its answer")
             entry = {"task": name, "lengths": [length], "depths": depths}
             self.controls.append({**entry, "samples": {BASELINE: rows}})
 
     def measure(self, label: str, place: str) -> None:
         """All samples under the method that the model has now."""
-        for at in self.built:
-            self._measure(at, label, place)
+        for length in self.session.request.lengths:
+            self._measure([(name, length) for name in self.names], label, place)
 
     def measure_more(self) -> None:
         """More samples, under every method, until intervals are as narrow as was asked for."""
@@ -66,8 +66,9 @@ class RetrievalRun:
                 self.built[name, length] = self._build(name, length, count)
             for method in request.methods:
                 with self.session.patched(method) as label:
-                    for at in wanting:
-                        self._measure(at, label, f"{label}, {self.counts[at]} samples")
+                    for length in request.lengths:
+                        more = [at for at in wanting if at[1] == length]
+                        self._measure(more, label, f"{label}, more samples")
 
     def results(self) -> list[dict[str, Any]]:
         """The part `retrieval` of the results."""
@@ -96,20 +97,32 @@ class RetrievalRun:
         tokenizer, depths = self.session.tokenizer, list(request.depths)
         return retrieval.build(name, tokenizer, [length], count, depths, **given)[0]
 
-    def _measure(self, at: tuple[str, int], label: str, place: str) -> None:
-        name, length = at
-        with self.session.timed(name):
-            rows = self._ask(
-                self.built[at], f"{place}, {name} at {length:,}", f"{label}-{name}-{length}"
-            )
-        self.scores.setdefault(name, {}).setdefault(label, {})[length] = rows
+    def _measure(self, wanted: list[tuple[str, int]], label: str, place: str) -> None:
+        """Tasks at one length, together: some ask the same prompts, which are then read once."""
+        if not wanted:
+            return
+        length = wanted[0][1]
+        built = [self.built[at] for at in wanted]
+        with self.session.timed("retrieval"):
+            found = self._ask(built, f"{place}, {length:,} tokens", f"{label}-{length}")
+        for (name, _), rows in zip(wanted, found, strict=True):
+            self.scores.setdefault(name, {}).setdefault(label, {})[length] = rows
 
-    def _ask(self, task: Any, place: str, name: str = "") -> list[dict[str, Any]]:
-        """Every sample's score by the model as it is now; lm-eval's results are kept by name."""
+    def _ask(self, built: list[Any], place: str, name: str = "") -> list[list[dict[str, Any]]]:
+        """Every sample's score by the model as it is now, task by task.
+
+        Args:
+            built: Tasks.
+            place: Says on the progress bar what runs.
+            name: Of the file for lm-eval's own results; none if empty.
+        """
         folder = self.session.request.folder / "lm_eval"
         path = folder / f"{files.plain(name)}.json" if name else None
         with self.session.language_model(place) as lm:
-            return retrieval.scores(retrieval.evaluate(lm, [task], path), lm.failures)
+            results = retrieval.evaluate(lm, built, path)
+        samples = results.get("samples", {})
+        each = [{"samples": {t.config.task: samples.get(t.config.task, [])}} for t in built]
+        return [retrieval.scores(one, lm.failures) for one in each]
 
     def _wanting(self) -> list[tuple[str, int]]:
         """Tasks and lengths whose interval is too wide, under any of the methods."""
