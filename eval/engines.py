@@ -185,8 +185,9 @@ def _runs(request: Request) -> dict[str, dict[str, Any]]:
         "samples": request.samples or len(request.depths),
         "depths": list(request.depths),
         "seed": request.seed,
-        "per_text": request.per_text,
     }
+    if request.per_text:
+        own["per_text"] = request.per_text
     if request.haystacks:
         own["text"] = list(request.haystacks)
     if request.questions:
