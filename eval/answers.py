@@ -38,6 +38,9 @@ class Answers:
         """Whether there is an answer that is no failure."""
         return "error" not in self._known.get(key, {"error": "not asked"})
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def __getitem__(self, key: str) -> dict[str, Any]:
         return self._known[key]
 

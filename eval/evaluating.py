@@ -175,6 +175,7 @@ def _about(session: Session, total: float) -> dict[str, Any]:
         "processes": session.processes.size,
         "date": provenance.now(),
         "seconds": {**session.seconds, "total": total},
+        "continued": session.continued,
         "prompt_tokens": session.tokens,
         "peak_memory": provenance.peak_memory(),
         "hardware": provenance.hardware(),

@@ -106,7 +106,7 @@ class LongContextLM(HFLM):
         self.asked = 0
         self.read = 0
         self._model_info = model_info
-        self._answers = answers or Answers()
+        self._answers = Answers() if answers is None else answers
         self._identity = identity
         self._share = share
         self._label = label

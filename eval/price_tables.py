@@ -209,14 +209,18 @@ def _time_cell(seconds: Any, tokens: Any) -> Cell:
 
 
 def times_cell(ratio: Iterable[float] | None) -> Cell:
-    """A ratio of times: low, median and high."""
+    """A ratio of times: the smallest, the median and the largest over the repeats."""
     if not ratio:
         return Cell(text=NOTHING)
     low, middle, high = (float(value) for value in ratio)
     if not math.isfinite(middle):
         return Cell(text=NOTHING)
     span = f"{low:.2f}–{high:.2f}"
-    return Cell(text=f"×{middle:.2f}", note=span, tip=f"median ×{middle:.2f}, 95% interval {span}")
+    return Cell(
+        text=f"×{middle:.2f}",
+        note=span,
+        tip=f"median ×{middle:.2f}, from {low:.2f} to {high:.2f} over the repeats",
+    )
 
 
 def _harness_cell(value: dict[str, Any] | None) -> Cell:

@@ -31,7 +31,7 @@ class Profile:
     texts: tuple[str, ...]
 
 
-_THOROUGH = ("rp_ruler", "rp_hard", "rp_hard_ll", "rp_choice")
+_THOROUGH: tuple[str, ...] = ("rp_ruler", "rp_hard", "rp_hard_ll", "rp_choice")
 _THOROUGH += (PERPLEXITY, KEY_TOKENS, SHORT, SPEED)
 _NOVELS = ("emma", "mansfield_park", "pride_and_prejudice", "sense_and_sensibility")
 PROFILES = {

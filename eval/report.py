@@ -19,8 +19,9 @@ from rope_patch.eval.signing import sign, strict
 from rope_patch.eval.tables import Row, mark, one_line
 
 _LIMITS = (
-    "Numbers in brackets, and the smaller ones below others, are 95% intervals; n is how many "
-    "samples they rest on, and as how many those count that share a text.",
+    "Numbers in brackets, and the smaller ones below others, are 95% intervals (of times: the "
+    "smallest and largest of the repeats); n is how many samples they rest on, and as how many "
+    "those count that share a text, also where several tasks ask the same samples.",
     "Perplexity is of well-known books that every model has read: fine for comparing methods on "
     "one model, no claim about unseen text or between models.",
     "A flat curve does not prove that far context is used; only retrieval does.",
@@ -161,6 +162,7 @@ def _facts(found: Findings) -> list[tuple[str, str]]:
         "Git revision": run.get("git_revision"),
         "Date": re.sub(r"T(\d\d:\d\d).*(\+00:00|Z)$", r" \1 UTC", str(run.get("date") or "")),
         "Time": f"{took} ({parts})" if took and parts else took or parts,
+        "Continued": "the time of an earlier run is not counted" if run.get("continued") else None,
         "Peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
     }
     return [(k, one_line(v)) for k, v in facts.items() if v is not None and v != ""]

@@ -8,10 +8,10 @@ from typing import Any
 from rope_patch.eval import statistics
 from rope_patch.eval.measured import Measured
 from rope_patch.eval.statistics import Interval, PairedTest
+from rope_patch.eval.tasks import CHOICE, LIKELIHOOD
 
 THRESHOLD = 0.85  # of the plain model's accuracy, to call a length usable (NoLiMa's)
 RULER_THRESHOLD = 0.856  # RULER's: what Llama-2-7B reaches at 4,096 tokens
-SUFFIX = "_ll"  # ends the name of a task that is scored by likelihood
 _RULER = {
     f"rp_{name}"
     for name in (
@@ -118,7 +118,7 @@ class Retrieved(Measured):
 
     @cached_property
     def _ruler(self) -> list[str]:
-        for suffix in ("", SUFFIX):
+        for suffix in ("", LIKELIHOOD):
             names = [f"{name}{suffix}" for name in sorted(_RULER)]
             if set(names) <= set(self.tasks):
                 return names
@@ -245,10 +245,15 @@ def _score(sample: Sample) -> float | None:
 
 
 def _clusters(samples: list[Sample]) -> list[int]:
-    """Numbers that samples of the same text share."""
-    texts = [(s.get("task"), s["length"], s.get("text", s["id"])) for s in samples]
+    """Numbers that samples of the same text share, also where twin tasks ask the same samples."""
+    texts = [(_asked(s), s["length"], s.get("text", s["id"])) for s in samples]
     number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     return [number[text] for text in texts]
+
+
+def _asked(sample: Sample) -> str:
+    """What a sample's task asks, however the answer is scored."""
+    return str(sample.get("task")).removesuffix(LIKELIHOOD).removesuffix(CHOICE)
 
 
 def _accuracy(samples: list[Sample]) -> Interval | None:

@@ -10,9 +10,9 @@ from typing import Any
 from rope_patch.eval import heatmap, perplexity_tables, price_tables, ruler_table
 from rope_patch.eval.figures import Picture
 from rope_patch.eval.findings import Findings, task_name
-from rope_patch.eval.retrieved import SUFFIX, THRESHOLD
+from rope_patch.eval.retrieved import THRESHOLD
 from rope_patch.eval.tables import Table, mark, one_line
-from rope_patch.eval.tasks import CHOICE
+from rope_patch.eval.tasks import CHOICE, LIKELIHOOD
 
 _ACCURACY = (
     "Each cell is the mean score of its samples with its 95% Wilson interval; samples that share a "
@@ -21,8 +21,8 @@ _ACCURACY = (
     f"a block's cells); {ruler_table.BEST}: the best method differs from the second."
 )
 _LIKELIHOOD = (
-    f"Tasks that end in {SUFFIX} cost one forward pass a sample: right is where greedy decoding "
-    "would begin with the answer."
+    f"Tasks that end in {LIKELIHOOD} cost one forward pass a sample: right is where greedy "
+    "decoding would begin with the answer."
 )
 _CHOICE_NOTE = (
     f"Tasks that end in {CHOICE} choose the likeliest of the answers to all questions that a text "
@@ -70,7 +70,10 @@ _SHORT = (
     "The same samples under every method; * marks a difference from the plain model with p < 0.05 "
     "(McNemar). Perplexity is compared block by block."
 )
-_COST = "Ratios are medians of times measured in turns, with their 95% intervals."
+_COST = (
+    "Ratios are medians of times measured in turns, with the smallest and the largest of the "
+    "repeats, which are too few for an interval."
+)
 _CONTROLS = (
     "What must fail for the rest to mean something: the plain model beyond its trained length, and "
     "questions whose text lacks the answer. The latter are answered by guessing alone."
@@ -147,7 +150,7 @@ def _some(*found: Any) -> list[Any]:
 
 
 def _accuracy(found: Findings, pictures: dict[str, Picture]) -> Part:
-    likelihood = any(task.endswith(SUFFIX) for task in found.tasks)
+    likelihood = any(task.endswith(LIKELIHOOD) for task in found.tasks)
     choice = any(task.endswith(CHOICE) for task in found.tasks)
     return Part(
         heading="Accuracy by task and length",

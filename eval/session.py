@@ -54,11 +54,13 @@ class Session:
         methods: What is known of each method that ran, by label.
         seconds: Time taken, by part.
         tokens: Of prompts `asked`, and of those that went through the model (`read`).
+        continued: Whether an earlier run left answers, whose time is not in `seconds`.
         not_run: What was asked for and could not be done, with the reason.
     """
 
     model: Any = None
     weights = ""
+    continued = False
 
     def __init__(self, request: Request, path: str, config: Any, tokenizer: Any) -> None:
         self.request = request
@@ -86,6 +88,7 @@ class Session:
         )
         self.weights = provenance.fingerprint(self.model)
         self.answers = Answers(request.folder / "cache", self.processes.rank)
+        self.continued = len(self.answers) > 0
 
     @contextlib.contextmanager
     def patched(self, method: str) -> Iterator[str]:

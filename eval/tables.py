@@ -163,7 +163,8 @@ def ratio_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
         return Cell(text=NOTHING, beyond=beyond)
     text, span = change_text(interval.estimate), change_range(interval)
     tip = f"{text}, 95% interval {span or 'unknown'}, paired, {counted(interval)}"
-    return Cell(text=text, note=span, tip=tip, beyond=beyond)
+    # Where nothing can be said of the interval, that is what must be said.
+    return Cell(text=text, note=span or "no interval", tip=tip, beyond=beyond)
 
 
 def length_groups(columns: list[Cell], trained: int) -> list[tuple[Cell, int]]:

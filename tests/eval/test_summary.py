@@ -190,3 +190,27 @@ def test_weighted_averages_are_rulers() -> None:
     found = Findings(measured)
     assert found.weighted("none", increasing=True) == pytest.approx((1 + 2) / 10)
     assert found.weighted("none", increasing=False) == pytest.approx((4 + 3) / 10)
+
+
+def test_tasks_that_ask_the_same_samples_do_not_count_twice():
+    """The likelihood and the choice of one question are no two pieces of evidence."""
+
+    def findings(*names):
+        samples = [
+            {"id": str(i), "text": i, "length": 512, "depth": 50, "score": float(i % 2)}
+            for i in range(20)
+        ]
+        tasks = [
+            {"task": name, "lengths": [512], "depths": [50], "samples": {"none": samples}}
+            for name in names
+        ]
+        run = {"trained_length": 256}
+        methods = [{"label": "none", "method": None}]
+        return Findings({"run": run, "methods": methods, "retrieval": tasks})
+
+    alone = findings("rp_vt").accuracy("none")
+    twins = findings("rp_vt", "rp_vt_ll", "rp_vt_mc").accuracy("none")
+    others = findings("rp_vt", "rp_cwe", "rp_fwe").accuracy("none")
+    assert twins.n == others.n == 3 * alone.n
+    assert twins.half_width == pytest.approx(alone.half_width, rel=0.05)
+    assert others.half_width < 0.7 * alone.half_width
