@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shlex
 from importlib.resources import files as resources
@@ -20,9 +19,10 @@ from rope_patch.eval.request import (
     Request,
     check_request,
 )
-from rope_patch.geometry import by_layer_type
+from rope_patch.exporting import vllm
+from rope_patch.exporting.target import Target, nested
 from rope_patch.loading import empty_model, read_config
-from rope_patch.methods import Method, registered
+from rope_patch.methods import registered
 from rope_patch.patching import check
 from rope_patch.patching.request import Plan
 from rope_patch.saving import read_sidecar
@@ -76,14 +76,18 @@ def commands(engine: str, request: Request) -> list[str]:
         if method != BASELINE:
             arguments = request.patch_arguments(method)
             plan = check(empty_model(path, config), **arguments)
-            _require_native(plan)
+            _require_rotation(plan)
         folder = request.folder / engine / files.plain(str(plan.method) if plan else BASELINE)
         for name, run in runs.items():
+            try:
+                changed = overrides(config, plan, run["length"])
+            except ValueError as error:
+                raise ValueError(f"{error}; leave it out, or {_INSTEAD}") from error
             arguments = {
                 "pretrained": path,
                 "dtype": request.dtype,
                 "max_model_len": run["length"],
-                "hf_overrides": overrides(config, plan, run["length"]),
+                "hf_overrides": changed,
             }
             words = ["lm_eval", "--model", engine, "--model_args", json.dumps(arguments)]
             words += ["--include_path", str(resources(tasks.__name__))]
@@ -98,12 +102,7 @@ def commands(engine: str, request: Request) -> list[str]:
 def overrides(config: Any, plan: Plan | None, length: int) -> dict[str, Any]:
     """The entries of a model's config that make a method of it, in a form that vLLM reads alike.
 
-    transformers reads them alike, too. Where the spelling that transformers has leaves vLLM with
-    another rotation, pair by pair stretches say it instead (`longrope`):
-
-    - vLLM before September 2026 ignores YaRN's attention_factor, and makes cos and sin for no more
-      than factor times the trained length;
-    - vLLM reads short_mscale and long_mscale for longrope's attention_factor.
+    transformers reads them alike, too.
 
     Args:
         config: The model's config.
@@ -112,57 +111,27 @@ def overrides(config: Any, plan: Plan | None, length: int) -> dict[str, Any]:
 
     Returns:
         For `hf_overrides`; nested as the config is.
+
+    Raises:
+        ValueError: vLLM reads the method otherwise, whatever it is told.
     """
     text = config.get_text_config(decoder=True)
     # vLLM makes cos and sin for so many positions, and refuses a larger max_model_len.
     reached = max(length, text.max_position_embeddings, plan.length or 0 if plan else 0)
-    found: dict[str, Any] = {}
-    if reached > text.max_position_embeddings:
-        found["max_position_embeddings"] = reached
     if plan is not None:
-        found["rope_parameters"] = _rope_parameters(plan, length)
-    if text is config or not found:
-        return found
-    (name,) = (name for name in config.sub_configs if getattr(config, name, None) is text)
-    return {name: found}
+        return vllm.overrides(Target.of_plan(plan, config), length, reached)
+    if reached == text.max_position_embeddings:
+        return {}
+    return nested(config, {"max_position_embeddings": reached})
 
 
-def _rope_parameters(plan: Plan, length: int) -> dict[str, Any]:
-    spelled = copy.deepcopy(plan.rope_parameters())
-    for kind, parameters in by_layer_type(spelled).items():
-        if kind not in plan.geometries:
-            continue
-        geometry = plan.geometries[kind]
-        if parameters["rope_type"] == "yarn" and (
-            "attention_factor" in parameters or length > plan.method.factor * plan.trained_length
-        ):
-            for key in ("beta_fast", "beta_slow", "truncate"):
-                parameters.pop(key, None)
-            parameters |= Method.rope_parameters(plan.method, geometry)
-        if parameters["rope_type"] == "longrope":
-            factor = plan.method.frequencies(geometry).attention_factor
-            parameters |= {"short_mscale": factor, "long_mscale": factor}
-    return spelled
-
-
-def _require_native(plan: Plan) -> None:
-    """Refuses what no config says, and what vLLM reads as something else."""
-    method = plan.method
-    reason = None
-    if not method.native:
-        reason = "no config has a form for it"
-    elif method.follows_length(plan.trained_length):
-        reason = (
-            "its rotation follows the length of each sequence, and vLLM rotates all of them alike, "
-            "as at the longest"
+def _require_rotation(plan: Plan) -> None:
+    """Refuses a model whose positions are dropped, which has to be trained without them first."""
+    if not any(frequencies.inv_freq.any() for frequencies in plan.frequencies().values()):
+        raise ValueError(
+            f"vllm cannot run {plan.method}: nothing rotates there, which is to be trained first; "
+            f"leave it out, or {_INSTEAD}"
         )
-    elif any(
-        parameters.get("partial_rotary_factor", 1) <= 0
-        for parameters in by_layer_type(plan.rope_parameters()).values()
-    ):
-        reason = "vLLM takes no rotation away altogether (partial_rotary_factor must be above 0)"
-    if reason is not None:
-        raise ValueError(f"vllm cannot run {method}: {reason}; leave it out, or {_INSTEAD}")
 
 
 def _check_saved(path: str) -> None:

@@ -25,59 +25,23 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
+from rope_patch.drawing import FONT, PAPER, STYLE
+from rope_patch.drawing import PALETTE as PALETTE
 from rope_patch.eval import tables
 from rope_patch.eval.findings import Findings
 from rope_patch.eval.losses import Curve
 
-# Name: (on paper, on a dark screen). After Okabe and Ito, so colour-blind readers tell them apart.
-PALETTE = {
-    "ink": ("#1c2128", "#e6e8eb"),
-    "muted": ("#5c6570", "#a0a8b2"),
-    "line": ("#d9dde2", "#363c45"),
-    "paper": ("#fefefe", "#15181d"),
-    "shade": ("#f4f1ea", "#221f1a"),
-    "plain": ("#6b7480", "#98a2ae"),
-    "control": ("#1d222a", "#dfe3e8"),
-    "m0": ("#0068b0", "#56b4f5"),
-    "m1": ("#d05a00", "#ff9447"),
-    "m2": ("#00845f", "#3fcf9f"),
-    "m3": ("#b0508f", "#ec9fce"),
-    "m4": ("#a87900", "#e9bd45"),
-    "m5": ("#3a3fa8", "#a3a8ff"),
-    "m6": ("#7b4a2b", "#cda07c"),
-    "m7": ("#5d6b10", "#bccb58"),
-}
 # Heat maps from nothing found to everything found, on any background.
 HEAT = ("#e9925c", "#f1ece4", "#1f66a8")
 
 _HEAT = LinearSegmentedColormap.from_list("found", HEAT)
-_PAPER = {name: colours[0] for name, colours in PALETTE.items()}
 _MARKERS = "osD^vP"
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))
-_WIDE, _NARROW, _FONT = 912, 372, 12.5
+_WIDE, _NARROW = 912, 372
 
 # Above this no vocabulary has a perplexity that means anything; such points sit at the top.
 _OFF_SCALE = 1e6
 _METHOD = "method-"  # begins the ids of parts that belong to one method
-
-_STYLE: Any = {
-    "font.size": _FONT,
-    "text.color": _PAPER["ink"],
-    "text.parse_math": False,  # a model's name may hold dollars
-    "axes.edgecolor": _PAPER["line"],
-    "axes.labelcolor": _PAPER["muted"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": _PAPER["line"],
-    "xtick.color": _PAPER["line"],
-    "ytick.color": _PAPER["line"],
-    "xtick.labelcolor": _PAPER["muted"],
-    "ytick.labelcolor": _PAPER["muted"],
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "rope_patch",  # the same results make the same file
-}
 
 
 @dataclass(frozen=True)
@@ -279,7 +243,7 @@ def _plot(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
     for line in panel.lines:
         # The control's rings go around the points that it is compared with.
         ring = {"markersize": 9.5, "mfc": "none"} if line.key == tables.CONTROL else {}
-        look: Any = {"color": _PAPER[line.key], "markersize": 4.5, "zorder": 3, **ring}
+        look: Any = {"color": PAPER[line.key], "markersize": 4.5, "zorder": 3, **ring}
         x = [point[0] for point in line.points]
         y = [min(value, roof) for _, value in line.points]
         drawn: list[Any] = axes.plot(
@@ -289,7 +253,7 @@ def _plot(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
         if band := [b for b in line.band if b[1] <= roof]:
             at, low, high = zip(*band, strict=True)
             top = [min(value, roof) for value in high]
-            look_of_band: Any = {"color": _PAPER[line.key], "alpha": 0.16, "lw": 0, "zorder": 2.5}
+            look_of_band: Any = {"color": PAPER[line.key], "alpha": 0.16, "lw": 0, "zorder": 2.5}
             drawn = [*drawn, axes.fill_between(at, low, top, **look_of_band)]
         off = [point[0] for point in line.points if point[1] > roof]
         drawn += axes.plot(off, [roof] * len(off), "^", color=look["color"], ms=10, zorder=3)
@@ -324,14 +288,14 @@ def _scale_x(axes: Axes, panel: _Panel, ticks: int) -> None:
     axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
-    axes.set_title(_short(panel.title, 60), loc="left", fontsize=_FONT, pad=9)
+    axes.set_title(_short(panel.title, 60), loc="left", fontsize=FONT, pad=9)
     low, high = axes.get_xlim()
     if low < panel.trained < high:
-        axes.axvspan(panel.trained, high, color=_PAPER["shade"], lw=0, zorder=0)
-        axes.axvline(panel.trained, color=_PAPER["muted"], lw=1.2, zorder=2)
+        axes.axvspan(panel.trained, high, color=PAPER["shade"], lw=0, zorder=0)
+        axes.axvline(panel.trained, color=PAPER["muted"], lw=1.2, zorder=2)
         text = f"trained on {panel.trained:,}"
         place: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-        axes.annotate(text, (panel.trained, 1), (0, 7), color=_PAPER["muted"], ha="center", **place)
+        axes.annotate(text, (panel.trained, 1), (0, 7), color=PAPER["muted"], ha="center", **place)
 
 
 def _scale_y(axes: Axes, panel: _Panel) -> float:
@@ -361,7 +325,7 @@ def _scale_y(axes: Axes, panel: _Panel) -> float:
 
 def _name_ends(axes: Axes, lines: list[_Line], roof: float, high: float) -> None:
     """Writes each line's name to the right of its last point, kept apart from one another."""
-    gap, at = 1.35 * _FONT / high, -1.0
+    gap, at = 1.35 * FONT / high, -1.0
     ends = []
     for line in lines:
         last = next((y for _, y in reversed(line.points) if not math.isnan(y)), roof)
@@ -371,7 +335,7 @@ def _name_ends(axes: Axes, lines: list[_Line], roof: float, high: float) -> None
     # Upwards past the one below, from as far down as leaves room for those above.
     for i, (y, line) in enumerate(ends):
         at = max(min(y, 1 - gap * (len(ends) - 1 - i)), at + gap)
-        look: Any = {"color": _PAPER[line.key], "va": "center_baseline"}
+        look: Any = {"color": PAPER[line.key], "va": "center_baseline"}
         place: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
         _filterable(line, [axes.annotate(line.label, (1, at), (11, 0), **place, **look)])
 
@@ -388,7 +352,7 @@ def picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
         alt: What it shows, for those who do not see it.
         paint: Makes the figure of a given width.
     """
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         png = io.BytesIO()
         paint(_WIDE).savefig(png, format="png", dpi=144, facecolor="white")
         svgs = {}
@@ -407,7 +371,7 @@ def _named(svg: str, alt: str) -> str:
 
 def _inline(svg: str, prefix: str) -> str:
     """Fits a drawing into a page: no ids that meet others, no fonts, the page's own colours."""
-    variables = {colour: f"var(--{name})" for name, colour in _PAPER.items()}
+    variables = {colour: f"var(--{name})" for name, colour in PAPER.items()}
 
     def fit(tag: re.Match[str]) -> str:
         text = re.sub(r' xmlns(:\w+)?="[^"]*"| font-family: [^;"]*;|xlink:(?=href)', "", tag[0])

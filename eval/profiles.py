@@ -10,8 +10,8 @@ import torch
 
 from rope_patch import demo
 from rope_patch.eval.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
-from rope_patch.geometry import read_geometries
 from rope_patch.loading import read_config
+from rope_patch.reading import read_geometries
 
 
 @dataclass(frozen=True)

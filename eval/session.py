@@ -16,9 +16,9 @@ from rope_patch.eval.answers import Answers, key_of
 from rope_patch.eval.language_model import LongContextLM
 from rope_patch.eval.processes import Processes
 from rope_patch.eval.request import BASELINE, Request
-from rope_patch.geometry import read_geometries
 from rope_patch.loading import load, read_model
 from rope_patch.patching import Patch, current, patch
+from rope_patch.reading import read_geometries
 from rope_patch.saving import read_sidecar
 
 
@@ -191,8 +191,7 @@ def _rotation(handle: Patch, length: int, end: int) -> Any:
         return [handle.method.name, handle.method.options()]  # changes on the way
     found = {}
     for kind, frequencies in handle.frequencies_at(length).items():
-        own = handle.geometries[kind].inv_freq()
-        if frequencies.attention_factor != 1 or not torch.equal(frequencies.inv_freq, own):
+        if not frequencies.close_to(handle.original_frequencies[kind]):
             numbers = [frequencies.attention_factor, *frequencies.inv_freq.tolist()]
             found[kind or "all"] = numbers
     return found or None

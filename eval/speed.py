@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from rope_patch import demo
 from rope_patch.eval import provenance
-from rope_patch.geometry import read_geometries
 from rope_patch.loading import empty_model, read_config, read_model
 from rope_patch.methods.registry import get
 from rope_patch.patching import Patch, check, patch
+from rope_patch.reading import read_geometries
 
 PLAIN = "none"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -19,9 +19,9 @@ import torch
 from torch.nn import functional
 
 from rope_patch import demo
-from rope_patch.geometry import read_geometries
 from rope_patch.loading import empty_model, read_config
 from rope_patch.patching import check as check_request
+from rope_patch.reading import read_geometries
 from rope_patch.recipes.step_memory import RESERVE, How, Need, fits, plan
 
 __all__ = ["RESERVE", "How", "Need", "fits", "from_settings", "page", "plan", "require_device"]

@@ -10,10 +10,10 @@ import torch
 from transformers import set_seed
 
 from rope_patch import demo
-from rope_patch.geometry import read_geometries
 from rope_patch.loading import load, read_model, read_tokenizer
 from rope_patch.patching import Patch, current
 from rope_patch.patching.swap import Swaps
+from rope_patch.reading import read_geometries
 from rope_patch.recipes import losses
 from rope_patch.recipes.settings import Settings
 

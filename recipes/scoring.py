@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.patching import following
+from rope_patch.patching import following, lengths
 from rope_patch.patching.swap import Swaps
 
 SCORES = "retrieval.jsonl"
@@ -83,7 +83,8 @@ class Needles:
         model.eval()
         try:
             # Where processes share sequences in training, each has the whole of these.
-            swaps.set(following, "context_parallel_group", lambda: None)
+            for module in (following, lengths):
+                swaps.set(module, "context_parallel_group", lambda: None)
             # lm-eval ties weights again, which does not find them behind LoRA.
             swaps.set(model, "tie_weights", lambda *_, **__: None)
             lm = LongContextLM(model, self.tokenizer, self.length, {})

@@ -1,19 +1,11 @@
-"""Geometry: what a model's config says about its rotation, read once, from the config alone.
-
-Live buffers are never consulted: `model.bfloat16()` silently rounds them.
-"""
+"""Geometry: one kind of layer's rotation before an extension, as plain numbers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-# Scalings that a config may already apply, and that a new method replaces: it starts again from the
-# unscaled frequencies at the original length. The others were trained in, so starting from the
-# unscaled frequencies would undo training.
-_REPLACEABLE = ("default", "linear", "dynamic", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +18,9 @@ class Geometry:
         trained_length: Tokens that the model saw at once in pretraining.
         rotary_dim: Dimensions of each head that rotate (R); `head_dim` unless given.
         layer_type: The kind of layer this holds for, where a model has several; else None.
+        base: Radians per token of every pair, where an extension starts from others than
+            theta^(-2i / R): from those that a config's own scaling made, and training knows.
+        attention_factor: Multiplier of cos and sin that the start has already.
     """
 
     head_dim: int
@@ -33,6 +28,8 @@ class Geometry:
     trained_length: int
     rotary_dim: int = 0
     layer_type: str | None = None
+    base: tuple[float, ...] = ()
+    attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.rotary_dim:
@@ -46,94 +43,50 @@ class Geometry:
             raise ValueError(f"theta (the rope base) must be above 1, got {self.theta}")
         if self.trained_length < 1:
             raise ValueError(f"trained_length must be a token count, got {self.trained_length}")
+        if self.base and len(self.base) != self.rotary_dim // 2:
+            raise ValueError(
+                f"base must have one number for each of the {self.rotary_dim // 2} rotated pairs, "
+                f"got {len(self.base)}"
+            )
 
     def inv_freq(self, theta: float | None = None) -> torch.Tensor:
-        """Unscaled frequencies, theta^(-2i / R) for pair i (RoFormer, arXiv:2104.09864).
+        """Frequencies to start from: theta^(-2i / R) for pair i (RoFormer, arXiv:2104.09864).
 
         Args:
-            theta: Another base than the geometry's own.
+            theta: Another base than the geometry's own; where the start is another, each pair is
+                changed by as much as this would change an unscaled one.
 
         Returns:
             Radians per token, float64, `[R / 2]`.
         """
+        if not self.base:
+            return self.unscaled(theta)
+        start = torch.tensor(self.base, dtype=torch.float64, device="cpu")
+        return start if theta is None else start * (self.unscaled(theta) / self.unscaled())
+
+    def unscaled(self, theta: float | None = None) -> torch.Tensor:
+        """theta^(-2i / R), whatever the start is; float64, `[R / 2]`."""
         pair = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu")
         return (self.theta if theta is None else theta) ** (-pair / self.rotary_dim)
 
+    def pair_with_turns(self, turns: float) -> float:
+        """Index, not rounded, of the pair that turns so many times within the trained length.
 
-def read_geometries(config: Any, trained_length: int | None = None) -> dict[str | None, Geometry]:
-    """Reads the geometry of every layer type from a transformers text config.
-
-    Args:
-        config: A decoder's config, as transformers 5 standardises it (`rope_parameters`).
-        trained_length: Overrides what the config says about the trained length.
-
-    Returns:
-        One geometry a layer type, or a single one under None where all layers rotate alike. Layer
-        types without rotation are left out.
-
-    Raises:
-        ValueError: The config has no RoPE, or one that was trained with a scaling of its own.
-    """
-    parameters = getattr(config, "rope_parameters", None)
-    if not parameters:
-        raise ValueError(
-            f"{type(config).__name__} has no rope_parameters: expected a decoder with rotary "
-            "position embeddings (Llama, Qwen, Gemma, ...)"
-        )
-    try:
-        head_dim = getattr(config, "head_dim", None)
-    except RuntimeError as error:  # transformers will not say one size for all layers (Gemma 4)
-        raise ValueError(
-            f"the layers of {type(config).__name__} have heads of different sizes, which is not "
-            "supported yet"
-        ) from error
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    geometries = {}
-    for layer_type, spelled in by_layer_type(parameters).items():
-        geometries[layer_type] = Geometry(
-            head_dim=head_dim,
-            theta=float(spelled["rope_theta"]),
-            trained_length=_trained_length(config, spelled)
-            if trained_length is None
-            else trained_length,
-            rotary_dim=int(head_dim * (spelled.get("partial_rotary_factor") or 1.0)),
-            layer_type=layer_type,
-        )
-    return geometries
-
-
-def by_layer_type(parameters: dict[str, Any]) -> dict[str | None, dict[str, Any]]:
-    """Splits `rope_parameters` into one dict a layer type (None where there is just one)."""
-    if all(value is None or isinstance(value, dict) for value in parameters.values()):
-        return {key: value for key, value in parameters.items() if value is not None}
-    return {None: parameters}
-
-
-def require_replaceable(parameters: dict[str, Any], *, given_length: bool) -> None:
-    """Refuses a rotation whose scaling was trained in, or whose original length is unknown.
-
-    Args:
-        parameters: `rope_parameters` of one layer type.
-        given_length: Whether the caller named the trained length.
-
-    Raises:
-        ValueError: Says which scaling is in the way and what to do.
-    """
-    kind = parameters.get("rope_type", "default")
-    if kind not in _REPLACEABLE:
-        raise ValueError(
-            f"the checkpoint's own config already scales its rotation with {kind!r}, and it was "
-            "trained that way; rope_patch extends only unscaled rotations so far "
-            f"(expected rope_type to be one of {', '.join(_REPLACEABLE)})"
-        )
-    unknown = "original_max_position_embeddings" not in parameters
-    if kind != "default" and unknown and not given_length:
-        raise ValueError(
-            f"the checkpoint's own config already scales its rotation with {kind!r} and does not "
-            "say for how many tokens it was trained before; pass trained_length=..."
-        )
-
-
-def _trained_length(config: Any, parameters: dict[str, Any]) -> int:
-    original = parameters.get("original_max_position_embeddings")
-    return int(original or config.max_position_embeddings)
+        Between pairs, and beyond the first and the last, wavelengths grow as powers, as unscaled
+        ones do everywhere (the YaRN authors' `find_correction_dim`).
+        """
+        step = 2 * math.log(self.theta) / self.rotary_dim
+        target = math.log(2 * math.pi * turns / self.trained_length)
+        if not self.base:
+            return -target / step
+        logs = torch.tensor([f for f in self.base if f > 0], dtype=torch.float64).log()
+        logs = logs.cummin(0).values  # searched stretches may leave neighbours out of order
+        if not len(logs) or target >= logs[0]:
+            return (float(logs[0]) - target) / step if len(logs) else 0.0
+        if target < logs[-1]:
+            return len(logs) - 1 + (float(logs[-1]) - target) / step
+        before = int((logs >= target).sum()) - 1
+        if before == len(logs) - 1:
+            return float(before)
+        here, after = float(logs[before]), float(logs[before + 1])
+        return before + (here - target) / (here - after)

@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from rope_patch.adapting import base_of, is_adapter, load_adapter
+from rope_patch.agreeing import require_agreement
 from rope_patch.methods import registered
 from rope_patch.patching import check, patch
-from rope_patch.saving import SIDECAR, read_sidecar
+from rope_patch.reading import require_sound
+from rope_patch.registering import needs_registering
+from rope_patch.saving import SIDECAR, read_sidecar, recorded_request
+
+# What PEFT takes, and from_pretrained does not.
+_FOR_ADAPTERS = ("adapter_name", "is_trainable", "autocast_adapter_dtype")
 
 
 def load(
@@ -27,6 +35,7 @@ def load(
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     kernels: str = "auto",
+    start: str = "auto",
     device_map: Any = None,
     dtype: Any = "auto",
     gguf_file: str | None = None,
@@ -36,7 +45,8 @@ def load(
 
     The request is checked on an empty model first, so nothing large is read for one that fails.
     A folder written by `rope_patch.save` is loaded as it was before the patch, and patched with
-    what is asked for, or as recorded if no method is named.
+    what is asked for, or as recorded if no method is named. A folder with a PEFT adapter gives the
+    PEFT model: its base, patched as the adapter was trained, and the adapter on it.
 
     Args:
         path: A folder, or a model's name on the Hub.
@@ -46,59 +56,84 @@ def load(
         trained_length: See `patch`.
         layer_types: See `patch`.
         kernels: See `patch`.
+        start: See `patch`.
         device_map: As in transformers: "auto" spreads over GPUs, memory and disk (accelerate).
         dtype: As in transformers; "auto" is what the checkpoint was saved in.
         gguf_file: The GGUF file within `path`, which is expanded to plain weights.
         **kwargs: The method's options, and whatever else `from_pretrained` takes (`max_memory`,
-            `revision`, `attn_implementation`, ...).
+            `revision`, `attn_implementation`, ...). With an adapter they are the base's, but
+            `adapter_name`, `is_trainable` and `autocast_adapter_dtype`.
 
     Returns:
-        The patched model, in evaluation mode.
+        The patched model, in evaluation mode unless an adapter is to be trained.
 
     Raises:
         ValueError: No such model, a damaged one, or a request that cannot be met.
     """
+    adapter = path if is_adapter(path) else None
+    said = read_sidecar(path)
+    if adapter is not None:
+        path, revision = base_of(adapter)
+        kwargs = {"revision": revision, **kwargs} if revision else kwargs
+    for_adapter = {k: kwargs.pop(k) for k in _FOR_ADAPTERS if adapter is not None and k in kwargs}
     sidecar = read_sidecar(path)
-    options, kwargs = _split(method or (sidecar or {}).get("method"), kwargs)
+    said = said or sidecar
+    options, kwargs = _split(method or (said or {}).get("method"), kwargs)
+    asked = {
+        "factor": factor,
+        "length": length,
+        "trained_length": trained_length,
+        "layer_types": layer_types,
+        **options,
+    }
+    request: dict[str, Any] | None
     if method is None:
-        if sidecar is None:
+        if said is None:
             raise ValueError(
-                f"name a method (rope_patch.methods() lists them): {path} has no {SIDECAR} that "
-                "records one"
+                f"name a method (rope_patch.methods() lists them): {adapter or path} has no "
+                f"{SIDECAR} that records one"
             )
-        asked = {"factor": factor, "length": length, **options}
         given = [name for name, value in asked.items() if value is not None]
         if given:
             raise ValueError(
                 f"{', '.join(given)} goes with a method: name it too, or leave all out to get what "
                 f"{SIDECAR} records"
             )
-        method, options = sidecar["method"], dict(sidecar["options"])
-        factor = options.pop("factor")
-        kind = registered().get(method)
-        if kind is not None and kind.grows:
-            length = sidecar.get("length")
-            factor = factor if kind.factor_in_formula else None
-        trained_length, layer_types = sidecar["trained_length"], sidecar["layer_types"]
-    request = {
-        "method": method,
-        "factor": factor,
-        "length": length,
-        "trained_length": trained_length,
-        "layer_types": layer_types,
-        "kernels": kernels,
-        **options,
-    }
-    if sidecar is None:
-        config = read_config(path, gguf_file=gguf_file, **kwargs)
+        request = {**recorded_request(said), "kernels": kernels}
     else:
-        config = _original_config(Path(path), sidecar)
-    check(empty_model(path, config), **request)
+        request = {"method": method, **asked, "kernels": kernels, "start": start}
+    try:
+        if sidecar is None:
+            config = read_config(path, gguf_file=gguf_file, **kwargs)
+        else:
+            config = _original_config(Path(path), sidecar)
+        empty = empty_model(path, config)
+    except ValueError as error:
+        if adapter is None:
+            raise
+        raise ValueError(
+            f"the adapter in {adapter} was trained on {path!r}: {error}; if that lies elsewhere "
+            f"now, load it yourself and call rope_patch.load_adapter(model, {str(adapter)!r})"
+        ) from error
+    recorded = None if said is sidecar else adapter  # it says under what it was trained
+    if recorded is not None and method is None:
+        needed = require_agreement(empty, recorded)
+        request = None if needed is None else {**needed, "kernels": kernels}
+    else:
+        check(empty, **request)
+        if recorded is not None:
+            patch(empty, **request)
+            require_agreement(empty, recorded)
     model = read_model(
         path, config=config, device_map=device_map, dtype=dtype, gguf_file=gguf_file, **kwargs
     )
-    patch(model, **request)
-    return model
+    if request is not None:
+        patch(model, **request)
+    if adapter is None:
+        return model
+    if "offload_folder" in kwargs:
+        for_adapter["offload_folder"] = kwargs["offload_folder"]
+    return load_adapter(model, adapter, **for_adapter)
 
 
 def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -111,7 +146,15 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     try:
         kwargs.pop("max_memory", None)
         return AutoConfig.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
+        raise _cannot_load(path, error) from error
+    except (ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        try:
+            require_sound(PreTrainedConfig.get_config_dict(path)[0])
+        except ValueError as found:  # transformers' own words for it are about its code
+            raise _cannot_load(path, found) from error
+        except (OSError, KeyError, TypeError, AttributeError):
+            pass
         raise _cannot_load(path, error) from error
 
 
@@ -143,7 +186,27 @@ def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
     except ValueError as error:
-        raise _cannot_load(path, error) from error
+        raise _cannot_load(path, _clearer(config, error)) from error
+    except KeyError as error:
+        if not needs_registering(error.args[0]):
+            raise _cannot_load(path, _clearer(config, error)) from error
+        raise ValueError(
+            f"cannot load {path}: its config names the scaling {error.args[0]!r}, which plain "
+            "transformers does not know; call rope_patch.register() first"
+        ) from error
+    except (TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
+        raise _cannot_load(path, _clearer(config, error)) from error
+
+
+def _clearer(config: Any, error: Exception) -> Exception:
+    """What is wrong with a config's rotation, if that is why no model could be made of it."""
+    try:
+        text = config.get_text_config(decoder=True)
+        if getattr(text, "rope_parameters", None):
+            require_sound(text.to_dict())
+    except ValueError as found:
+        return found
+    return error
 
 
 def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -164,6 +227,11 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
+    except RuntimeError as error:
+        if "mismatched" not in str(error):  # no memory, say
+            raise
+        sizes = ValueError("its weights are not of the sizes in its config")
+        raise _cannot_load(path, sizes) from error
     # A GGUF's weights are dense once read, yet transformers still calls them quantized and refuses
     # to save or train them.
     if gguf_file is not None and (quantizer := getattr(model, "hf_quantizer", None)):
@@ -247,7 +315,8 @@ def _require_whole_shards(folder: Path) -> None:
 
 
 def _cannot_load(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2]) or type(error).__name__
     if Path(path).is_dir():
         return ValueError(f"cannot load {what}{path}: {said}")
     return ValueError(

@@ -13,14 +13,17 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig
 
+from rope_patch.methods import registered
 from rope_patch.patching import Patch, current
 from rope_patch.patching.find import find_rotaries
 from rope_patch.patching.rotary import unpatched
+from rope_patch.registering import spelled_natively
 from rope_patch.versions import version
 
 logger = logging.getLogger("rope_patch")
 
 SIDECAR = "rope_patch.json"
+ADAPTER = "adapter_config.json"
 _NEEDED = {"method", "options", "trained_length", "layer_types", "original"}
 
 
@@ -34,12 +37,16 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     one pass, and never beyond the trained length with a cache. An interrupted save
     leaves what was in the folder before.
 
+    Of a PEFT model the adapter is written, and beside it the sidecar, so that `load` and
+    `load_adapter` know under which rotation it was trained.
+
     Args:
         model: A patched model.
         folder: Where to; made if missing.
 
     Raises:
-        ValueError: The model is not patched, or the folder is a file.
+        ValueError: The model is not patched, the folder is a file, or an adapter would lie beside a
+            whole model.
     """
     handle = current(model)
     if handle is None:
@@ -54,10 +61,25 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         written = Path(temporary)
         model.save_pretrained(written)  # type: ignore[operator]
-        native = _loads_natively(written, model, handle)
-        (written / SIDECAR).write_text(json.dumps(_sidecar(handle, native), indent=2) + "\n")
+        adapters = [path.parent for path in written.rglob(ADAPTER)]
+        _require_apart(folder, adapters)
+        if not adapters:
+            _name_natively(written / "config.json", model)
+        native = not adapters and _loads_natively(written, model, handle)
+        sidecar = _sidecar(handle, native)
+        if adapters:
+            sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
+        for place in {written, *adapters}:
+            (place / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
         _move_into(written, folder)
-    if not native:
+    if adapters:
+        logger.info(
+            "%s: an adapter for a base patched with %s; load it with rope_patch.load or "
+            "rope_patch.load_adapter, as PEFT alone patches nothing",
+            folder,
+            handle,
+        )
+    elif not native:
         logger.warning(
             "%s: transformers %s has no form of its own for %s; load this folder with "
             "rope_patch.load",
@@ -85,6 +107,25 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     return sidecar
 
 
+def recorded_request(sidecar: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `patch` that bring back what a sidecar records."""
+    options = dict(sidecar["options"])
+    request = {
+        "method": sidecar["method"],
+        "factor": options.pop("factor"),
+        "length": None,
+        "trained_length": sidecar["trained_length"],
+        "layer_types": sidecar["layer_types"],
+        "start": sidecar.get("start", "auto"),
+    }
+    kind = registered().get(sidecar["method"])
+    if kind is not None and kind.grows:
+        request["length"] = sidecar.get("length")
+        if not kind.factor_in_formula:
+            request["factor"] = None
+    return request | options
+
+
 def _sidecar(handle: Patch, native: bool) -> dict[str, Any]:
     kinds = [kind for kind in handle.geometries if kind is not None]
     return {
@@ -95,6 +136,8 @@ def _sidecar(handle: Patch, native: bool) -> dict[str, Any]:
         "trained_length": handle.trained_length,
         "length": handle.length,
         "layer_types": kinds or None,
+        "start": "running" if any(g.base for g in handle.geometries.values()) else "unscaled",
+        "sharpening": handle.sharpening,
         "native": native,
         "original": handle.original,
         "frequencies": {
@@ -109,8 +152,6 @@ def _sidecar(handle: Patch, native: bool) -> dict[str, Any]:
 
 def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
     """Whether transformers, given nothing but the folder, rotates as the patched model does."""
-    if not (folder / "config.json").is_file():  # an adapter without its base
-        return False
     if not handle.method.native:
         return False
     try:
@@ -121,12 +162,36 @@ def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
                     continue
                 # What a module starts with: the short frequencies, where a method switches.
                 geometry = handle.geometries[kind]
-                ours = handle.method.frequencies(geometry, geometry.trained_length)
+                ours = handle.method.at(geometry, 1)
                 if not ours.close_to(plain):
                     return False
     except (KeyError, ValueError, TypeError, AttributeError):
         return False
     return True
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _name_natively(path: Path, model: nn.Module) -> None:
+    """Spells what the model's own config calls by our names, which others lack, as they do."""
+    said = json.loads(path.read_text())
+    text = said.get("text_config", said)
+    native = spelled_natively(_text_config(model))
+    if native != _text_config(model).rope_parameters:
+        text["rope_parameters"] = native
+        path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+
+
+def _require_apart(folder: Path, adapters: list[Path]) -> None:
+    """transformers loads an adapter that lies beside a whole model on top of that, unasked."""
+    there, written = ("config.json", "an adapter") if adapters else (ADAPTER, "a whole model")
+    if (folder / there).is_file():
+        raise ValueError(
+            f"{folder} holds {there}: expected another folder for {written}, as transformers would "
+            "load both together from this one"
+        )
 
 
 def _move_into(written: Path, folder: Path) -> None:

@@ -32,7 +32,9 @@ def test_methods_are_listed_with_paper_and_need_for_training():
 def test_diagnose_prints_a_row_for_every_pair():
     printed = run("diagnose", TINY, "--method", "yarn", "--factor", "4").stdout
     assert "critical dimension" in printed
-    assert len([line for line in printed.splitlines() if "×" in line]) == 16 + 1
+    rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
+    assert [row[0] for row in rows] == [str(pair) for pair in range(16)]
+    assert all(row[3].startswith("×") for row in rows)
     data = json.loads(run("diagnose", TINY, "--length", "1024", "--json").stdout)
     assert len(data["rotations"]["all"]["pairs"]) == 16
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from tiny_models import make_config, make_model
@@ -67,7 +68,9 @@ def test_a_patched_model_is_diagnosed_as_it_was_trained():
     model = make_model("llama")
     before = rope_patch.diagnose(model, "yarn", factor=2)
     with rope_patch.patch(model, "ntk", factor=4):
-        assert rope_patch.diagnose(model, "yarn", factor=2) == before
+        during = rope_patch.diagnose(model, "yarn", factor=2)
+        assert "patched by rope_patch: ntk ×4" in str(during)
+        assert replace(during, patched=None) == before
 
 
 def test_layer_types_are_shown_apart():
@@ -85,3 +88,12 @@ def test_the_table_is_read_by_people():
     printed = str(rope_patch.diagnose(config(64, 1e5, 8192), length=16384))
     assert "critical dimension: pair 20 of 32" in printed
     assert "12 of them meet angles that training never showed: pairs 20 to 31" in printed
+
+
+def test_yarns_factor_is_that_of_its_law_and_none_within_training():
+    def predicted(length):
+        rotation = rope_patch.diagnose(config(64, 1e5, 8192), length=length).rotations[None]
+        return rotation.yarn_attention_factor
+
+    assert predicted(32768) == pytest.approx(0.1 * math.log(4) + 1, rel=1e-12)
+    assert predicted(4096) == 1

@@ -13,17 +13,23 @@ PACKAGE = Path(rope_patch.__file__).parent
 HEAVY = ["lm_eval", "peft", "datasets", "matplotlib", "triton", "jinja2", "gguf", "wonderwords"]
 
 # What each part of the package may import of it; whatever is not named here stands on top.
-CORE = {"geometry", "methods", "ops", "cache", "patching"}
+CORE = {"geometry", "reading", "methods", "ops", "cache", "patching"}
 BELOW = {
     "geometry": set(),
+    "reading": {"geometry"},
     "methods": {"geometry"},
     "ops": set(),
     "cache": set(),
-    "patching": {"geometry", "methods", "ops", "cache"},
+    "patching": CORE - {"patching"},
     "versions": set(),
-    "saving": CORE | {"versions"},
-    "loading": CORE | {"saving"},
-    "diagnosing": CORE,
+    "drawing": set(),
+    "registering": {"geometry", "methods", "reading"},
+    "saving": CORE | {"versions", "registering"},
+    "agreeing": CORE | {"saving"},
+    "adapting": CORE | {"saving", "agreeing"},
+    "loading": CORE | {"saving", "registering", "agreeing", "adapting"},
+    "exporting": CORE | {"loading"},
+    "diagnosing": CORE | {"adapting", "agreeing", "loading", "saving", "registering", "drawing"},
 }
 ON_TOP = {"eval", "recipes"}
 

@@ -85,7 +85,7 @@ def test_another_method_starts_from_the_original(family, first, tmp_path):
 
 def test_a_recorded_method_is_not_changed_by_halves(originals, tmp_path):
     rope_patch.save(patched(), tmp_path)
-    for change in ({"factor": 2}, {"length": 128}):
+    for change in ({"factor": 2}, {"length": 128}, {"trained_length": 32}):
         with pytest.raises(ValueError, match="goes with a method"):
             rope_patch.load(tmp_path, **change)
     with pytest.raises(ValueError, match="beta_fast goes with a method"):

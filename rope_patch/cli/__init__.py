@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from rope_patch.cli import benchmarking, evaluating, finetuning, inspecting
+from rope_patch.cli import benchmarking, evaluating, exporting, finetuning, inspecting
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,6 +26,7 @@ app.command("eval")(evaluating.evaluate)
 app.command()(evaluating.compare)
 app.command()(evaluating.report)
 app.command()(benchmarking.bench)
+app.command()(exporting.export)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     finetuning.finetune
 )

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import GGUF, Factor, Json, Length, Model, Option, TrainedLength, options
+from rope_patch.cli.options import (
+    GGUF,
+    Factor,
+    Json,
+    Length,
+    Model,
+    Option,
+    TrainedLength,
+    options,
+    split,
+)
 
 
 def methods(
@@ -65,31 +77,57 @@ def diagnose(
     factor: Factor = None,
     length: Length = None,
     trained_length: TrainedLength = None,
+    layer_types: Annotated[
+        str | None, typer.Option(help="Which layers to look at, by commas; those that see far.")
+    ] = None,
+    start: Annotated[
+        str,
+        typer.Option(
+            help="Where the config scales already: stretch the `unscaled` frequencies, or those "
+            "that the model is `running` with."
+        ),
+    ] = "auto",
     option: Option = None,
     gguf_file: GGUF = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw every pair's wavelength, before and after, into this .svg or .png file."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show every rotated pair: its wavelength, its turns in training, what a method does to it.
+    """Say whether transformers does what a model's config says, and what to do for a length.
 
-    A pair that never completed a turn in training meets new angles beyond the trained length; the
-    first of them is the critical dimension. Reads the config only, no weights.
+    Findings come first, each with its number and the line that puts it right; then a
+    recommendation; then every rotated pair: its wavelength, its turns in training, what a method
+    does to it. A pair that never completed a turn in training meets new angles beyond the trained
+    length; the first of them is the critical dimension. Reads configs only, no weights. MODEL may
+    also be a folder with a PEFT adapter.
 
     \b
     Examples:
       rope-patch diagnose demo --length 16384
-      rope-patch diagnose demo --method yarn --factor 2
+      rope-patch diagnose demo --method yarn --factor 2 --picture yarn.svg
     """
     from rope_patch import demo
-    from rope_patch.diagnosing import diagnose
-    from rope_patch.loading import read_config
+    from rope_patch.diagnosing.examining import examine
+    from rope_patch.diagnosing.picture import require_picture
+    from rope_patch.diagnosing.subject import open_subject
 
-    config = read_config(demo.resolve(model), gguf_file=gguf_file)
-    diagnosis = diagnose(
-        config,
+    if picture is not None:
+        require_picture(picture)
+    subject = open_subject(demo.resolve(model), gguf_file=gguf_file, named=shlex.quote(model))
+    diagnosis = examine(
+        subject,
         method,
         factor=factor,
         length=length,
         trained_length=trained_length,
-        **options(option),
+        layer_types=None if layer_types is None else split(layer_types),
+        start=start,
+        options=options(option),
     )
-    print(json.dumps(diagnosis.to_dict(), indent=1) if as_json else diagnosis)
+    if picture is not None:
+        diagnosis.plot(picture)
+    print(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) if as_json else diagnosis)

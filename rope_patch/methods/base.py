@@ -117,7 +117,7 @@ class Method(ABC):
         Methods without a spelling of their own are written as `longrope` with explicit factors.
         """
         frequencies = self.frequencies(geometry)
-        stretch = (geometry.inv_freq() / frequencies.inv_freq).tolist()
+        stretch = (geometry.unscaled() / frequencies.inv_freq).tolist()
         return {
             "rope_type": "longrope",
             "factor": float(self.factor),

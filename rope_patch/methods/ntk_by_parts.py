@@ -46,8 +46,8 @@ class NTKByParts(Method):
 
     def ramp(self, geometry: Geometry) -> torch.Tensor:
         """How far each pair is interpolated: 0 keeps it, 1 divides by the factor, `[R / 2]`."""
-        low = self._pair_with_turns(geometry, self.beta_fast)
-        high = self._pair_with_turns(geometry, self.beta_slow)
+        low = geometry.pair_with_turns(self.beta_fast)
+        high = geometry.pair_with_turns(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         # The upper clamp is R - 1, not R / 2 - 1, in every implementation: kept, to rotate alike.
@@ -81,11 +81,6 @@ class NTKByParts(Method):
         if (attention_factor := self.cos_sin_factor()) != attention_law(self.factor):
             spelled["attention_factor"] = attention_factor
         return spelled
-
-    def _pair_with_turns(self, geometry: Geometry, turns: float) -> float:
-        """Index, not rounded, of the pair that turns so many times within the trained length."""
-        ratio = math.log(geometry.trained_length / (2 * math.pi * turns))
-        return geometry.rotary_dim * ratio / (2 * math.log(geometry.theta))
 
 
 def attention_law(factor: float, mscale: float = 1.0) -> float:

@@ -41,9 +41,16 @@ def find_rotaries(model: nn.Module) -> list[Rotary]:
         and (prefixes := _prefixes(module))
     ]
     if not rotaries:
+        others = {type(m).__name__ for m in model.modules() if "Rotary" in type(m).__name__}
         raise ValueError(
-            f"no rotary embedding found in {type(model).__name__}: expected a decoder with RoPE "
-            "from transformers 5 (Llama, Qwen, Gemma, ...)"
+            f"no rotary embedding found in {type(model).__name__} that its text config describes: "
+            "expected a decoder with RoPE from transformers 5 (Llama, Qwen, Gemma, ...)"
+            + (f" (other parts of it have {', '.join(sorted(others))})" if others else "")
+        )
+    if getattr(rotaries[0].module.config, "alibi", False):
+        raise ValueError(
+            f"{type(model).__name__} tells positions by ALiBi, as its config says, and never turns "
+            "anything: there is no rotation to extend"
         )
     return rotaries
 

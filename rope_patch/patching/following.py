@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -46,8 +47,27 @@ from rope_patch.patching.swap import Swaps
 Cached = tuple[torch.Tensor, torch.Tensor, str | None]
 
 
+class Now(threading.local):
+    """What a forward has found out so far, in the thread that it runs in.
+
+    Attributes:
+        rows: What the rows are rotated by; None outside of the decoder's forward.
+        unrecorded: The record of a cache that the decoder has yet to make.
+        resting: The name of the rotary module's buffer that stands aside, the buffer, and whether
+            other threads wait for it to come back; None outside of the rotary module's forward.
+    """
+
+    def __init__(self) -> None:
+        self.rows: torch.Tensor | None = None
+        self.unrecorded: Record | None = None
+        self.resting: tuple[str, torch.Tensor, bool] | None = None
+
+
 class Following:
     """The part of a patch that follows lengths: hooks on one decoder and its rotary module.
+
+    Several threads may use the model at once, each with a cache of its own: what a forward finds
+    out is kept by thread, and while one is in the rotary module's forward, the others wait.
 
     Attributes:
         fixed: The length that every sequence is taken to have, if somebody said so.
@@ -88,9 +108,8 @@ class Following:
         self._sets: dict[float, torch.Tensor] = {}
         self._on_device: dict[Any, torch.Tensor] = {}
         self._splits: dict[str | None, Any] = {}
-        self._now: torch.Tensor | None = None
-        self._unrecorded: Record | None = None
-        self._resting: tuple[str, torch.Tensor] | None = None
+        self._now = Now()
+        self._turning = threading.RLock()
         self.serial = graph.announce(self)
 
     def attach(self, decoder: nn.Module, rotary: Rotary, swaps: Swaps) -> None:
@@ -132,7 +151,7 @@ class Following:
         steps = new.shape[1]
         if torch.compiler.is_compiling():
             cached = list(self._cached(cache, record, past))
-            self._now = torch.ops.rope_patch.follow(
+            self._now.rows = torch.ops.rope_patch.follow(
                 [keys for keys, _, _ in cached],
                 [slots for _, slots, _ in cached],
                 [list(self.parts).index(kind) for _, _, kind in cached],
@@ -146,7 +165,7 @@ class Following:
             # A whole sequence without padding or gaps: its length needs no reading.
             plain = given.get("position_ids") is None and given.get("attention_mask") is None
             known = steps if plain and isinstance(past, int) and past == 0 else None
-            self._now = self.settle(
+            self._now.rows = self.settle(
                 record.bounds,
                 record.sets,
                 record.positions,
@@ -154,23 +173,23 @@ class Following:
                 lambda: self._cached(cache, record, past),
                 known,
             )
-        self._unrecorded = record if cache is None else None
+        self._now.unrecorded = record if cache is None else None
 
     def leave(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After the decoder's forward, failed ones too: a cache it made gets its record."""
-        if self._unrecorded is not None:
+        if self._now.unrecorded is not None:
             made = getattr(output, "past_key_values", None)
             made = getattr(made, "self_attention_cache", made)
             if isinstance(made, Cache):
-                remember(made, self._unrecorded)
-        self._now = self._unrecorded = None
+                remember(made, self._now.unrecorded)
+        self._now.rows = self._now.unrecorded = None
 
     def rotate(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ahead of the rotary module's forward: sets the frequencies that it turns by."""
         kind = args[2] if len(args) > 2 else kwargs.get("layer_type")
         if kind not in self.names:
             return
-        rows = self._now
+        rows = self._now.rows
         if rows is None:  # called by itself: its positions are all there is to know
             positions = args[1] if len(args) > 1 else kwargs["position_ids"]
             own = Record.blank(self.owner, positions, self.width)
@@ -178,13 +197,17 @@ class Following:
         x = args[0] if args else kwargs["x"]
         inv_freq, scale = self._split(rows, kind, x.device)
         name, scale_name = self.names[kind]
-        self._resting = (name, module._buffers[name])
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # the graph has them to itself
+            self._now.resting = (name, module._buffers[name], False)
             setattr(module, name, inv_freq)
             setattr(module, scale_name, scale)
-        else:  # the same, ten times as fast
-            module._buffers[name] = inv_freq
-            module.__dict__[scale_name] = scale
+            return
+        if self._now.resting is not None:  # Ctrl-C in a forward leaves hooks behind uncalled
+            self.rest(module, args, kwargs, None)
+        self._turning.acquire()
+        self._now.resting = (name, module._buffers[name], True)
+        module._buffers[name] = inv_freq  # as setattr does, ten times as fast
+        module.__dict__[scale_name] = scale
 
     def rest(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """After the rotary module's forward: its buffer is again what it is in all processes.
@@ -192,13 +215,16 @@ class Following:
         DistributedDataParallel writes the buffers of one process over those of the others, which
         may have rows of other lengths.
         """
-        if self._resting is not None:
-            name, resting = self._resting
-            self._resting = None
-            if torch.compiler.is_compiling():
-                setattr(module, name, resting)
-            else:
-                module._buffers[name] = resting
+        if self._now.resting is None:
+            return
+        name, resting, awaited = self._now.resting
+        self._now.resting = None
+        if torch.compiler.is_compiling():
+            setattr(module, name, resting)
+            return
+        module._buffers[name] = resting
+        if awaited:
+            self._turning.release()
 
     def row_by_row(
         self,
@@ -284,11 +310,12 @@ class Following:
 
     def _set(self, reach: float) -> torch.Tensor:
         """Frequencies and attention factors of all layer types, `[F]`, float64, on the CPU."""
-        if reach not in self._sets:
+        made = self._sets.get(reach)
+        if made is None:
             if len(self._sets) > 256:  # growth="exact" asks for a new one with every token
                 self._sets.clear()
-            self._sets[reach] = torch.cat([self._part(kind, reach) for kind in self.parts])
-        return self._sets[reach]
+            made = self._sets[reach] = torch.cat([self._part(kind, reach) for kind in self.parts])
+        return made
 
     def _part(self, kind: str | None, reach: float) -> torch.Tensor:
         frequencies = self.method.at(self.geometries[kind], reach)
@@ -300,12 +327,13 @@ class Following:
     def _to_device(self, reaches: list[float], device: torch.device) -> torch.Tensor:
         alike = len(reaches) == 1 or len(set(reaches)) == 1
         key = (tuple(reaches[:1] if alike else reaches), device)
-        if key not in self._on_device:
+        made = self._on_device.get(key)
+        if made is None:
             if len(self._on_device) > 64:
                 self._on_device.clear()
             rows = torch.stack([self._set(reach) for reach in key[0]])
-            self._on_device[key] = rows.to(device, torch.float32)
-        return self._on_device[key]
+            made = self._on_device[key] = rows.to(device, torch.float32)
+        return made
 
     def _split(
         self, rows: torch.Tensor, kind: str | None, device: torch.device
@@ -385,6 +413,11 @@ class Following:
 
     # -- copies ------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("_now", "_turning")}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._now = Now()
+        self._turning = threading.RLock()
         self.serial = graph.announce(self)

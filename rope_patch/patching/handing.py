@@ -62,9 +62,10 @@ class HandingOver:
         """
         name, scale_name = self.names[kind]
         inv_freq, scale = getattr(self.module, name), getattr(self.module, scale_name)
-        of, by, made = self._made.get(kind, (None, None, None))
-        if of is inv_freq and by is scale and made.device == device:
-            return made
+        if not torch.compiler.is_compiling():  # a graph would depend on what eager code made
+            of, by, made = self._made.get(kind, (None, None, None))
+            if of is inv_freq and by is scale and made.device == device:
+                return made
         # What inference mode makes could not be kept for a backward pass later on.
         with torch.inference_mode(False), torch.no_grad():
             if inv_freq.ndim == 3:  # other frequencies for each row, `[B, 1, R / 2]`

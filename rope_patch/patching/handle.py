@@ -12,11 +12,15 @@ from torch import nn
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
 from rope_patch.patching.configs import ConfigSwap
-from rope_patch.patching.find import Rotary
+from rope_patch.patching.find import Rotary, find_owner
+from rope_patch.patching.liger import watch_for_liger
+from rope_patch.patching.parallel import Placed, require_places
 from rope_patch.patching.request import Plan, make_plan
 from rope_patch.patching.rotary import set_frequencies
 from rope_patch.patching.rotations import put_ours, who_rotates
+from rope_patch.patching.softmax import InSoftmax, unsharpened
 from rope_patch.patching.swap import Swaps
+from rope_patch.reading import by_layer_type, own_scaling
 
 logger = logging.getLogger("rope_patch")
 
@@ -35,6 +39,9 @@ class Patch:
         frequencies: The rotation in effect at the target length, for the same layer types; at the
             trained length where there is no target (see `frequencies_at`).
         original_config: The text config of the unpatched model.
+        original_frequencies: What the unpatched model rotates by, for the layer types that changed.
+        sharpening: By the square of what softmax scales are multiplied, where an architecture has
+            the attention factor there instead of in cos and sin; else 1.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -49,7 +56,17 @@ class Patch:
         self.frequencies = plan.frequencies()
         if self._followings:
             self.frequencies = self.frequencies_at(plan.length or plan.trained_length)
+        self.sharpening = 1.0
+        if isinstance(plan.method, InSoftmax):
+            self.sharpening = plan.method.sharpening(next(iter(plan.geometries.values())))
+        self.original_frequencies = {
+            kind: found[kind]
+            for _, found in plan.rotaries
+            for kind in plan.geometries
+            if kind in found
+        }
         self._rotating = who_rotates(plan.kernels, plan.rotations)
+        self._placed: list[Placed] = []
         self._swaps = Swaps()
         self._config = ConfigSwap()
         self._active = False
@@ -104,6 +121,8 @@ class Patch:
         """
         for following in self._followings:
             following.group = group
+        for placed in self._placed:
+            placed.group = group
 
     def summary(self) -> str:
         """What is in effect, a few lines to print."""
@@ -123,6 +142,12 @@ class Patch:
                 f"attention factor {changed.attention_factor:.6g}"
             )
         lines += [f"  {kind}: unchanged" for kind in self._unchanged]
+        lines += self._started()
+        if self.sharpening != 1:
+            lines.append(
+                f"  softmax scale ×{self.sharpening**2:.6g}: heads that rotate only in part have "
+                "the attention factor there"
+            )
         options = {
             k: v for k, v in self.method.options().items() if k != "factor" and v is not None
         }
@@ -130,6 +155,25 @@ class Patch:
             lines.append("  options: " + ", ".join(f"{k}={_short(v)}" for k, v in options.items()))
         lines.append(f"  {self._rotating}")
         return "\n".join(lines)
+
+    def _started(self) -> list[str]:
+        """What became of the config's own scaling."""
+        standing = by_layer_type(self.original_config.rope_parameters)
+        lines = []
+        for kind, geometry in self.geometries.items():
+            if (own := own_scaling(standing[kind])) == "default":
+                continue
+            where = "" if kind is None else f"{kind}: "
+            lines.append(
+                f"  {where}starts from "
+                + (
+                    f"what the model runs with, the config's own {own}, at its full length"
+                    if geometry.base
+                    else f"the unscaled frequencies, in the place of the config's own {own}"
+                )
+                + f" ({geometry.trained_length:,} tokens)"
+            )
+        return lines
 
     def __str__(self) -> str:
         length = "any length" if self.length is None else f"{self.length:,} tokens"
@@ -147,13 +191,18 @@ class Patch:
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         """Changes the model; leaves it as it was if anything goes wrong on the way."""
         try:
+            rotaries = [rotary for rotary, _ in plan.rotaries]
+            self._placed = require_places(model, rotaries, self._swaps)
+            _report_cast(rotaries)
             # Where the frequencies follow the sequence, hooks put others in their place.
             initial = self.frequencies_at(1)
             for rotary, before in plan.rotaries:
-                _report_cast(rotary)
                 set_frequencies(rotary, before, initial, self._swaps)
                 self._swaps.set(rotary.module, "extra_repr", partial(str, str(self)))
                 self._swaps.set(rotary.module, "_rope_patch", self)
+            for attention in plan.sharpened:
+                scale = unsharpened(attention) * self.sharpening**2
+                self._swaps.set(attention, "scaling", scale)
             for decoder, rotary, following in plan.followings:
                 following.attach(decoder, rotary, self._swaps)
             for rotation in plan.rotations:
@@ -161,6 +210,10 @@ class Patch:
                 for _, rotary, following in plan.followings:
                     if rotary is rotation.rotary and rotation.hands_over:
                         following.kernels = plan.kernels
+            ours = {id(r.rotary.module): r.problem is None for r in plan.rotations}
+            for rotary in rotaries:
+                here = ours.get(id(rotary.module), False)
+                watch_for_liger(find_owner(model, rotary), rotary, ours=here, swaps=self._swaps)
             # transformers' own dynamic scaling takes this field for the trained length, and where
             # no config has a form for the method, a larger one would promise too much.
             reached = plan.length if plan.method.native and not plan.grows else None
@@ -184,6 +237,7 @@ def patch(
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     kernels: str = "auto",
+    start: str = "auto",
     **options: Any,
 ) -> Patch:
     """Takes a live model to a longer context, in place.
@@ -204,6 +258,10 @@ def patch(
             and transformers' own code in compiled graphs, which Inductor makes as fast, and where
             an architecture rotates in a way of its own. "reference" and "triton" demand plain torch
             and Triton, "hf" is transformers' own code throughout.
+        start: What is stretched where the checkpoint's own config scales its rotation already.
+            "unscaled": the frequencies and the length before that; "running": the frequencies that
+            the model runs with, and its full length. "auto" replaces `linear`, `dynamic` and `yarn`
+            and builds on the others (`llama3`, `longrope`, ...), which were trained in.
         **options: The method's options.
 
     Returns:
@@ -221,6 +279,7 @@ def patch(
         trained_length=trained_length,
         layer_types=layer_types,
         kernels=kernels,
+        start=start,
         **options,
     )
     if standing := current(model):
@@ -241,6 +300,7 @@ def check(
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     kernels: str = "auto",
+    start: str = "auto",
     **options: Any,
 ) -> Plan:
     """Raises whatever `patch` would raise for the same arguments; changes nothing."""
@@ -254,6 +314,7 @@ def check(
         trained_length=trained_length,
         layer_types=layer_types,
         kernels=kernels,
+        start=start,
         options=options,
     )
 
@@ -280,18 +341,22 @@ def unpatch(model: nn.Module) -> None:
     handle.undo()
 
 
-def _report_cast(rotary: Rotary) -> None:
-    for prefix in rotary.prefixes.values():
-        live = getattr(rotary.module, f"{prefix}inv_freq")
-        if live.dtype != torch.float32:
-            logger.warning(
-                "%sinv_freq of %s had been cast to %s, which rotates far positions wrongly; while "
-                "patched it is exact again. To keep it exact, load with dtype=... instead of "
-                "casting.",
-                prefix,
-                type(rotary.module).__name__,
-                str(live.dtype).removeprefix("torch."),
-            )
+def _report_cast(rotaries: list[Rotary]) -> None:
+    cast = [
+        (f"{prefix}inv_freq", type(rotary.module).__name__, live.dtype)
+        for rotary in rotaries
+        for prefix in rotary.prefixes.values()
+        if (live := getattr(rotary.module, f"{prefix}inv_freq")).dtype != torch.float32
+    ]
+    if cast:
+        names, kinds, dtypes = (sorted({str(c[i]) for c in cast}) for i in range(3))
+        logger.warning(
+            "%s of %s had been cast to %s, which rotates far positions wrongly; while patched it "
+            "is exact again. To keep it exact, load with dtype=... instead of casting.",
+            " and ".join(names),
+            " and ".join(kinds),
+            " and ".join(dtypes).replace("torch.", ""),
+        )
 
 
 def _short(value: Any) -> str:

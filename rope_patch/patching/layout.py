@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 import textwrap
@@ -11,17 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.geometry import by_layer_type
 from rope_patch.ops.reference import rotate
 from rope_patch.patching.find import Rotary
+from rope_patch.patching.liger import is_ligers
+from rope_patch.patching.rotary import fresh, hand_out
+from rope_patch.patching.source import takes_one
+from rope_patch.reading import by_layer_type
 
 _NOT_YET = "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
 
 # Layers that share another one's keys cache none of their own.
 _HARMLESS = {"self.is_kv_shared_layer"}
 
+# Architectures whose attentions ask whether they are given a rotation, and always are.
+_ALWAYS = ("falcon", "granitemoehybrid", "olmo_hybrid")
 
-def is_interleaved(rotary: Rotary, config: Any, *, single: bool = False) -> bool:
+
+def is_interleaved(rotary: Rotary, config: Any) -> bool:
     """Whether a model's rotated pairs are neighbours, rather than halves apart.
 
     A random key goes through the `apply_rotary_pos_emb` of the model's modeling file, and the
@@ -30,26 +37,27 @@ def is_interleaved(rotary: Rotary, config: Any, *, single: bool = False) -> bool
     Args:
         rotary: The model's rotary module.
         config: Its text config.
-        single: Whether the function takes one tensor, rather than queries and keys.
 
     Raises:
         ValueError: Neither is what the model does.
     """
+    apply: Any = getattr(sys.modules[type(rotary.module).__module__], "apply_rotary_pos_emb", None)
+    if is_ligers(apply):
+        return False  # it knows halves only, and cannot be asked here: it runs on GPUs only
     kind, prefix = next(iter(rotary.prefixes.items()))
+    module = fresh(rotary, config)
     with torch.device("cpu"):
-        fresh: Any = type(rotary.module)(config)
-        inv_freq = getattr(fresh, f"{prefix}inv_freq").float()
+        inv_freq = getattr(module, f"{prefix}inv_freq").float()
         positions = torch.tensor([[0, 1, 7, 30]])
         generator = torch.Generator().manual_seed(0)
         keys = torch.randn(1, 2, 4, 2 * len(inv_freq), generator=generator)
     angle = positions[..., None] * inv_freq
-    scale = float(getattr(fresh, f"{prefix}attention_scaling"))
+    scale = float(getattr(module, f"{prefix}attention_scaling"))
     cos, sin = (f(angle)[:, None] * scale for f in (torch.cos, torch.sin))
-    apply: Any = getattr(sys.modules[type(fresh).__module__], "apply_rotary_pos_emb", None)
     if apply is not None:
         try:
-            given = fresh(keys, positions) if kind is None else fresh(keys, positions, kind)
-            got = apply(keys, *given) if single else apply(keys, keys, *given)[1]
+            given = hand_out(module, keys, positions, kind)
+            got = apply(keys, *given) if takes_one(apply) else apply(keys, keys, *given)[1]
         except (TypeError, ValueError, RuntimeError, AttributeError):
             got = None  # another signature: another kind of rotation
         for interleaved in (False, True):
@@ -69,12 +77,27 @@ def repeats_neighbours(rotary: Rotary, config: Any) -> bool:
         rotary: The model's rotary module.
         config: Its text config.
     """
+    module = fresh(rotary, config)
     with torch.device("cpu"):
-        fresh: Any = type(rotary.module)(config)
         x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
     kind = next(iter(rotary.prefixes))
-    cos = fresh(x, positions)[0] if kind is None else fresh(x, positions, kind)[0]
+    cos = hand_out(module, x, positions, kind)[0]
     return torch.equal(cos[..., 0::2], cos[..., 1::2])
+
+
+def holds_halves(rotary: Rotary, config: Any) -> bool:
+    """Whether cos and sin hold each pair's number once, not twice (DeepSeek-V4).
+
+    Args:
+        rotary: The model's rotary module.
+        config: Its text config.
+    """
+    module = fresh(rotary, config)
+    with torch.device("cpu"):
+        x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
+    kind, prefix = next(iter(rotary.prefixes.items()))
+    cos = hand_out(module, x, positions, kind)[0]
+    return cos.shape[-1] < 2 * len(getattr(module, f"{prefix}inv_freq"))
 
 
 def takes_rows(rotary: Rotary, config: Any) -> bool:
@@ -86,23 +109,34 @@ def takes_rows(rotary: Rotary, config: Any) -> bool:
         rotary: The model's rotary module.
         config: Its text config.
     """
+    module = fresh(rotary, config)
     with torch.device("cpu"):
-        fresh: Any = type(rotary.module)(config)
         x, positions = torch.zeros(2, 3, 4), torch.arange(3)[None]
     kind, prefix = next(iter(rotary.prefixes.items()))
-    own = getattr(fresh, f"{prefix}inv_freq")
+    own = getattr(module, f"{prefix}inv_freq")
     given = (x, positions) if kind is None else (x, positions, kind)
     apart = []
     for inv_freq in (own, own / 2):
-        setattr(fresh, f"{prefix}inv_freq", inv_freq)
-        apart.append(fresh(*given))
-    setattr(fresh, f"{prefix}inv_freq", torch.stack([own, own / 2])[:, None])
+        setattr(module, f"{prefix}inv_freq", inv_freq)
+        apart.append(module(*given))
+    setattr(module, f"{prefix}inv_freq", torch.stack([own, own / 2])[:, None])
     try:
-        together = fresh(*given)
+        together = module(*given)
     except RuntimeError:
         return False
     expected = [torch.cat(parts) for parts in zip(*apart, strict=True)]
     return all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
+
+
+def several_positions(module: Any, config: Any) -> bool:
+    """Whether a rotary module gives a token several positions (M-RoPE), each its own pairs.
+
+    Args:
+        module: A rotary module; no other has sections.
+        config: The text config.
+    """
+    spelled = by_layer_type(config.rope_parameters).values()
+    return hasattr(module, "mrope_section") or any("mrope_section" in p for p in spelled)
 
 
 def rotated_layers(decoder: nn.Module, config: Any) -> list[str | None]:
@@ -116,13 +150,13 @@ def rotated_layers(decoder: nn.Module, config: Any) -> list[str | None]:
         ValueError: The keys are cached in a form that cannot be followed, or only some layers
             rotate and it is unknown which.
     """
-    if hasattr(config, "qk_rope_head_dim"):
+    if "qk_rope_head_dim" in vars(config):
         raise ValueError(
             f"{type(config).__name__} caches compressed keys (multi-head latent attention), which "
             f"{_NOT_YET}"
         )
     spelled = by_layer_type(config.rope_parameters)
-    if any("mrope_section" in parameters for parameters in spelled.values()):
+    if any(several_positions(module, config) for module in decoder.modules()):
         raise ValueError(
             f"{type(config).__name__} gives a token several positions (M-RoPE), which {_NOT_YET}"
         )
@@ -140,26 +174,52 @@ def _rotates(decoder: nn.Module, config: Any, kinds: list[str | None]) -> list[b
         sliding = [kind == "sliding_attention" for kind in kinds]
         whole = config.model_type != "cohere2" and getattr(config, "sliding_window", None) is None
         return [whole or window for window in sliding]
-    for kind in {type(module) for module in decoder.modules()}:
-        if conditions := _conditions(kind) - _HARMLESS:
-            raise ValueError(
-                f"{kind.__name__} rotates only if {', '.join(sorted(conditions))}: layers that do "
-                f"not rotate {_NOT_YET}"
-            )
-    return [True] * len(kinds)
+    rotates = [True] * len(kinds)
+    if config.model_type in _ALWAYS:
+        return rotates
+    for module in decoder.modules():
+        kind: Any = type(module)
+        for condition, wanted in _conditions(kind):
+            if condition in _HARMLESS:
+                continue
+            said, layer = _said(module, condition), getattr(module, "layer_idx", None)
+            if said is None or not isinstance(layer, int):
+                raise ValueError(
+                    f"{type(module).__name__} rotates only if {condition}: layers that do not "
+                    f"rotate {_NOT_YET}"
+                )
+            rotates[layer] &= said is wanted
+    return rotates
 
 
-def _conditions(kind: type) -> set[str]:
-    """What a module class makes its rotation depend on, as its forward is written."""
+def _said(module: nn.Module, condition: str) -> bool | None:
+    """What a condition comes to that depends on nothing but the module; None if on more."""
+    names = {n.id for n in ast.walk(ast.parse(condition)) if isinstance(n, ast.Name)}
+    if names != {"self"}:
+        return None
     try:
-        forward = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))  # type: ignore[attr-defined]
+        return bool(eval(condition, {"__builtins__": {}}, {"self": module}))
+    except (AttributeError, TypeError):
+        return None
+
+
+@functools.cache
+def _conditions(kind: Any) -> frozenset[tuple[str, bool]]:
+    """What a module class makes its rotation depend on, as its forward is written.
+
+    Returns:
+        Conditions, and whether they are to be true or false.
+    """
+    try:
+        forward = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
     except (OSError, TypeError, AttributeError, SyntaxError):
-        return set()
-    return {
-        ast.unparse(choice.test)
+        return frozenset()
+    return frozenset(
+        (ast.unparse(choice.test), wanted)
         for choice in ast.walk(forward)
         if isinstance(choice, ast.If)
-        for part in (*choice.body, *choice.orelse)
+        for wanted, parts in ((True, choice.body), (False, choice.orelse))
+        for part in parts
         for call in ast.walk(part)
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "apply_rotary_pos_emb"
-    }
+    )

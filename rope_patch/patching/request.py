@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from rope_patch.geometry import Geometry, by_layer_type, read_geometries, require_replaceable
+from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_number, require_tokens
 from rope_patch.methods.registry import get
-from rope_patch.patching.find import Rotary, find_decoder, find_rotaries
+from rope_patch.patching.continuing import Continued
+from rope_patch.patching.effect import require_effect
+from rope_patch.patching.find import Rotary, find_decoder, find_owner, find_rotaries
 from rope_patch.patching.following import Following
 from rope_patch.patching.rotary import unpatched
 from rope_patch.patching.rotations import Rotation, find_rotation, require_kernels
+from rope_patch.patching.softmax import InSoftmax, find_sharpened, own_sharpening
+from rope_patch.reading import by_layer_type, own_scaling, read_geometries, starts_running
+
+# Architectures whose configs refuse every scaling but this one.
+_LONGROPE_ONLY = ("phi3",)
 
 # What transformers' scalings are spelled with, which the standing one does not hand on to the next.
 _SCALING = {
@@ -32,6 +39,9 @@ _SCALING = {
     "mscale",
     "mscale_all_dim",
     "truncate",
+    # Of names that rope_patch.register adds.
+    "new_theta",
+    "growth",
 }
 
 
@@ -51,6 +61,7 @@ class Plan:
             what will link them.
         kernels: Who rotates; see `patch`.
         rotations: Where it can be us.
+        sharpened: The attentions whose softmax scale has the attention factor (`InSoftmax`).
     """
 
     method: Method
@@ -62,6 +73,7 @@ class Plan:
     followings: list[tuple[nn.Module, Rotary, Following]] = field(default_factory=list)
     kernels: str = "auto"
     rotations: list[Rotation] = field(default_factory=list)
+    sharpened: list[nn.Module] = field(default_factory=list)
 
     @property
     def trained_length(self) -> int:
@@ -86,12 +98,21 @@ class Plan:
         standing = self.config.rope_parameters
         spelled: dict[Any, dict[str, Any]] = {}
         for kind, geometry in self.geometries.items():
-            spelled[kind] = self.method.rope_parameters(geometry)
+            spelled[kind] = self._spell(geometry)
             # What is not about scaling stays: partial rotation, M-RoPE sections, temperatures.
             for key, value in by_layer_type(standing)[kind].items():
                 if key not in _SCALING:
                     spelled[kind].setdefault(key, value)
         return spelled.get(None) or {**standing, **spelled}
+
+    def _spell(self, geometry: Geometry) -> dict[str, Any]:
+        if self.config.model_type in _LONGROPE_ONLY and self.method.native:
+            spelled = self.method.rope_parameters(geometry)
+            if spelled["rope_type"] in ("default", "longrope"):
+                return spelled
+            if not self.grows and (self.method.frequencies(geometry).inv_freq > 0).all():
+                return Method.rope_parameters(self.method, geometry)
+        return self.method.rope_parameters(geometry)
 
 
 def make_plan(
@@ -104,6 +125,7 @@ def make_plan(
     trained_length: int | None,
     layer_types: list[str] | None,
     kernels: str,
+    start: str,
     options: dict[str, Any],
 ) -> Plan:
     """Checks a request against a model; see `patch` for the arguments.
@@ -121,23 +143,37 @@ def make_plan(
     config = config or rotaries[0].module.config
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
-    every = read_geometries(config, trained_length)
-    geometries = select(every, layer_types, config)
-    for kind in geometries:
-        require_replaceable(
-            by_layer_type(config.rope_parameters)[kind], given_length=trained_length is not None
-        )
+    every = read_geometries(config, trained_length, start)  # first: it says what cannot be
+    before = [(rotary, unpatched(rotary, config)) for rotary in rotaries]
+    geometries = {
+        kind: started(geometry, before, config, start)
+        for kind, geometry in select(every, layer_types, config).items()
+    }
     trained = next(iter(geometries.values())).trained_length
     options, reached = aim(method, factor, length, trained, options)
+    built = build(method, **options)
+    standing = by_layer_type(config.rope_parameters)
+    for kind, geometry in geometries.items():
+        if geometry.base:
+            built = Continued.of(built, geometry, standing[kind])
+            break
+    sharpened = [m for rotary in rotaries for m in find_sharpened(find_owner(model, rotary))]
+    if sharpened:
+        kind, geometry = next(iter(geometries.items()))
+        own = own_sharpening(standing[kind]) if geometry.base else 1.0
+        built = InSoftmax(inner=built, own=own)
     plan = Plan(
-        method=build(method, **options),
+        method=built,
         length=reached,
         geometries=geometries,
         unchanged=[str(kind) for kind in every if kind not in geometries],
         config=config,
-        rotaries=[(rotary, unpatched(rotary, config)) for rotary in rotaries],
+        rotaries=before,
         kernels=kernels,
+        sharpened=sharpened,
     )
+    for rotary in rotaries:
+        require_effect(rotary, config)
     _require_understood(plan)
     _require_change(plan)
     if plan.method.follows_length(trained):
@@ -229,12 +265,38 @@ def select(
     return {kind: geometries[kind] for kind in layer_types}
 
 
+def started(
+    geometry: Geometry,
+    before: list[tuple[Rotary, dict[str | None, Frequencies]]],
+    config: Any,
+    start: str,
+) -> Geometry:
+    """A geometry as the architecture's own code has it, at the start that is asked for.
+
+    How many pairs turn is not spelled alike in all configs, so transformers' module is asked.
+    """
+    kind = geometry.layer_type
+    own = next((found[kind] for _, found in before if kind in found), None)
+    if own is None:
+        raise ValueError(f"{type(config).__name__} names {kind!r}, but no module rotates by it")
+    rotary_dim = 2 * len(own.inv_freq)
+    sized = replace(geometry, rotary_dim=rotary_dim, head_dim=max(geometry.head_dim, rotary_dim))
+    parameters = by_layer_type(config.rope_parameters)[kind]
+    if not starts_running(parameters, start):
+        return sized
+    running = own.inv_freq
+    if own_scaling(parameters) == "longrope":  # the module starts with the short set
+        stretch = torch.tensor(parameters["long_factor"], dtype=torch.float64, device="cpu")
+        running = sized.unscaled() / stretch
+    return replace(sized, base=tuple(running.tolist()), attention_factor=own.attention_factor)
+
+
 def _require_understood(plan: Plan) -> None:
     """Refuses an architecture whose plain rotation is not the one that its config describes."""
     for rotary, before in plan.rotaries:
         for kind in before.keys() & plan.geometries.keys():
             parameters = by_layer_type(plan.config.rope_parameters)[kind]
-            if parameters.get("rope_type", "default") != "default":
+            if own_scaling(parameters) != "default":
                 continue
             geometry = plan.geometries[kind]
             expected, got = geometry.inv_freq(), before[kind].inv_freq

@@ -6,15 +6,47 @@ torch.compile's view of it stay what they are.
 
 from __future__ import annotations
 
-from functools import partial
+import logging
 from typing import Any
 
 import torch
 from torch import nn
 
-from rope_patch.methods import Frequencies
+from rope_patch.methods import Frequencies, registered
 from rope_patch.patching.find import Rotary
 from rope_patch.patching.swap import Swaps
+
+logger = logging.getLogger("rope_patch")
+
+
+def fresh(rotary: Rotary, config: Any) -> Any:
+    """A module of a rotary's kind, made from a config on the CPU, whose frequencies stay.
+
+    Args:
+        rotary: The module whose kind to make.
+        config: The text config to read.
+    """
+    with torch.device("cpu"):
+        module: Any = type(rotary.module)(config)
+    # transformers' own updates look at rope_type, and would come between any comparison.
+    several = isinstance(module.rope_type, dict)
+    module.rope_type = dict.fromkeys(module.rope_type, "default") if several else "default"
+    return module
+
+
+def hand_out(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Any:
+    """What a rotary module makes of positions, whether it wants one for each token or three.
+
+    Args:
+        module: The module.
+        x: Anything with the dtype and device that it should give.
+        positions: `[B, S]`.
+        kind: The layer type, where it has several.
+    """
+    kinds = () if kind is None else (kind,)
+    if hasattr(module, "mrope_section"):
+        positions = positions[None].expand(3, *positions.shape)
+    return module(x, positions, *kinds)
 
 
 def unpatched(rotary: Rotary, config: Any) -> dict[str | None, Frequencies]:
@@ -24,12 +56,27 @@ def unpatched(rotary: Rotary, config: Any) -> dict[str | None, Frequencies]:
         rotary: The module whose kind to make.
         config: The text config to read.
     """
-    with torch.device("cpu"):
-        fresh: Any = type(rotary.module)(config)
+    try:
+        own = fresh(rotary, config)
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
+        hint = "compare it with the checkpoint's config.json"
+        if isinstance(error, KeyError) and error.args[0] in registered():
+            hint = "it names one of rope_patch's scalings: call rope_patch.register() first"
+        raise ValueError(
+            f"{type(rotary.module).__name__} cannot be made from what the config says "
+            f"({type(error).__name__}: {error}): {hint}"
+        ) from error
     return {
         kind: Frequencies(
-            getattr(fresh, f"{prefix}inv_freq").double(),
-            float(getattr(fresh, f"{prefix}attention_scaling")),
+            getattr(own, f"{prefix}inv_freq").double(),
+            float(getattr(own, f"{prefix}attention_scaling")),
         )
         for kind, prefix in rotary.prefixes.items()
     }
@@ -69,17 +116,31 @@ def set_frequencies(
         # transformers' own updates ("dynamic", "longrope") look at rope_type; ours must stand.
         rope_type = "default" if kind is None else {**rope_type, kind: "default"}
     swaps.set(module, "rope_type", rope_type)
-    swaps.set(module, "_apply", partial(_apply_and_restore, module, exact))
+    swaps.set(module, "_apply", KeptExact(module, exact))
 
 
-def _apply_and_restore(
-    module: Any, exact: dict[str, torch.Tensor], fn: Any, recurse: bool = True
-) -> nn.Module:
+class KeptExact:
     """`nn.Module._apply` (to, half, bfloat16, to_empty, ...) that leaves frequencies in float32.
 
     A model cast to bfloat16 would otherwise rotate by rounded frequencies, cos off by up to 2.
     """
-    type(module)._apply(module, fn, recurse)
-    for name, inv_freq in exact.items():
-        module._buffers[name] = inv_freq.to(module._buffers[name].device)
-    return module
+
+    def __init__(self, module: Any, exact: dict[str, torch.Tensor]) -> None:
+        self.module = module
+        self.exact = exact
+        self.said = False
+
+    def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
+        module = self.module
+        type(module)._apply(module, fn, recurse)
+        dtypes = {module._buffers[name].dtype for name in self.exact} - {torch.float32}
+        for name, inv_freq in self.exact.items():
+            module._buffers[name] = inv_freq.to(module._buffers[name].device)
+        if dtypes and not self.said:
+            self.said = True
+            logger.info(
+                "the model is cast to %s; the frequencies of %s stay in float32",
+                str(dtypes.pop()).removeprefix("torch."),
+                type(module).__name__,
+            )
+        return module

@@ -8,13 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.geometry import by_layer_type
 from rope_patch.ops import KERNELS, triton_problem
 from rope_patch.patching.attention import forward_slot, install, shared_norm_form
 from rope_patch.patching.find import Rotary, find_owner
 from rope_patch.patching.handing import HandingOver
-from rope_patch.patching.layout import is_interleaved, repeats_neighbours
-from rope_patch.patching.source import APPLY, own_function, takes_one, usage
+from rope_patch.patching.layout import (
+    holds_halves,
+    is_interleaved,
+    repeats_neighbours,
+    several_positions,
+)
+from rope_patch.patching.source import APPLY, own_function, usage
 from rope_patch.patching.swap import Swaps
 
 
@@ -66,11 +70,14 @@ def find_rotation(model: nn.Module, rotary: Rotary, config: Any) -> Rotation:
     if problems:
         return Rotation(rotary, problem=sorted(problems)[0])
     try:
-        interleaved = is_interleaved(rotary, config, single=bool(takes_one(apply)))
+        interleaved = is_interleaved(rotary, config)
     except ValueError as error:
         return Rotation(rotary, problem=str(error).split(", and other ways")[0])
+    if holds_halves(rotary, config):
+        name = type(rotary.module).__name__
+        return Rotation(rotary, problem=f"{name} hands out one number for each pair")
     handing_problem = None
-    if any("mrope_section" in p for p in by_layer_type(config.rope_parameters).values()):
+    if several_positions(rotary.module, config):
         handing_problem = f"{type(config).__name__} gives a token several positions (M-RoPE)"
     halved = interleaved and not repeats_neighbours(rotary, config)
     return Rotation(rotary, attentions, interleaved, halved, handing_problem=handing_problem)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from architectures import tiny_model
 from tiny_models import (
     LONG,
     OLD_TRANSFORMERS,
@@ -43,13 +44,56 @@ SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="has no such model")
 def test_layers_that_may_not_rotate_are_not_guessed_at():
-    config = transformers.AfmoeConfig(**small(), num_hidden_layers=2, head_dim=16)
-    with torch.device("meta"):
-        model = transformers.AfmoeForCausalLM(config)
+    model = tiny_model("granite_swa")
     with pytest.raises(
-        ValueError, match=r"rotates only if self\.is_local_attention: layers that do"
+        ValueError, match=r"rotates only if position_embeddings is not None: layers that do"
     ):
         rope_patch.patch(model, "dynamic-yarn")
+
+
+# One attention each that changes, so that nothing but its keys remembers how far the text had got.
+ONE_ATTENTION = {
+    "afmoe": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    "cohere2_moe": {
+        "num_hidden_layers": 1,
+        "layer_types": ["sliding_attention"],
+        "mlp_layer_types": ["sparse"],
+    },
+    "falcon": {"num_hidden_layers": 1},
+    "flint": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    "gemma3n_text": {},
+    "gemma4_text": {},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "kolibri1": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    "olmo_hybrid": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "gpt_oss": {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+    "gpt_neox": {"num_hidden_layers": 1},
+    "phi": {"num_hidden_layers": 1},
+    "glm4": {"num_hidden_layers": 1},
+}
+
+
+@pytest.mark.parametrize("model_type", ONE_ATTENTION)
+def test_cached_keys_are_brought_along(model_type):
+    model = tiny_model(model_type, **ONE_ATTENTION[model_type])
+    windows = set(getattr(model.config, "layer_types", [])) == {"sliding_attention"}
+    kinds = ["sliding_attention"] if windows and len(by_layer_type(model)) > 1 else None
+    handle = rope_patch.patch(model, "dynamic-linear", layer_types=kinds)
+    assert handle.method.follows_length(TRAINED)
+    ids = tokens(END)
+    with torch.no_grad():
+        stepped = step_by_step(model, ids, SHORT)[:, -1]
+    torch.testing.assert_close(stepped, forward(model, ids)[:, -1], rtol=0, atol=2e-4)
+    rope_patch.unpatch(model)
+    plain = forward(model, ids)[:, -1]
+    assert (stepped - plain).abs().max() > 1e-3
+
+
+def by_layer_type(model):
+    return rope_patch.reading.by_layer_type(model.config.rope_parameters)
 
 
 def test_interleaved_pairs_are_followed():

@@ -184,45 +184,6 @@ def test_a_rotation_that_is_not_its_configs_is_refused(change):
     assert rope_patch.current(model) is None
 
 
-@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="transformers is older")
-def test_an_architecture_whose_heads_differ_is_refused():
-    with torch.device("meta"):
-        model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig())
-    with pytest.raises(ValueError, match="Gemma4"):
-        rope_patch.patch(model, "linear", factor=4)
-    assert rope_patch.current(model) is None
-
-
-TRAINED_IN = {
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "long_factor": LONG_FACTOR,
-        "short_factor": [1.0] * 8,
-        "factor": 2.0,
-        "original_max_position_embeddings": 32,
-    },
-}
-
-
-@pytest.mark.parametrize("kind", TRAINED_IN)
-def test_a_scaling_that_was_trained_in_is_refused(kind):
-    model = make_model("llama", rope_parameters=TRAINED_IN[kind])
-    before = logits(model)
-    with pytest.raises(ValueError, match=f"already scales its rotation with '{kind}'"):
-        rope_patch.patch(model, "yarn", factor=4)
-    assert rope_patch.current(model) is None
-    assert logits(model).equal(before)
-
-
 def yarn(factor):
     return {
         "rope_type": "yarn",

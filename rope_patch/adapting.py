@@ -1,0 +1,159 @@
+"""PEFT adapters, which fit one rotation: the one that their base had when they were trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rope_patch.agreeing import require_agreement
+from rope_patch.patching import current, patch
+from rope_patch.saving import ADAPTER, read_sidecar
+
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Puts a saved PEFT adapter on its base, under the rotation that it was trained under.
+
+    A base that is not patched is patched as the adapter's `rope_patch.json` records. One that
+    rotates that way already, by a patch or by its own config, is taken as it is; what counts are
+    the frequencies, not the words. An adapter without that file is put on with a warning if the
+    base is patched, as nobody knows whether it should be.
+
+    Args:
+        model: The base, or a PEFT model that gets another adapter.
+        folder: What `rope_patch.save` or PEFT wrote.
+        **kwargs: What `peft.PeftModel.from_pretrained` takes: `is_trainable`, `adapter_name`, ...
+
+    Returns:
+        The PEFT model.
+
+    Raises:
+        ValueError: No adapter, a damaged one, one of another model, or one that was trained under
+            another rotation: says both. The base is as before.
+    """
+    current(model)  # raises for what is no model
+    require_adapter(folder)
+    peft = _import_peft()
+    is_peft = isinstance(model, peft.PeftModel)
+    name = kwargs.setdefault("adapter_name", "default")
+    if is_peft and name in model.peft_config:
+        raise ValueError(
+            f"expected a new name for the adapter in {folder}, got {name!r}, which the model has "
+            f"already ({', '.join(model.peft_config)}); pass adapter_name=..."
+        )
+    request = require_agreement(model, folder)
+    base = model.get_base_model() if is_peft else model
+    _require_fit(peft, base, folder)
+    handle = patch(model, **request) if request else None
+    try:
+        if places := _places(peft, base, folder):
+            kwargs.setdefault("device_map", places)
+        if is_peft:
+            model.load_adapter(os.fspath(folder), **kwargs)
+            return model
+        return peft.PeftModel.from_pretrained(model, os.fspath(folder), **kwargs)
+    except BaseException:
+        if handle is not None:
+            handle.undo()
+        raise
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder with an adapter, and no whole model beside it."""
+    folder = Path(path)
+    return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
+
+
+def require_adapter(path: str | os.PathLike[str]) -> None:
+    """Refuses what is no folder with a whole adapter in it."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(
+            f"no such folder: {path}; expected one with an adapter. An adapter on the Hub is to be "
+            "fetched first: huggingface_hub.snapshot_download(name) returns its folder"
+        )
+    there = sorted(p.name for p in folder.iterdir())
+    weights = [name for name in _WEIGHTS if name in there]
+    for needed, found in ((ADAPTER, ADAPTER in there), (_WEIGHTS[0], bool(weights))):
+        if not found:
+            raise ValueError(
+                f"{path} holds no {needed}: expected a folder that rope_patch.save or PEFT wrote, "
+                f"found {', '.join(there[:5]) or 'nothing'}"
+            )
+    if weights[0] == _WEIGHTS[0]:
+        try:
+            with safe_open(folder / weights[0], "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{folder / weights[0]} is cut short or damaged ({error}); save the adapter again"
+            ) from error
+
+
+def base_of(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """The model that an adapter was trained on: its path or name on the Hub, and its revision.
+
+    Raises:
+        ValueError: The adapter does not say, or is damaged.
+    """
+    require_adapter(folder)
+    path = Path(folder) / ADAPTER
+    try:
+        said = json.loads(path.read_text())
+        base, revision = said.get("base_model_name_or_path"), said.get("revision")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): save the adapter again") from error
+    base = base or (read_sidecar(folder) or {}).get("base_model")
+    if not base or not isinstance(base, str):
+        raise ValueError(
+            f"{path} does not say on which model the adapter was trained: expected "
+            f"base_model_name_or_path, got {base!r}; load the base yourself, and call "
+            f"rope_patch.load_adapter(model, {str(folder)!r})"
+        )
+    return base, revision
+
+
+def _require_fit(peft: Any, base: Any, folder: str | os.PathLike[str]) -> None:
+    """Tries the adapter on an empty model first: PEFT changes a model before it finds out."""
+    try:
+        with torch.device("meta"):
+            empty = type(base)(copy.deepcopy(base.config))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to say comes again in earnest
+            peft.PeftModel.from_pretrained(empty, os.fspath(folder))
+    except Exception as error:  # what this cannot try is left to PEFT
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = next((line for line in lines if "size mismatch" in line), lines[0] if lines else "")
+        if "size mismatch" in said or "Target modules" in said:
+            raise ValueError(
+                f"the adapter in {folder} does not fit {type(base).__name__}: {said}; expected the "
+                f"model that it was trained on, {base_of(folder)[0]!r}"
+            ) from error
+
+
+def _places(peft: Any, base: Any, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Where the parts of an offloaded base lie, by PEFT's names: it would place them anew."""
+    places = getattr(base, "hf_device_map", None) or {}
+    if not {"cpu", "disk"} & set(places.values()):
+        return None
+    if peft.PeftConfig.from_pretrained(os.fspath(folder)).is_prompt_learning:
+        return None
+    return {f"base_model.model.{name}".rstrip("."): place for name, place in places.items()}
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which adapters need: pip install 'rope-patch[train]'"
+        ) from error
+    return peft

@@ -1,0 +1,85 @@
+"""`export`: what another engine is to be given."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from rope_patch.cli.options import Factor, Json, Length, Model, Option, TrainedLength, options
+
+
+def export(
+    model: Model,
+    engine: Annotated[
+        str,
+        typer.Option(help="transformers (5), transformers4, vllm, sglang, llama.cpp or mlx."),
+    ],
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="What to apply; else what the model's own config or rope_patch.json says."
+        ),
+    ] = None,
+    factor: Factor = None,
+    length: Length = None,
+    trained_length: TrainedLength = None,
+    start: Annotated[
+        str,
+        typer.Option(help="Where the config scales already: auto, unscaled or running."),
+    ] = "auto",
+    option: Option = None,
+    as_json: Json = False,
+) -> None:
+    """Show what makes another engine rotate alike: config fields, words for its command line.
+
+    What the engine would read otherwise is said in a form that it reads alike, or refused with the
+    reason. Reads the config only, no weights.
+
+    \b
+    Examples:
+      rope-patch export demo --engine vllm --method yarn --factor 4
+      rope-patch export path/of/a/saved/patch --engine llama.cpp
+    """
+    from rope_patch import demo, patch
+    from rope_patch.exporting import export
+
+    path = demo.resolve(model)
+    asked: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
+    asked |= options(option)
+    empty = _empty(path, engine, patched=method is None)
+    if method is not None:
+        patch(empty, method, start=start, kernels="hf", **asked)
+    elif given := [name for name, value in asked.items() if value is not None]:
+        raise ValueError(f"{', '.join(given)} goes with a method: name it too, with --method")
+    found = export(empty, engine)
+    print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+
+
+def _empty(path: str, engine: str, patched: bool) -> Any:
+    """The model without weights.
+
+    Args:
+        path: Its folder or name.
+        engine: What it is for, for the error.
+        patched: Whether a patch that a folder was saved with is wanted, or the model before it.
+
+    Raises:
+        ValueError: The folder was saved with a patch that its config does not say.
+    """
+    from rope_patch.loading import empty_model, read_config
+    from rope_patch.saving import SIDECAR, read_sidecar
+
+    sidecar = read_sidecar(path)
+    if patched and sidecar is not None and not sidecar.get("native"):
+        raise ValueError(
+            f"{engine} cannot run {path} as it was saved: {SIDECAR} there names "
+            f"{sidecar['method']}, and config.json does not; load it with rope_patch.load, or name "
+            "another --method"
+        )
+    config = read_config(path)
+    if not patched and sidecar is not None:
+        for name, value in sidecar["original"].items():
+            setattr(config.get_text_config(decoder=True), name, value)
+    return empty_model(path, config)

@@ -1,0 +1,98 @@
+"""Every rotated pair: what it has seen in training, and where a rotation takes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rope_patch.diagnosing.bounds import base_bound, critical_base
+from rope_patch.geometry import Geometry
+from rope_patch.methods import Frequencies
+from rope_patch.methods.ntk_by_parts import attention_law
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two dimensions that rotate together.
+
+    Attributes:
+        pair: Index, from the fastest.
+        wavelength: Tokens per turn, before an extension; infinite where it does not rotate.
+        turns: Turns within the trained length, before.
+        stretch: Wavelength under the method / before; infinite where it no longer rotates.
+        turns_at_length: Turns within the target length under the method.
+    """
+
+    pair: int
+    wavelength: float
+    turns: float
+    stretch: float
+    turns_at_length: float
+
+    @property
+    def extrapolates(self) -> bool:
+        """Whether the target length takes the pair to angles that training never showed it."""
+        return self.turns < 1 and self.turns_at_length > self.turns * (1 + 1e-9)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The pairs of one layer type.
+
+    Attributes:
+        geometry: What the config says.
+        rope_type: The scaling that the config itself asks for.
+        critical_dimension: The first pair that never completed a turn in training; the number of
+            pairs if all of them did.
+        attention_factor: The method's multiplier of cos and sin.
+        yarn_attention_factor: What YaRN's law says for the target length.
+        base_bound: The smallest base for the target length (`bounds.base_bound`); None where there
+            is none or the length is too large to try.
+        critical_base: The base that keeps the critical pair within its angles at the target length
+            (`bounds.critical_base`); None where the trained length is too short for one, or the
+            start is no plain rotation.
+        pairs: Every rotated pair.
+    """
+
+    geometry: Geometry
+    rope_type: str
+    critical_dimension: int
+    attention_factor: float
+    yarn_attention_factor: float
+    base_bound: float | None
+    critical_base: float | None
+    pairs: tuple[Pair, ...]
+
+
+def make_rotation(geometry: Geometry, after: Frequencies, length: int, rope_type: str) -> Rotation:
+    """Puts a start and a rotation side by side.
+
+    Args:
+        geometry: The start.
+        after: The rotation at the target length.
+        length: The target length in tokens.
+        rope_type: The config's own scaling.
+    """
+    trained = geometry.trained_length
+    pairs = tuple(
+        Pair(
+            pair=i,
+            wavelength=2 * math.pi / before if before else math.inf,
+            turns=trained * before / (2 * math.pi),
+            stretch=before / now if now else (math.inf if before else 1.0),
+            turns_at_length=length * now / (2 * math.pi),
+        )
+        for i, (before, now) in enumerate(
+            zip(geometry.inv_freq().tolist(), after.inv_freq.tolist(), strict=True)
+        )
+    )
+    return Rotation(
+        geometry=geometry,
+        rope_type=rope_type,
+        critical_dimension=next((p.pair for p in pairs if p.turns < 1), len(pairs)),
+        attention_factor=after.attention_factor,
+        yarn_attention_factor=attention_law(max(1.0, length / trained)),
+        base_bound=base_bound(geometry.rotary_dim, length),
+        critical_base=None if geometry.base else critical_base(geometry.theta, trained, length),
+        pairs=pairs,
+    )

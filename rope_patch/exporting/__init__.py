@@ -1,0 +1,50 @@
+"""A patched model for another engine: what to write into its config, or to pass to the engine.
+
+One small file an engine, each written from what that engine's own code reads.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from rope_patch.exporting import llama_cpp, mlx, sglang, transformers, vllm
+from rope_patch.exporting.result import Export
+from rope_patch.exporting.target import Target
+
+__all__ = ["ENGINES", "Export", "export"]
+
+_EXPORTS = {
+    "transformers": transformers.export,
+    "transformers4": transformers.export_old,
+    "vllm": vllm.export,
+    "sglang": sglang.export,
+    "llama.cpp": llama_cpp.export,
+    "mlx": mlx.export,
+}
+ENGINES = tuple(_EXPORTS)
+
+
+def export(model_or_config: Any, engine: str) -> Export:
+    """What makes another engine rotate as a model does here.
+
+    Nothing is written, and weights are not read: a model on the meta device will do.
+
+    Args:
+        model_or_config: A patched model; or a config, or a model without a patch, that says itself
+            what to rotate by, such as one that `rope_patch.save` wrote.
+        engine: One of "transformers" (5), "transformers4", "vllm", "sglang", "llama.cpp" and "mlx".
+
+    Returns:
+        Fields of config.json, words for the command line, and notes; print it to read it.
+
+    Raises:
+        ValueError: An engine that is not known, or one that would rotate otherwise whatever it is
+            told: says why and what to do instead.
+        TypeError: Neither a model nor a config.
+    """
+    if engine not in _EXPORTS:
+        close = get_close_matches(str(engine), ENGINES, n=1, cutoff=0.5)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")
+    return _EXPORTS[engine](Target.of(model_or_config))

@@ -1,0 +1,221 @@
+"""llama.cpp: words for its command line, and fields of config.json for its converter.
+
+As its own code reads them (src/llama-context.cpp, src/llama-model.cpp, ggml's rope, common/arg.cpp
+and conversion/, 2026-09):
+
+- theta, linear and YaRN come from flags or from the GGUF file; flags reach the layers without a
+  window only, so windows that rotate alike need the file;
+- YaRN is always truncated, and its attention factor is the paper's times the file's
+  `rope.scaling.attn_factor`: newer releases ignore --yarn-attn-factor and attention_factor;
+- Llama 3's stretches are a tensor that the converter writes for Llama's own architecture; older
+  converters take the original length from outside rope_parameters, 8,192 unless given;
+- other stretches pair by pair are tensors that the converter writes for Phi-3;
+- stretches in the file act on top of what flags say;
+- llama-server cuts -c down to the context length that the file names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rope_patch.exporting.result import Export
+from rope_patch.exporting.rotation import Rotation
+from rope_patch.exporting.target import Target
+from rope_patch.methods.ntk_by_parts import attention_law
+from rope_patch.reading import own_scaling
+
+NAME = "llama.cpp"
+
+# What GGUF files call an architecture.
+_ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+}
+_IN_FILE = ("llama3", "longrope", "proportional")  # scalings that are tensors of a GGUF file
+
+
+def export(target: Target) -> Export:
+    """What to pass to `llama-server` and its kin, and what to convert from.
+
+    Raises:
+        ValueError: llama.cpp has no form for the rotation.
+    """
+    target.require_static(NAME)
+    rotation = _only(target)
+    flags, fields = _flags(target, rotation), _fields(target, rotation)
+    if flags is None and fields is None:
+        raise target.refuse(
+            NAME,
+            "a GGUF file has stretches pair by pair for Phi-3 only, and Llama 3's for Llama's own "
+            "architecture; use linear, ntk, abf, yarn or ntk-by-parts"
+            + (
+                ", the last two with start='unscaled'"
+                if own_scaling(rotation.standing) in _IN_FILE
+                else ""
+            ),
+        )
+    notes = []
+    if flags is not None:
+        flags = [*flags, *_file(target, "context_length=int", target.length)]
+    if flags is None:
+        notes.append(
+            "convert from a folder with these fields in config.json: no flags say the same for "
+            "every layer of a file that was converted without them"
+        )
+    elif fields is None:
+        notes.append("for a GGUF file that was converted from the model as it was")
+    else:
+        notes.append(
+            "the flags are for a GGUF file that was converted from the model as it was; in one "
+            "converted from a folder with these fields they change nothing"
+        )
+    attention = _attention(target, rotation)
+    if attention and fields is not None:
+        notes.append("the attention factor is said by --override-kv in any case, and by no field")
+    return Export(
+        engine=NAME,
+        config=target.nested(fields or {}),
+        arguments=[*(flags or []), *attention, "-c", str(target.length)],
+        notes=notes,
+    )
+
+
+def _only(target: Target) -> Rotation:
+    """The rotation that there are flags and fields for."""
+    rotations = target.rotations
+    for rotation in rotations.values():
+        if target.latent and rotation.scaling != "default":
+            raise target.refuse(
+                NAME,
+                "how it sharpens multi-head latent attention is not known here; use ntk or abf",
+            )
+        if not rotation.parameters.get("truncate", True):
+            raise target.refuse(NAME, "its YaRN is always truncated; leave truncate=False out")
+    if not target.layers_differ:
+        return rotations[None]
+    if target.model_type != "gemma3_text" or target.changed != ("full_attention",):
+        raise target.refuse(
+            NAME,
+            "of models whose layer types rotate differently, it is Gemma 3's full attention that "
+            "has flags there; use vLLM or transformers",
+        )
+    return rotations["full_attention"]
+
+
+def _flags(target: Target, rotation: Rotation) -> list[str] | None:
+    kinds = getattr(target.text, "layer_types", None) or []
+    if not target.layers_differ and "sliding_attention" in kinds:
+        return None
+    own = own_scaling(rotation.standing)
+    if own in _IN_FILE:
+        return _on_top(rotation)
+    parameters, scaling = rotation.parameters, rotation.scaling
+    words: list[str]
+    if scaling == "default":
+        words = ["--rope-scaling", "none"]
+    elif scaling == "linear":
+        words = ["--rope-scaling", "linear", "--rope-scale", _number(parameters["factor"])]
+    elif scaling == "yarn":
+        words = ["--rope-scaling", "yarn", "--rope-scale", _number(parameters["factor"])]
+        words += ["--yarn-orig-ctx", str(parameters["original_max_position_embeddings"])]
+        words += ["--yarn-ext-factor", "1"]
+        words += ["--yarn-beta-fast", _number(parameters.get("beta_fast", 32))]
+        words += ["--yarn-beta-slow", _number(parameters.get("beta_slow", 1))]
+    else:
+        return None
+    if own == "yarn":  # what the file says of that
+        words += ["--yarn-attn-factor", "1"]
+        words += [] if scaling == "yarn" else ["--yarn-ext-factor", "0"]
+    if scaling == "default" or rotation.theta != rotation.standing["rope_theta"]:
+        words += ["--rope-freq-base", _number(rotation.theta)]
+    return words
+
+
+def _on_top(rotation: Rotation) -> list[str] | None:
+    """Flags that turn the stretches in a file into wider ones, where flags can."""
+    still = not rotation.frequencies.inv_freq.all()
+    if still or rotation.attention_factor != rotation.before.attention_factor:
+        return None
+    wider = rotation.before.inv_freq / rotation.frequencies.inv_freq
+    pair = torch.arange(len(wider), dtype=torch.float64)
+    last = len(wider) - 1
+    if torch.allclose(wider, wider[:1], rtol=1e-6, atol=0):
+        return ["--rope-scaling", "linear", "--rope-scale", _number(float(wider[last]))]
+    if torch.allclose(wider, wider[last] ** (pair / last), rtol=1e-6, atol=0):
+        theta = rotation.standing["rope_theta"] * float(wider[last]) ** (len(wider) / last)
+        return ["--rope-scaling", "none", "--rope-freq-base", _number(theta)]
+    return None
+
+
+def _fields(target: Target, rotation: Rotation) -> dict[str, Any] | None:
+    """Fields that the converter reads."""
+    parameters, scaling = dict(rotation.parameters), rotation.scaling
+    original = rotation.trained_length
+    extra: dict[str, Any] = {}
+    if target.model_type == "phi3":
+        if scaling != "default":
+            parameters = rotation.explicit(target.length)
+        parameters["original_max_position_embeddings"] = original
+        extra = {"original_max_position_embeddings": original}
+    elif scaling == "yarn":
+        for key in ("attention_factor", "mscale", "mscale_all_dim", "truncate"):
+            parameters.pop(key, None)
+    elif scaling == "llama3":
+        if _ARCHITECTURES.get(target.model_type) != "llama":
+            return None
+        extra = {"original_max_position_embeddings": parameters["original_max_position_embeddings"]}
+    elif scaling not in ("default", "linear"):
+        return None
+    spelled = {k: r.parameters for k, r in target.rotations.items()}
+    (kind,) = (k for k, r in target.rotations.items() if r is rotation)
+    spelled[kind] = parameters
+    fields = {"max_position_embeddings": target.length, **target.fields(spelled)}
+    return fields | extra
+
+
+def _attention(target: Target, rotation: Rotation) -> list[str]:
+    """What makes the attention factor that no flag sets any more."""
+    scaling = rotation.scaling
+    made = attention_law(rotation.parameters["factor"]) if scaling == "yarn" else 1.0
+    if rotation.attention_factor == made and target.model_type != "phi3":
+        return []
+    if target.model_type == "phi3" and scaling == "default":
+        return []
+    if target.layers_differ:
+        raise target.refuse(
+            NAME,
+            "another attention factor than YaRN's own would reach the windows, too; leave "
+            "attention_factor out, or use linear, ntk or abf",
+        )
+    return _file(target, "rope.scaling.attn_factor=float", rotation.attention_factor / made)
+
+
+def _file(target: Target, key: str, value: float) -> list[str]:
+    """Says an entry of a GGUF file otherwise."""
+    architecture = _ARCHITECTURES.get(target.model_type)
+    if architecture is None:
+        raise target.refuse(
+            NAME,
+            f"what GGUF files call {target.model_type} is not known here; known are "
+            f"{', '.join(_ARCHITECTURES)}",
+        )
+    return ["--override-kv", f"{architecture}.{key}:{_number(value)}"]
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(float(value))

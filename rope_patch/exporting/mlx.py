@@ -1,0 +1,152 @@
+"""mlx-lm: fields of config.json.
+
+As mlx_lm/models/rope_utils.py and the model files read them (d78bf58, 2026-08). They read
+`rope_theta` and `rope_scaling` of transformers 4, and of transformers 5's nothing:
+
+- YaRN's attention_factor and truncate are not read, mscale and mscale_all_dim are, each by itself;
+- longrope uses the long set always, with an attention factor from two lengths;
+- dynamic changes the base with every call and leaves cached keys behind, within one prompt too;
+- many model files take a theta and no scaling.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rope_patch.exporting.pretending import pretended_length
+from rope_patch.exporting.result import Export
+from rope_patch.exporting.rotation import Rotation
+from rope_patch.exporting.target import Target
+from rope_patch.methods.ntk_by_parts import attention_law
+
+NAME = "mlx"
+
+# Whose model file hands rope_scaling on, with max_position_embeddings.
+_SCALED = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "gpt_oss",
+    "phi3",
+    "apertus",
+    "granite",
+    "granitemoe",
+    "mimo",
+    "olmo2",
+    "seed_oss",
+)
+# Whose model file reads rope_theta alone.
+_THETA_ONLY = (
+    "cohere",
+    "cohere2",
+    "gemma",
+    "gemma2",
+    "glm",
+    "glm4",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "stablelm",
+    "starcoder2",
+)
+
+
+def export(target: Target) -> Export:
+    """The fields of a converted model's config.json.
+
+    Raises:
+        ValueError: mlx-lm has no form for the rotation.
+    """
+    target.require_static(NAME)
+    if target.model_type not in _SCALED + _THETA_ONLY:
+        raise target.refuse(
+            NAME,
+            f"which fields it reads for {target.model_type} is not known here; known are "
+            f"{', '.join(_SCALED + _THETA_ONLY)}",
+        )
+    fields: dict[str, Any] = {"max_position_embeddings": target.length}
+    if target.layers_differ:
+        rotation = target.rotations["full_attention"]
+        windows = target.rotations["sliding_attention"]
+        if windows.scaling != "default":
+            raise target.refuse(
+                NAME, "windows take a theta there and no scaling; use ntk or abf for them"
+            )
+        fields["rope_local_base_freq"] = windows.theta
+    else:
+        rotation = target.rotations[None]
+    fields["rope_theta"] = rotation.theta
+    share = rotation.parameters.get("partial_rotary_factor", 1.0)
+    if share != 1 and rotation.scaling != "proportional":
+        fields["partial_rotary_factor"] = share
+    fields |= _scaling(target, rotation)
+    notes = [
+        "for the config.json that mlx_lm.convert writes, or for the model's own before converting; "
+        "mlx-lm has no option for them on its command line"
+    ]
+    if isinstance(_original(fields), float):
+        notes.append(
+            "original_max_position_embeddings is not the trained length there: mlx-lm makes the "
+            "attention factor from it and max_position_embeddings, and uses it for nothing else"
+        )
+    return Export(engine=NAME, config=target.nested(fields), notes=notes)
+
+
+def _original(fields: dict[str, Any]) -> Any:
+    inner = fields["rope_scaling"] or {}
+    return {**fields, **inner}.get("original_max_position_embeddings")
+
+
+def _scaling(target: Target, rotation: Rotation) -> dict[str, Any]:
+    """`rope_scaling`, with what goes beside it."""
+    scaling, parameters = rotation.scaling, rotation.parameters
+    if scaling == "default":
+        return {"rope_scaling": None}
+    if target.model_type in _THETA_ONLY:
+        raise target.refuse(
+            NAME, f"its {target.model_type} takes a theta and no scaling; use ntk or abf"
+        )
+    if target.model_type != "phi3":
+        if scaling == "linear":
+            return {"rope_scaling": {"rope_type": "linear", "factor": parameters["factor"]}}
+        if scaling == "llama3":
+            kept = {k: v for k, v in parameters.items() if k != "rope_theta"}
+            return {"rope_scaling": kept}
+        if scaling == "yarn" and parameters.get("truncate", True) and parameters["factor"] > 1:
+            return {"rope_scaling": _yarn(rotation)}
+        if scaling == "proportional" and rotation.frequencies.inv_freq.any():
+            return {"rope_scaling": _proportional(rotation)}
+    if target.model_type == "gpt_oss":
+        raise target.refuse(
+            NAME,
+            "its gpt_oss takes no stretches pair by pair; use linear, ntk, abf, llama3 or yarn "
+            "with truncate=True",
+        )
+    original: float = pretended_length(target, NAME, target.length, rotation.attention_factor)
+    sets = {"long_factor": rotation.stretch, "short_factor": rotation.stretch}
+    outer = {"original_max_position_embeddings": float(original)}
+    if target.model_type == "phi3":
+        return {"rope_scaling": {"type": "longrope", **sets}, **outer}
+    return {"rope_scaling": {"rope_type": "longrope", **sets, **outer}}
+
+
+def _yarn(rotation: Rotation) -> dict[str, Any]:
+    names = ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    kept = {key: rotation.parameters[key] for key in names if key in rotation.parameters}
+    factor, wanted = kept["factor"], rotation.attention_factor
+    if wanted != attention_law(factor):
+        kept["mscale"] = (wanted - 1) / (0.1 * math.log(factor))
+        kept["mscale_all_dim"] = 0
+    return kept
+
+
+def _proportional(rotation: Rotation) -> dict[str, Any]:
+    inv_freq = rotation.frequencies.inv_freq
+    turning = int((inv_freq > 0).sum())
+    # It rounds down what the share makes of a head's dimensions; halfway to the next is safe.
+    share = (2 * turning + 0.5) / (2 * len(inv_freq)) if turning < len(inv_freq) else 1.0
+    factor = float(rotation.parameters.get("factor") or 1.0)
+    return {"rope_type": "proportional", "partial_rotary_factor": share, "factor": factor}

@@ -1,0 +1,38 @@
+"""What an engine is to be given."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Export:
+    """The fields and words that make an engine rotate as a patched model does; print it to read it.
+
+    Attributes:
+        engine: One of `rope_patch.exporting.ENGINES`.
+        config: Fields of `config.json`, nested as the model's config is, to write there or to pass
+            on the command line; empty where no field says it.
+        arguments: Words to add to the engine's command line.
+        notes: What else is to be known, a sentence each.
+    """
+
+    engine: str
+    config: dict[str, Any] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [self.engine]
+        if self.arguments:
+            lines += ["  command line:", f"    {shlex.join(self.arguments)}"]
+        if self.config:
+            lines += ["  config.json:", f"    {json.dumps(self.config)}"]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])

@@ -1,0 +1,80 @@
+"""One layer type's rotation: as numbers, and as transformers spells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_patch.methods import Frequencies
+from rope_patch.reading import own_scaling
+
+# In the place of an infinite stretch, which JSON has no number for: a pair that turns 1e-18 as fast
+# has not turned by one float32 rounding step within 1e10 tokens.
+STILL = 1e18
+
+# Keys of `rope_parameters` that hold whatever the scaling is.
+_STAYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How one layer type rotates.
+
+    Attributes:
+        parameters: As transformers 5 spells it, `rope_parameters` of this layer type.
+        frequencies: The same as numbers, at the target length.
+        standing: The `rope_parameters` that the checkpoint has itself.
+        before: What the checkpoint rotates by itself.
+        trained_length: Tokens that an extension starts from.
+    """
+
+    parameters: dict[str, Any]
+    frequencies: Frequencies
+    standing: dict[str, Any]
+    before: Frequencies
+    trained_length: int
+
+    @property
+    def scaling(self) -> str:
+        """The name of transformers' scaling; "default" is none."""
+        return own_scaling(self.parameters)
+
+    @property
+    def theta(self) -> float:
+        """The rope base that `parameters` names."""
+        return float(self.parameters["rope_theta"])
+
+    @property
+    def attention_factor(self) -> float:
+        """The multiplier of cos and sin."""
+        return self.frequencies.attention_factor
+
+    @property
+    def stretch(self) -> list[float]:
+        """By how much each pair's wavelength is longer than theta alone makes it, `[R / 2]`."""
+        inv_freq = self.frequencies.inv_freq
+        pair = torch.arange(len(inv_freq), dtype=torch.float64)
+        found = self.theta ** (-pair / len(inv_freq)) / inv_freq
+        return found.clamp(max=STILL).tolist()
+
+    def explicit(self, length: int) -> dict[str, Any]:
+        """The rotation as `longrope` with one set of stretches, whatever its own spelling is.
+
+        Args:
+            length: Tokens at the target.
+        """
+        stays = {key: self.standing[key] for key in _STAYS if key in self.standing}
+        if own_scaling(self.standing) == "proportional":
+            stays.pop("partial_rotary_factor", None)  # there it is about which pairs turn
+        return {
+            "rope_type": "longrope",
+            "factor": length / self.trained_length,
+            "long_factor": self.stretch,
+            "short_factor": self.stretch,
+            "attention_factor": self.attention_factor,
+            "rope_theta": self.theta,
+            "original_max_position_embeddings": self.trained_length,
+            **stays,
+        }

@@ -1,0 +1,142 @@
+"""SGLang: overrides of config.json.
+
+As its own code reads them (srt/layers/rotary_embedding, models/gemma3_causal.py and
+utils/hf_transformers of 0.5.23):
+
+- YaRN's attention_factor is not read; attn_factor multiplies the paper's;
+- longrope reads short_mscale and long_mscale, and at the one position that equals the original
+  length it takes a wrong row of cos and sin, so that length is put out of reach;
+- `proportional` makes the share of rotating pairs from another field;
+- Gemma 3 takes a theta for windows, and hands the rest to transformers' own functions;
+- what is passed for rope_parameters is merged into what stands there, in newer releases, and for a
+  nested config replaces that config as a whole, in older ones.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rope_patch.exporting.result import Export
+from rope_patch.exporting.rotation import Rotation
+from rope_patch.exporting.target import Target
+from rope_patch.exporting.vllm import is_deepseeks
+from rope_patch.methods.ntk_by_parts import attention_law
+
+NAME = "sglang"
+_UNLESS_SAID = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attn_factor": 1.0}
+
+
+def export(target: Target) -> Export:
+    """What to pass to `python -m sglang.launch_server`.
+
+    Raises:
+        ValueError: SGLang has no form for the rotation.
+    """
+    target.require_static(NAME)
+    spelled = {k: _spell(target, k, r) for k, r in target.rotations.items()}
+    fields = {"max_position_embeddings": target.length, **target.fields(spelled)}
+    nested = target.text is not target.config
+    override = [] if nested else ["--json-model-override-args", json.dumps(fields)]
+    notes = [
+        "with the fields in config.json, --context-length is enough",
+        "for releases that run on transformers 5; one on transformers 4 reads the fields that the "
+        "engine transformers4 has",
+    ]
+    if nested:
+        notes[0] = (
+            "write the fields into config.json: SGLang's --json-model-override-args would put them "
+            "in the place of the whole text config"
+        )
+    if any("short_mscale" in p for p in spelled.values()):
+        notes.append(
+            "said pair by pair as longrope, with one set for short and long; "
+            "original_max_position_embeddings is the target length there, so that SGLang never "
+            "looks beyond the first set"
+        )
+    if any(r.scaling != "default" for r in target.rotations.values()) and target.layers_differ:
+        notes.append("on a CPU, SGLang takes the theta of Gemma 3 and no scaling")
+    return Export(
+        engine=NAME,
+        config=target.nested(fields),
+        arguments=[*override, "--context-length", str(target.length)],
+        notes=notes,
+    )
+
+
+def _spell(target: Target, kind: str | None, rotation: Rotation) -> dict[str, Any]:
+    parameters = dict(rotation.parameters)
+    scaling = rotation.scaling
+    if kind is not None:
+        return _layer_type(target, kind, rotation)
+    if scaling == "default":
+        return parameters
+    if target.latent:
+        if scaling == "yarn" and is_deepseeks(parameters):
+            return parameters
+        raise target.refuse(
+            NAME,
+            "multi-head latent attention takes there a new theta or YaRN with its own attention "
+            "factor; use ntk, abf or yarn",
+        )
+    if "mrope_section" in parameters:
+        if scaling == "yarn" and not {"attention_factor", "mscale"} & parameters.keys():
+            return parameters
+        raise target.refuse(
+            NAME,
+            "for a model with several positions a token (M-RoPE) it reads a new theta, or YaRN "
+            "with its own attention factor; use ntk, abf or yarn",
+        )
+    if scaling == "yarn":
+        return _yarn(rotation)
+    if scaling in ("linear", "llama3"):
+        return parameters
+    return _explicit(target, rotation)
+
+
+def _explicit(target: Target, rotation: Rotation) -> dict[str, Any]:
+    if not target.halves:
+        raise target.refuse(
+            NAME,
+            "its longrope, which could say it pair by pair, rotates halves of heads, and this "
+            "model rotates neighbours; use linear, ntk, abf, llama3 or yarn",
+        )
+    factor = rotation.attention_factor
+    return {
+        **rotation.explicit(target.length),
+        "original_max_position_embeddings": target.length,
+        "short_mscale": factor,
+        "long_mscale": factor,
+    }
+
+
+def _yarn(rotation: Rotation) -> dict[str, Any]:
+    parameters, standing = dict(rotation.parameters), rotation.standing
+    law = attention_law(parameters["factor"])
+    if rotation.attention_factor != law:
+        parameters["attention_factor"] = rotation.attention_factor
+        parameters["attn_factor"] = rotation.attention_factor / law
+    # attn_factor says it all, and is multiplied with what these would make.
+    for key in ("mscale", "mscale_all_dim"):
+        parameters.pop(key, None)
+        if key in standing:
+            parameters[key] = None
+    for key, value in _UNLESS_SAID.items():
+        if key in standing:
+            parameters.setdefault(key, value)
+    return parameters
+
+
+def _layer_type(target: Target, kind: str, rotation: Rotation) -> dict[str, Any]:
+    if target.model_type != "gemma3_text":
+        raise target.refuse(
+            NAME,
+            f"how it reads the layer types of {target.model_type} is not known here; use vLLM or "
+            "transformers",
+        )
+    if kind == "sliding_attention" and rotation.scaling != "default":
+        raise target.refuse(
+            NAME, "windows take a theta there and no scaling; use ntk or abf for them"
+        )
+    news = rotation.scaling == "proportional"  # for transformers before 5.5
+    return rotation.explicit(target.length) if news else rotation.parameters

@@ -1,0 +1,158 @@
+"""vLLM: overrides of config.json, in a form that old and new releases read alike.
+
+As its own code reads them (model_executor/layers/rotary_embedding, models/gpt_oss.py,
+config/model.py and transformers_utils/config.py, 2025-11 to 0.33.0). transformers reads the same
+fields alike, too. Where the spelling that transformers has leaves vLLM with another rotation, pair
+by pair stretches say it (`longrope`):
+
+- older releases read no attention_factor and no mscale for YaRN, newer ones no attn_factor, and all
+  of them read short_mscale and long_mscale for longrope;
+- for YaRN they make cos and sin for no more than factor times the trained length;
+- older releases know no `proportional`, and newer ones do not divide by its factor.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rope_patch.exporting.result import Export
+from rope_patch.exporting.rotation import Rotation
+from rope_patch.exporting.target import Target
+from rope_patch.reading import own_scaling
+
+NAME = "vllm"
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+
+
+def export(target: Target) -> Export:
+    """What to pass to `vllm serve`, or as `hf_overrides` and `max_model_len` to its `LLM`.
+
+    Raises:
+        ValueError: vLLM has no form for the rotation.
+    """
+    config = overrides(target, target.length, target.length)
+    return Export(
+        engine=NAME,
+        config=config,
+        arguments=[
+            "--hf-overrides",
+            json.dumps(config),
+            "--max-model-len",
+            str(target.length),
+        ],
+        notes=[
+            "the command line says it all; with the fields in config.json, --max-model-len is "
+            "enough",
+            "for releases that run on transformers 5; one on transformers 4 reads the fields that "
+            "the engine transformers4 has",
+            *_notes(target, config),
+        ],
+    )
+
+
+def overrides(target: Target, length: int, positions: int) -> dict[str, Any]:
+    """The entries of a model's config that make a method of it.
+
+    Args:
+        target: The model.
+        length: Tokens of the longest sequence.
+        positions: `max_position_embeddings`: vLLM makes cos and sin for so many, and refuses a
+            larger max_model_len.
+
+    Returns:
+        For `hf_overrides`; nested as the config is.
+    """
+    target.require_static(NAME)
+    spelled = {k: _spell(target, r, length) for k, r in target.rotations.items()}
+    fields = {"max_position_embeddings": positions, **target.fields(spelled)}
+    return target.nested(fields)
+
+
+def _spell(target: Target, rotation: Rotation, length: int) -> dict[str, Any]:
+    parameters = dict(rotation.parameters)
+    if target.model_type == "gpt_oss":
+        return _gpt_oss(target, rotation, length)
+    scaling = rotation.scaling
+    if target.latent:
+        return _latent(target, rotation)
+    if scaling == "yarn":
+        reach = parameters["factor"] * parameters["original_max_position_embeddings"]
+        # vLLM merges what it is told about a nested config into what stands there.
+        merged = target.text is not target.config and own_scaling(rotation.standing) == "yarn"
+        keys = parameters.keys() | (rotation.standing.keys() if merged else set())
+        if length <= reach and not {"attention_factor", "mscale"} & keys:
+            return {**_BETAS, **parameters} if merged else parameters
+    elif scaling == "default" or (
+        scaling in ("linear", "llama3") and "mrope_section" not in parameters
+    ):
+        return parameters
+    if "mrope_section" in parameters:
+        raise target.refuse(
+            NAME,
+            "for a model with several positions a token (M-RoPE) it reads a new theta, or YaRN "
+            "with its own attention factor; use ntk, abf or yarn",
+        )
+    if not target.halves:
+        raise target.refuse(
+            NAME,
+            "its longrope, which could say it pair by pair, rotates halves of heads, and this "
+            "model rotates neighbours; use linear, ntk, abf, llama3 or yarn with default options",
+        )
+    said = rotation.explicit(length) if scaling != "longrope" else parameters
+    factor = rotation.attention_factor
+    return {**said, "short_mscale": factor, "long_mscale": factor}
+
+
+def _latent(target: Target, rotation: Rotation) -> dict[str, Any]:
+    """DeepSeek's: YaRN that is always truncated, with the sharpening in the softmax scale."""
+    parameters = rotation.parameters
+    if rotation.scaling == "default":
+        return parameters
+    if rotation.scaling == "yarn" and is_deepseeks(parameters):
+        return parameters
+    raise target.refuse(
+        NAME,
+        "multi-head latent attention takes there a new theta or YaRN with its own attention "
+        "factor; use ntk, abf or yarn",
+    )
+
+
+def is_deepseeks(parameters: dict[str, Any]) -> bool:
+    """Whether YaRN is spelled as in DeepSeek's configs: cos and sin as they were."""
+    both = parameters.get("mscale_all_dim") and "attention_factor" not in parameters
+    return bool(both) and parameters.get("truncate", True)
+
+
+def _gpt_oss(target: Target, rotation: Rotation, length: int) -> dict[str, Any]:
+    """Its model file makes YaRN of whatever it is given: with a factor of 1, that is any theta."""
+    parameters = rotation.parameters
+    if rotation.scaling == "default":
+        return {
+            "rope_type": "yarn",
+            "rope_theta": rotation.theta,
+            "factor": 1.0,
+            "original_max_position_embeddings": length,
+            **_BETAS,
+        }
+    reach = parameters.get("factor", 1) * parameters.get("original_max_position_embeddings", 0)
+    if rotation.scaling == "yarn" and "attention_factor" not in parameters and length <= reach:
+        return {**_BETAS, **parameters}
+    raise target.refuse(
+        NAME,
+        "gpt-oss takes there YaRN with its own attention factor, up to factor times the trained "
+        "length, or a new theta; use yarn, ntk or abf",
+    )
+
+
+def _notes(target: Target, config: dict[str, Any]) -> list[str]:
+    fields = config if target.text is target.config else next(iter(config.values()))
+    spelled = fields["rope_parameters"]
+    each = [spelled] if "rope_type" in spelled else list(spelled.values())
+    notes = []
+    if any("short_mscale" in p for p in each):
+        notes.append(
+            "said pair by pair as longrope, with one set for short and long: vLLM rotates by it in "
+            "plain torch, slower than its kernels for other types"
+        )
+    return notes

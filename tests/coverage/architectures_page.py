@@ -1,0 +1,124 @@
+"""Writes rope_patch/docs/architectures.md from what was measured.
+
+`python tests/coverage/architectures_page.py` measures every architecture of the installed
+transformers in less than a minute and writes the page; columns of other versions stay.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+HERE = Path(__file__).parent
+MEASURED = HERE / "measured.json"
+PAGE = HERE.parents[1] / "rope_patch" / "docs" / "architectures.md"
+
+_HEAD = """# Architectures
+
+Every architecture of transformers that generates text, as a tiny random model, patched and undone
+(`python tests/coverage/architectures_page.py` writes this page, `test_coverage.py` beside it checks
+it). "yes" means: with `linear` every frequency became what the model started from divided by the
+factor, with `yarn` what the formula written out a second time says; logits changed, transformers'
+own application of the rotation and ours gave the same ones, and undoing left them equal bit for
+bit. For methods that follow the length, with `dynamic-yarn`: short texts kept their logits, long
+ones changed. Where the answer is no, the patch was refused with an error that says why, and the
+model was as before.
+"""
+
+
+def render(measured: dict[str, dict[str, Any]]) -> str:
+    """The page's text.
+
+    Args:
+        measured: Rows by architecture, by version of transformers.
+    """
+    versions = sorted(measured, key=_ordered, reverse=True)
+    newest = measured[versions[0]]
+    rotating = [name for name, row in newest.items() if not _unrotated(row)]
+    patched = {v: sum(_yes(row) for row in measured[v].values()) for v in versions}
+    lines = [_HEAD]
+    counts = ", ".join(f"{patched[v]} with transformers {v}" for v in versions)
+    lines += [f"Patched: {counts}.", ""]
+    heads = ["architecture", "rotation"]
+    for version in versions:
+        heads += [f"patched, {version}", "follows the length"]
+    lines += [_line(heads), _line([":--"] * 2 + [":-:"] * (len(heads) - 2))]
+    for name in rotating:
+        cells = [f"`{name}`", newest[name]["rotation"]]
+        for version in versions:
+            row = measured[version].get(name)
+            cells += ["–", "–"] if row is None else [_short(row["static"]), _short(row["dynamic"])]
+        lines.append(_line(cells))
+    lines += ["", "## Why not", ""]
+    lines += _reasons(newest, rotating, "static", "Refused")
+    lines += _reasons(newest, rotating, "dynamic", "Refused for methods that follow the length")
+    unrotated = ", ".join(f"`{name}`" for name, row in newest.items() if _unrotated(row))
+    lines += ["## Without a rotary embedding", "", unrotated, ""]
+    return "\n".join(lines)
+
+
+def _reasons(rows: dict[str, Any], names: list[str], column: str, title: str) -> list[str]:
+    """The architectures by what the error says, class names left out."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        said = rows[name][column]
+        if said and said != "patched":
+            groups.setdefault(_general(said), []).append(name)
+    lines = [f"**{title}:**", ""]
+    for reason, members in sorted(groups.items(), key=lambda pair: (-len(pair[1]), pair[0])):
+        lines.append(f"- {', '.join(f'`{m}`' for m in members)}: {reason}")
+    return [*lines, ""]
+
+
+def _general(said: str) -> str:
+    reason = said.removeprefix("refused: ")
+    words = [
+        "the model" if re.match(r"\w+(CausalLM|Config|Attention|Generation|Embedding)\b", w) else w
+        for w in reason.split()
+    ]
+    return " ".join(words).split(": use a method")[0].replace("|", "\\|")
+
+
+def _short(said: str) -> str:
+    return {"patched": "yes", "": ""}.get(said, "no" if said.startswith("refused") else "–")
+
+
+def _yes(row: dict[str, Any]) -> bool:
+    return row["static"] == "patched"
+
+
+def _unrotated(row: dict[str, Any]) -> bool:
+    return row["static"] == "no rotary embedding" or row["static"].startswith("no such")
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _ordered(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def _write() -> None:
+    from architectures import model_types
+    from measuring import measure
+    from tqdm import tqdm
+
+    measured = json.loads(MEASURED.read_text()) if MEASURED.is_file() else {}
+    rows = {name: measure(name).to_dict() for name in tqdm(model_types())}
+    for row in rows.values():
+        del row["model_type"]
+    measured[transformers.__version__] = rows
+    MEASURED.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(render(measured))
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    transformers.logging.set_verbosity_error()
+    _write()

@@ -1,0 +1,237 @@
+"""What patching does to a tiny random model of one architecture, measured."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from architectures import TRAINED, mentions_rotation, tiny_model
+from torch import nn
+
+import rope_patch
+from rope_patch.patching.find import find_rotaries
+from rope_patch.reading import by_layer_type, own_scaling
+
+FACTOR = 4
+SHORT, LONG = 40, 150
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture's line of the table.
+
+    Attributes:
+        model_type: As in transformers.
+        rotation: What is special about its rotation.
+        static: What became of `yarn` and `linear`: "patched", or why not.
+        dynamic: The same of `dynamic-yarn`.
+    """
+
+    model_type: str
+    rotation: str
+    static: str
+    dynamic: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Plain data."""
+        return asdict(self)
+
+
+def measure(model_type: str) -> Row:
+    """Builds a model, patches it in several ways, and checks everything about each.
+
+    Raises:
+        AssertionError: A patch that was accepted is not what it should be.
+    """
+    if not mentions_rotation(model_type):
+        return Row(model_type, "", "no rotary embedding", "")
+    try:
+        model = tiny_model(model_type)
+        _logits(model, SHORT)
+    except Exception as error:
+        return Row(model_type, "", f"not built: {_reason(error)}", "")
+    static = _static(model)
+    dynamic = _dynamic(model) if static == "patched" else ""
+    return Row(model_type, _rotation(model), static, dynamic)
+
+
+def _static(model: Any) -> str:
+    buffers = _buffers(model)
+    try:
+        before = _logits(model, LONG)
+    except (IndexError, RuntimeError):  # a table of positions that ends
+        before = _logits(model, SHORT)
+    try:
+        handle = rope_patch.patch(model, "linear", factor=FACTOR)
+    except ValueError as error:
+        _assert_untouched(model, before, buffers)
+        return f"refused: {_reason(error)}"
+    # Linear scaling is the one whose effect needs no formula: a quarter of what stood there.
+    for rotary in find_rotaries(model):
+        for kind, prefix in rotary.prefixes.items():
+            name = f"{prefix}inv_freq"
+            own = buffers[_path(model, rotary.module, name)]
+            if kind in handle.geometries:
+                own = _start(handle, kind, own) / FACTOR
+            torch.testing.assert_close(getattr(rotary.module, name), own, rtol=1e-5, atol=0)
+    linear = _logits(model, LONG)
+    _assert_other(linear, before)
+    rope_patch.patch(model, "linear", factor=FACTOR, kernels="hf")
+    torch.testing.assert_close(linear, _logits(model, LONG), rtol=0, atol=2e-4)
+    handle = rope_patch.patch(model, "yarn", factor=FACTOR)
+    for kind, frequencies in handle.frequencies.items():
+        g = handle.geometries[kind]
+        inv_freq, law = _yarn(g.inv_freq(), g.theta, g.trained_length, FACTOR)
+        torch.testing.assert_close(frequencies.inv_freq, inv_freq, rtol=1e-9, atol=0)
+        total = frequencies.attention_factor * handle.sharpening
+        assert total == _approximately(law * g.attention_factor * _own_sharpening(model, handle))
+        for rotary in find_rotaries(model):
+            if kind in rotary.prefixes:
+                live = getattr(rotary.module, f"{rotary.prefixes[kind]}inv_freq")
+                torch.testing.assert_close(live, inv_freq.float(), rtol=1e-6, atol=0)
+    _assert_other(_logits(model, LONG), before)
+    handle.undo()
+    _assert_untouched(model, before, buffers)
+    return "patched"
+
+
+def _dynamic(model: Any) -> str:
+    short, long, buffers = _logits(model, SHORT), _logits(model, LONG), _buffers(model)
+    trained = next(iter(rope_patch.patching.check(model, "yarn", factor=2).geometries.values()))
+    own = None if trained.trained_length == TRAINED else TRAINED
+    try:
+        handle = rope_patch.patch(model, "dynamic-yarn", trained_length=own)
+    except ValueError as error:
+        _assert_untouched(model, long, buffers)
+        return f"refused: {_reason(error)}"
+    followed = _logits(model, SHORT)
+    _assert_other(_logits(model, LONG), long)
+    handle.undo()
+    if _replaced(handle):  # short texts are then rotated as before the config's own scaling
+        with rope_patch.patch(model, "default", factor=1, trained_length=own):
+            torch.testing.assert_close(followed, _logits(model, SHORT), rtol=0, atol=1e-5)
+    else:
+        assert torch.equal(followed, short)
+    _assert_untouched(model, long, buffers)
+    return "patched"
+
+
+def _replaced(handle: Any) -> bool:
+    """Whether an extension starts before a scaling of the config's own."""
+    standing = by_layer_type(handle.original_config.rope_parameters)
+    return any(
+        own_scaling(standing[kind]) != "default" and not geometry.base
+        for kind, geometry in handle.geometries.items()
+    )
+
+
+def _yarn(
+    inv_freq: torch.Tensor, theta: float, trained: int, factor: float
+) -> tuple[torch.Tensor, float]:
+    """YaRN written out again, for any monotone frequencies: pairs are told by their turns."""
+    pairs = len(inv_freq)
+    per_pair = math.log(theta) / pairs
+    logs = [math.log(f) if f else -math.inf for f in inv_freq.tolist()]
+
+    def where(turns: float) -> float:
+        target = math.log(2 * math.pi * turns / trained)
+        if target >= logs[0]:
+            return (logs[0] - target) / per_pair
+        for i in range(pairs - 1):
+            if logs[i] >= target > logs[i + 1]:
+                if logs[i + 1] == -math.inf:
+                    return i + (logs[i] - target) / per_pair
+                return i + (logs[i] - target) / (logs[i] - logs[i + 1])
+        return pairs - 1 + (logs[-1] - target) / per_pair
+
+    low, high = max(math.floor(where(32)), 0), min(math.ceil(where(1)), 2 * pairs - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(pairs, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 0.1 * math.log(factor) + 1
+
+
+def _start(handle: Any, kind: str | None, own: torch.Tensor) -> torch.Tensor:
+    """What an extension starts from: the unscaled rotation, or what the model runs with."""
+    geometry = handle.geometries[kind]
+    parameters = by_layer_type(handle.original_config.rope_parameters)[kind]
+    scaling = own_scaling(parameters)
+    if scaling in ("default", "llama3", "proportional"):
+        return own
+    pair = torch.arange(len(own), dtype=torch.float64)
+    unscaled = geometry.theta ** (-pair / len(own))
+    if scaling == "longrope":
+        unscaled = unscaled / torch.tensor(parameters["long_factor"], dtype=torch.float64)
+    return unscaled.float()
+
+
+def _own_sharpening(model: Any, handle: Any) -> float:
+    """What a config's own scaling has in the softmax scale, where an extension starts from it."""
+    for kind, geometry in handle.geometries.items():
+        parameters = by_layer_type(handle.original_config.rope_parameters)[kind]
+        if geometry.base and handle.sharpening != 1 and parameters.get("mscale_all_dim"):
+            return 0.1 * parameters["mscale_all_dim"] * math.log(parameters["factor"]) + 1
+    return 1.0
+
+
+def _rotation(model: Any) -> str:
+    """What is special about an architecture's rotation, as its config and its patch say."""
+    try:
+        plan = rope_patch.patching.check(model, "linear", factor=FACTOR)
+    except ValueError:
+        return ""
+    said = []
+    if None not in plan.geometries:
+        said.append(", ".join([*plan.geometries, *(f"{k} left" for k in plan.unchanged)]))
+    geometry = next(iter(plan.geometries.values()))
+    if plan.sharpened:
+        said.append("MLA")
+    elif geometry.rotary_dim < geometry.head_dim:
+        said.append(f"{geometry.rotary_dim / geometry.head_dim:.0%} of each head")
+    parameters = by_layer_type(plan.config.rope_parameters)[geometry.layer_type]
+    if (own := own_scaling(parameters)) != "default":
+        said.append(f"own {own}, {'continued' if geometry.base else 'replaced'}")
+    if any(hasattr(rotary.module, "mrope_section") for rotary, _ in plan.rotaries):
+        said.append("M-RoPE")
+    if any(rotation.interleaved for rotation in plan.rotations):
+        said.append("interleaved")
+    return "; ".join(said)
+
+
+@torch.no_grad()
+def _logits(model: Any, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, 100, (1, length), generator=generator)
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.named_buffers() if "inv_freq" in name}
+
+
+def _path(model: nn.Module, module: nn.Module, name: str) -> str:
+    return next(f"{path}.{name}" for path, m in model.named_modules() if m is module)
+
+
+def _assert_untouched(model: Any, logits: torch.Tensor, buffers: dict[str, Any]) -> None:
+    assert torch.equal(_logits(model, logits.shape[1]), logits)
+    now = _buffers(model)
+    assert now.keys() == buffers.keys()
+    assert all(torch.equal(now[name], buffers[name]) for name in now)
+
+
+def _assert_other(logits: torch.Tensor, other: torch.Tensor) -> None:
+    assert torch.isfinite(logits).all()
+    assert (logits - other).abs().max() > 1e-3 * other.std()
+
+
+def _approximately(value: float) -> Any:
+    import pytest
+
+    return pytest.approx(value, rel=1e-9)
+
+
+def _reason(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error) or type(error).__name__).strip()

@@ -1,0 +1,196 @@
+"""What is recommended: few rules, and lines that can be typed."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import typer
+from architectures import tiny_config, tiny_model
+from tiny_models import TARGET, TRAINED, make_config, make_model
+from transformers import AutoModelForCausalLM
+
+import rope_patch
+from rope_patch.cli import app
+
+SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": TRAINED}
+YARN = {"rope_type": "yarn", **SCALED}
+LLAMA3 = {"rope_type": "llama3", **SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+EXTENDED = {"max_position_embeddings": TARGET}
+TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
+
+
+def types(line):
+    """Runs a recommended line; the patch that stands afterwards on the model it is about."""
+
+    def do(model):
+        names = {"model": model, "rope_patch": rope_patch}
+        exec(line, names)
+        return rope_patch.current(names["model"])
+
+    return do
+
+
+def parses(line):
+    """Whether the command line understands a line, without running it."""
+    program, name, *arguments = shlex.split(line)
+    assert program == "rope-patch"
+    command = typer.main.get_command(app).commands[name]
+    return command.make_context(name, arguments, parent=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "method", "says"),
+    [
+        ({}, None, None, "training went to 64 tokens"),
+        ({}, TRAINED // 2, None, "training went to 64 tokens, 32 are within"),
+        ({}, 2 * TRAINED, "dynamic-yarn", "rotated as they were, bit for bit"),
+        ({}, 2 * TRAINED + 1, "yarn", "trained 400 steps"),
+        ({"rope_parameters": YARN, **EXTENDED}, None, None, "own yarn reaches 256 tokens, from 64"),
+        ({"rope_parameters": YARN, **EXTENDED}, 2 * TARGET, "yarn", 'start="unscaled"'),
+        ({"rope_parameters": LLAMA3, **EXTENDED}, None, None, "training went to 256 tokens"),
+        ({"rope_parameters": LLAMA3, **EXTENDED}, 2 * TARGET, "dynamic-yarn", 'start="running"'),
+    ],
+)
+def test_rules(config, length, method, says):
+    advice = rope_patch.diagnose(make_config(**config), length=length).advice
+    assert advice.method == method
+    assert says in " ".join(reason.text for reason in advice.reasons)
+    if method is None:
+        return
+    handle = types(advice.python)(make_model(**config))
+    assert (handle.method.name, handle.length) == (method, length)
+    started = handle.geometries[None].base != ()
+    assert started == ('start="running"' in says)
+    shell = parses(advice.shell)
+    if method == "dynamic-yarn":
+        assert shell.params["methods"].split(",") == ["none", "yarn", "dynamic-yarn"]
+        assert shell.params["length"] == length
+    else:
+        assert Path(shell.params["config"]).name == "yarn_64k.yaml"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3_text", "qwen3", "glm4", "deepseek_v3", "gpt_oss", "phi3", "llama4_text"],
+)
+def test_lines_work_on_other_architectures(name):
+    model = tiny_model(name)
+    full = rope_patch.diagnose(model).length
+    advice = rope_patch.diagnose(model, length=2 * full).advice
+    assert advice.method is not None, advice.reasons
+    handle = types(advice.python)(model)
+    assert (handle.method.name, handle.length) == (advice.method, 2 * full)
+
+
+@pytest.mark.parametrize("rope_type", [{}, {"rope_type": "default"}])
+def test_a_model_that_also_reads_pictures(rope_type):
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": TRAINED,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2], **rope_type},  # as on the Hub
+        "rope_theta": 1e6,
+    }
+    vision = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
+    diagnosis = rope_patch.diagnose(config, length=2 * TRAINED)
+    assert diagnosis.healthy
+    assert diagnosis.advice.method == "yarn"
+    assert "dynamic-yarn is refused here" in diagnosis.advice.reasons[0].text
+    assert diagnosis.advice.shell == ""
+    with torch.device("meta"):
+        model = transformers.Qwen2VLForConditionalGeneration(config)
+    assert types(diagnosis.advice.python)(model).length == 2 * TRAINED
+
+
+@pytest.mark.parametrize("name", ["cohere2", "exaone4"])
+def test_where_only_windows_rotate_nothing_is_stretched(name):
+    config = tiny_config(name)
+    advice = rope_patch.diagnose(config, length=4 * TRAINED).advice
+    assert advice.method is None
+    assert f"a window of {config.sliding_window:,} tokens" in advice.reasons[0].text
+
+
+def test_layers_that_do_not_rotate_and_windows_are_told():
+    reasons = rope_patch.diagnose(make_config("gemma3"), length=TARGET).advice.reasons
+    assert any("sliding_attention layers see a window only" in r.text for r in reasons)
+    config = tiny_config("smollm3")
+    config.no_rope_layers = [1, 0]
+    reasons = rope_patch.diagnose(config, length=2 * TRAINED).advice.reasons
+    assert any("1 of 2 layers do not rotate at all" in r.text for r in reasons)
+
+
+def test_a_base_below_the_bound_is_told():
+    def told(theta):
+        parameters = {"rope_type": "default", "rope_theta": theta}
+        config = make_config(rope_parameters=parameters, head_dim=32)
+        diagnosis = rope_patch.diagnose(config, length=2 * TRAINED)
+        assert (theta < diagnosis.rotations[None].base_bound) == (theta == 100.0)
+        return any(r.source == "arXiv:2405.14591" for r in diagnosis.advice.reasons)
+
+    assert told(100.0)
+    assert not told(1e6)
+
+
+def test_findings_come_before_everything():
+    model = make_model()
+    model.config.rope_parameters = dict(YARN)
+    advice = rope_patch.diagnose(model, length=4 * TARGET).advice
+    assert advice.reasons[0].text.startswith("first put right what is found above (config-edited")
+
+
+def test_a_folder_is_loaded_by_the_line():
+    diagnosis = rope_patch.diagnose(TINY, length=512)
+    assert diagnosis.advice.python.startswith(f"model = rope_patch.load({TINY!r}, ")
+    assert types(diagnosis.advice.python)(None).length == 512
+    assert parses(diagnosis.advice.shell).params["model"] == TINY
+
+
+def test_dynamic_scaling_of_its_own_is_taken_at_its_word():
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    diagnosis = rope_patch.diagnose(make_config(rope_parameters=parameters), length=3 * TRAINED)
+    assert [f.code for f in diagnosis.findings if f.severity == "note"] == [
+        "original-length-unsaid"
+    ]
+    assert f"trained_length={TRAINED}" in diagnosis.advice.python
+    handle = types(diagnosis.advice.python)(make_model(rope_parameters=parameters))
+    assert handle.trained_length == TRAINED
+    # As it is: base 1e4 * (2 * 3 - 1)^(16 / 14) at thrice the length, no step of ours.
+    base = 1e4 * (2 * 3 - 1) ** (16 / 14)
+    after = [2 * torch.pi / p.wavelength / p.stretch for p in diagnosis.rotations[None].pairs]
+    assert after == pytest.approx([base ** (-2 * i / 16) for i in range(8)], rel=1e-9)
+
+
+def test_all_of_it_is_valid_json():
+    for config in (make_config(), make_config("gemma3"), make_config(rope_parameters=YARN)):
+        diagnosis = rope_patch.diagnose(config, "nope", length=TARGET)
+        data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
+        assert {"findings", "advice", "rotations", "healthy", "length"} <= data.keys()
+        assert data["rotations"].keys() <= {"all", "full_attention"}
+
+
+def test_nothing_that_is_no_model():
+    with pytest.raises(TypeError, match="a config, a folder or a name on the Hub, got int"):
+        rope_patch.diagnose(3)
+    with pytest.raises(ValueError, match="no such folder"):
+        rope_patch.diagnose("/no/such/folder")
+    plain = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
+    with pytest.raises(ValueError, match="rotary"):
+        rope_patch.diagnose(plain)
+
+
+def test_as_it_is_shows_what_transformers_makes_of_the_config():
+    scaled = rope_patch.diagnose(make_config(rope_parameters=dict(YARN), **EXTENDED))
+    pairs = scaled.rotations[None].pairs
+    assert pairs[-1].stretch == pytest.approx(4, rel=1e-12)
+    assert not any(pair.extrapolates for pair in pairs)
+    late = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    late["original_max_position_embeddings"] = TRAINED // 4
+    diagnosis = rope_patch.diagnose(make_config(rope_parameters=late), length=TRAINED)
+    assert {pair.stretch for pair in diagnosis.rotations[None].pairs} == {1.0}

@@ -1,0 +1,72 @@
+"""Lower bounds of the rope base: against brute force, and against the published ones."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rope_patch.diagnosing.bounds import LONGEST, base_bound, critical_base, similarity_fails
+
+# Men et al. 2024, arXiv:2405.14591, table 2: lower bounds for heads of 128 dimensions.
+PUBLISHED = {1024: 4.3e3, 2048: 1.6e4, 4096: 2.7e4, 8192: 8.4e4, 16384: 3.1e5, 32768: 6.4e5}
+
+
+def least(rotary_dim, base, length):
+    """The least of sum_i cos(m base^(-2i / d)) over all m up to the length, plainly."""
+    pairs = range(rotary_dim // 2)
+    return min(
+        math.fsum(math.cos(m * base ** (-2 * i / rotary_dim)) for i in pairs)
+        for m in range(length + 1)
+    )
+
+
+@pytest.mark.parametrize("length", [1, 100, 511, 512, 513, 1500])
+@pytest.mark.parametrize("base", [20.0, 300.0, 1e4])
+def test_similarity_is_that_of_plain_sums(base, length):
+    inv_freq = base ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    assert (similarity_fails(inv_freq, length) is None) == (least(32, base, length) >= 0)
+
+
+@pytest.mark.parametrize("near", [1, 30, 200, 1000])
+def test_where_it_fails_sums_are_negative_wherever_one_looks_first(near):
+    inv_freq = 300.0 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    m = similarity_fails(inv_freq, 1000, near)
+    assert sum(math.cos(m * f) for f in inv_freq.tolist()) < 0
+
+
+@pytest.mark.parametrize(("rotary_dim", "length"), [(16, 40), (32, 200), (64, 300)])
+def test_the_bound_is_the_first_base_whose_sums_are_never_negative(rotary_dim, length):
+    bound = base_bound(rotary_dim, length)
+    assert least(rotary_dim, bound, length) >= -1e-9
+    for step in range(1, 300):  # what is next to it, and others down to two fifths
+        assert least(rotary_dim, bound / 1.003**step, length) < 0
+
+
+@pytest.mark.parametrize(("length", "published"), PUBLISHED.items())
+def test_the_bound_is_about_the_published_one(length, published):
+    # Bases that hold lie scattered below those that all do: finer steps find smaller ones.
+    bound = base_bound(128, length)
+    assert 0.7 * published < bound < 1.08 * published
+
+
+def test_what_is_found_below_the_published_bounds_holds():
+    for length in (2048, 16384):
+        bound = base_bound(128, length)
+        assert bound < 0.8 * PUBLISHED[length]
+        inv_freq = bound ** (-np.arange(0, 128, 2) / 128)
+        sums = np.cos(np.outer(np.arange(length + 1), inv_freq)).sum(-1)
+        assert sums.min() >= -1e-9
+
+
+def test_where_there_is_no_bound():
+    assert base_bound(2, 100) is None  # one pair turns below zero whatever the base
+    assert base_bound(128, LONGEST + 1) is None
+
+
+def test_the_critical_base_is_the_papers():
+    # Liu et al. 2023, arXiv:2310.05209: theta^(log_{4096 / 2 pi}(16384 / 2 pi)).
+    expected = 1e4 ** math.log(16384 / (2 * math.pi), 4096 / (2 * math.pi))
+    assert critical_base(1e4, 4096, 16384) == pytest.approx(expected, rel=1e-12)
+    assert critical_base(1e4, 4096, 4096) == pytest.approx(1e4, rel=1e-12)
+    assert critical_base(1e4, 4, 4096) is None

@@ -1,0 +1,122 @@
+"""What engines make of an export: told again in float64 from their code, or transformers' own."""
+
+import copy
+
+import gguf_reading
+import numpy as np
+import pytest
+import readings
+import transformers
+from transformers import AutoConfig, Gemma3TextConfig
+
+from rope_patch.loading import empty_model
+from rope_patch.patching.find import find_rotaries
+from rope_patch.patching.rotary import unpatched
+
+
+def needs_nested_yarn():
+    """Skips under a transformers that cannot read YaRN for one of several layer types (5.0)."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+    }
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    try:
+        Gemma3TextConfig(rope_parameters={"full_attention": rope, "sliding_attention": plain})
+    except KeyError as error:
+        pytest.skip(f"transformers {transformers.__version__} looks for {error} at a wrong level")
+
+
+def assert_alike(original, found, handle, export, loose=False):
+    """Every release that is known here rotates by an export as the patched model does.
+
+    Args:
+        original: The checkpoint's text config.
+        found: The patched model.
+        handle: Its patch.
+        export: The export.
+        loose: Whether what is compared is float32 somewhere.
+    """
+    (rotary,) = find_rotaries(found)
+    for kind, wanted in {**unpatched(rotary, original), **handle.frequencies}.items():
+        told = list(read(original, export, kind))
+        assert told
+        for inv_freq, attention in told:
+            np.testing.assert_allclose(
+                inv_freq,
+                wanted.inv_freq.numpy(),
+                rtol=2e-6 if loose or export.engine == "transformers" else 1e-6,
+                atol=1e-17,
+                err_msg=f"{export.engine} {kind}",
+            )
+            assert attention == pytest.approx(wanted.attention_factor, rel=1e-6), export.engine
+
+
+def written(original, fields):
+    """The checkpoint's config.json with an export's fields in it."""
+    return {**original.to_dict(), **copy.deepcopy(fields)}
+
+
+def overridden(original, fields, merges=False):
+    """The checkpoint's config as an engine on transformers 5 overrides it.
+
+    Args:
+        original: The config.
+        fields: What is passed.
+        merges: Whether `rope_parameters` keeps what stands there (SGLang from 0.5.23 or before).
+    """
+    config = copy.deepcopy(original)
+    for key, value in fields.items():
+        assert hasattr(config, key)
+        if merges and key == "rope_parameters":
+            value = {**config.rope_parameters, **value}
+        setattr(config, key, copy.deepcopy(value))
+    config.standardize_rope_params()
+    config.validate_rope()
+    return config
+
+
+def read(original, export, kind):
+    """What every release that is known here makes of an export, for one layer type."""
+    engine = export.engine
+    if kind is not None and "yarn" in str(export.config):
+        needs_nested_yarn()
+    sliding = kind == "sliding_attention"
+    words = dict(zip(export.arguments[::2], export.arguments[1::2], strict=True))
+    if engine == "transformers":
+        yield from hugging_face(written(original, export.config), kind)
+    elif engine == "transformers4":
+        yield readings.transformers4(written(original, export.config), sliding)
+    elif engine == "mlx":
+        yield readings.mlx(written(original, export.config), sliding)
+    elif engine == "llama.cpp":
+        for release in ("old", "new"):
+            if "--rope-scaling" in words:
+                file = gguf_reading.convert(original.to_dict(), release)
+                yield gguf_reading.rotate(file, export.arguments, sliding, release)
+            if export.config:
+                file = gguf_reading.convert(written(original, export.config), release)
+                yield gguf_reading.rotate(file, export.arguments, sliding, release)
+                if "--rope-scaling" in words and "attn_factor" not in str(words):
+                    yield gguf_reading.rotate(file, ["-c", words["-c"]], sliding, release)
+    elif engine == "sglang":
+        for merges in (False, True):
+            config = overridden(original, export.config, merges)
+            length, rope = int(words["--context-length"]), config.rope_parameters
+            yield readings.sglang(config.to_dict(), rope, length, sliding)
+    else:
+        config = overridden(original, export.config)
+        rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+        for release in ("old", "new"):
+            yield readings.vllm(config.to_dict(), rope, int(words["--max-model-len"]), release)
+
+
+def hugging_face(said, kind):
+    """transformers' own rotary module on a config.json."""
+    said.pop("transformers_version", None)
+    config = AutoConfig.for_model(**said)
+    (rotary,) = find_rotaries(empty_model("", config))
+    found = unpatched(rotary, config)[kind]
+    yield found.inv_freq.numpy(), found.attention_factor

@@ -1,0 +1,63 @@
+"""`rope-patch export`: what it prints, and what it takes for the model."""
+
+import json
+import shlex
+
+from architectures import tiny_model
+from checkpoints import CHECKPOINTS
+from reading_back import overridden
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.cli import app
+from rope_patch.loading import read_config
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["export", *words])
+
+
+def test_its_words_are_quoted_for_a_shell(tmp_path):
+    CHECKPOINTS["Llama-3.1"].save_pretrained(tmp_path)
+    asked = (str(tmp_path), "--engine", "vllm", "--method", "yarn", "--length", "32768")
+    asked += ("--start", "unscaled", "--option", "beta_fast=16")
+    printed = run(*asked)
+    assert printed.exit_code == 0, printed.output
+    line = next(line for line in printed.stdout.splitlines() if "--hf-overrides" in line)
+    words = shlex.split(line)
+    said = json.loads(words[words.index("--hf-overrides") + 1])
+    assert said["rope_parameters"]["beta_fast"] == 16
+    assert words[words.index("--max-model-len") + 1] == "32768"
+    data = json.loads(run(*asked, "--json").stdout)
+    assert data["config"] == said
+    assert data["arguments"] == words
+    config = overridden(read_config(tmp_path), said)
+    assert config.rope_parameters["rope_type"] == "yarn"
+
+
+def test_a_saved_patch_needs_no_method(tmp_path):
+    found = tiny_model("llama")
+    handle = rope_patch.patch(found, "ntk", factor=4.0)
+    rope_patch.save(found, tmp_path / "ntk")
+    said = json.loads(run(str(tmp_path / "ntk"), "--engine", "mlx", "--json").stdout)
+    theta = found.config.rope_parameters["rope_theta"]
+    assert said["config"]["rope_theta"] == theta > 1e4
+    assert said["config"]["max_position_embeddings"] == handle.length
+    # Another method starts from the model before it was patched.
+    other = run(
+        *(str(tmp_path / "ntk"), "--engine", "mlx", "--method", "linear", "--factor", "2"),
+        "--json",
+    )
+    said = json.loads(other.stdout)["config"]
+    assert said["rope_theta"] == handle.original["rope_parameters"]["rope_theta"]
+    assert said["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_a_saved_patch_that_no_config_says_is_refused(tmp_path):
+    found = tiny_model("llama")
+    rope_patch.patch(found, "dynamic-yarn")
+    rope_patch.save(found, tmp_path / "saved")
+    for words in ((), ("--factor", "4")):
+        done = run(str(tmp_path / "saved"), "--engine", "vllm", *words)
+        assert isinstance(done.exception, ValueError)  # a line on stderr: tests/test_cli.py
+        assert "dynamic-yarn" in str(done.exception)

@@ -1,0 +1,55 @@
+"""Exports, read again as each engine reads them, against the rotation of the patched model."""
+
+import pytest
+from checkpoints import CHECKPOINTS, METHODS, model, patched
+from reading_back import assert_alike
+
+import rope_patch
+from rope_patch.exporting import ENGINES
+
+_ANY_STRETCH = {"ntk-by-parts-2023-06", "longrope", "proportional", "nope"}
+_LLAMA = {"Llama-2", "Llama-3", "SmolLM2", "Mistral"}
+
+# What an engine has no form for; everything else has to come out.
+REFUSED = {
+    "transformers": {},
+    "transformers4": {"Phi-3-4k": {"yarn-cooler"}},
+    "vllm": {"gpt-oss": set(METHODS) - {"ntk", "abf", "yarn", "yarn-betas", "yarn-untruncated"}},
+    "sglang": {},
+    "mlx": {
+        "Llama-3.1": {"yarn-cooler"},
+        "Phi-3-4k": {"yarn-cooler"},
+        "gpt-oss": {"yarn-untruncated", "ntk-by-parts-2023-06", "longrope", "nope"},
+    },
+    "llama.cpp": {
+        **dict.fromkeys(_LLAMA, {"yarn-untruncated"} | _ANY_STRETCH),
+        "Llama-3.1": set(METHODS) - {"linear", "ntk", "abf"},
+        "Qwen2.5": {"yarn-untruncated", "llama3"} | _ANY_STRETCH,
+        "Qwen3": {"yarn-untruncated", "llama3"} | _ANY_STRETCH,
+        "gpt-oss": {"yarn-untruncated", "llama3"} | _ANY_STRETCH,
+        "Gemma-3-1B": set(METHODS) - {"linear", "ntk", "abf", "yarn", "yarn-betas"},
+    },
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_engines_rotate_alike_or_are_refused(name, method):
+    found, handle = patched(name, method)
+    for engine in ENGINES:
+        if method in REFUSED[engine].get(name, ()):
+            with pytest.raises(ValueError, match=f"{engine} cannot run .*: .*(use|leave)"):
+                rope_patch.export(found, engine)
+            continue
+        export = rope_patch.export(found, engine)
+        assert export.engine == engine
+        # An extension of a checkpoint's own scaling starts from float32 frequencies.
+        assert_alike(CHECKPOINTS[name], found, handle, export, loose=name == "Llama-3.1")
+
+
+def test_every_method_moves_what_is_compared():
+    for name in CHECKPOINTS:
+        plain = rope_patch.export(model(name), "transformers").config
+        for method in METHODS:
+            found, _ = patched(name, method)
+            assert rope_patch.export(found, "transformers").config != plain

