@@ -1,0 +1,141 @@
+"""Where engines agree with us, over every geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import engines
+import formulas
+from comparing import Pair, ours, stretches
+from formulas import Rotation
+from published import ALL, Published
+
+FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """An engine's formula that is ours.
+
+    Attributes:
+        engine: Its name.
+        what: Our method and its options.
+        seen: "run" where the package is run when it is installed, "read" where its code was.
+        ours: What we compute on a model.
+        theirs: What it computes, restated.
+    """
+
+    engine: str
+    what: str
+    seen: str
+    ours: Callable[[Published], Rotation]
+    theirs: Callable[[Published], Rotation]
+
+    def __str__(self) -> str:
+        return f"{self.engine}: {self.what}"
+
+    def number(self) -> float:
+        """The largest relative difference over all geometries."""
+        return max(Pair(self.ours(model), self.theirs(model)).difference() for model in ALL)
+
+
+def _ours(method: str, **options: Any) -> Callable[[Published], Rotation]:
+    return lambda model: ours(method, model, factor=FACTOR, **options)
+
+
+def _longrope(model: Published) -> Rotation:
+    return ours("longrope", model, factor=FACTOR, long_factor=stretches(model, FACTOR))
+
+
+def _full(model: Published) -> int:
+    return int(FACTOR * model.trained_length)
+
+
+def _still(model: Published) -> list[float]:
+    return [1.0] * (model.rotary_dim // 2)
+
+
+AGREEMENTS = (
+    Agreement("mlx-lm", "`yarn`", "run", _ours("yarn"), lambda m: engines.mlx_yarn(m, FACTOR)),
+    Agreement(
+        "mlx-lm",
+        "`yarn` with `mscale` and `mscale_all_dim`",
+        "run",
+        _ours("yarn", mscale=0.707, mscale_all_dim=1.0),
+        lambda m: engines.mlx_yarn(m, FACTOR, 0.707, 1.0),
+    ),
+    Agreement(
+        "mlx-lm", "`llama3`", "run", _ours("llama3"), lambda m: engines.mlx_llama3(m, FACTOR)
+    ),
+    Agreement(
+        "mlx-lm",
+        "`longrope`, long texts",
+        "run",
+        _longrope,
+        lambda m: engines.mlx_longrope(m, _full(m), _still(m), stretches(m, FACTOR)),
+    ),
+    Agreement(
+        "vLLM 0.33, SGLang 0.5.23",
+        "`longrope`, long texts",
+        "read",
+        _longrope,
+        lambda m: engines.vllm_longrope(m, _full(m), _still(m), stretches(m, FACTOR)),
+    ),
+    Agreement(
+        "SGLang 0.5.23",
+        "`yarn` with `mscale` and `mscale_all_dim`",
+        "read",
+        _ours("yarn", mscale=0.707, mscale_all_dim=1.0),
+        lambda m: (formulas.yarn(m, FACTOR)[0], engines.sglang_attention(FACTOR, 0.707, 1.0)),
+    ),
+    Agreement(
+        "llama.cpp", "`yarn`", "read", _ours("yarn"), lambda m: engines.llama_cpp_yarn(m, FACTOR)
+    ),
+    Agreement(
+        "llama.cpp",
+        "`llama3`",
+        "read",
+        _ours("llama3"),
+        lambda m: engines.llama_cpp_llama3(m, FACTOR),
+    ),
+    Agreement(
+        "KerasHub, vLLM, SGLang, jquesnelle/yarn",
+        "`yarn`",
+        "run",
+        _ours("yarn"),
+        lambda m: formulas.yarn(m, FACTOR),
+    ),
+    Agreement(
+        "gpt-oss",
+        "`yarn` with `truncate=False`",
+        "read",
+        _ours("yarn", truncate=False),
+        lambda m: formulas.yarn(m, FACTOR, truncate=False),
+    ),
+    Agreement(
+        "DeepSeek-V3's own code, beyond 4,096 tokens",
+        "`ntk-by-parts`",
+        "read",
+        _ours("ntk-by-parts"),
+        lambda m: engines.deepseek_yarn(m, FACTOR, _full(m)),
+    ),
+    Agreement(
+        "litgpt, torchtune, vLLM, SGLang, Meta",
+        "`llama3`",
+        "run",
+        _ours("llama3"),
+        lambda m: formulas.llama3(m, FACTOR),
+    ),
+    Agreement(
+        "rotary-embedding-torch, x-transformers, jquesnelle/yarn",
+        "`ntk`",
+        "run",
+        _ours("ntk"),
+        lambda m: formulas.ntk(m, FACTOR),
+    ),
+    Agreement(
+        "all of them", "`linear`", "run", _ours("linear"), lambda m: formulas.linear(m, FACTOR)
+    ),
+)

@@ -1,0 +1,176 @@
+"""Every method of rope_patch beside transformers, or its formula where transformers has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import formulas
+import hugging
+from formulas import Rotation
+from published import Published
+
+import rope_patch
+
+FACTORS = (2.0, 4.0, 32.0)
+LENGTHS = (0.5, 1.0, 1.5, 3.7)  # of the trained one, for what follows the sequence
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One rotation, computed by us and by them."""
+
+    ours: Rotation
+    theirs: Rotation
+
+    def difference(self) -> float:
+        """The largest relative difference, of a frequency or the attention factor."""
+        return max(self.of_frequency(), self.of_attention())
+
+    def of_frequency(self) -> float:
+        return difference(self.ours[0], self.theirs[0])
+
+    def of_attention(self) -> float:
+        return difference([self.ours[1]], [self.theirs[1]])
+
+
+def difference(ours: list[float], theirs: list[float]) -> float:
+    """The largest difference relative to ours; 1 where ours stands still and theirs does not."""
+    if len(ours) != len(theirs):
+        raise ValueError(f"expected {len(ours)} pairs, got {len(theirs)}")
+    return max(
+        (abs(b - a) / abs(a) if a else float(b != 0)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def ours(method: str, model: Published, **options: Any) -> Rotation:
+    found = rope_patch.frequencies(method, **model.numbers(), **options)
+    return found.inv_freq.tolist(), found.attention_factor
+
+
+def stretches(model: Published, factor: float) -> list[float]:
+    """Made-up stretches of LongRoPE's shape: 1 for the fastest pair, the factor for the slowest."""
+    pairs = model.rotary_dim // 2
+    return [factor ** (i / (pairs - 1)) for i in range(pairs)]
+
+
+def source(method: str, model: Published) -> str:
+    """What a method is held against: transformers, or its formula where that has none.
+
+    The formula of "golden" is itself held against vectors of its authors' code.
+    """
+    if method.endswith("ntk-by-parts-2023-06"):
+        return "golden"
+    if method == "nope" or (method == "proportional" and model.rotary_dim < model.head_dim):
+        return "formula"  # transformers' proportional turns all of the head
+    return "transformers"
+
+
+def pairs(method: str, model: Published) -> Iterator[Pair]:
+    """Rotations of a method on a model, beside transformers' or the formula's.
+
+    Raises:
+        NotImplementedError: This version of transformers lacks the scaling.
+    """
+    plain = hugging.rotation(model, "default")
+    length = model.trained_length
+    if method == "default":
+        yield Pair(ours(method, model), plain)
+        return
+    if method.startswith("dynamic"):
+        inner = {"dynamic": "ntk"}.get(method, method.removeprefix("dynamic-"))
+        for ratio in LENGTHS:
+            tokens = int(ratio * length)
+            got = ours(method, model, seq_len=tokens)
+            yield Pair(got, _theirs(inner, model, tokens / length) if ratio > 1 else plain)
+        if method == "dynamic":  # transformers' own factor
+            got = ours(method, model, factor=2.0, seq_len=3 * length)
+            yield Pair(got, hugging.rotation(model, "dynamic", 3 * length, factor=2.0))
+        return
+    inner = method.removeprefix("mixed-")
+    for factor in FACTORS:
+        options = _options(inner, model, factor)
+        yield Pair(ours(method, model, factor=factor, **options), _theirs(inner, model, factor))
+        if inner != method:
+            yield Pair(ours(method, model, factor=factor, seq_len=length, **options), plain)
+    yield from _options_of_its_own(method, model)
+
+
+def _options(method: str, model: Published, factor: float) -> dict[str, Any]:
+    return {"long_factor": stretches(model, factor)} if method == "longrope" else {}
+
+
+def _theirs(method: str, model: Published, factor: float) -> Rotation:
+    """A static method at a factor, as transformers spells it."""
+    length = model.trained_length
+    if method == "linear":
+        return hugging.rotation(model, "linear", factor=factor)
+    if method == "ntk":  # dynamic scaling, at the length whose factor this is
+        return hugging.rotation(model, "dynamic", round(factor * length), factor=1.0)
+    if method == "ntk-by-parts":
+        return hugging.rotation(model, "yarn", factor=factor, attention_factor=1.0)
+    if method == "yarn":
+        return hugging.rotation(model, "yarn", factor=factor)
+    if method == "llama3":
+        more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        return hugging.rotation(model, "llama3", full=2**30, factor=factor, **more)
+    if method == "abf":
+        theta = formulas.critical_base(model, factor)
+        return hugging.rotation(model, "default", rope_theta=theta)
+    if method == "longrope":
+        both = {"long_factor": stretches(model, factor), "short_factor": [1.0] * _pairs(model)}
+        return hugging.rotation(model, "longrope", length + 1, factor=factor, **both)
+    if method == "proportional":
+        return _theirs_proportional(model, 0.75)
+    if method == "nope":
+        return formulas.proportional(model, 0.0)
+    if method == "ntk-by-parts-2023-06":
+        return formulas.by_parts_2023_06(model, factor)
+    raise ValueError(f"{method} is held against nothing: add it to comparing.py")
+
+
+def _pairs(model: Published) -> int:
+    return model.rotary_dim // 2
+
+
+def _theirs_proportional(model: Published, share: float) -> Rotation:
+    if source("proportional", model) == "formula":
+        return formulas.proportional(model, share)
+    if not hugging.has("proportional"):
+        raise NotImplementedError("this version of transformers has no proportional scaling")
+    return hugging.rotation(model, "proportional", partial_rotary_factor=share)
+
+
+def _options_of_its_own(method: str, model: Published) -> Iterator[Pair]:
+    """Options that are not at their defaults."""
+    length = model.trained_length
+    if method == "yarn":
+        for more in (
+            {"beta_fast": 128.0, "beta_slow": 2.0},
+            {"attention_factor": 1.25},
+            {"mscale": 0.707, "mscale_all_dim": 1.0},
+            {"mscale": 0.707},
+        ):
+            theirs = hugging.rotation(model, "yarn", factor=4.0, **more)
+            yield Pair(ours(method, model, factor=4.0, **more), theirs)
+        # Where layer types differ, transformers overlooks it: see the disagreements.
+        theirs = formulas.yarn(model, 4.0, truncate=False)
+        if model.layer_type is None:
+            theirs = hugging.rotation(model, "yarn", factor=4.0, truncate=False)
+        yield Pair(ours(method, model, factor=4.0, truncate=False), theirs)
+    elif method == "llama3":
+        more = {"low_freq_factor": 2.0, "high_freq_factor": 8.0}
+        theirs = hugging.rotation(model, "llama3", full=2**30, factor=8.0, **more)
+        yield Pair(ours(method, model, factor=8.0, **more), theirs)
+    elif method == "longrope":
+        both = {"long_factor": stretches(model, 8.0), "short_factor": stretches(model, 2.0)}
+        for tokens in (length, length + 1):
+            theirs = hugging.rotation(model, "longrope", tokens, factor=8.0, **both)
+            yield Pair(ours(method, model, factor=8.0, seq_len=tokens, **both), theirs)
+    elif method == "proportional":
+        theirs = _theirs_proportional(model, 0.25)
+        yield Pair(ours(method, model, factor=4.0, partial_rotary_factor=0.25), theirs)
+    elif method == "abf":
+        theirs = hugging.rotation(model, "default", rope_theta=8e6)
+        yield Pair(ours(method, model, factor=4.0, new_theta=8e6), theirs)

@@ -1,0 +1,56 @@
+"""The scalings of published models, by our methods and by transformers on their own configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import hugging
+from comparing import Pair, ours
+from published import DEEPSEEK3, GPT_OSS, LLAMA31, LLAMA32, PHI35, Published
+
+
+@dataclass(frozen=True)
+class OwnScaling:
+    """A model's published scaling, as a method of ours.
+
+    Attributes:
+        model: The model.
+        method: Our name of its scaling.
+        options: What its config.json says, as our options.
+        lengths: Tokens for which it is computed; None where the length does not matter.
+    """
+
+    model: Published
+    method: str
+    options: dict[str, Any]
+    lengths: tuple[int | None, ...] = (None,)
+
+    def __str__(self) -> str:
+        return self.model.name
+
+    def spelled(self) -> str:
+        """The method with its options, lists left out."""
+        options = (f"{k}={v:g}" for k, v in self.options.items() if not isinstance(v, list))
+        return f"`{self.method}`, " + ", ".join(options).replace("truncate=0", "truncate=False")
+
+    def pairs(self) -> Iterator[Pair]:
+        config = self.model.config()
+        for tokens in self.lengths:
+            theirs = hugging.rotation_of(self.model, config, self.method, tokens)
+            yield Pair(ours(self.method, self.model, seq_len=tokens, **self.options), theirs)
+
+    def number(self) -> float:
+        return max(pair.difference() for pair in self.pairs())
+
+
+_PHI = {name: PHI35.scaling[name] for name in ("short_factor", "long_factor")}
+
+OWN_SCALINGS = (
+    OwnScaling(LLAMA31, "llama3", {"factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}),
+    OwnScaling(LLAMA32, "llama3", {"factor": 32.0, "low_freq_factor": 1, "high_freq_factor": 4}),
+    OwnScaling(GPT_OSS, "yarn", {"factor": 32.0, "truncate": False}),
+    OwnScaling(DEEPSEEK3, "yarn", {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    OwnScaling(PHI35, "longrope", {"factor": 131072 / 4096, **_PHI}, (1, 4096, 4097, 131072)),
+)
