@@ -8,11 +8,8 @@ from typing import Any
 import torch
 
 from rope_patch.methods import Frequencies
+from rope_patch.methods.base import STILL
 from rope_patch.reading import own_scaling
-
-# In the place of an infinite stretch, which JSON has no number for: a pair that turns 1e-18 as fast
-# has not turned by one float32 rounding step within 1e10 tokens.
-STILL = 1e18
 
 # Keys of `rope_parameters` that hold whatever the scaling is.
 _STAYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")

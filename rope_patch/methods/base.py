@@ -12,6 +12,10 @@ import torch
 
 from rope_patch.geometry import Geometry
 
+# The stretch that stands for a pair that no longer rotates: JSON has no infinity, and this one is
+# finite in float32. It turns a pair by 1e-9 radians in a billion tokens.
+STILL = 1e18
+
 
 @dataclass(frozen=True, eq=False)
 class Frequencies:
@@ -36,7 +40,9 @@ class Frequencies:
         return (
             self.inv_freq.shape == other.inv_freq.shape
             and abs(self.attention_factor - other.attention_factor) < 1e-6
-            and torch.allclose(self.inv_freq.double(), other.inv_freq.double(), rtol=2e-6, atol=0)
+            and torch.allclose(
+                self.inv_freq.double(), other.inv_freq.double(), rtol=2e-6, atol=2 / STILL
+            )
         )
 
 
@@ -117,7 +123,7 @@ class Method(ABC):
         Methods without a spelling of their own are written as `longrope` with explicit factors.
         """
         frequencies = self.frequencies(geometry)
-        stretch = (geometry.unscaled() / frequencies.inv_freq).tolist()
+        stretch = (geometry.unscaled() / frequencies.inv_freq).clamp(max=STILL).tolist()
         return {
             "rope_type": "longrope",
             "factor": float(self.factor),

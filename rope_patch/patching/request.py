@@ -110,7 +110,7 @@ class Plan:
             spelled = self.method.rope_parameters(geometry)
             if spelled["rope_type"] in ("default", "longrope"):
                 return spelled
-            if not self.grows and (self.method.frequencies(geometry).inv_freq > 0).all():
+            if not self.grows:
                 return Method.rope_parameters(self.method, geometry)
         return self.method.rope_parameters(geometry)
 

@@ -189,3 +189,15 @@ def test_no_one_set_of_frequencies_to_start_from():
 def test_a_start_that_is_none():
     with pytest.raises(ValueError, match=r"start must be one of auto, unscaled, running, got 'x'"):
         rope_patch.patch(scaled("llama3"), "yarn", factor=2, start="x")
+
+
+@pytest.mark.parametrize("method", [*STATIC, "proportional", "nope"])
+def test_a_config_that_knows_one_scaling_only_is_given_that(method, tmp_path):
+    """Phi-3's refuses all names but `longrope`."""
+    model = make_model("phi3")
+    rope_patch.patch(model, method, **({} if method == "nope" else {"factor": 4}))
+    rope_patch.save(model, tmp_path)
+    assert rope_patch.saving.read_sidecar(tmp_path)["native"]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for length in (SHORT, LONG):
+        assert_close(logits(plain, length), logits(model, length))
