@@ -212,7 +212,7 @@ def _chart(name: str, alt: str, panels: list[_Panel]) -> Picture:
         wide = width == _WIDE
         direct = most <= 8 and longest <= (24 if wide else 12)
         high, below, right = 315 if wide else 240, 52, 20 + 7 * longest
-        columns = 3 if wide and longest <= 24 else 1
+        columns = max(1, min(3, (width - 66) // (48 + 8 * longest))) if wide else 1
         if not direct:
             below, right = below + 12 + 21 * math.ceil(most / columns), 14
         row = 34 + high + below
