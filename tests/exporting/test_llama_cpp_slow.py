@@ -11,10 +11,11 @@ import gguf_reading
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch import demo
+from rope_patch.eval import texts
 
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("xllamacpp")
@@ -92,8 +93,8 @@ def overridden(path, words):
     reader.data.flush()
 
 
-def next_token(path, words, tokens):
-    """Log-probabilities of the likeliest next tokens, by their ids."""
+def serve(path, words):
+    """llama.cpp with a file, told what the words of a command line tell it."""
     scalings = llama_cpp.llama_rope_scaling_type
     asked = llama_cpp.CommonParams()
     asked.model.path = str(path)
@@ -109,8 +110,17 @@ def next_token(path, words, tokens):
         elif name != "--override-kv":
             field, read = FLAGS[name]
             setattr(asked, field, read(word))
-    server = llama_cpp.Server(asked)
-    prompt = {"prompt": tokens, "n_predict": 1, "n_probs": 100, "cache_prompt": False}
+    return llama_cpp.Server(asked)
+
+
+def next_token(path, words, tokens):
+    """Log-probabilities of the likeliest next tokens, by their ids."""
+    return ask(serve(path, words), tokens, 100)
+
+
+def ask(server, tokens, probabilities, keep=False):
+    """Log-probabilities of so many likeliest next tokens, by their ids."""
+    prompt = {"prompt": tokens, "n_predict": 1, "n_probs": probabilities, "cache_prompt": keep}
     answer = server.handle_completions({**prompt, "temperature": 0.0})
     answer = json.loads(answer) if isinstance(answer, str) else answer
     (said,) = answer["choices"][0]["logprobs"]["content"]
@@ -152,6 +162,24 @@ def test_flags_on_a_file_of_the_model_as_it_was(model, tokens, as_it_was, method
     with torch.no_grad():  # and not because nothing changes
         plain = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
     assert max(abs(value - float(plain[token])) for token, value in got.items()) > 0.1
+
+
+@pytest.mark.parametrize("method", ["linear", "yarn"])
+def test_perplexity_of_a_novel(model, as_it_was, method):
+    """Of its last tokens, one by one, on text four times as long as the trained length."""
+    words_of_it = AutoTokenizer.from_pretrained(demo.folder())
+    ids = words_of_it(texts.read("emma")[:4000])["input_ids"][:TOKENS]
+    last = range(TOKENS - 24, TOKENS)
+    with rope_patch.patch(model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf"):
+        words = rope_patch.export(model, "llama.cpp").arguments
+        with torch.no_grad():
+            said = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    overridden(as_it_was, words)
+    server = serve(as_it_was, words)
+    vocabulary = model.config.vocab_size
+    theirs = [ask(server, ids[:at], vocabulary, keep=True)[ids[at]] for at in last]
+    ours = [float(said[at - 1, ids[at]]) for at in last]
+    assert np.exp(-np.mean(theirs)) == pytest.approx(np.exp(-np.mean(ours)), rel=1e-3)
 
 
 @pytest.mark.parametrize("method", ["yarn", "llama3"])
