@@ -53,7 +53,7 @@ def similarity_fails(inv_freq: torch.Tensor, length: int, near: int = 0) -> int 
 def base_bound(rotary_dim: int, length: int) -> float | None:
     """The smallest base whose attention still tells similar tokens from random ones at a length.
 
-    "Base of RoPE bounds context length" (Men et al. 2024, arXiv:2405.14591, table 2): below it a
+    "Base of RoPE bounds context length" (Men et al. 2024, arXiv:2405.14591): below it a
     model trained to the length may have a fine perplexity and not retrieve. Bases 0.3% apart are
     tried from small to large. Just above the first that holds there are some that do not, so this
     is a bound and no recommendation.
