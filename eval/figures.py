@@ -253,7 +253,9 @@ def _plot(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
         if band := [b for b in line.band if b[1] <= roof]:
             at, low, high = zip(*band, strict=True)
             top = [min(value, roof) for value in high]
-            look_of_band: Any = {"color": PAPER[line.key], "alpha": 0.16, "lw": 0, "zorder": 2.5}
+            # Many bands on one spot must not hide what lies there.
+            alpha = 0.16 * min(1, 5 / len(panel.lines))
+            look_of_band: Any = {"color": PAPER[line.key], "alpha": alpha, "lw": 0, "zorder": 2.5}
             drawn = [*drawn, axes.fill_between(at, low, top, **look_of_band)]
         off = [point[0] for point in line.points if point[1] > roof]
         drawn += axes.plot(off, [roof] * len(off), "^", color=look["color"], ms=10, zorder=3)
@@ -307,7 +309,8 @@ def _scale_y(axes: Axes, panel: _Panel) -> float:
         return 1.0
     values = [y for line in panel.lines for _, y in line.points]
     shown = [value for value in values if 0 < value <= _OFF_SCALE] or [1.0]
-    low, high = min(shown), max(shown)
+    bands = [low for line in panel.lines for _, low, _ in line.band if 0 < low]
+    low, high = min([*shown, *bands]), max(shown)
     off = any(value > _OFF_SCALE for value in values)
     if high / low > 5:
         roof = high * 1.5 if off else high
