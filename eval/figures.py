@@ -309,7 +309,7 @@ def _scale_y(axes: Axes, panel: _Panel) -> float:
         return 1.0
     values = [y for line in panel.lines for _, y in line.points]
     shown = [value for value in values if 0 < value <= _OFF_SCALE] or [1.0]
-    bands = [low for line in panel.lines for _, low, _ in line.band if 0 < low]
+    bands = [low for line in panel.lines for _, low, _ in line.band if low > 0]
     low, high = min([*shown, *bands]), max(shown)
     off = any(value > _OFF_SCALE for value in values)
     if high / low > 5:

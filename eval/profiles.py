@@ -68,6 +68,7 @@ def lengths(
     factor: float | None,
     length: int | None,
     trained_length: int | None,
+    start: str,
     gguf_file: str | None,
 ) -> tuple[int, ...]:
     """Half the trained length, the trained length, its doubles up to the target, and the target.
@@ -75,7 +76,7 @@ def lengths(
     Without a factor or length (methods that follow the length need none) up to twice of it.
     """
     config = read_config(demo.resolve(model), gguf_file=gguf_file)
-    geometries = read_geometries(config.get_text_config(decoder=True), trained_length)
+    geometries = read_geometries(config.get_text_config(decoder=True), trained_length, start)
     trained = next(iter(geometries.values())).trained_length
     target = length or round((factor or 2) * trained)
     found = {trained // 2, trained, target}

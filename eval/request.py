@@ -57,6 +57,7 @@ class Request:
         windows: How many such windows in each document.
         short_samples: Samples of each ordinary short task.
         trained_length: Tokens of pretraining, if the config does not tell the truth about them.
+        start: Where the config scales already: see `patch`.
         options: The methods' options.
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         device_map: As in transformers; "auto" where there is a GPU.
@@ -90,6 +91,7 @@ class Request:
     windows: int = 8
     short_samples: int = 100
     trained_length: int | None = None
+    start: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
     device_map: str | None = None
@@ -106,6 +108,7 @@ class Request:
             "factor": self.factor,
             "length": self.length,
             "trained_length": self.trained_length,
+            "start": self.start,
             **{key: value for key, value in self.options.items() if key in known},
         }
 

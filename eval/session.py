@@ -68,7 +68,7 @@ class Session:
         self.tokenizer = tokenizer
         self.processes = Processes()
         self.geometries = read_geometries(
-            config.get_text_config(decoder=True), request.trained_length
+            config.get_text_config(decoder=True), request.trained_length, request.start
         )
         self.trained_length = next(iter(self.geometries.values())).trained_length
         self.methods: dict[str, dict[str, Any]] = {}
@@ -194,6 +194,8 @@ def _rotation(handle: Patch, length: int, end: int) -> Any:
         if not frequencies.close_to(handle.original_frequencies[kind]):
             numbers = [frequencies.attention_factor, *frequencies.inv_freq.tolist()]
             found[kind or "all"] = numbers
+    if found and handle.method.kept_tokens:
+        found["kept tokens"] = handle.method.kept_tokens
     return found or None
 
 

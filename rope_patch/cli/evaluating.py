@@ -19,6 +19,7 @@ from rope_patch.cli.options import (
     Length,
     Model,
     Option,
+    Start,
     TrainedLength,
     numbers,
     options,
@@ -131,6 +132,7 @@ def evaluate(
         int, typer.Option(help="Samples of each ordinary short task.", min=1)
     ] = 100,
     trained_length: TrainedLength = None,
+    start: Start = "auto",
     option: Option = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
@@ -187,6 +189,7 @@ def evaluate(
         windows=windows,
         short_samples=short_samples,
         trained_length=trained_length,
+        start=start,
         options=options(option),
         dtype=dtype,
         device_map=device_map,
@@ -234,6 +237,7 @@ def compare(
     haystack: Haystacks = None,
     questions: Questions = None,
     trained_length: TrainedLength = None,
+    start: Start = "auto",
     option: Option = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
@@ -266,7 +270,7 @@ def compare(
         length=length,
         lengths=tuple(numbers("lengths", lengths, minimum=1))
         if lengths
-        else profiles.lengths(model, factor, length, trained_length, gguf_file),
+        else profiles.lengths(model, factor, length, trained_length, start, gguf_file),
         tasks=tuple(split(tasks)) if tasks else chosen.tasks,
         samples=samples or (None if precision else chosen.samples),
         precision=precision,
@@ -281,6 +285,7 @@ def compare(
         questions=None if questions is None else str(questions),
         short_samples=chosen.short_samples,
         trained_length=trained_length,
+        start=start,
         options=options(option),
         dtype=dtype,
         device_map=device_map,

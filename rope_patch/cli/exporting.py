@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import Factor, Json, Length, Model, Option, TrainedLength, options
+from rope_patch.cli.options import (
+    Factor,
+    Json,
+    Length,
+    Model,
+    Option,
+    Start,
+    TrainedLength,
+    options,
+)
 
 
 def export(
@@ -25,10 +34,7 @@ def export(
     factor: Factor = None,
     length: Length = None,
     trained_length: TrainedLength = None,
-    start: Annotated[
-        str,
-        typer.Option(help="Where the config scales already: auto, unscaled or running."),
-    ] = "auto",
+    start: Start = "auto",
     option: Option = None,
     as_json: Json = False,
 ) -> None:

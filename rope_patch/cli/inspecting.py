@@ -17,6 +17,7 @@ from rope_patch.cli.options import (
     Length,
     Model,
     Option,
+    Start,
     TrainedLength,
     options,
     split,
@@ -80,13 +81,7 @@ def diagnose(
     layer_types: Annotated[
         str | None, typer.Option(help="Which layers to look at, by commas; those that see far.")
     ] = None,
-    start: Annotated[
-        str,
-        typer.Option(
-            help="Where the config scales already: stretch the `unscaled` frequencies, or those "
-            "that the model is `running` with."
-        ),
-    ] = "auto",
+    start: Start = "auto",
     option: Option = None,
     gguf_file: GGUF = None,
     picture: Annotated[

@@ -19,6 +19,13 @@ TrainedLength = Annotated[
     int | None,
     typer.Option(help="Tokens of pretraining, if the model's config does not say.", min=1),
 ]
+Start = Annotated[
+    str,
+    typer.Option(
+        help="Where the config scales already: stretch the `unscaled` frequencies, or those that "
+        "the model is `running` with."
+    ),
+]
 Option = Annotated[
     list[str] | None,
     typer.Option(

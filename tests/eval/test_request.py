@@ -1,6 +1,8 @@
 """What cannot be done is said before anything is read or written."""
 
+import json
 import re
+import shutil
 
 import pytest
 from evaluations import TINY, request
@@ -108,4 +110,32 @@ def test_a_profiles_tasks_all_exist(name):
     ],
 )
 def test_lengths_go_from_half_the_trained_one_to_the_target(given, expected):
-    assert profiles.lengths(TINY, *given, None) == expected
+    assert profiles.lengths(TINY, *given, "auto", None) == expected
+
+
+@pytest.fixture
+def scaled(tmp_path):
+    """The tiny model's folder, whose config already stretches it to four times its length."""
+    folder = shutil.copytree(TINY, tmp_path / "scaled")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0}
+    config["rope_parameters"]["original_max_position_embeddings"] = 256
+    config["max_position_embeddings"] = 1024
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_what_a_scaled_config_starts_from_can_be_said(scaled, tmp_path):
+    assert profiles.lengths(scaled, 2.0, None, None, "auto", None) == (128, 256, 512)
+    assert profiles.lengths(scaled, 2.0, None, None, "running", None) == (512, 1024, 2048)
+    changes = {"model": scaled, "methods": ("ntk",), "tasks": ("perplexity",), "lengths": (2048,)}
+    found = {
+        start: evaluate(request(tmp_path / start, **changes, factor=2.0, start=start))
+        for start in ("auto", "running")
+    }
+    assert [found[start]["run"]["trained_length"] for start in found] == [256, 1024]
+    slowest = {
+        start: found[start]["methods"][0]["frequencies"]["all"]["inv_freq"][-1] for start in found
+    }
+    # YaRN by 4 had stretched the slowest pair already; NTK by 2 stretches it by 2.
+    assert slowest["auto"] == pytest.approx(4 * slowest["running"])
