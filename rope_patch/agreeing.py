@@ -14,9 +14,9 @@ from torch import nn
 
 from rope_patch.methods import Frequencies, build
 from rope_patch.patching import Patch, check, current
-from rope_patch.patching.find import find_rotaries
+from rope_patch.patching.find import find_owner, find_rotaries
 from rope_patch.patching.rotary import unpatched
-from rope_patch.patching.softmax import own_sharpening
+from rope_patch.patching.softmax import config_sharpening, find_sharpened, of_layer_types
 from rope_patch.reading import by_layer_type, own_scaling
 from rope_patch.saving import SIDECAR, read_sidecar, recorded_request
 
@@ -96,6 +96,8 @@ def _same(wanted: Patch, standing: Patch) -> bool:
     """Whether two patches of one model rotate sequences of all lengths alike."""
     if abs(wanted.sharpening - standing.sharpening) > 1e-6:
         return False
+    if wanted.method.kept_tokens != standing.method.kept_tokens:
+        return False
     lengths = {1.0}
     for handle in (wanted, standing):
         trained, target = handle.trained_length, handle.length or 4 * handle.trained_length
@@ -136,7 +138,7 @@ def _runs_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
     """Whether the base's own config makes it rotate as the patch did: saved with it, say."""
     recorded = _recorded(sidecar)
     method = build(sidecar["method"], **sidecar["options"])
-    if not recorded or method.follows_length(sidecar["trained_length"]):
+    if not recorded or method.kept_tokens or method.follows_length(sidecar["trained_length"]):
         return False
     rotaries = find_rotaries(model)
     config: Any = rotaries[0].module.config
@@ -146,7 +148,9 @@ def _runs_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
         switches = own.get("long_factor") != own.get("short_factor")
         if own_scaling(own) == "dynamic" or switches:  # then no one set is all there is
             return False
-        if abs(own_sharpening(own) - sidecar.get("sharpening", 1.0)) > 1e-6:
+    attentions = [a for rotary in rotaries for a in find_sharpened(find_owner(model, rotary))]
+    for attention in of_layer_types(attentions, config, recorded):
+        if abs(config_sharpening(attention, config) - sidecar.get("sharpening", 1.0)) > 1e-6:
             return False
     found = [unpatched(rotary, config) for rotary in rotaries]
     return all(

@@ -19,6 +19,9 @@ START = ("auto", "unscaled", "running")
 # frequencies would undo training.
 _REPLACED = ("default", "linear", "dynamic", "yarn")
 
+# Architectures whose configs refuse every scaling but longrope.
+LONGROPE_ONLY = ("phi3",)
+
 # A `type` that transformers leaves beside the `rope_type` it makes of it (Qwen 2 VL, Phi 3).
 _RENAMED = {"mrope": "default", "su": "longrope"}
 
@@ -169,20 +172,15 @@ def _read(
     _require_spelled(parameters)
     share = parameters.get("partial_rotary_factor")
     share = 1.0 if share is None else _number(parameters, "partial_rotary_factor", least=0)
+    if own_scaling(parameters) == "proportional":
+        share = 1.0  # there it says how many of the pairs turn, maybe none, not how many there are
     if int(head_dim * share) < 2:
         raise ValueError(
             f"partial_rotary_factor must leave at least one pair of the {head_dim} dimensions of a "
             f"head, got {share:g} in the config's rope_parameters"
         )
-    if own_scaling(parameters) == "proportional":
-        share = 1.0  # there it says how many of the pairs turn, not how many there are
     if trained_length is None:
         trained_length = _trained_length(config, parameters, start)
-    if int(head_dim * share) < 2:
-        raise ValueError(
-            f"partial_rotary_factor must leave at least one pair that turns, got {share:g} of "
-            f"heads of {head_dim} in the config"
-        )
     return Geometry(
         head_dim=head_dim,
         theta=_number(parameters, "rope_theta", least=1),

@@ -17,6 +17,7 @@ from rope_patch.methods import registered
 from rope_patch.patching import Patch, current
 from rope_patch.patching.find import find_rotaries
 from rope_patch.patching.rotary import unpatched
+from rope_patch.patching.softmax import config_sharpening
 from rope_patch.registering import spelled_natively
 from rope_patch.versions import version
 
@@ -165,6 +166,9 @@ def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
                 ours = handle.method.at(geometry, 1)
                 if not ours.close_to(plain):
                     return False
+        for attention in handle.sharpened:
+            if abs(config_sharpening(attention, config) - handle.sharpening) > 1e-6:
+                return False
     except (KeyError, ValueError, TypeError, AttributeError):
         return False
     return True

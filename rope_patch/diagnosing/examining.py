@@ -166,8 +166,8 @@ def _rotation(
     geometry: Geometry, layer: Layers, chosen: Method | None, length: int, promised: int
 ) -> Rotation:
     if chosen is not None:
-        if geometry.base:
-            chosen = Continued.of(chosen, geometry, layer.parameters)
+        kind = geometry.layer_type
+        chosen = Continued.of(chosen, {kind: geometry}, {kind: layer.parameters})
         return make_rotation(geometry, chosen.at(geometry, length), length, layer.scaling)
     after: Frequencies | None = Frequencies(geometry.inv_freq(), geometry.attention_factor)
     if not geometry.base and layer.scaling == "dynamic" and layer.asked is not None:

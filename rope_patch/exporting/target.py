@@ -17,13 +17,10 @@ from rope_patch.patching.find import Rotary, find_owner, find_rotaries
 from rope_patch.patching.layout import is_interleaved
 from rope_patch.patching.request import Plan
 from rope_patch.patching.rotary import unpatched
-from rope_patch.patching.softmax import InSoftmax, find_sharpened, own_sharpening
-from rope_patch.reading import by_layer_type, own_scaling
+from rope_patch.patching.softmax import InSoftmax, find_sharpened
+from rope_patch.reading import LONGROPE_ONLY, by_layer_type, own_scaling
 
 INSTEAD = "use a method whose frequencies stay, such as yarn, or transformers with rope_patch"
-
-# Architectures whose configs refuse every scaling but this one.
-LONGROPE_ONLY = ("phi3",)
 
 _NATIVE = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 
@@ -40,9 +37,9 @@ class Target:
         length: Tokens the model is meant for.
         native: Whether a config of transformers says it.
         follows: Whether short sequences are rotated otherwise than long ones.
-        sharpening: By the square of what the softmax scale is multiplied (`InSoftmax`).
-        latent: Whether the architecture sharpens there (multi-head latent attention).
+        latent: Whether the architecture sharpens in its softmax scale (`InSoftmax`).
         rotary: One of the model's rotary modules, with the config it is made from.
+        kept_tokens: How many first positions keep the rotation from before, which no config says.
     """
 
     name: str
@@ -52,9 +49,9 @@ class Target:
     length: int
     native: bool
     follows: bool
-    sharpening: float
     latent: bool
     rotary: tuple[Rotary, Any]
+    kept_tokens: int = 0
 
     @classmethod
     def of(cls, model_or_config: Any) -> Target:
@@ -95,9 +92,6 @@ class Target:
             length=plan.length or plan.trained_length,
             trained_length=plan.trained_length,
             latent=bool(plan.sharpened),
-            sharpening=plan.method.sharpening(next(iter(plan.geometries.values())))
-            if isinstance(plan.method, InSoftmax)
-            else 1.0,
             rotary=plan.rotaries[0][0],
         )
 
@@ -117,7 +111,6 @@ class Target:
             length=handle.length or handle.trained_length,
             trained_length=handle.trained_length,
             latent=isinstance(method, InSoftmax),
-            sharpening=handle.sharpening,
             rotary=rotaries[0],
         )
 
@@ -134,7 +127,6 @@ class Target:
         length: int,
         trained_length: int,
         latent: bool,
-        sharpening: float,
         rotary: Rotary,
     ) -> Target:
         standing = by_layer_type(text.rope_parameters)
@@ -150,7 +142,9 @@ class Target:
             if kind in before
         }
         native, follows = method.native, method.follows_length(trained_length)
-        if not follows and (not native or text.model_type in LONGROPE_ONLY):
+        if method.kept_tokens:
+            native = False
+        elif not follows and (not native or text.model_type in LONGROPE_ONLY):
             # As numbers it can be said even so.
             for kind, rotation in rotations.items():
                 if kind in frequencies and (not native or not _is_longropes(rotation)):
@@ -164,9 +158,9 @@ class Target:
             length=length,
             native=native,
             follows=follows,
-            sharpening=sharpening,
             latent=latent,
             rotary=(rotary, text),
+            kept_tokens=method.kept_tokens,
         )
 
     @classmethod
@@ -203,7 +197,6 @@ class Target:
                 or (each.get("short_factor") or each.get("long_factor")) != each.get("long_factor")
                 for each in spelled.values()
             ),
-            sharpening=max(own_sharpening(each) for each in spelled.values()) if latent else 1.0,
             latent=latent,
             rotary=(rotaries[0], text),
         )
@@ -252,10 +245,20 @@ class Target:
         """The error for what an engine cannot do."""
         return ValueError(f"{engine} cannot run {self.name}: {reason}")
 
+    def require_form(self, engine: str, instead: str) -> None:
+        """Refuses what no config of transformers has a form for; `instead` says what to do."""
+        if self.kept_tokens:
+            raise self.refuse(
+                engine,
+                f"positions below {self.kept_tokens} keep a rotation of their own (start_tokens), "
+                f"which no config can say; leave start_tokens out, or {instead}",
+            )
+        if not self.native:
+            raise self.refuse(engine, "no config has a form for it; " + instead)
+
     def require_static(self, engine: str) -> None:
         """Refuses what has no form, and what follows the length, for an engine that does not."""
-        if not self.native:
-            raise self.refuse(engine, "no config has a form for it; " + INSTEAD)
+        self.require_form(engine, INSTEAD)
         if self.follows:
             raise self.refuse(
                 engine,

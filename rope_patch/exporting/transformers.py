@@ -28,8 +28,7 @@ def export(target: Target) -> Export:
     Raises:
         ValueError: No config says the rotation.
     """
-    if not target.native:
-        raise target.refuse(NAME, "no config has a form for it; " + _SIDECAR)
+    target.require_form(NAME, _SIDECAR)
     spelled = {kind: _spell(target, rotation) for kind, rotation in target.rotations.items()}
     fields = {"max_position_embeddings": _positions(target), **target.fields(spelled)}
     return Export(engine=NAME, config=target.nested(fields), notes=_following(target))
@@ -47,8 +46,7 @@ def export_old(target: Target) -> Export:
     Raises:
         ValueError: Its configs have no form for the rotation.
     """
-    if not target.native:
-        raise target.refuse(OLD, "no config has a form for it; " + _SIDECAR)
+    target.require_form(OLD, _SIDECAR)
     alike = target.rotations.get(None)
     fields = _gemma3(target) if alike is None else _old(target, alike)
     return Export(

@@ -82,6 +82,11 @@ class Method(ABC):
         """Whether a config of transformers can say it."""
         return True
 
+    @property
+    def kept_tokens(self) -> int:
+        """Positions below this keep the unextended rotation, whatever `frequencies` says."""
+        return 0
+
     @abstractmethod
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         """Computes the rotation for one kind of layer.

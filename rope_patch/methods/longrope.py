@@ -2,6 +2,13 @@
 
 Sequences up to the trained length use the short factors, longer ones the long factors. cos and sin
 are multiplied by sqrt(1 + ln(factor) / ln(trained_length)) for both.
+
+The first `start_tokens` positions can be left out of all that: they keep the rotation that stands
+before the extension, with its attention factor and not this one's, as in the authors' code
+(MixedLongRoPEScaledRotaryEmbedding of github.com/microsoft/LongRoPE, which puts the original
+module's cos and sin in their place). They keep it in short sequences, too,
+so that there is one rotation of these keys and nothing to turn. Frequencies of a sequence
+(`frequencies`) are those of all other positions.
 """
 
 from __future__ import annotations
@@ -33,6 +40,9 @@ class LongRoPE(Method):
         "multiplier of cos and sin; sqrt(1 + ln(factor) / ln(trained_length)) unless given",
         default=None,
     )
+    start_tokens: int = option(
+        "the first so many positions keep the rotation from before the extension", default=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +53,21 @@ class LongRoPE(Method):
             require_number("attention_factor", self.attention_factor)
             if self.attention_factor <= 0:
                 raise ValueError(f"attention_factor must be above 0, got {self.attention_factor}")
+        require_number("start_tokens", self.start_tokens)
+        if self.start_tokens < 0 or self.start_tokens != int(self.start_tokens):
+            raise ValueError(
+                f"start_tokens must be a whole number of tokens, 0 for none, got "
+                f"{self.start_tokens!r}"
+            )
+        object.__setattr__(self, "start_tokens", int(self.start_tokens))
+
+    @property
+    def native(self) -> bool:
+        return not self.start_tokens
+
+    @property
+    def kept_tokens(self) -> int:
+        return self.start_tokens
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         is_long = seq_len is None or seq_len > geometry.trained_length
@@ -58,6 +83,9 @@ class LongRoPE(Method):
         return math.inf if is_long else float(trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        """`longrope`; with start tokens, which no config can say, the rotation before."""
+        if not self.native:
+            return {"rope_type": "default", "rope_theta": geometry.theta}
         return {
             "rope_type": "longrope",
             "factor": float(self.factor),

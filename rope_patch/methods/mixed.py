@@ -34,7 +34,7 @@ class Mixed(Method):
 
     @property
     def native(self) -> bool:
-        return not self.sharpens()
+        return super().native and not self.sharpens()
 
     def sharpens(self) -> bool:
         """Whether the inner method's attention factor is another than 1."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,64 +14,82 @@ from rope_patch.methods.base import origin
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.nope import NoPE
+from rope_patch.patching.wrapped import Wrapped
+from rope_patch.reading import own_scaling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continued(Method):
+class Continued(Wrapped):
     """Stretches what a model runs with, instead of the unscaled rotation.
 
     The geometry brings the frequencies and the attention factor to start from. A model that has two
-    sets of its own (LongRoPE) keeps the short one for short sequences.
+    sets of its own (LongRoPE) keeps the short one for short sequences. Layer types without a
+    scaling of their own are extended by the inner method alone.
 
     Attributes:
-        inner: The method that is asked for.
-        scaling: The config's own scaling.
-        standing: Its `rope_parameters`.
-        short: The frequencies that the model has for short sequences, `[R / 2]`, where they are
-            others than the geometry's.
+        standing: The `rope_parameters` of each layer type that starts from its own scaling.
+        short: The frequencies that these layer types have for short sequences, `[R / 2]`, where
+            they are others than the geometry's.
         short_length: Up to how many tokens.
-        sharpens: Whether `inner` has an attention factor of its own at the target.
-        stops: Whether some pair does not rotate there.
+        sharpens: Whether `inner` has an attention factor of its own at the target, for some layer
+            type with a short set.
+        stops: The layer types of which some pair does not rotate there.
     """
 
-    inner: Method
-    scaling: str
-    standing: dict[str, Any]
-    short: tuple[float, ...] = ()
+    standing: Mapping[str | None, dict[str, Any]]
+    short: Mapping[str | None, tuple[float, ...]] = field(default_factory=dict)
     short_length: int = 0
     sharpens: bool = False
-    stops: bool = False
-
-    def __post_init__(self) -> None:
-        # What describes a method's class describes this one, too.
-        for name in ("name", "paper", "training", "grows", "factor_in_formula", "factor"):
-            object.__setattr__(self, name, getattr(self.inner, name))
+    stops: frozenset[str | None] = frozenset()
 
     @classmethod
-    def of(cls, inner: Method, geometry: Geometry, standing: dict[str, Any]) -> Continued:
-        """Puts a method on a geometry that was started from a model's own scaling.
+    def of(
+        cls,
+        inner: Method,
+        geometries: Mapping[str | None, Geometry],
+        standing: Mapping[str | None, dict[str, Any]],
+    ) -> Method:
+        """Puts a method on geometries of which some were started from a model's own scaling.
 
         Args:
             inner: The method.
-            geometry: Where it starts, of any of the layer types.
-            standing: The config's `rope_parameters` for it.
+            geometries: Where it starts, for each layer type.
+            standing: The config's `rope_parameters` for each.
+
+        Returns:
+            `inner` itself where no geometry was.
+
+        Raises:
+            ValueError: Layer types change from their short to their long sets at different lengths.
         """
-        short: tuple[float, ...] = ()
-        short_length = 0
-        scaling = standing.get("rope_type") or standing["type"]
-        if scaling == "longrope" and standing["short_factor"] != standing["long_factor"]:
-            stretch = torch.tensor(standing["short_factor"], dtype=torch.float64, device="cpu")
-            short = tuple((geometry.unscaled() / stretch).tolist())
-            short_length = int(standing["original_max_position_embeddings"])
-        reached = inner.frequencies(geometry)
+        running = {kind: geometry for kind, geometry in geometries.items() if geometry.base}
+        if not running:
+            return inner
+        short: dict[str | None, tuple[float, ...]] = {}
+        lengths: dict[str | None, int] = {}
+        for kind, geometry in running.items():
+            said = standing[kind]
+            if isinstance(inner, NoPE) or own_scaling(said) != "longrope":
+                continue  # what rotates nothing leaves no set of frequencies, short or long
+            if said["short_factor"] != said["long_factor"]:
+                stretch = torch.tensor(said["short_factor"], dtype=torch.float64, device="cpu")
+                short[kind] = tuple((geometry.unscaled() / stretch).tolist())
+                lengths[kind] = int(said["original_max_position_embeddings"])
+        if len(set(lengths.values())) > 1:
+            got = ", ".join(f"{kind}: {length:,}" for kind, length in lengths.items())
+            raise ValueError(
+                "layer types with a LongRoPE of their own must change from the short to the long "
+                f"set at one length, original_max_position_embeddings, got {got} tokens in the "
+                "config; name those to extend with layer_types=[...], or use start='unscaled'"
+            )
+        reached = {kind: inner.frequencies(geometry) for kind, geometry in running.items()}
         return cls(
             inner=inner,
-            scaling=scaling,
-            standing=standing,
+            standing={kind: standing[kind] for kind in running},
             short=short,
-            short_length=short_length,
-            sharpens=reached.attention_factor != 1,
-            stops=bool((reached.inv_freq == 0).any()),
+            short_length=max(lengths.values(), default=0),
+            sharpens=any(reached[kind].attention_factor != 1 for kind in short),
+            stops=frozenset(kind for kind, r in reached.items() if bool((r.inv_freq == 0).any())),
         )
 
     @property
@@ -80,21 +98,18 @@ class Continued(Method):
             return self.inner.native
         if not self.inner.native or self.inner.grows:
             return False
-        if self.stops:
-            return self._proportional
+        if not all(self._proportional(kind) for kind in self.stops):
+            return False
         if isinstance(self.inner, Mixed):  # three sets of frequencies are more than a config has
             return not self.short
-        return not (self.short and self.sharpens)
-
-    @property
-    def _proportional(self) -> bool:
-        return self.scaling == "proportional" and isinstance(self.inner, Linear)
+        return not self.sharpens
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         if not geometry.base:
             return self.inner.frequencies(geometry, seq_len)
-        if self.short and seq_len is not None and seq_len <= self.short_length:
-            inv_freq = torch.tensor(self.short, dtype=torch.float64, device="cpu")
+        short = self.short.get(geometry.layer_type)
+        if short and seq_len is not None and seq_len <= self.short_length:
+            inv_freq = torch.tensor(short, dtype=torch.float64, device="cpu")
             return Frequencies(inv_freq, geometry.attention_factor)
         changed = self.inner.frequencies(geometry, seq_len)
         return Frequencies(changed.inv_freq, changed.attention_factor * geometry.attention_factor)
@@ -104,27 +119,25 @@ class Continued(Method):
             return float(self.short_length)
         return self.inner.reach(length, trained_length)
 
-    def at(self, geometry: Geometry, length: float) -> Frequencies:
-        reach = self.reach(length, geometry.trained_length)
-        return self.frequencies(geometry, None if math.isinf(reach) else reach)
-
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """`longrope` with the stretch of both scalings; what stood there, where that cannot be."""
         if not geometry.base:  # a layer type that no scaling was trained into
             return self.inner.rope_parameters(geometry)
+        kind = geometry.layer_type
         if not self.native:
-            return dict(self.standing)
+            return dict(self.standing[kind])
         if isinstance(self.inner, NoPE):
-            return self.inner.rope_parameters(geometry)
-        if self._proportional:
-            factor = float(self.standing.get("factor") or 1.0) * self.inner.factor
-            return {**self.standing, "factor": factor}
+            if geometry.attention_factor == 1:
+                return self.inner.rope_parameters(geometry)
+            return super().rope_parameters(geometry)  # for `proportional` it would be 1
+        if self._proportional(kind):
+            factor = float(self.standing[kind].get("factor") or 1.0) * self.inner.factor
+            return {**self.standing[kind], "factor": factor}
         reached = self.frequencies(geometry)
-        short = reached.inv_freq
-        if self.short or isinstance(self.inner, Mixed):
-            short = self.frequencies(
-                geometry, self.short_length or geometry.trained_length
-            ).inv_freq
+        short, switches = reached.inv_freq, kind in self.short
+        if switches or isinstance(self.inner, Mixed):
+            until = self.short_length if switches else geometry.trained_length
+            short = self.frequencies(geometry, until).inv_freq
         return {
             "rope_type": "longrope",
             "factor": float(self.factor),
@@ -132,11 +145,14 @@ class Continued(Method):
             "short_factor": (geometry.unscaled() / short).tolist(),
             "attention_factor": float(reached.attention_factor),
             **origin(geometry),
-            **({"original_max_position_embeddings": self.short_length} if self.short else {}),
+            **({"original_max_position_embeddings": self.short_length} if switches else {}),
         }
 
-    def options(self) -> dict[str, Any]:
-        return self.inner.options()
+    def _proportional(self, kind: str | None) -> bool:
+        own = own_scaling(self.standing[kind])
+        static = isinstance(self.inner, Linear) and not isinstance(self.inner, Mixed)
+        return own == "proportional" and static
 
     def __str__(self) -> str:
-        return f"{self.inner} on the config's own {self.scaling}"
+        scalings = dict.fromkeys(own_scaling(said) for said in self.standing.values())
+        return f"{self.inner} on the config's own {' and '.join(scalings)}"

@@ -8,21 +8,21 @@ import torch
 
 from rope_patch.methods import Frequencies
 from rope_patch.patching.find import Rotary
-from rope_patch.patching.rotary import fresh, hand_out, set_frequencies, unpatched
+from rope_patch.patching.rotary import fresh, hand_out, set_frequencies
 from rope_patch.patching.swap import Swaps
 
 
-def require_effect(rotary: Rotary, config: Any) -> None:
+def require_effect(rotary: Rotary, config: Any, before: dict[str | None, Frequencies]) -> None:
     """Tries other frequencies on a module of the same kind.
 
     Args:
         rotary: A model's rotary module.
         config: Its text config.
+        before: What the module rotates by when made from that (`unpatched`).
 
     Raises:
         ValueError: They change nothing, since its forward computes its own.
     """
-    before = unpatched(rotary, config)
     module = fresh(rotary, config)
     with torch.device("cpu"):
         x = torch.zeros(1, 2, 4)

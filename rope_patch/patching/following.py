@@ -12,7 +12,6 @@ the positions read from the device.
 from __future__ import annotations
 
 import inspect
-import itertools
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -34,33 +33,15 @@ from rope_patch.cache import (
 )
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.ops import make_turns, rerotate_
-from rope_patch.ops.reference import rerotate_as_transformers_
 from rope_patch.patching import graph
 from rope_patch.patching.find import Rotary
-from rope_patch.patching.handing import hands_over
 from rope_patch.patching.layout import is_interleaved, rotated_layers, takes_rows
 from rope_patch.patching.lengths import context_parallel_group, positions_of, spans
+from rope_patch.patching.now import Now
+from rope_patch.patching.rotary import row_by_row
+from rope_patch.patching.sets import Sets
 from rope_patch.patching.swap import Swaps
-
-# (keys [B, K, S, D], where they were rotated at [B, S], layer type)
-Cached = tuple[torch.Tensor, torch.Tensor, str | None]
-
-
-class Now(threading.local):
-    """What a forward has found out so far, in the thread that it runs in.
-
-    Attributes:
-        rows: What the rows are rotated by; None outside of the decoder's forward.
-        unrecorded: The record of a cache that the decoder has yet to make.
-        resting: The name of the rotary module's buffer that stands aside, the buffer, and whether
-            other threads wait for it to come back; None outside of the rotary module's forward.
-    """
-
-    def __init__(self) -> None:
-        self.rows: torch.Tensor | None = None
-        self.unrecorded: Record | None = None
-        self.resting: tuple[str, torch.Tensor, bool] | None = None
+from rope_patch.patching.turning import Cached, Turning
 
 
 class Following:
@@ -84,9 +65,6 @@ class Following:
         config: Any,
     ) -> None:
         self.method = method
-        self.geometries = geometries
-        self.before = before
-        self.trained_length = next(iter(geometries.values())).trained_length
         # What the rotary module calls each layer type's frequencies and attention factor.
         self.names = {
             kind: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
@@ -100,14 +78,10 @@ class Following:
         self.group: Any = None
         self.kernels: str | None = None  # by whom positions are rotated to, where they are
         self.owner = uuid.uuid4().hex
-        # Each layer type's part of a set: its frequencies, and then its attention factor.
-        ends = list(itertools.accumulate(len(before[kind].inv_freq) + 1 for kind in self.names))
-        self.parts = {k: (s, e) for k, s, e in zip(self.names, [0, *ends], ends, strict=False)}
-        self.width = ends[-1]
+        self.sets = Sets(method, geometries, before, self.names)
+        self.parts = self.sets.parts
+        self.width = self.sets.width
         self._names = list(inspect.signature(type(decoder).forward).parameters)[1:]
-        self._sets: dict[float, torch.Tensor] = {}
-        self._on_device: dict[Any, torch.Tensor] = {}
-        self._splits: dict[str | None, Any] = {}
         self._now = Now()
         self._turning = threading.RLock()
         self.serial = graph.announce(self)
@@ -122,7 +96,7 @@ class Following:
             one = torch.ones((), device="cpu")
             swaps.set(rotary.module, scale_name, one)
         if not self.takes_rows:
-            whole = partial(self.row_by_row, rotary.module, rotary.module.forward)
+            whole = partial(row_by_row, self.names, rotary.module, rotary.module.forward)
             swaps.set(rotary.module, "forward", whole)
 
     # -- the hooks ---------------------------------------------------------------------------------
@@ -195,7 +169,7 @@ class Following:
             own = Record.blank(self.owner, positions, self.width)
             rows = self.settle(own.bounds, own.sets, positions, positions.shape[1], lambda: ())
         x = args[0] if args else kwargs["x"]
-        inv_freq, scale = self._split(rows, kind, x.device)
+        inv_freq, scale = self.sets.split(rows, kind, x.device)
         name, scale_name = self.names[kind]
         if torch.compiler.is_compiling():  # the graph has them to itself
             self._now.resting = (name, module._buffers[name], False)
@@ -225,28 +199,6 @@ class Following:
         module._buffers[name] = resting
         if awaited:
             self._turning.release()
-
-    def row_by_row(
-        self,
-        module: Any,
-        forward: Callable[..., Any],
-        x: torch.Tensor,
-        position_ids: torch.Tensor,
-        layer_type: str | None = None,
-    ) -> Any:
-        """In place of a rotary module's forward that takes no rows: one row after another."""
-        kind = () if layer_type is None else (layer_type,)
-        name, scale_name = self.names.get(layer_type, ("", ""))
-        rows = getattr(module, name) if name else None
-        if rows is None or rows.ndim == 1:
-            return forward(x, position_ids, *kind)
-        scales = getattr(module, scale_name)
-        done = []
-        for row, scale, at in zip(rows, scales, position_ids.expand(len(rows), -1), strict=True):
-            setattr(module, name, row[0])
-            setattr(module, scale_name, scale)
-            done.append(forward(x, at[None], *kind))
-        return tuple(torch.cat(parts) for parts in zip(*done, strict=True))
 
     # -- what rows are rotated by ------------------------------------------------------------------
 
@@ -278,82 +230,28 @@ class Following:
             known_bounds = bounds.tolist()
             if all(last + 2 - first <= served for first, last, served in known_bounds):
                 bounds.numpy()[:, 1] += 1
-                return self._to_device([row[2] for row in known_bounds], positions.device)
+                return self.sets.to_device([row[2] for row in known_bounds], positions.device)
         if self.fixed is not None:
             bounds[:, :2] = UNKNOWN
-            reaches = [self._reach(self.fixed)] * len(bounds)
+            reaches = [self.sets.reach(self.fixed)] * len(bounds)
         else:
             group = self._group()
             if known is not None and group is None:
                 bounds[:, 0], bounds[:, 1] = 0, known - 1
             else:
                 bounds[:, :2] = spans(positions, group)
-            reaches = [self._reach(end - start + 1) for start, end, _ in bounds.tolist()]
-        wanted = torch.stack([self._set(reach) for reach in reaches])
+            reaches = [self.sets.reach(end - start + 1) for start, end, _ in bounds.tolist()]
+        wanted = torch.stack([self.sets.at(reach) for reach in reaches])
         changed = (sets != wanted).any(1)
         if changed.any():
             self._turn(cached(), sets, wanted, changed & ~sets.isnan().any(1))
             sets.copy_(wanted)
         bounds[:, 2] = torch.tensor(reaches, dtype=torch.float64, device="cpu")
-        return self._to_device(reaches, positions.device)
+        return self.sets.to_device(reaches, positions.device)
 
     def frequencies(self, length: float) -> dict[str | None, Frequencies]:
         """What a sequence of `length` tokens is rotated by, for each layer type that changes."""
-        row = self._set(self._reach(length))
-        return {
-            kind: Frequencies(row[start : end - 1], row[end - 1].item())
-            for kind, (start, end) in self.parts.items()
-        }
-
-    def _reach(self, length: float) -> float:
-        return self.method.reach(length, self.trained_length)
-
-    def _set(self, reach: float) -> torch.Tensor:
-        """Frequencies and attention factors of all layer types, `[F]`, float64, on the CPU."""
-        made = self._sets.get(reach)
-        if made is None:
-            if len(self._sets) > 256:  # growth="exact" asks for a new one with every token
-                self._sets.clear()
-            made = self._sets[reach] = torch.cat([self._part(kind, reach) for kind in self.parts])
-        return made
-
-    def _part(self, kind: str | None, reach: float) -> torch.Tensor:
-        frequencies = self.method.at(self.geometries[kind], reach)
-        if frequencies.close_to(self.before[kind]):  # the very bits of the unpatched model
-            frequencies = self.before[kind]
-        factor = torch.tensor([frequencies.attention_factor], dtype=torch.float64, device="cpu")
-        return torch.cat([frequencies.inv_freq.double(), factor])
-
-    def _to_device(self, reaches: list[float], device: torch.device) -> torch.Tensor:
-        alike = len(reaches) == 1 or len(set(reaches)) == 1
-        key = (tuple(reaches[:1] if alike else reaches), device)
-        made = self._on_device.get(key)
-        if made is None:
-            if len(self._on_device) > 64:
-                self._on_device.clear()
-            rows = torch.stack([self._set(reach) for reach in key[0]])
-            made = self._on_device[key] = rows.to(device, torch.float32)
-        return made
-
-    def _split(
-        self, rows: torch.Tensor, kind: str | None, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer type's frequencies and attention factor.
-
-        `[R / 2]` and a number where rows turn alike, `[B, 1, R / 2]` and `[B, 1, 1]` where not.
-        """
-        last, *split = self._splits.get(kind, (None,))
-        if last is rows and split[0].device == device and not torch.compiler.is_compiling():
-            return split[0], split[1]  # as in most decoding steps
-        start, end = self.parts[kind]
-        part = rows[:, start:end].to(device)
-        if rows.shape[0] == 1:
-            inv_freq, scale = part[0, :-1], part[0, -1]
-        else:
-            inv_freq, scale = part[:, None, :-1], part[:, None, -1:]
-        if not torch.compiler.is_compiling():
-            self._splits[kind] = (rows, inv_freq, scale)
-        return inv_freq, scale
+        return self.sets.frequencies(length)
 
     def _group(self) -> Any:
         return self.group or context_parallel_group()
@@ -370,46 +268,10 @@ class Following:
         wanted: torch.Tensor,
         changed: torch.Tensor,
     ) -> None:
-        """Turns the cached keys of the rows that changed from one set on to the other."""
-        rows = changed.nonzero().flatten().tolist()
-        if not rows:
-            return
-        # As one block where all rows change, which is the rule; else row by row, in place.
-        blocks = [slice(None)] if len(rows) == len(changed) else [slice(r, r + 1) for r in rows]
-        # Layers of one type that hold the same slots turn by the same angles.
-        together: dict[Any, list[Cached]] = {}
-        for keys, slots, kind in cached:
-            together.setdefault((kind, slots.shape[1], keys.device), []).append((keys, slots, kind))
-        for layers in together.values():
-            _, slots, kind = layers[0]
-            start, end = self.parts[kind]
-            for block in blocks:
-                self._turn_on(
-                    [keys[block] for keys, _, _ in layers],
-                    slots[block].clamp(min=0),
-                    sets[block, start:end],
-                    wanted[block, start:end],
-                )
-
-    def _turn_on(
-        self, layers: list[torch.Tensor], at: torch.Tensor, old: torch.Tensor, new: torch.Tensor
-    ) -> None:
-        """Turns keys on by the angles that they were rotated by: exact ones, or transformers'."""
-        device = layers[0].device
-        if self.kernels is not None and hands_over(layers[0], self.kernels):
-            turns = [make_turns(s[:, :-1], s[:, -1]).to(device) for s in (old, new)]
-            rerotate_(
-                layers,
-                at.to(device),
-                *turns,
-                interleaved=self.interleaved,
-                kernels=self.kernels,
-            )
-            return
-        scale = new[:, -1] / old[:, -1]
-        rerotate_as_transformers_(
-            layers, at, old[:, :-1], new[:, :-1], scale, interleaved=self.interleaved
-        )
+        """See `Turning.turn`."""
+        kept = self.method.kept_tokens
+        turning = Turning(self.parts, self.interleaved, self.kernels, kept)
+        turning.turn(cached, sets, wanted, changed)
 
     # -- copies ------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from rope_patch.patching.parallel import Placed, require_places
 from rope_patch.patching.request import Plan, make_plan
 from rope_patch.patching.rotary import set_frequencies
 from rope_patch.patching.rotations import put_ours, who_rotates
-from rope_patch.patching.softmax import InSoftmax, unsharpened
+from rope_patch.patching.softmax import unsharpened
+from rope_patch.patching.starting import keep_start
 from rope_patch.patching.swap import Swaps
 from rope_patch.reading import by_layer_type, own_scaling
 
@@ -42,6 +43,7 @@ class Patch:
         original_frequencies: What the unpatched model rotates by, for the layer types that changed.
         sharpening: By the square of what softmax scales are multiplied, where an architecture has
             the attention factor there instead of in cos and sin; else 1.
+        sharpened: The attentions that have it there.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -56,9 +58,8 @@ class Patch:
         self.frequencies = plan.frequencies()
         if self._followings:
             self.frequencies = self.frequencies_at(plan.length or plan.trained_length)
-        self.sharpening = 1.0
-        if isinstance(plan.method, InSoftmax):
-            self.sharpening = plan.method.sharpening(next(iter(plan.geometries.values())))
+        self.sharpening = plan.sharpening
+        self.sharpened = plan.sharpened
         self.original_frequencies = {
             kind: found[kind]
             for _, found in plan.rotaries
@@ -142,6 +143,10 @@ class Patch:
                 f"attention factor {changed.attention_factor:.6g}"
             )
         lines += [f"  {kind}: unchanged" for kind in self._unchanged]
+        if kept := self.method.kept_tokens:
+            lines.append(
+                f"  positions below {kept:,} keep the rotation from before, in all of these"
+            )
         lines += self._started()
         if self.sharpening != 1:
             lines.append(
@@ -198,6 +203,10 @@ class Patch:
             initial = self.frequencies_at(1)
             for rotary, before in plan.rotaries:
                 set_frequencies(rotary, before, initial, self._swaps)
+                if kept := plan.method.kept_tokens:
+                    keep_start(
+                        model, rotary, plan.geometries, before, plan.config, kept, self._swaps
+                    )
                 self._swaps.set(rotary.module, "extra_repr", partial(str, str(self)))
                 self._swaps.set(rotary.module, "_rope_patch", self)
             for attention in plan.sharpened:

@@ -43,13 +43,16 @@ def positions_of(
     mask = given.get("attention_mask")
     # Masks of other shapes were made from a 2-D one, as were the position_ids beside them.
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= steps:
-        new = _columns(mask, past, steps).to(positions.device)
+        new = columns(mask, past, steps).to(positions.device)
         positions = torch.where(new.bool(), positions, -1)
     return positions
 
 
-def _columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:
-    """What a 2-D mask says of the new tokens; one for a static cache may go on behind them."""
+def columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:
+    """What a 2-D mask, or numbers of its shape, says of the new tokens, `[B, S]`.
+
+    One for a static cache may go on behind them.
+    """
     width = mask.shape[1]
     if width == steps:
         return mask

@@ -18,11 +18,20 @@ from rope_patch.patching.find import Rotary, find_decoder, find_owner, find_rota
 from rope_patch.patching.following import Following
 from rope_patch.patching.rotary import unpatched
 from rope_patch.patching.rotations import Rotation, find_rotation, require_kernels
-from rope_patch.patching.softmax import InSoftmax, find_sharpened, own_sharpening
-from rope_patch.reading import by_layer_type, own_scaling, read_geometries, starts_running
-
-# Architectures whose configs refuse every scaling but this one.
-_LONGROPE_ONLY = ("phi3",)
+from rope_patch.patching.softmax import (
+    InSoftmax,
+    config_sharpening,
+    find_sharpened,
+    of_layer_types,
+)
+from rope_patch.patching.starting import require_keepable
+from rope_patch.reading import (
+    LONGROPE_ONLY,
+    by_layer_type,
+    own_scaling,
+    read_geometries,
+    starts_running,
+)
 
 # What transformers' scalings are spelled with, which the standing one does not hand on to the next.
 _SCALING = {
@@ -81,6 +90,13 @@ class Plan:
         return next(iter(self.geometries.values())).trained_length
 
     @property
+    def sharpening(self) -> float:
+        """By the square of what the softmax scale is multiplied (`InSoftmax`), else 1."""
+        if not isinstance(self.method, InSoftmax):
+            return 1.0
+        return self.method.sharpening(next(iter(self.geometries.values())))
+
+    @property
     def grows(self) -> bool:
         """Whether the rotation changes with the sequence, however long that gets."""
         return self.method.grows and bool(self.followings)
@@ -97,22 +113,16 @@ class Plan:
         """The config's `rope_parameters` once the plan is carried out."""
         standing = self.config.rope_parameters
         spelled: dict[Any, dict[str, Any]] = {}
+        only = self.config.model_type in LONGROPE_ONLY and self.method.native and not self.grows
         for kind, geometry in self.geometries.items():
-            spelled[kind] = self._spell(geometry)
+            spelled[kind] = self.method.rope_parameters(geometry)
+            if only and spelled[kind]["rope_type"] not in ("default", "longrope"):
+                spelled[kind] = Method.rope_parameters(self.method, geometry)
             # What is not about scaling stays: partial rotation, M-RoPE sections, temperatures.
             for key, value in by_layer_type(standing)[kind].items():
                 if key not in _SCALING:
                     spelled[kind].setdefault(key, value)
         return spelled.get(None) or {**standing, **spelled}
-
-    def _spell(self, geometry: Geometry) -> dict[str, Any]:
-        if self.config.model_type in _LONGROPE_ONLY and self.method.native:
-            spelled = self.method.rope_parameters(geometry)
-            if spelled["rope_type"] in ("default", "longrope"):
-                return spelled
-            if not self.grows:
-                return Method.rope_parameters(self.method, geometry)
-        return self.method.rope_parameters(geometry)
 
 
 def make_plan(
@@ -149,18 +159,23 @@ def make_plan(
         kind: started(geometry, before, config, start)
         for kind, geometry in select(every, layer_types, config).items()
     }
-    trained = next(iter(geometries.values())).trained_length
+    lengths = {kind: geometry.trained_length for kind, geometry in geometries.items()}
+    trained, *others = dict.fromkeys(lengths.values())
+    if others:
+        raise ValueError(
+            "layer types that are extended together must start at one length, got "
+            f"{', '.join(f'{n:,} tokens for {kind}' for kind, n in lengths.items())}: patch one of "
+            "them (layer_types=...), or name the length (trained_length=...)"
+        )
     options, reached = aim(method, factor, length, trained, options)
     built = build(method, **options)
     standing = by_layer_type(config.rope_parameters)
-    for kind, geometry in geometries.items():
-        if geometry.base:
-            built = Continued.of(built, geometry, standing[kind])
-            break
+    built = Continued.of(built, geometries, standing)
     sharpened = [m for rotary in rotaries for m in find_sharpened(find_owner(model, rotary))]
+    sharpened = of_layer_types(sharpened, config, geometries)
     if sharpened:
-        kind, geometry = next(iter(geometries.items()))
-        own = own_sharpening(standing[kind]) if geometry.base else 1.0
+        running = any(geometry.base for geometry in geometries.values())
+        own = config_sharpening(sharpened[0], config) if running else 1.0
         built = InSoftmax(inner=built, own=own)
     plan = Plan(
         method=built,
@@ -172,14 +187,17 @@ def make_plan(
         kernels=kernels,
         sharpened=sharpened,
     )
-    for rotary in rotaries:
-        require_effect(rotary, config)
+    for rotary, own_frequencies in before:
+        require_effect(rotary, config, own_frequencies)
     _require_understood(plan)
     _require_change(plan)
+    require_keepable(model, built, reached, geometries, before, config)
     if plan.method.follows_length(trained):
         plan.followings.extend(_followings(model, plan))
     if kernels != "hf":
-        plan.rotations.extend(find_rotation(model, rotary, config) for rotary in rotaries)
+        plan.rotations.extend(
+            find_rotation(model, rotary, config, _kept(plan, rotary)) for rotary in rotaries
+        )
         require_kernels(kernels, plan.rotations)
     return plan
 
@@ -315,10 +333,19 @@ def _require_change(plan: Plan) -> None:
         for kind, after in frequencies.items():
             if any(kind in b and not b[kind].close_to(after) for _, b in plan.rotaries):
                 return
+    for attention in plan.sharpened:
+        if abs(config_sharpening(attention, plan.config) - plan.sharpening) > 1e-6:
+            return
     raise ValueError(
         f"{plan.method} would change nothing: the model already rotates that way; expected a "
         "method and a factor that change at least one frequency"
     )
+
+
+def _kept(plan: Plan, rotary: Rotary) -> int:
+    """How many first positions of a rotary module have a rotation of their own."""
+    changes = rotary.prefixes.keys() & plan.geometries.keys()
+    return plan.method.kept_tokens if changes else 0
 
 
 def _followings(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Rotary, Following]]:

@@ -7,6 +7,7 @@ torch.compile's view of it stay what they are.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,6 +118,38 @@ def set_frequencies(
         rope_type = "default" if kind is None else {**rope_type, kind: "default"}
     swaps.set(module, "rope_type", rope_type)
     swaps.set(module, "_apply", KeptExact(module, exact))
+
+
+def row_by_row(
+    names: dict[str | None, tuple[str, str]],
+    module: Any,
+    forward: Callable[..., Any],
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    layer_type: str | None = None,
+) -> Any:
+    """In place of a rotary module's forward that takes no rows: one row after another.
+
+    Args:
+        names: What the module calls each layer type's frequencies and attention factor.
+        module: The module.
+        forward: Its own forward.
+        x: See there.
+        position_ids: See there.
+        layer_type: See there.
+    """
+    kind = () if layer_type is None else (layer_type,)
+    name, scale_name = names.get(layer_type, ("", ""))
+    rows = getattr(module, name) if name else None
+    if rows is None or rows.ndim == 1:
+        return forward(x, position_ids, *kind)
+    scales = getattr(module, scale_name)
+    done = []
+    for row, scale, at in zip(rows, scales, position_ids.expand(len(rows), -1), strict=True):
+        setattr(module, name, row[0])
+        setattr(module, scale_name, scale)
+        done.append(forward(x, at[None], *kind))
+    return tuple(torch.cat(parts) for parts in zip(*done, strict=True))
 
 
 class KeptExact:

@@ -49,13 +49,14 @@ class Rotation:
         return self.problem is None and self.handing_problem is None
 
 
-def find_rotation(model: nn.Module, rotary: Rotary, config: Any) -> Rotation:
+def find_rotation(model: nn.Module, rotary: Rotary, config: Any, kept_tokens: int = 0) -> Rotation:
     """Looks at everything that is beside or below a rotary module in the model.
 
     Args:
         model: The model.
         rotary: One of its rotary modules.
         config: The text config.
+        kept_tokens: How many first positions have a rotation of their own; see `Method`.
     """
     owner = find_owner(model, rotary)
     modules = [m for m in owner.modules() if m is not rotary.module]
@@ -79,6 +80,8 @@ def find_rotation(model: nn.Module, rotary: Rotary, config: Any) -> Rotation:
     handing_problem = None
     if several_positions(rotary.module, config):
         handing_problem = f"{type(config).__name__} gives a token several positions (M-RoPE)"
+    elif kept_tokens:  # positions and one set of turns do not say it
+        handing_problem = "start_tokens have a rotation of their own"
     halved = interleaved and not repeats_neighbours(rotary, config)
     return Rotation(rotary, attentions, interleaved, halved, handing_problem=handing_problem)
 

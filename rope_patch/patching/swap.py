@@ -40,14 +40,14 @@ class Swaps:
     def hook(
         self,
         module: nn.Module,
-        before: Callable[..., None],
+        before: Callable[..., Any],
         after: Callable[..., None] | None = None,
     ) -> None:
         """Runs functions around each of the module's forward calls.
 
         Args:
             module: The module.
-            before: Called with `(module, args, kwargs)`.
+            before: Called with `(module, args, kwargs)`; may return others in the place of the two.
             after: Called with `(module, args, kwargs, output)`, also when the call failed.
         """
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))

@@ -59,7 +59,7 @@ def measure(model_type: str) -> Row:
 
 
 def _static(model: Any) -> str:
-    buffers = _buffers(model)
+    buffers, scales = _buffers(model), _softmax_scales(model)
     try:
         before = _logits(model, LONG)
     except (IndexError, RuntimeError):  # a table of positions that ends
@@ -77,11 +77,16 @@ def _static(model: Any) -> str:
             if kind in handle.geometries:
                 own = _start(handle, kind, own) / FACTOR
             torch.testing.assert_close(getattr(rotary.module, name), own, rtol=1e-5, atol=0)
+    standing = by_layer_type(handle.original_config.rope_parameters).values()
+    if not any(parameters.get("mscale_all_dim") for parameters in standing):
+        assert _softmax_scales(model) == scales  # it does not sharpen
     linear = _logits(model, LONG)
     _assert_other(linear, before)
     rope_patch.patch(model, "linear", factor=FACTOR, kernels="hf")
     torch.testing.assert_close(linear, _logits(model, LONG), rtol=0, atol=2e-4)
     handle = rope_patch.patch(model, "yarn", factor=FACTOR)
+    kept = {name for name, scale in _softmax_scales(model).items() if scale == scales[name]}
+    assert (len(kept) < len(scales)) == (handle.sharpening != 1)
     for kind, frequencies in handle.frequencies.items():
         g = handle.geometries[kind]
         inv_freq, law = _yarn(g.inv_freq(), g.theta, g.trained_length, FACTOR)
@@ -209,6 +214,15 @@ def _logits(model: Any, length: int) -> torch.Tensor:
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.named_buffers() if "inv_freq" in name}
+
+
+def _softmax_scales(model: nn.Module) -> dict[str, Any]:
+    """What every module calls the scale of its logits."""
+    return {
+        name: vars(module)["scaling"]
+        for name, module in model.named_modules()
+        if isinstance(vars(module).get("scaling"), int | float)
+    }
 
 
 def _path(model: nn.Module, module: nn.Module, name: str) -> str:

@@ -205,6 +205,18 @@ def test_plain_transformers_loads_the_same_model(family, tmp_path):
         assert_close(logits(native, length), logits(model, length))
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="it has no proportional rotation")
+def test_a_config_whose_pairs_all_stand_still_is_one(tmp_path):
+    """Its native form has a share of no pairs, which is not a head without pairs."""
+    model = make_model()
+    rope_patch.patch(model, "nope", length=TARGET)
+    rope_patch.save(model, tmp_path)
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert native.config.rope_parameters["partial_rotary_factor"] == 0
+    handle = rope_patch.patch(native, "linear", factor=2, start="unscaled", trained_length=64)
+    assert handle.frequencies[None].inv_freq.all()
+
+
 @pytest.mark.parametrize("request_", [{}, {"length": TARGET}])
 @pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
 @pytest.mark.parametrize("family", SHAPES)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from architectures import TRAINED, tiny_config, tiny_model
+from tiny_models import OLD_TRANSFORMERS
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -36,7 +37,11 @@ def native(model, **said):
     return other
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite"])
+# Those that transformers 5.0 does not know, or does not sharpen.
+NEWER = [] if OLD_TRANSFORMERS else ["deepseek_v2", "minicpm3"]
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite", *NEWER])
 def test_yarn_is_what_deepseeks_own_configs_say(model_type):
     model = plain(model_type)
     expected = logits(native(model, rope_type="yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0))
