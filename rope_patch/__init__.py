@@ -8,10 +8,13 @@ from rope_patch.methods import frequencies, methods
 from rope_patch.patching import Patch, current, patch, unpatch
 from rope_patch.registering import register, unregister
 from rope_patch.saving import save
+from rope_patch.searching import Found, search
+from rope_patch.searching.recommending import recommend
 
 __all__ = [
     "Diagnosis",
     "Export",
+    "Found",
     "Patch",
     "current",
     "diagnose",
@@ -21,8 +24,10 @@ __all__ = [
     "load_adapter",
     "methods",
     "patch",
+    "recommend",
     "register",
     "save",
+    "search",
     "unpatch",
     "unregister",
 ]

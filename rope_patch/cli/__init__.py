@@ -9,7 +9,15 @@ from typing import Any
 
 import typer
 
-from rope_patch.cli import benchmarking, evaluating, exporting, finetuning, inspecting
+from rope_patch.cli import (
+    benchmarking,
+    evaluating,
+    exporting,
+    finetuning,
+    inspecting,
+    recommending,
+    searching,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,6 +35,8 @@ app.command()(evaluating.compare)
 app.command()(evaluating.report)
 app.command()(benchmarking.bench)
 app.command()(exporting.export)
+app.command()(searching.search)
+app.command()(recommending.recommend)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     finetuning.finetune
 )

@@ -1,0 +1,113 @@
+"""The command `recommend`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rope_patch.cli.options import GGUF, Dtype, Json, Model, Start, TrainedLength, split
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def recommend(
+    model: Model,
+    length: Annotated[int, typer.Option(help="Target length in tokens.")],
+    budget: Annotated[
+        float,
+        typer.Option(
+            metavar="MINUTES",
+            help="Minutes for measuring, those of earlier runs in the same folder included.",
+        ),
+    ],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What questions and documents are made of: a novel's name or a file; several. All "
+            "novels that come with the package if left out."
+        ),
+    ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            help="Questions of your own instead: JSON lines with input_ids and labels (-100 where "
+            "nothing is scored). Those longer than the trained length show what is gained, the "
+            "others what it costs."
+        ),
+    ] = None,
+    short_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of what is measured within the trained length; half of that if left out."
+        ),
+    ] = None,
+    most: Annotated[int, typer.Option(help="Samples of each kind, at most.")] = 96,
+    search: Annotated[
+        bool, typer.Option(help="Search as well, with what is left of the budget.")
+    ] = True,
+    folder: Annotated[
+        Path, typer.Option(help="Where the result goes, and the state to continue from.")
+    ] = Path("out/recommend"),
+    trained_length: TrainedLength = None,
+    layer_types: Annotated[
+        str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
+    ] = None,
+    start: Start = "auto",
+    dtype: Dtype = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
+    ] = None,
+    gguf_file: GGUF = None,
+    seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
+    as_json: Json = False,
+) -> None:
+    """Say which method to use at a length, measured on this very checkpoint.
+
+    The plain model, the static methods, the same following the length, and what a search finds
+    answer questions about text of the target length; what each costs is measured within the trained
+    length. Says first what fits into the budget, and if the plain model and one method do not, how
+    many minutes they need. The same command continues a run that was stopped, a larger --budget one
+    that has ended. On several GPUs: accelerate launch --no_python rope-patch recommend ...
+
+    \b
+    Examples:
+      rope-patch recommend demo --length 16384 --budget 60
+      rope-patch recommend ./my-model --length 32768 --budget 20 --no-search
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    try:
+        from rope_patch.searching.recommending import recommend
+
+        found = recommend(
+            model,
+            length=length,
+            budget=budget,
+            text=text,
+            samples=samples,
+            short_length=short_length,
+            most=most,
+            search=search,
+            trained_length=trained_length,
+            layer_types=None if layer_types is None else split(layer_types),
+            start=start,
+            seed=seed,
+            folder=folder,
+            dtype=dtype,
+            device_map=device_map,
+            gguf_file=gguf_file,
+            command=shlex.join(["rope-patch", *sys.argv[1:]]),
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which this needs: pip install 'rope-patch[search]'"
+        ) from error
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from here", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(json.dumps(found.to_dict(), indent=1) if as_json else found)

@@ -1,0 +1,206 @@
+"""The command `search`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rope_patch.cli.options import (
+    GGUF,
+    Dtype,
+    Factor,
+    Json,
+    Length,
+    Model,
+    TrainedLength,
+    options,
+    split,
+)
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def search(
+    model: Model,
+    length: Length = None,
+    factor: Factor = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="How to search: curve (few numbers, Bayesian optimisation), longrope2 or longrope "
+            "(evolution, a number for each pair), yarn-rcd or ntk-rcd (about ten critical "
+            "dimensions)."
+        ),
+    ] = "curve",
+    budget: Annotated[int, typer.Option(help="Candidates to measure, at most.")] = 200,
+    fitness: Annotated[
+        str,
+        typer.Option(
+            help="What is to be small: the loss of answers to `needles`, of `documents`, or `both`."
+        ),
+    ] = "needles",
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What samples are made of: a novel's name or a file; several. All novels that "
+            "come with the package if left out."
+        ),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(help="Samples that each candidate is measured on.")
+    ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER|FILE",
+            help="Other samples, for the final numbers: how many, or with --samples a file of "
+            "them. Twice --count if left out.",
+        ),
+    ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            help="Samples of your own instead: JSON lines with input_ids and labels (-100 where "
+            "nothing is scored), longer than the trained length."
+        ),
+    ] = None,
+    short: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --samples: others within the trained length, on which the model must show "
+            "that it can do the task at all."
+        ),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(help="Where the result goes, and the state to continue from.")
+    ] = Path("out/search"),
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="An .svg or .png file that is drawn again while the search runs."),
+    ] = None,
+    trained_length: TrainedLength = None,
+    layer_types: Annotated[
+        str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
+    ] = None,
+    start: Annotated[
+        str,
+        typer.Option(
+            help="Where the config scales already: stretch the `unscaled` frequencies, or those "
+            "that the model is `running` with."
+        ),
+    ] = "auto",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="KEY=VALUE",
+            help="An option of the way to search: for longrope start_tokens=false, so that any "
+            "engine can be told what is found.",
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
+    ] = None,
+    gguf_file: GGUF = None,
+    seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
+    as_json: Json = False,
+) -> None:
+    """Search the frequencies that take this very checkpoint to a longer context.
+
+    Candidates are measured on the model, without loading it again, by how well it answers
+    questions about text of the target length. YaRN is measured first, so nothing worse is chosen.
+    What was found is then compared with YaRN, NTK and PI on other samples. Writes found.json, a
+    config.json with the result, what vLLM, llama.cpp and other engines are to be given, and a
+    picture. The same command continues a search that was stopped; a larger --budget goes on with
+    one that has ended (but for longrope and longrope2, which plan by it). On several GPUs:
+    accelerate launch --no_python rope-patch search ...
+
+    \b
+    Examples:
+      rope-patch search demo --length 16384
+      rope-patch search ./my-model --length 32768 --method yarn-rcd --budget 12
+      rope-patch search ./my-model --factor 4 --text book.txt --fitness both --folder out/book
+    """
+    from rope_patch.diagnosing.picture import require_picture
+
+    if picture is not None:
+        require_picture(picture)
+    if dtype not in _DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--folder {folder} is a file: expected a folder, made if it is missing")
+    try:
+        from rope_patch.searching import search
+        from rope_patch.searching.preparing import COUNT
+
+        chosen = options(option)
+        _require_options(method, chosen)
+        # Each of hundreds of candidates would be told as a patch of its own.
+        logging.getLogger("rope_patch").setLevel(logging.WARNING)
+        found = search(
+            model,
+            length=length,
+            factor=factor,
+            method=method,
+            budget=budget,
+            fitness=fitness,
+            text=text or None,
+            samples=samples,
+            held_out=_held_out(held_out),
+            short=short,
+            count=COUNT if count is None else count,
+            trained_length=trained_length,
+            layer_types=None if layer_types is None else split(layer_types),
+            start=start,
+            seed=seed,
+            folder=folder,
+            picture=picture,
+            dtype=dtype,
+            device_map=device_map,
+            gguf_file=gguf_file,
+            command=shlex.join(["rope-patch", *sys.argv[1:]]),
+            **chosen,
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which searching needs: pip install "
+            "'rope-patch[search]'"
+        ) from error
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from here", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+    else:
+        print(f"{found}\n\n{folder / 'found.json'}")
+
+
+def _held_out(given: str | None) -> int | str | None:
+    """A number of samples, or a file of them."""
+    if given is None or not given.lstrip("+-").isdigit():
+        return given
+    return int(given)
+
+
+def _require_options(method: str, given: dict[str, Any]) -> None:
+    """Refuses options that a strategy has not, before a model is read."""
+    from rope_patch.searching.strategies import STRATEGIES
+
+    if method not in STRATEGIES:
+        return  # search says what there is
+    parameters = inspect.signature(STRATEGIES[method].propose).parameters.values()
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"the strategy {method!r} has no option {name!r}: expected "
+                f"{', '.join(known) or 'none'}"
+            )

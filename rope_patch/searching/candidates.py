@@ -1,0 +1,60 @@
+"""What a search proposes: a method with its options, and where it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods import build
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: stretches for one rotation, for one target.
+
+    Attributes:
+        geometry: The rotation of the layers that are extended, as it is now.
+        factor: Target length / trained length.
+    """
+
+    geometry: Geometry
+    factor: float
+
+    @property
+    def pairs(self) -> int:
+        """Rotated pairs, R / 2."""
+        return self.geometry.rotary_dim // 2
+
+    @property
+    def length(self) -> int:
+        """Target length in tokens."""
+        return round(self.factor * self.geometry.trained_length)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One rotation to try.
+
+    Attributes:
+        origin: What proposed it, in a word or two, for the history: "yarn", "mutation", ...
+        method: A method's name, as `rope_patch.patch` takes it.
+        options: Its options, without the factor.
+    """
+
+    origin: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def stretch(self, space: Space) -> list[float]:
+        """By how much each pair is slowed down, `[R / 2]`."""
+        found = self._frequencies(space).inv_freq
+        return (space.geometry.inv_freq() / found).tolist()
+
+    def attention_factor(self, space: Space) -> float:
+        """The multiplier of cos and sin."""
+        return float(self._frequencies(space).attention_factor)
+
+    def _frequencies(self, space: Space) -> Any:
+        method = build(self.method, factor=space.factor, **self.options)
+        return method.frequencies(space.geometry)

@@ -1,0 +1,105 @@
+"""The model of a search: read where it is a name, and what its measurements depend on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from rope_patch.eval import provenance
+from rope_patch.eval.processes import Processes
+from rope_patch.searching.candidates import Space
+from rope_patch.versions import version
+
+
+def opened(
+    model: Any,
+    tokenizer: Any,
+    processes: Processes,
+    *,
+    dtype: Any = None,
+    device_map: Any = None,
+    gguf_file: str | None = None,
+) -> tuple[Any, Any, str]:
+    """A live model, its tokenizer and its name.
+
+    Args:
+        model: A live model, which stays where it is, or a folder, a name on the Hub, or `demo`.
+        tokenizer: Its tokenizer; read with a model that is read.
+        processes: Each gets the whole model, on its own GPU.
+        dtype: To read in; what the checkpoint was saved in on a GPU, float32 elsewhere, unless
+            given.
+        device_map: As in transformers.
+        gguf_file: The GGUF file within the folder.
+
+    Raises:
+        ValueError: There is no such model, or it was saved with a patch.
+    """
+    if not isinstance(model, str | os.PathLike):
+        return model, tokenizer, str(getattr(model.config, "_name_or_path", "") or "a live model")
+    import torch
+
+    from rope_patch import demo
+    from rope_patch.loading import read_model, read_tokenizer
+    from rope_patch.saving import read_sidecar
+
+    name, path = str(model), demo.resolve(str(model))
+    if read_sidecar(path) is not None:
+        raise ValueError(
+            f"{name} was saved with a patch by rope_patch.save: search on the model that it was "
+            "made from, and patch that with the result"
+        )
+    if tokenizer is None:
+        tokenizer = read_tokenizer(path, gguf_file=gguf_file)
+    gpu = torch.cuda.is_available()
+    if dtype in (None, "auto"):
+        dtype = "auto" if gpu else torch.float32
+    elif isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    where = device_map or ("auto" if gpu else None)
+    if processes.device is not None and processes.device.type != "cpu":
+        where = {"": processes.device}
+    live = read_model(path, dtype=dtype, device_map=where, gguf_file=gguf_file)
+    return live, tokenizer, name
+
+
+def identity(model: Any, space: Space) -> dict[str, Any]:
+    """What measurements depend on besides samples and candidates, as JSON can hold it."""
+    geometry = space.geometry
+    base = json.dumps(geometry.inv_freq().tolist()).encode()
+    return {
+        "weights": provenance.fingerprint(model),
+        "dtype": str(model.dtype),
+        "device": model.device.type,
+        "attention": str(getattr(model.config, "_attn_implementation", None)),
+        "theta": geometry.theta,
+        "rotary_dim": geometry.rotary_dim,
+        "layer_type": geometry.layer_type,
+        "rotation": hashlib.sha256(base).hexdigest()[:16],
+        "trained_length": geometry.trained_length,
+        "factor": space.factor,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions that measurements and proposals depend on."""
+    found = provenance.versions()
+    return {
+        **{name: found[name] for name in ("rope_patch", "transformers", "torch")},
+        "optuna": version("optuna"),
+    }
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """The model in evaluation mode, and every module as it was afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,138 @@
+"""Bayesian optimisation of a few numbers, in a region of trust around the best so far.
+
+A Gaussian process (optuna's GPSampler: Matern kernel, expected improvement) chooses what to try,
+but only near the best: with as few evaluations as a search of rotations can afford, one for the
+whole space spends most of them on its far corners. The region is a box that grows when something
+better was found and shrinks after a few failures, as in TuRBO (Eriksson et al. 2019,
+arXiv:1910.01496).
+
+Every question is put to a sampler of its own, seeded by its number, so the same answers lead to
+the same questions, however often a search was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar
+
+LARGEST, SMALLEST = 0.8, 0.05  # sides of the box, shares of the whole
+GROWTH, SHRINKAGE = 1.3, 0.6
+PATIENCE = 3  # failures in a row until the box shrinks
+FLOOR = 1e-3  # nats: differences far below are noise
+
+P = TypeVar("P")  # a dataclass of nothing but the numbers
+
+
+class Region(Generic[P]):
+    """Points with their fitnesses, and where to look next.
+
+    Args:
+        bounds: The lowest and the highest of each number, by the names of the points' fields.
+
+    Raises:
+        ImportError: optuna is missing; said before anything is tried.
+    """
+
+    def __init__(self, bounds: Mapping[str, tuple[float, float]]) -> None:
+        try:
+            import optuna  # noqa: F401
+        except ImportError as error:
+            raise ImportError(
+                f"{error.name} is not installed, which the curve search needs: "
+                "pip install 'rope-patch[search]'",
+                name=error.name,
+            ) from error
+        self._bounds = dict(bounds)
+        self._points: list[dict[str, float]] = []
+        self._fitnesses: list[float] = []
+        self._kind: type[P] | None = None
+        self._side, self._failures = LARGEST, 0
+
+    def add(self, point: P, fitness: float) -> None:
+        """Takes in a start; what lies beyond the bounds is moved to them."""
+        self._kind = type(point)
+        numbers = asdict(point)  # type: ignore[call-overload]
+        inside = {
+            name: min(max(float(numbers[name]), low), high)
+            for name, (low, high) in self._bounds.items()
+        }
+        self._points.append(inside)
+        self._fitnesses.append(fitness)
+
+    def learn(self, point: P, fitness: float) -> None:
+        """Takes in the answer to a question: the box grows or shrinks."""
+        better = fitness < min(self._fitnesses)
+        self.add(point, fitness)
+        if better:
+            self._side, self._failures = min(LARGEST, self._side * GROWTH), 0
+        else:
+            self.fail()
+
+    def fail(self) -> None:
+        """Counts a question that led to nothing better."""
+        self._failures += 1
+        if self._failures >= PATIENCE:
+            self._side, self._failures = max(SMALLEST, self._side * SHRINKAGE), 0
+
+    def ask(self, seed: object) -> P:
+        """The point to try next; at least one must be known."""
+        import optuna
+
+        assert self._kind is not None
+        box = self._box()
+        distributions: dict[str, optuna.distributions.BaseDistribution] = {
+            name: optuna.distributions.FloatDistribution(*limits) for name, limits in box.items()
+        }
+        with _quiet():
+            sampler = optuna.samplers.GPSampler(
+                seed=random.Random(repr(seed)).getrandbits(31), n_startup_trials=0
+            )
+            study = optuna.create_study(sampler=sampler)
+            for point, value in zip(self._points, self._told(), strict=True):
+                if all(low <= point[name] <= high for name, (low, high) in box.items()):
+                    trial = optuna.trial.create_trial(
+                        params=dict(point), distributions=distributions, value=value
+                    )
+                    study.add_trial(trial)
+            asked = study.ask()
+            return self._kind(
+                **{name: asked.suggest_float(name, *limits) for name, limits in box.items()}
+            )
+
+    def _box(self) -> dict[str, tuple[float, float]]:
+        """The bounds, narrowed around the best point so far."""
+        best = self._points[min(range(len(self._points)), key=self._fitnesses.__getitem__)]
+        box = {}
+        for name, (low, high) in self._bounds.items():
+            half = (high - low) * self._side / 2
+            box[name] = (max(low, best[name] - half), min(high, best[name] + half))
+        return box
+
+    def _told(self) -> list[float]:
+        """Logarithms, since bad points are worse by powers of ten; failed ones as the worst."""
+        logs = [
+            math.log(max(fitness, 0.0) + FLOOR) if math.isfinite(fitness) else None
+            for fitness in self._fitnesses
+        ]
+        worst = max((log for log in logs if log is not None), default=0.0)
+        return [worst if log is None else log for log in logs]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[Any]:
+    """Silences what optuna says of every trial, and leaves its settings as others have them."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)

@@ -1,0 +1,120 @@
+"""What was measured on some samples, and how two measurements of the same samples differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rope_patch.eval.statistics import Interval, accuracy, bootstrap_mean, paired_difference
+
+# A difference that does not matter, whatever its sign: nats a token, about 1% of perplexity.
+NEGLIGIBLE = 0.01
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What was measured on some samples, in their order.
+
+    Attributes:
+        nll: Nats for a scored token, on average, of each sample.
+        hits: Which answers of each sample were right; empty for prose.
+        groups: The text of each sample.
+    """
+
+    nll: tuple[float, ...]
+    hits: tuple[tuple[bool, ...], ...]
+    groups: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.nll)
+
+    def __add__(self, other: Scores) -> Scores:
+        return Scores(self.nll + other.nll, self.hits + other.hits, self.groups + other.groups)
+
+    def first(self, count: int) -> Scores:
+        """The first so many samples."""
+        return Scores(self.nll[:count], self.hits[:count], self.groups[:count])
+
+    @property
+    def mean(self) -> float:
+        """Nats for a scored token."""
+        return math.fsum(self.nll) / len(self.nll)
+
+    def answers(self) -> tuple[list[float], list[str]]:
+        """Every answer, 1 where it was right, and its text."""
+        pairs = zip(self.hits, self.groups, strict=True)
+        found = [(float(hit), group) for hits, group in pairs for hit in hits]
+        return [hit for hit, _ in found], [group for _, group in found]
+
+    def loss(self) -> Interval:
+        """Nats for a scored token, with its 95% interval over texts."""
+        return bootstrap_mean(_by_text(self.nll, self.groups))
+
+    def right(self) -> Interval | None:
+        """The share of answers that are right; None where there are no answers."""
+        hits, groups = self.answers()
+        return accuracy(hits, groups) if hits else None
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How two methods differ on the same samples, with 95% intervals.
+
+    Attributes:
+        nll: Nats by which the first is worse.
+        hits: Share of answers by which it is better; None where there are no answers.
+    """
+
+    nll: Interval
+    hits: Interval | None
+
+    @property
+    def worse(self) -> bool:
+        """Whether the first is told from the second, and worse."""
+        if self.hits is not None and self.hits.high < 0:
+            return True
+        return self.nll.low > 0 and self.nll.estimate > NEGLIGIBLE
+
+
+def gap(first: Scores, second: Scores) -> Gap:
+    """How the first differs from the second, on the samples that both have been given."""
+    count = min(len(first), len(second))
+    first, second = first.first(count), second.first(count)
+    differences = [a - b for a, b in zip(first.nll, second.nll, strict=True)]
+    nll = bootstrap_mean(_by_text(differences, first.groups))
+    hits, groups = first.answers()
+    if not hits:
+        return Gap(nll, None)
+    return Gap(nll, paired_difference(hits, second.answers()[0], groups).difference)
+
+
+def answers(plain: Scores, control: Scores) -> Interval:
+    """By how many nats a true answer is likelier than one that the text does not say.
+
+    Args:
+        plain: Of texts with their answers.
+        control: Of these texts without them, or with other ones in their place.
+
+    Raises:
+        ValueError: The control is of other texts.
+    """
+    true, false = _means(plain), _means(control)
+    differences = [[false[group] - true[group]] for group in true if group in false]
+    if not differences:
+        raise ValueError("expected the control of the same texts, got none of them")
+    return bootstrap_mean(differences)
+
+
+def _by_text(values: Sequence[float], groups: Sequence[str]) -> list[list[float]]:
+    found: dict[str, list[float]] = {}
+    for value, group in zip(values, groups, strict=True):
+        found.setdefault(group, []).append(value)
+    return list(found.values())
+
+
+def _means(scores: Scores) -> dict[str, float]:
+    """Nats for a scored token in each text."""
+    by_text = _by_text(scores.nll, scores.groups)
+    means = (math.fsum(values) / len(values) for values in by_text)
+    return dict(zip(dict.fromkeys(scores.groups), means, strict=True))

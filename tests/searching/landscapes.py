@@ -1,0 +1,65 @@
+"""Rotations of real models, and fitnesses with a known optimum."""
+
+import math
+import random
+
+from rope_patch.geometry import Geometry
+from rope_patch.searching.candidates import Space
+from rope_patch.searching.strategies import STRATEGIES
+
+GEOMETRIES = {
+    "llama-2": Geometry(head_dim=128, theta=1e4, trained_length=4096),
+    "llama-3": Geometry(head_dim=128, theta=5e5, trained_length=8192),
+    "qwen3": Geometry(head_dim=128, theta=1e6, trained_length=32768),
+    "smollm2": Geometry(head_dim=64, theta=1e5, trained_length=8192),
+    "phi-3-mini": Geometry(head_dim=96, theta=1e4, trained_length=4096),
+    "phi-2": Geometry(head_dim=80, rotary_dim=32, theta=1e4, trained_length=2048),
+    "tiny": Geometry(head_dim=32, theta=1e4, trained_length=256),
+}
+SPACES = {name: Space(geometry, 4.0) for name, geometry in GEOMETRIES.items()}
+
+
+class Landscape:
+    """Squared distance of log stretches and of the attention factor to a hidden optimum.
+
+    The noise is that of fixed samples: a rough function of the candidate, the same at every look.
+    """
+
+    def __init__(self, space, seed, attention_factor=None):
+        draw = random.Random(seed)
+        self.space = space
+        end = draw.uniform(0.6, 1.0) * space.geometry.pair_with_turns(1.0)
+        start = draw.uniform(0.0, 0.5) * end
+        top = math.log(space.factor * draw.uniform(1.0, 1.25))
+        ramps = (min(max((i - start) / (end - start), 0), 1) for i in range(space.pairs))
+        power = draw.uniform(0.8, 1.5)
+        # Between a straight line and YaRN's curve in log stretch, and not quite smooth.
+        rough = [ramp**power * top + draw.uniform(-0.05, 0.05) for ramp in ramps]
+        self.optimum = [max(0.0, *rough[: i + 1]) for i in range(space.pairs)]
+        self.attention_factor = attention_factor or draw.uniform(1.0, 1.25)
+        self.phase = draw.uniform(0, 6)
+
+    def __call__(self, candidate):
+        stretch = candidate.stretch(self.space)
+        gaps = [math.log(s) - o for s, o in zip(stretch, self.optimum, strict=True)]
+        gap = candidate.attention_factor(self.space) - self.attention_factor
+        distance = sum(g * g for g in gaps) / len(gaps) + 5 * gap**2
+        return distance + 0.002 * (1 + math.sin(300 * (sum(gaps) + gap) + self.phase))
+
+
+def run(proposals, fitness):
+    """All candidates of a search with their fitnesses, until it ends by itself."""
+    tried = []
+    candidate = next(proposals, None)
+    while candidate is not None:
+        tried.append((candidate, fitness(candidate)))
+        try:
+            candidate = proposals.send(tried[-1][1])
+        except StopIteration:
+            break
+    return tried
+
+
+def proposals(name, model="tiny", budget=20, seed=1, **options):
+    """A strategy on one of the spaces above."""
+    return STRATEGIES[name].propose(SPACES[model], budget, seed, **options)

@@ -1,0 +1,65 @@
+"""Results of searches that nobody ran, for tests of what is done with results."""
+
+import math
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from rope_patch.reading import read_geometries
+from rope_patch.searching.candidates import Candidate
+from rope_patch.searching.found import Found
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+
+
+def rising(pairs, top=9.0, low=2, high=9):
+    """A stretch for each pair: none, then rising, then `top`."""
+    return [top ** max(0.0, min(1.0, (i - low) / (high - low))) for i in range(pairs)]
+
+
+def entry(number, fitness, best, method="longrope", complete=True, **options):
+    return {
+        "number": number,
+        "origin": "curve" if method == "longrope" else method,
+        "method": method,
+        "options": options,
+        "fitness": fitness,
+        "complete": complete,
+        "best": best,
+        "seconds": 0.5,
+    }
+
+
+def history(pairs=16):
+    """YaRN, one that failed, one given up, and a better one."""
+    stretch = rising(pairs)
+    return [
+        entry(1, 0.9, 0.9, "yarn"),
+        entry(2, math.inf, 0.9, "ntk"),
+        entry(3, 1.5, 0.9, "linear", complete=False),
+        entry(4, 0.4, 0.4, long_factor=stretch, attention_factor=1.25),
+    ]
+
+
+def found(of=None, **changes):
+    config = of or AutoConfig.from_pretrained(TINY)
+    geometry = list(read_geometries(config.get_text_config(decoder=True)).values())[-1]
+    pairs = geometry.rotary_dim // 2
+    best = history(pairs)[-1]
+    said = {
+        "model": "tiny",
+        "weights": "sampled-sha256:0",
+        "strategy": "curve",
+        "seed": 42,
+        "factor": 4.0,
+        "geometry": geometry,
+        "candidate": Candidate(best["origin"], best["method"], best["options"]),
+        "history": history(pairs),
+        "held_out": {},
+        "evaluations_per_minute": 30.0,
+        "versions": {"rope_patch": "0"},
+        "command": "rope-patch search tiny --length 1024",
+        "config": config.to_dict(),
+        **changes,
+    }
+    return Found(**said)

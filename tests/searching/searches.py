@@ -1,0 +1,147 @@
+"""Small searches on the tiny trained models, in this process and in ones that can be killed."""
+
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM
+
+from rope_patch.recipes.train_tiny import recall_batch
+from rope_patch.searching import running
+from rope_patch.searching.candidates import Candidate
+from rope_patch.searching.running import search
+from rope_patch.searching.samples import recalled
+from rope_patch.searching.state import FILE, State
+from rope_patch.searching.strategies import Strategy
+
+ASSETS = Path(__file__).parents[1] / "assets"
+TRAINED = 256
+LENGTH = 512
+_fork = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
+
+
+def load(name="llama"):
+    return AutoModelForCausalLM.from_pretrained(ASSETS / f"tiny-{name}")
+
+
+def questions(length=LENGTH, count=8, seed=1, pairs=8):
+    """Keys and values in filler, and the keys asked for at the end."""
+    return recalled(*recall_batch(torch.Generator().manual_seed(seed), count, length, pairs))
+
+
+def stretched(power, top=2.0, attention_factor=None):
+    """A stretch that rises to `top`, of the 16 pairs of the tiny models."""
+    options = {"long_factor": [top ** ((pair / 15) ** power) for pair in range(16)]}
+    if attention_factor is not None:
+        options["attention_factor"] = attention_factor
+    return Candidate(f"power {power:g}", "longrope", options)
+
+
+def walk(space, budget, seed, step=0.7):
+    """A stand-in that depends on all fitnesses before: it goes on from the better one of two."""
+    power, best = 1.0 + 0.01 * seed, float("inf")
+    for number in range(budget):
+        tried = power + step * (-1) ** number / (1 + number)
+        fitness = yield stretched(tried, top=space.factor)
+        if fitness < best:
+            power, best = tried, fitness
+
+
+WALK = Strategy(walk, "", "", attention=False, continues=True)
+
+
+def arguments(**changes):
+    """Of a search by `WALK`, which `registered` knows as "walk"."""
+    given = {
+        "length": LENGTH,
+        "method": "walk",
+        "budget": 6,
+        "samples": questions(count=4),
+        "held_out": questions(count=4, seed=2),
+        "short": questions(TRAINED, 4, seed=3),
+        "progress": False,
+    }
+    return given | changes
+
+
+def registered(propose=None, **changes):
+    """The strategies, with the stand-in among them."""
+    walking = WALK if propose is None else replace(WALK, propose=propose)
+    return running.STRATEGIES | {"walk": replace(walking, **changes)}
+
+
+def lines(folder):
+    """The keys of all whole lines of a state."""
+    found = (folder / FILE).read_text().split("\n")[1:-1]  # behind the last end is half a line
+    return [json.loads(line)["key"] for line in found]
+
+
+def numbers(found):
+    """What must be the same however often a search was killed, and by however many processes."""
+    history = [{k: v for k, v in entry.items() if k != "seconds"} for entry in found.history]
+    return history, found.arguments(), found.held_out
+
+
+def killed(after, torn=False, **given):
+    """Runs a search that is killed when it would write so many measurements and one more."""
+    process = _fork.Process(target=_until, args=(after, torn, given))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def _until(after, torn, given):
+    append, calls = State._append, []
+
+    def counted(self, path, line):
+        if len(calls) == after:
+            if torn:
+                with path.open("ab") as file:
+                    file.write(line[: len(line) // 2].encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls.append(line)
+        append(self, path, line)
+
+    State._append = counted
+    running.STRATEGIES = registered()
+    search(load(), **given)
+
+
+def together(port, size=2, patience=120, **given):
+    """Runs a search in several processes, as torchrun would start them; what each returns."""
+    queue = _fork.Queue()
+    members = [
+        _fork.Process(target=_one_of, args=(port, rank, size, queue, given)) for rank in range(size)
+    ]
+    try:
+        for process in members:
+            process.start()
+        found = dict(queue.get(timeout=patience) for _ in members)
+        for process in members:
+            process.join(10)
+    finally:
+        for process in members:
+            process.kill()
+    return [found[rank] for rank in range(size)]
+
+
+def _one_of(port, rank, size, queue, given):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    PartialState._reset_state()  # of the process that this one was forked from
+    running.STRATEGIES = registered()
+    try:
+        queue.put((rank, numbers(search(load(), **given))))
+    except BaseException as error:
+        queue.put((rank, error))

@@ -1,0 +1,94 @@
+"""Critical pairs, and the scans over them, by their formulas."""
+
+import itertools
+import math
+
+import pytest
+from landscapes import GEOMETRIES, SPACES
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods import build
+from rope_patch.searching import scan
+from rope_patch.searching.candidates import Space
+from rope_patch.searching.proposing import critical_pair, critical_pairs
+
+models = pytest.mark.parametrize("model", GEOMETRIES)
+
+
+def test_critical_pairs_as_longrope2_publishes_them():
+    # Its Phi-3-mini is the one trained on 2,048 tokens, its Llama-3 8B.
+    assert critical_pair(Space(Geometry(head_dim=96, theta=1e4, trained_length=2048), 64.0)) == 31
+    assert critical_pair(SPACES["llama-3"]) == 35
+
+
+@models
+def test_the_theoretical_pair_is_the_first_without_a_whole_turn(model):
+    geometry, space = GEOMETRIES[model], SPACES[model]
+    turned = (geometry.inv_freq() * geometry.trained_length / (2 * math.pi) >= 1).tolist()
+    assert critical_pair(space) == turned.index(False)
+
+
+@models
+def test_about_ten_pairs_span_down_to_the_lowest(model):
+    pairs, top = critical_pairs(SPACES[model]), critical_pair(SPACES[model])
+    assert pairs[0] == top
+    assert 8 <= len(set(pairs)) == len(pairs) <= 14
+    ordered = sorted(pairs, reverse=True)
+    (step,) = {round(a - b, 9) for a, b in itertools.pairwise(ordered)}
+    assert step == 2 ** round(math.log2(step))
+    assert 0.6 * top <= ordered[-1] < 0.6 * top + step
+    assert sorted(pairs[:2]) == [ordered[-1], top]  # a budget of two sees both ends
+
+
+@models
+def test_ntk_stretches_the_critical_pair_by_the_factor(model):
+    space = SPACES[model]
+    for pair in (p for p in critical_pairs(space) if p == int(p)):
+        stretch = scan.ntk_rcd(space, pair).stretch(space)
+        assert stretch[int(pair)] == pytest.approx(4.0, rel=1e-12)
+        # All others by the same base: a power of the pair's index.
+        expected = [4.0 ** (i / pair) for i in range(space.pairs)]
+        assert stretch == pytest.approx(expected, rel=1e-12)
+
+
+@models
+def test_yarn_ends_its_ramp_at_the_critical_pair(model):
+    space, geometry = SPACES[model], GEOMETRIES[model]
+    law = 0.1 * math.log(4) + 1
+    for pair in critical_pairs(space):
+        candidate = scan.yarn_rcd(space, pair)
+        stretch = candidate.stretch(space)
+        full = [s == pytest.approx(4.0, rel=1e-9) for s in stretch]
+        assert full == [i >= pair for i in range(space.pairs)]
+        assert candidate.attention_factor(space) == pytest.approx(law, rel=1e-15)
+        # By the authors' formula in float64: the ramp starts where YaRN's does.
+        low = geometry.rotary_dim * math.log(geometry.trained_length / (32 * 2 * math.pi))
+        low = max(low / (2 * math.log(geometry.theta)), 0)
+        if pair - low < 4:
+            continue
+        ramp = [min(max((i - low) / (pair - low), 0), 1) for i in range(space.pairs)]
+        expected = [1 / (1 - r + r / 4) for r in ramp]
+        assert stretch == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_ramp_never_inverts():
+    """On so many trained tokens low pairs turn more often than 32 times: YaRN's start is passed."""
+    space = Space(Geometry(head_dim=128, theta=1e6, trained_length=131072), 4.0)
+    fast = []
+    for pair in critical_pairs(space):
+        options = scan.yarn_rcd(space, pair).options
+        fast.append(options["beta_fast"])
+        assert options["beta_fast"] >= 2 * options["beta_slow"]
+    assert min(fast) == 32
+    assert max(fast) > 64
+
+
+def test_turns_are_those_of_the_running_frequencies():
+    start = build("llama3", factor=8).frequencies(GEOMETRIES["llama-3"]).inv_freq
+    geometry = Geometry(head_dim=128, theta=5e5, trained_length=131072, base=tuple(start.tolist()))
+    for pair in (0.5, 3.0, 20.25, 40.0, 63.0):
+        turns = scan.turns(geometry, pair)
+        assert geometry.pair_with_turns(turns) == pytest.approx(pair, abs=1e-9)
+    for pair in (3, 20, 40, 63):
+        expected = start[pair].item() * 131072 / (2 * math.pi)
+        assert scan.turns(geometry, pair) == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,168 @@
+"""The curve's family holds the known methods, and its search needs few evaluations."""
+
+import dataclasses
+import itertools
+import math
+import sys
+
+import pytest
+from landscapes import GEOMETRIES, SPACES, Landscape, run
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods import build
+from rope_patch.searching import scan
+from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.searching.curve import Curve, as_curve, bounds, propose, starts
+from rope_patch.searching.proposing import critical_pairs
+from rope_patch.searching.region import Region
+from rope_patch.searching.strategies import STRATEGIES
+
+optuna = pytest.importorskip("optuna")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: float
+
+
+models = pytest.mark.parametrize("model", GEOMETRIES)
+
+
+def stretches(curve, pairs):
+    return pytest.approx(curve.stretch(pairs), rel=1e-12)
+
+
+@models
+@pytest.mark.parametrize("factor", [1.5, 4.0, 32.0])
+def test_known_methods_are_members(model, factor):
+    """To float64's rounding, by their formulas written out; YaRN's ramp ends are its authors'."""
+    geometry, pairs = GEOMETRIES[model], SPACES[model].pairs
+    space = Space(geometry, factor)
+    assert [factor] * pairs == stretches(as_curve(space, Candidate("", "linear")), pairs)
+    ntk = [factor ** (i / (pairs - 1)) for i in range(pairs)]
+    assert ntk == stretches(as_curve(space, Candidate("", "ntk")), pairs)
+
+    def end(turns):
+        length, theta = geometry.trained_length, geometry.theta
+        return pairs * math.log(length / (2 * math.pi * turns)) / math.log(theta)
+
+    low, high = max(math.floor(end(32)), 0), min(math.ceil(end(1)), 2 * pairs - 1)
+    ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(pairs)]
+    yarn = as_curve(space, Candidate("", "yarn"))
+    assert [1 / (1 - r + r / factor) for r in ramp] == stretches(yarn, pairs)
+    assert yarn.attention_factor == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-15)
+    # And as the package itself rotates.
+    for method in ("linear", "ntk", "yarn"):
+        candidate = Candidate("", method)
+        assert candidate.stretch(space) == stretches(as_curve(space, candidate), pairs)
+
+
+@models
+def test_yarn_with_another_critical_pair_is_a_member(model):
+    space = SPACES[model]
+    for pair in critical_pairs(space):
+        candidate = scan.yarn_rcd(space, pair)
+        curve = as_curve(space, candidate)
+        assert curve.high == pytest.approx(pair, rel=1e-9)
+        assert candidate.stretch(space) == stretches(curve, space.pairs)
+
+
+def test_ntk_with_another_critical_pair_is_a_member_up_to_it():
+    space = SPACES["llama-3"]
+    ntk = scan.ntk_rcd(space, 28).stretch(space)
+    curve = Curve(high=28, width=28, top=4.0, shape=0.0, attention_factor=1.0).stretch(64)
+    assert curve[:29] == pytest.approx(ntk[:29], rel=1e-12)
+    assert curve[29:] == pytest.approx([4.0] * 35, rel=1e-12)
+
+
+def test_other_methods_are_not_mistaken_for_members():
+    with pytest.raises(ValueError, match="expected linear, ntk or yarn, got llama3"):
+        as_curve(SPACES["llama-3"], Candidate("", "llama3"))
+
+
+@pytest.mark.parametrize("shape", [-3.0, -1.0, -1e-5, 0.0, 1e-5, 1.0, 3.0])
+def test_a_member_is_a_power_mean_and_rises(shape):
+    curve = Curve(high=20.5, width=13.25, top=6.0, shape=shape, attention_factor=1.0)
+    stretch = curve.stretch(32)
+    assert all(here <= after for here, after in itertools.pairwise(stretch))
+    assert stretch[:8] == [1.0] * 8
+    assert stretch[21:] == pytest.approx([6.0] * 11, rel=1e-14)
+    for pair in range(8, 21):
+        ramp = (pair - 7.25) / 13.25
+        mean = 6.0**ramp if not shape else (1 - ramp + ramp * 6.0**shape) ** (1 / shape)
+        assert stretch[pair] == pytest.approx(mean, rel=1e-9)
+
+
+@models
+def test_starts_are_the_known_methods_and_lie_within_the_bounds(model):
+    space, limits = SPACES[model], bounds(SPACES[model])
+    first = starts(space)
+    assert {"yarn", "ntk", "linear"} <= {candidate.method for candidate, _ in first}
+    assert first[0][0] == Candidate("yarn", "yarn")
+    for start, curve in first:
+        assert start.stretch(space) == stretches(curve, space.pairs)
+        for name in ("width", "top", "shape", "attention_factor"):
+            low, high = limits[name]
+            assert low <= getattr(curve, name) <= high, (name, start)
+
+
+@pytest.mark.parametrize(
+    ("model", "seed"), [("tiny", 1), pytest.param("llama-3", 0, marks=pytest.mark.slow)]
+)
+def test_forty_evaluations_beat_two_hundred_of_evolution(model, seed):
+    """Where the attention factor is the one that evolution has, so that it can get there too."""
+    space = SPACES[model]
+    law = Candidate("", "longrope", {"long_factor": [1.0] * space.pairs}).attention_factor(space)
+    fitness = Landscape(space, seed, law)
+    curve = [value for _, value in run(propose(space, 40, 1), fitness)]
+    assert len(curve) == 40
+    assert min(curve) < 0.5 * min(curve[:8])
+    for name in ("longrope", "longrope2"):
+        evolved = [value for _, value in run(STRATEGIES[name].propose(space, 200, 1), fitness)]
+        assert len(evolved) == 200
+        assert min(curve) < min(evolved), name
+
+
+def test_it_starts_from_running_frequencies_too():
+    base = build("llama3", factor=8).frequencies(GEOMETRIES["llama-3"]).inv_freq
+    geometry = Geometry(head_dim=128, theta=5e5, trained_length=131072, base=tuple(base.tolist()))
+    space = Space(geometry, 2.0)
+    for method in ("linear", "ntk", "yarn"):
+        candidate = Candidate("", method)
+        assert candidate.stretch(space) == stretches(as_curve(space, candidate), 64)
+
+
+def test_optuna_is_loaded_late_and_left_as_it_was(capfd):
+    optuna.logging.set_verbosity(optuna.logging.DEBUG)
+    try:
+        run(propose(SPACES["tiny"], 10, 1), Landscape(SPACES["tiny"], 0))
+        assert optuna.logging.get_verbosity() == optuna.logging.DEBUG
+    finally:
+        optuna.logging.set_verbosity(optuna.logging.INFO)
+    assert capfd.readouterr().err == ""
+    module = sys.modules["rope_patch.searching.region"]
+    assert not hasattr(module, "optuna")
+
+
+def test_a_missing_optuna_is_said_before_anything_is_tried(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"pip install 'rope-patch\[search\]'"):
+        next(propose(SPACES["tiny"], 10, 1))
+
+
+def test_the_region_shrinks_after_failures_and_grows_after_success():
+    region = Region({"x": (0.0, 10.0)})
+    region.add(Point(5.0), 1.0)
+    assert region._box() == {"x": (1.0, 9.0)}
+    region.learn(Point(6.0), 0.5)
+    assert region._box() == {"x": (2.0, 10.0)}  # as large as ever, around the better one
+    for _ in range(3):
+        region.learn(Point(1.0), 2.0)
+    low, high = region._box()["x"]
+    assert (low, high) == pytest.approx((6 - 2.4, 6 + 2.4))
+    region.learn(Point(6.5), 0.4)
+    low, high = region._box()["x"]
+    assert (low, high) == pytest.approx((6.5 - 3.12, 6.5 + 3.12))
+    asked = region.ask(1)
+    assert low <= asked.x <= high
+    assert asked == region.ask(1) != region.ask(2)

@@ -1,0 +1,244 @@
+"""A candidate's loss, against transformers' own model under the same frequencies."""
+
+import copy
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from searches import LENGTH, TRAINED, load, questions, stretched
+from tiny_models import make_model
+
+import rope_patch
+from rope_patch.eval import reading
+from rope_patch.searching import fitness as fitting
+from rope_patch.searching import scoring
+from rope_patch.searching.candidates import Candidate
+from rope_patch.searching.fitness import Evaluation, Fitness
+from rope_patch.searching.samples import Sample
+
+CANDIDATES = {
+    "plain": None,
+    "yarn": Candidate("yarn", "yarn"),
+    "stretched": stretched(1.5),
+    "sharpened": stretched(0.7, attention_factor=1.1),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3"])
+def model(request):
+    return load(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return load()
+
+
+def native(model, candidate):
+    """transformers' own model whose config says what the candidate does."""
+    config = copy.deepcopy(model.config)
+    if candidate is not None:
+        config.max_position_embeddings = LENGTH
+        parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
+        own = {"original_max_position_embeddings": TRAINED, "factor": LENGTH / TRAINED}
+        own |= {"rope_type": candidate.method, **candidate.options}
+        if candidate.method == "longrope":
+            law = math.sqrt(1 + math.log(own["factor"]) / math.log(TRAINED))
+            own = {"short_factor": [1.0] * 16, "attention_factor": law} | own
+        parameters |= own
+    twin = type(model)(config)
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
+
+
+@torch.no_grad()
+def truth(twin, sample):
+    """The loss by all logits of one pass, and which answers are right."""
+    logits = twin(torch.tensor([sample.ids]), use_cache=False).logits[0].double()
+    likely = logits.log_softmax(-1)
+    nll = [-likely[p - 1, sample.ids[p]].item() for p in sample.positions]
+    hits = [
+        all(logits[p - 1].argmax() == sample.ids[p] for p in range(a, b)) for a, b in sample.answers
+    ]
+    return sum(nll) / len(nll), tuple(hits)
+
+
+def uneven():
+    """Samples of several lengths, some of them of one text, with answers of several tokens."""
+    found = questions(count=3)
+    long = questions(LENGTH, count=1, seed=5)[0].ids
+    found += [
+        Sample(long[:stop], ((300, 304), (stop - 9, stop - 2)), "text") for stop in (410, 450)
+    ]
+    return found
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_the_loss_is_that_of_transformers_own_model(model, name):
+    on = Fitness(model, uneven(), length=LENGTH)
+    found = on.measure(CANDIDATES[name])
+    twin = native(model, CANDIDATES[name])
+    expected = [truth(twin, sample) for sample in on.samples]
+    assert found.error is None
+    assert found.complete
+    assert found.nll == pytest.approx([nll for nll, _ in expected], abs=2e-4)
+    assert found.hits == tuple(hits for _, hits in expected)
+    assert found.fitness == pytest.approx(sum(nll for nll, _ in expected) / 5, abs=2e-4)
+
+
+def test_candidates_are_told_apart(llama):
+    on = Fitness(llama, questions(), length=LENGTH)
+    found = [on.measure(candidate).fitness for candidate in CANDIDATES.values()]
+    assert all(abs(a - b) > 1e-3 for a, b in itertools.combinations(found, 2))
+
+
+def test_batches_and_single_samples_agree(model, monkeypatch):
+    samples = questions()
+    together = Fitness(model, samples, length=LENGTH)
+    assert [len(unit) for unit in together.scorer.units] == [8]
+    monkeypatch.setattr(scoring, "_CPU_BATCH", LENGTH)
+    alone = Fitness(model, samples, length=LENGTH)
+    assert [len(unit) for unit in alone.scorer.units] == [1] * 8
+    for candidate in CANDIDATES.values():
+        a, b = together.measure(candidate), alone.measure(candidate)
+        assert a.nll == pytest.approx(b.nll, abs=1e-4)
+        assert a.hits == b.hits
+
+
+def test_methods_that_follow_the_length_see_all_of_a_sample(llama, monkeypatch):
+    """A prompt is rotated by the length it has with its answers, as in one pass."""
+    samples = questions(count=3)
+    found = Fitness(llama, samples, length=LENGTH).measure(Candidate("d", "dynamic-yarn"))
+    monkeypatch.setattr(scoring, "_CPU_BATCH", LENGTH)
+    alone = Fitness(llama, samples, length=LENGTH).measure(Candidate("d", "dynamic-yarn"))
+    assert found.error is alone.error is None
+    assert found.nll == pytest.approx(alone.nll, abs=1e-4)
+
+
+def test_common_beginnings_are_read_once(llama, monkeypatch):
+    long = questions(LENGTH, count=1)[0].ids
+    samples = [Sample((*long[:500], 260, 390 + i), ((501, 502),), "text") for i in range(3)]
+    samples += [Sample((*long[:505], 260, 390), ((506, 507),), "text")]
+    monkeypatch.setattr(scoring, "_CPU_BATCH", LENGTH)
+    monkeypatch.setattr(reading, "_CPU_CHUNK", 64)
+    on = Fitness(llama, samples, length=LENGTH)
+    found = on.measure(CANDIDATES["yarn"])
+    assert found.tokens < 2 * LENGTH
+    twin = native(llama, CANDIDATES["yarn"])
+    assert found.nll == pytest.approx([truth(twin, s)[0] for s in on.samples], abs=2e-4)
+
+
+def test_answers_and_prose_weigh_the_same(llama):
+    answers = questions(count=2)
+    prose = [Sample(s.ids, ((400, 440),), f"p{s.group}", prose=True) for s in questions(count=6)]
+    on = Fitness(llama, [*answers, *prose], length=LENGTH)
+    found = on.measure(CANDIDATES["yarn"])
+    parts = [
+        [nll for nll, s in zip(found.nll, on.samples, strict=True) if s.prose is kind]
+        for kind in (True, False)
+    ]
+    assert [len(part) for part in parts] == [6, 2]
+    assert found.fitness == pytest.approx(sum(sum(p) / len(p) for p in parts) / 2)
+    for sample, hits in zip(on.samples, found.hits, strict=True):
+        assert len(hits) == (0 if sample.prose else 8)
+
+
+def test_the_model_is_bit_for_bit_as_before(model):
+    ids = torch.tensor([questions(count=1)[0].ids])
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    config = copy.deepcopy(model.config.to_dict())
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        on = Fitness(model, questions(count=2), length=LENGTH)
+        for candidate in CANDIDATES.values():
+            on.measure(candidate)
+        on.measure(Candidate("wrong", "longrope", {"long_factor": [1.0]}))
+        assert torch.equal(model(ids, use_cache=False).logits, before)
+    assert rope_patch.current(model) is None
+    assert model.config.to_dict() == config
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("nothing like it")]
+)
+def test_a_failing_forward_is_recorded_and_undone(llama, monkeypatch, error):
+    on = Fitness(llama, questions(count=2), length=LENGTH)
+    expected = on.measure(CANDIDATES["yarn"])
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llama.model.layers[1], "forward", fail)
+        found = on.measure(CANDIDATES["yarn"])
+    assert found.error == f"{type(error).__name__}: {error}"
+    assert (found.fitness, found.complete) == (math.inf, False)
+    assert rope_patch.current(llama) is None
+    assert on.measure(CANDIDATES["yarn"]).nll == expected.nll
+
+
+def test_batches_are_halved_where_memory_runs_out(llama, monkeypatch):
+    on = Fitness(llama, questions(), length=LENGTH)
+    expected = on.measure(CANDIDATES["yarn"])
+    layer = llama.model.layers[0]
+    forward = layer.forward
+
+    def small_only(hidden, *args, **kwargs):
+        if hidden.shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", small_only)
+    assert on.measure(CANDIDATES["yarn"]).nll == pytest.approx(expected.nll, abs=1e-4)
+
+
+def test_a_loss_that_is_no_number_is_a_failure(llama, monkeypatch):
+    on = Fitness(llama, questions(count=2), length=LENGTH)
+    embed = llama.model.embed_tokens
+    monkeypatch.setattr(embed, "forward", lambda ids: torch.full((*ids.shape, 128), math.nan))
+    found = on.measure(None)
+    assert "the loss of sample 0 is nan" in found.error
+    assert found.fitness == math.inf
+
+
+def test_what_cannot_be_patched_is_a_failure(llama):
+    on = Fitness(llama, questions(count=2), length=LENGTH)
+    found = on.measure(Candidate("short", "longrope", {"long_factor": [1.0, 2.0]}))
+    assert found.error.startswith("ValueError: long_factor must have one number for each")
+    assert found.tokens == 0
+
+
+def test_evaluations_survive_json(llama):
+    found = Fitness(llama, questions(count=2), length=LENGTH).measure(None)
+    assert Evaluation.of(json.loads(json.dumps(found.to_dict()))) == found
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def test_a_patched_model_is_refused(llama):
+    with rope_patch.patch(llama, "yarn", factor=2), pytest.raises(ValueError, match="unpatch"):
+        Fitness(llama, questions(count=1), length=LENGTH)
+    on = Fitness(llama, questions(count=1), length=LENGTH)
+    with rope_patch.patch(llama, "yarn", factor=2), pytest.raises(ValueError, match="unpatch"):
+        on.measure(None)
+
+
+@pytest.mark.parametrize("given", [{}, {"factor": 2, "length": 512}])
+def test_exactly_one_of_length_and_factor(llama, given):
+    with pytest.raises(ValueError, match="exactly one of factor and length"):
+        Fitness(llama, questions(count=1), **given)
+
+
+def test_one_rotation_is_searched_at_a_time():
+    gemma = make_model("gemma3")
+    assert fitting.find_space(gemma, factor=2).geometry.layer_type == "full_attention"
+    both = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="name one of them in layer_types"):
+        fitting.find_space(gemma, factor=2, layer_types=both)

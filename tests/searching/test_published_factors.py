@@ -1,0 +1,237 @@
+"""Microsoft's published stretches, and the other files that hold some, as arguments for `patch`."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_config
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
+
+import rope_patch
+from rope_patch.searching.published import read_factors
+
+PUBLISHED = Path(__file__).parents[1] / "assets" / "longrope_published"
+FILES = sorted(path.stem for path in PUBLISHED.glob("*.csv"))
+THETA, HEAD, TRAINED = 10_000, 128, 4_096
+
+
+def like(**changes):
+    """A model of one layer with the heads of Llama-2 7B, and of Mistral 7B 0.1."""
+    torch.manual_seed(0)
+    said = {
+        "vocab_size": 64,
+        "hidden_size": 256,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD,
+        "max_position_embeddings": TRAINED,
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+        **changes,
+    }
+    return AutoModelForCausalLM.from_config(LlamaConfig(**said)).eval()
+
+
+def meant_for(name):
+    """The length that a file of theirs is for: ft_la2_128k, 512k_la2_128k."""
+    first, _, last = name.split("_")
+    return 1024 * int((last if first == "ft" else first).removesuffix("k"))
+
+
+def spelled(name):
+    return [float(word) for word in (PUBLISHED / f"{name}.csv").read_text().split(",")]
+
+
+def test_both_models_and_lengths_up_to_two_million_are_there():
+    assert {name.split("_")[1] for name in FILES} == {"la2", "mis"}
+    assert {meant_for(name) // 1024 for name in FILES} == {4, 128, 256, 512, 2048}
+    assert len(FILES) >= 12
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if meant_for(name) > TRAINED])
+def test_they_give_their_own_frequencies_in_float64(name):
+    """1 / (lambda * theta^(2i / d)), and sqrt(1 + ln(s) / ln(L)) on cos and sin."""
+    model = like()
+    length = meant_for(name)
+    handle = rope_patch.patch(
+        model, "longrope", length=length, **read_factors(PUBLISHED / f"{name}.csv")
+    )
+    found = handle.frequencies[None]
+    stretch = spelled(name)
+    expected = [1 / (stretch[i] * THETA ** (2 * i / HEAD)) for i in range(HEAD // 2)]
+    assert found.inv_freq.dtype == torch.float64
+    torch.testing.assert_close(
+        found.inv_freq, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
+    )
+    law = math.sqrt(1 + math.log(length / TRAINED) / math.log(TRAINED))
+    assert found.attention_factor == pytest.approx(law, rel=1e-14)
+
+
+def test_the_law_has_the_published_value():
+    """128k from 4k: 1.1902, where YaRN has 0.1 ln 32 + 1 = 1.3466; what Phi-3-mini-128k ships."""
+    factors = read_factors(PUBLISHED / "ft_la2_128k.csv")
+    handle = rope_patch.patch(like(), "longrope", length=131_072, **factors)
+    assert handle.frequencies[None].attention_factor == pytest.approx(1.1902380714, abs=1e-10)
+
+
+@pytest.mark.parametrize("name", ["ft_la2_128k", "2048k_mis_256k"])
+def test_transformers_rotates_alike(name):
+    """The same numbers in a config of transformers' own, which computes in float32."""
+    factors = read_factors(PUBLISHED / f"{name}.csv")
+    length = meant_for(name)
+    model = like()
+    rope_patch.patch(model, "longrope", length=length, **factors)
+    native = like(
+        max_position_embeddings=length,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": THETA,
+            "factor": length / TRAINED,
+            "original_max_position_embeddings": TRAINED,
+            "short_factor": [1.0] * 64,
+            **factors,
+        },
+    )
+    ids = torch.randint(64, (1, TRAINED + 2), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, theirs = (m(ids, logits_to_keep=8).logits for m in (model, native))
+        rope_patch.unpatch(model)
+        plain = model(ids, logits_to_keep=8).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    assert (ours - plain).abs().max() > 1e-3
+
+
+def test_short_sequences_get_a_file_of_their_own():
+    found = read_factors(PUBLISHED / "ft_la2_128k.csv", short=PUBLISHED / "4k_la2_128k.csv")
+    model = like()
+    handle = rope_patch.patch(model, "longrope", length=131_072, **found)
+    short = handle.method.frequencies(handle.geometries[None], TRAINED).inv_freq
+    expected = [
+        1 / (stretch * THETA ** (2 * i / HEAD)) for i, stretch in enumerate(spelled("4k_la2_128k"))
+    ]
+    torch.testing.assert_close(
+        short, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("between", "layers", "ending"),
+    [(",", 1, "\n"), (", ", 32, "\n"), (" ", 32, "\n"), ("\n", 1, "\n"), ("\t", 2, "\r\n")],
+    ids=["row", "layers", "spaces", "column", "tabs"],
+)
+def test_however_the_numbers_are_laid_out(tmp_path, between, layers, ending):
+    """A row, the same row for every layer as in their repository, spaces, a column."""
+    numbers = spelled("ft_mis_256k")
+    row = between.join(f"{number:.18e}" for number in numbers)
+    file = tmp_path / "found.csv"
+    file.write_bytes((ending.join([row] * layers) + ending).encode())
+    assert read_factors(file) == {"long_factor": numbers}
+
+
+def test_a_config_that_names_longrope():
+    """Phi-3's, as its authors and as transformers 4 and 5 wrote it."""
+    long, short = [1.5] * 3 + [9.0], [1.0] * 4
+    outer = {"original_max_position_embeddings": 2048, "max_position_embeddings": 8192}
+    plain = {"long_factor": long, "short_factor": short}
+    both = {**plain, "factor": 4.0, "trained_length": 2048}
+    assert written(rope_scaling={"type": "su", **plain}, **outer) == both
+    assert written(rope_scaling={"type": "longrope", **plain}, **outer) == both
+    inner = {"original_max_position_embeddings": 2048, "factor": 4.0, "attention_factor": 1.25}
+    assert written(rope_parameters={"rope_type": "longrope", **plain, **inner}) == {
+        **both,
+        "attention_factor": 1.25,
+    }
+    mscale = {"short_mscale": 1.3, "long_mscale": 1.3}
+    assert written(rope_scaling={"type": "longrope", **plain, **mscale}, **outer) == {
+        **both,
+        "attention_factor": 1.3,
+    }
+    layers = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "longrope", **plain, **inner},
+    }
+    found = written(text_config={"rope_parameters": layers})
+    assert found["layer_types"] == ["full_attention"]
+    assert written(rope_scaling={"type": "longrope", **plain}) == plain
+
+
+def written(**config):
+    with_file = Path(written.folder) / "config.json"
+    with_file.write_text(json.dumps(config))
+    found = read_factors(with_file)
+    assert read_factors(with_file.parent) == found
+    return found
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path_factory):
+    written.folder = tmp_path_factory.mktemp("config")
+
+
+def test_a_real_config_class_patches_the_plain_model(tmp_path):
+    """What transformers writes for a Phi-3 makes a Llama with the same heads rotate like it."""
+    long, short = [1 + i / 8 for i in range(64)], [1.0] * 63 + [1.5]
+    config = Phi3Config(
+        hidden_size=256,
+        num_attention_heads=2,
+        max_position_embeddings=16_384,
+        original_max_position_embeddings=TRAINED,
+        rope_scaling={"type": "longrope", "long_factor": long, "short_factor": short},
+    )
+    config.save_pretrained(tmp_path)
+    found = read_factors(tmp_path)
+    model = like()
+    handle = rope_patch.patch(model, "longrope", **found)
+    assert handle.length == 16_384
+    law = math.sqrt(1 + math.log(4) / math.log(TRAINED))
+    assert handle.frequencies[None].attention_factor == pytest.approx(law, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", "", "is empty"),
+        ("a.csv", "pair,factor\n0,1.0\n", "is no file of numbers"),
+        ("a.csv", "1,2,3\n1,2,4\n", "other stretches for layer 1 than for layer 0"),
+        ("a.csv", "1,2,3\n1,2\n", r"\(2 and 3 numbers\)"),
+        ("a.csv", "1,0,3\n", "above 0.*got 0 for pair 1"),
+        ("a.csv", "1,nan,3\n", "above 0.*got nan for pair 1"),
+        ("a.csv", "1,-2,3\n", "got -2 for pair 1"),
+        ("a.json", "{", "is not JSON"),
+        ("a.json", "[1, 2]", "holds no object"),
+        ("a.json", "{}", "no rope_scaling and no rope_parameters"),
+        ("a.json", '{"rope_scaling": {"type": "yarn", "factor": 4}}', "it names yarn"),
+        ("a.json", '{"rope_scaling": {"type": "longrope", "long_factor": [1]}}', "no short_factor"),
+        (
+            "a.json",
+            '{"rope_scaling": {"type": "longrope", "long_factor": [1], "short_factor": [1], '
+            '"short_mscale": 1.1, "long_mscale": 1.3}}',
+            "by 1.1 and 1.3 for short and long",
+        ),
+    ],
+)
+def test_other_files_are_refused_with_the_reason(tmp_path, name, content, says):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=says):
+        read_factors(tmp_path / name)
+
+
+def test_what_is_not_there_or_does_not_fit(tmp_path):
+    with pytest.raises(ValueError, match="there is no "):
+        read_factors(tmp_path / "a.csv")
+    with pytest.raises(ValueError, match=r"neither found\.json nor config\.json"):
+        read_factors(tmp_path)
+    (tmp_path / "short.csv").write_text("1,2,3\n")
+    with pytest.raises(ValueError, match="got 3 and 64"):
+        read_factors(PUBLISHED / "ft_la2_128k.csv", short=tmp_path / "short.csv")
+    make_config("llama").save_pretrained(tmp_path)
+    shutil.copy(tmp_path / "config.json", tmp_path / "other.json")
+    with pytest.raises(ValueError, match="leave short out"):
+        read_factors(tmp_path / "other.json", short=tmp_path / "short.csv")
+    tiny = AutoModelForCausalLM.from_config(make_config("llama"))
+    with pytest.raises(ValueError, match="one number for each of the"):
+        rope_patch.patch(tiny, "longrope", factor=4, **read_factors(PUBLISHED / "ft_la2_128k.csv"))

@@ -1,0 +1,194 @@
+"""`rope-patch search`: what it prints and writes, that it goes on, and how it fails."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.cli import app
+from rope_patch.recipes.train_tiny import recall_batch
+from rope_patch.searching.found import Found
+from rope_patch.searching.strategies import STRATEGIES
+
+TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["search", *map(str, arguments)])
+
+
+def in_a_process(*arguments, cwd):
+    code = "from rope_patch.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "search", *map(str, arguments)],
+        capture_output=True, text=True, cwd=cwd,
+    )  # fmt: skip
+
+
+def written(path, length, seed, count=3):
+    generator = torch.Generator().manual_seed(seed)
+    rows = recall_batch(generator, count, length, pairs=4)
+    lines = [
+        json.dumps({"input_ids": ids, "labels": labels})
+        for ids, labels in zip(*(row.tolist() for row in rows), strict=True)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """Arguments for what the tiny model was trained on: recalling values of keys."""
+    folder = tmp_path_factory.mktemp("samples")
+    return [
+        "--samples", written(folder / "search.jsonl", 512, seed=1),
+        "--held-out", written(folder / "held-out.jsonl", 512, seed=2),
+        "--short", written(folder / "short.jsonl", 256, seed=3),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def done(samples, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    here = folder / "out"
+    asked = [TINY, "--length", 512, "--method", "yarn-rcd", "--budget", 2, *samples]
+    result = run(*asked, "--folder", here, "--picture", folder / "live.png")
+    assert result.exit_code == 0, result.output
+    return result, here, asked
+
+
+def test_it_prints_and_saves_what_was_found(done):
+    result, folder, _ = done
+    found = Found.load(folder)
+    assert result.stdout == f"{found}\n\n{folder / 'found.json'}\n"
+    assert "from 256 to 512 tokens (×2): yarn-rcd, 3 evaluations" in result.stdout
+    for label in ("found", "none", "yarn", "ntk", "linear", "against yarn"):
+        assert f"\n  {label}" in result.stdout
+    assert {"found.json", "config.json", "exports.json"} <= {p.name for p in folder.iterdir()}
+    assert found.command.startswith("rope-patch ")
+    assert [each["number"] for each in found.history] == [0, 1, 2]
+
+
+def test_the_result_patches_and_plain_transformers_loads_it(done):
+    _, folder, _ = done
+    ids = torch.randint(5, 500, (1, 400), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    rope_patch.patch(model, "longrope", **Found.load(folder))
+    native = AutoModelForCausalLM.from_pretrained(TINY, config=AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, native(ids).logits, rtol=0, atol=2e-4)
+
+
+def test_pictures_of_the_search_and_of_the_result(done):
+    pytest.importorskip("matplotlib")
+    _, folder, _ = done
+    assert "YaRN" in (folder / "picture.svg").read_text()
+    assert (folder.parent / "live.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_command_measures_nothing_again(done, tmp_path):
+    _, folder, asked = done
+    shutil.copytree(folder, tmp_path / "out")
+    again = run(*asked, "--folder", tmp_path / "out", "--json")
+    assert again.exit_code == 0
+    said, before = json.loads(again.stdout), Found.load(folder)
+    assert said["history"] == before.to_dict()["history"]
+    assert said["patch"] == before.to_dict()["patch"]
+
+
+def test_the_help_names_every_way_to_search():
+    done = run("--help")
+    assert done.exit_code == 0
+    assert all(name in done.stdout for name in STRATEGIES)
+    assert "Examples:\n    rope-patch search demo --length 16384" in done.stdout
+
+
+BAD = [
+    ([TINY], "give exactly one of length and factor"),
+    ([TINY, "--length", "512", "--factor", "2"], "give exactly one of length and factor"),
+    ([TINY, "--length", "512", "--budget", "0"], "budget must be at least 1"),
+    ([TINY, "--length", "512", "--method", "longrop2"], "did you mean 'longrope2'?"),
+    ([TINY, "--length", "512", "--fitness", "books"], "fitness must be one of needles"),
+    ([TINY, "--length", "512", "--picture", "a.gif"], "an .svg or a .png file"),
+    ([TINY, "--length", "512", "--dtype", "float8"], "--dtype must be one of auto"),
+    ([TINY, "--length", "512", "--option", "steps=3"], "has no option 'steps': expected none"),
+    (
+        [TINY, "--length", "512", "--method", "longrope", "--option", "population=3"],
+        "has no option 'population': expected start_tokens",
+    ),
+    ([TINY, "--length", "512", "--text", "no/such.txt"], "no text 'no/such.txt'"),
+    ([TINY, "--length", "512", "--samples", "no.jsonl"], "give held_out as well"),
+    (
+        [TINY, "--length", "512", "--samples", "no.jsonl", "--held-out", "no2.jsonl"],
+        "cannot read samples from no.jsonl",
+    ),
+    ([TINY, "--length", "512", "--held-out", "0"], "held_out must be at least 1 sample"),
+    ([TINY, "--length", "512", "--count", "0"], "count must be at least 1 sample"),
+    (["no/such/model", "--length", "512"], "no such folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[says[:40] for _, says in BAD])
+def test_bad_input_is_refused_and_leaves_nothing(arguments, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    failed = run(*arguments)
+    assert isinstance(failed.exception, ValueError), failed.output
+    assert says in str(failed.exception)
+    assert "\n" not in str(failed.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_do_the_task_is_refused(tmp_path, monkeypatch):
+    """The tiny one knows no English."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("It was a text of no use, but it was not short. " * 300)
+    asked = ["--length", 1500, "--trained-length", 1000, "--text", "text.txt"]
+    failed = run(TINY, *asked, "--count", 1, "--held-out", 1)
+    assert "cannot find needles at its own trained length of 1,000" in str(failed.exception)
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_short_text_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("It was a short text. " * 20)
+    failed = run(TINY, "--length", 512, "--text", "text.txt")
+    assert "512 are needed: give a longer one or a shorter length" in str(failed.exception)
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_folder_of_another_search_is_left_as_it_is(done, tmp_path):
+    _, folder, asked = done
+    shutil.copytree(folder, tmp_path / "out")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    failed = run(*asked, "--folder", tmp_path / "out", "--seed", 7)
+    assert "is the state of another search: seed is 42 there and 7 here" in str(failed.exception)
+    (tmp_path / "file").touch()
+    failed = run(*asked, "--folder", tmp_path / "file")
+    assert "is a file: expected a folder" in str(failed.exception)
+    after = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert {name: after[name] for name in before} == before
+
+
+def test_stderr_has_progress_and_no_line_for_every_patch(samples, tmp_path):
+    asked = [TINY, "--length", 512, "--method", "ntk-rcd", "--budget", 1, *samples]
+    done = in_a_process(*asked, "--folder", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "best 0." in done.stderr
+    assert "patched" not in done.stderr
+    assert done.stdout.endswith(f"{tmp_path / 'out' / 'found.json'}\n")
+
+
+def test_a_refusal_is_one_line_and_exit_code_1(tmp_path):
+    done = in_a_process(TINY, "--length", 512, "--budget", 0, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    said = done.stderr.splitlines()
+    assert said == ["error: budget must be at least 1 candidate to measure, got 0"]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,152 @@
+"""Samples: which tokens are scored, token by token, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from searches import ASSETS, questions
+from transformers import AutoTokenizer
+
+from rope_patch.eval import texts
+from rope_patch.recipes.train_tiny import recall_batch
+from rope_patch.searching.samples import (
+    Sample,
+    digest,
+    document_samples,
+    needle_samples,
+    read_samples,
+    recalled,
+    swapped,
+)
+
+LENGTH = 1400  # the tiny vocabulary takes many tokens for the questions' own words
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ASSETS / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def needles(tokenizer):
+    return needle_samples(tokenizer, LENGTH, 5, seed=1, texts=["persuasion"])
+
+
+def test_needle_answers_are_the_values_that_stand_in_the_text(tokenizer, needles):
+    for sample in needles:
+        assert LENGTH - 250 < len(sample.ids) <= LENGTH
+        text = tokenizer.decode(sample.ids)
+        values = [tokenizer.decode(sample.ids[a:b]).strip() for a, b in sample.answers]
+        assert len({*values}) == 4
+        for value in values:
+            assert value.isdigit()
+            assert len(value) == 7
+            assert text.count(f"is: {value}.") == 1  # in the haystack
+            assert text.count(value) == 2  # and in the answer
+        assert text.endswith(f" {values[0]}, {values[1]}, {values[2]}, and {values[3]}")
+
+
+def test_needles_lie_at_different_depths(tokenizer, needles):
+    first = []
+    for sample in needles:
+        text = tokenizer.decode(sample.ids)
+        value = tokenizer.decode(sample.ids[slice(*sample.answers[0])]).strip()
+        first.append(text.index(value) / len(text))
+    assert first[0] < 0.35
+    assert first == sorted(first)
+    assert first[-1] > 0.5
+
+
+def test_controls_ask_the_same_of_texts_without_the_answers(tokenizer, needles):
+    controls = needle_samples(tokenizer, LENGTH, 5, seed=1, texts=["persuasion"], planted=False)
+    for sample, control in zip(needles, controls, strict=True):
+        asked = [[s.ids[a:b] for a, b in s.answers] for s in (sample, control)]
+        assert asked[0] == asked[1]
+        text = tokenizer.decode(control.ids)
+        for a, b in control.answers:
+            assert text.count(tokenizer.decode(control.ids[a:b])) == 1
+
+
+def test_seeds_and_texts_make_other_needles(tokenizer, needles):
+    again = needle_samples(tokenizer, LENGTH, 5, seed=1, texts=["persuasion"])
+    other = needle_samples(tokenizer, LENGTH, 5, seed=2, texts=["persuasion"])
+    assert digest(again) == digest(needles) != digest(other)
+    assert len({sample.group for sample in [*needles, *other]}) == 10
+
+
+def test_a_text_shorter_than_the_length_is_refused(tokenizer, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("Some words only. " * 20)
+    for make in (needle_samples, document_samples):
+        with pytest.raises(ValueError, match=r"short.txt' has \d+ tokens, 1,400 are needed"):
+            make(tokenizer, LENGTH, 2, 1, [str(path)])
+
+
+def test_documents_end_with_their_scored_eighth(tokenizer):
+    names = ["northanger_abbey", "persuasion"]
+    found = document_samples(tokenizer, 800, 12, seed=1, texts=names)
+    assert all(len(s.ids) == 800 and s.answers == ((700, 800),) and s.prose for s in found)
+    assert len({s.group for s in found}) == 12
+    everything = {name: tokenizer(texts.read(name)).input_ids for name in names}
+    for sample in found:
+        ids = everything[sample.group.split()[0]]
+        turn = int(sample.group.split()[1]) - 1 if " " in sample.group else 0
+        assert list(sample.ids) == ids[800 * turn : 800 * (turn + 1)]
+
+
+def test_recalled_values_are_single_tokens():
+    ids, labels = recall_batch(torch.Generator().manual_seed(0), 3, 128, 4)
+    for row, told, sample in zip(ids, labels, recalled(ids, labels), strict=True):
+        assert sample.positions == (told != -100).nonzero().flatten().tolist()
+        assert list(sample.ids) == row.tolist()
+        assert len(sample.answers) == 4
+
+
+def test_files_of_training_data_are_samples(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, 8, -100], "group": "a"},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, -100]},
+    ]
+    path.write_text("\n\n".join(map(json.dumps, rows)))
+    assert read_samples(path) == [
+        Sample((5, 6, 7, 8, 9), ((2, 4),), "a"),
+        Sample((5, 6, 7), ((1, 2),), "3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "holds no samples"),
+        ("{", "line 1: expected JSON with input_ids and labels"),
+        ('{"input_ids": [1, 2]}', "line 1: .*no 'labels'"),
+        ('{"input_ids": [1, 2], "labels": [-100]}', "got 2 input_ids and 1 labels"),
+        ('{"input_ids": [1, 2], "labels": [-100, 3]}', "position 1 is 3, its token 2"),
+        ('{"input_ids": [1, 2], "labels": [1, -100]}', "the first token has nothing before it"),
+        ('{"input_ids": [1, 2], "labels": [-100, -100]}', "answers must be spans"),
+        ('{"input_ids": [1, "a"], "labels": [-100, -100]}', "tokens are whole numbers"),
+        ("[1]", "line 1"),
+    ],
+)
+def test_files_that_hold_something_else_are_refused(tmp_path, content, said):
+    path = tmp_path / "samples.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=said):
+        read_samples(path)
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read samples from .*nothing\.jsonl"):
+        read_samples(tmp_path / "nothing.jsonl")
+
+
+def test_swapped_answers_are_others_of_the_same_kind():
+    samples = questions(count=4)
+    for sample, control in zip(samples, swapped(samples), strict=True):
+        assert control.answers == sample.answers
+        own = {sample.ids[p] for p in sample.positions}
+        assert not own & {control.ids[p] for p in control.positions}
+        rest = set(range(len(sample.ids))) - set(sample.positions)
+        assert all(sample.ids[p] == control.ids[p] for p in rest)
+    assert swapped(samples[:1]) == []

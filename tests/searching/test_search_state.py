@@ -1,0 +1,123 @@
+"""The state of a search: what is kept, what is refused, and that nothing is lost."""
+
+import json
+
+import pytest
+
+from rope_patch.searching.state import FILE, State
+
+IDENTITY = {"weights": "abc", "factor": 4.0, "options": {}, "versions": {"torch": "2"}}
+
+
+def filled(folder, count=3):
+    state = State(folder, IDENTITY)
+    for number in range(count):
+        state.put(f"search/{number}", {"fitness": 1 / (1 + number)})
+    state.close()
+    return folder / FILE
+
+
+def test_everything_is_there_again(tmp_path):
+    filled(tmp_path / "new" / "folder")
+    state = State(tmp_path / "new" / "folder", IDENTITY)
+    assert len(state) == 3
+    assert state.get("search/2") == {"fitness": 1 / 3}
+    assert state.get("search/3") is None
+
+
+def test_nothing_is_written_before_the_first_measurement(tmp_path):
+    State(tmp_path / "none", IDENTITY)
+    assert not (tmp_path / "none").exists()
+
+
+def test_every_line_is_on_the_disk_at_once(tmp_path):
+    state = State(tmp_path, IDENTITY)
+    for number in range(3):
+        state.put(str(number), {})
+        assert len((tmp_path / FILE).read_bytes().splitlines()) == 2 + number
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_half_a_last_line_is_dropped_and_overwritten(tmp_path, cut):
+    path = filled(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    state = State(tmp_path, IDENTITY)
+    assert len(state) == 2
+    state.put("search/2", {"fitness": 1 / 3})
+    state.close()
+    assert path.read_bytes() == whole
+
+
+def test_half_a_first_line_is_a_search_that_did_not_begin(tmp_path):
+    path = filled(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:30])
+    assert len(State(tmp_path, IDENTITY)) == 0
+    assert filled(tmp_path).read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weights": "xyz"}, 'weights is "abc" there and "xyz" here'),
+        ({"factor": 8.0, "options": {"a": 1}}, r"factor is 4.0 there and 8.0 here; options is \{"),
+        ({"more": 1}, "more is null there and 1 here"),
+    ],
+)
+def test_another_search_is_refused_and_left_as_it_is(tmp_path, changes, said):
+    path = filled(tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"the state of another search: {said}"):
+        State(tmp_path, IDENTITY | changes)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [(1, b"{}"), (1, b'{"format": "other/3"}'), (1, b"[]"), (2, b"\0\0\0"), (3, b'{"key": "a"}')],
+)
+def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path, number, line):
+    path = filled(tmp_path)
+    lines = path.read_bytes().splitlines()
+    lines[number - 1] = line
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="left as it is"):
+        State(tmp_path, IDENTITY)
+    assert path.read_bytes() == before
+
+
+def test_one_search_at_a_time(tmp_path):
+    first = State(tmp_path, IDENTITY)
+    first.put("a", {})
+    second = State(tmp_path, IDENTITY)
+    with pytest.raises(ValueError, match="another process searches in"):
+        second.lock()
+    first.put("b", {})
+    first.close()
+    second.lock()
+    assert len(second) == 2  # what came meanwhile
+    second.put("c", {})
+    assert len(State(tmp_path, IDENTITY)) == 3
+
+
+def test_without_a_folder_it_is_in_memory():
+    state = State(None, IDENTITY)
+    assert state.put("a", {"b": (1, 2)}) == {"b": [1, 2]} == state.get("a")
+    state.lock()
+    state.close()
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file: expected a folder"):
+        State(tmp_path / "file", IDENTITY)
+
+
+def test_numbers_come_back_as_they_were(tmp_path):
+    state = State(tmp_path, IDENTITY)
+    values = {"a": 0.1 + 0.2, "b": float("inf"), "c": [1e-300, 2 / 3]}
+    state.put("x", values)
+    state.close()
+    assert State(tmp_path, json.loads(json.dumps(IDENTITY))).get("x") == values
