@@ -6,10 +6,10 @@ from rope_patch.exporting import Export, export
 from rope_patch.loading import load
 from rope_patch.methods import frequencies, methods
 from rope_patch.patching import Patch, current, patch, unpatch
+from rope_patch.recommending import recommend
 from rope_patch.registering import register, unregister
 from rope_patch.saving import save
 from rope_patch.searching import Found, search
-from rope_patch.searching.recommending import recommend
 
 __all__ = [
     "Diagnosis",

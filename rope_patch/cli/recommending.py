@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 from pathlib import Path
@@ -82,8 +83,10 @@ def recommend(
     if dtype not in _DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     try:
-        from rope_patch.searching.recommending import recommend
+        from rope_patch.recommending import recommend
 
+        # Every candidate is a patch; what the package says of each would drown the progress.
+        logging.getLogger("rope_patch").setLevel(logging.WARNING)
         found = recommend(
             model,
             length=length,

@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import tiny_config
+from safetensors.torch import load_file
 from search_results import TINY, entry, found, rising
 from tiny_models import make_config
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import rope_patch
+from rope_patch.cli import app
 from rope_patch.reading import read_geometries
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.found import Found
@@ -176,7 +179,10 @@ def test_other_engines_get_the_stretches_for_all_lengths(tmp_path):
     assert spelled["long_mscale"] == result["attention_factor"]
     assert exports["vllm"]["arguments"][-2:] == ["--max-model-len", "1024"]
     assert "by the found stretches, too" in exports["vllm"]["notes"][-1]
-    assert "Phi-3 only" in exports["llama.cpp"]["refused"]  # no tensor of other architectures
+    assert exports["llama.cpp"]["tensors"] == {
+        "rope.freqs.weight": pytest.approx(result["long_factor"], rel=1e-12)
+    }
+    assert "llama.rope.scaling.attn_factor=float:1.25" in exports["llama.cpp"]["arguments"]
     assert exports["transformers"]["config"]["rope_parameters"]["short_factor"] == [1.0] * 16
 
 
@@ -188,7 +194,7 @@ def test_other_engines_get_the_stretches_for_all_lengths(tmp_path):
     ],
 )
 def test_llama_cpp_gets_the_method_that_was_found(tmp_path, candidate, flags):
-    """A base, or YaRN with another end of its ramp, can be said where stretches cannot."""
+    """A base, or YaRN with another end of its ramp, needs no tensor of the file."""
     found(candidate=candidate).save(tmp_path)
     said = json.loads((tmp_path / "exports.json").read_text())["llama.cpp"]
     at = said["arguments"].index(flags[0])
@@ -208,6 +214,34 @@ def test_llama_cpps_converter_reads_phi3s(tmp_path):
     assert spelled["long_factor"] == spelled["short_factor"] == pytest.approx(result["long_factor"])
     assert said["original_max_position_embeddings"] == result.trained_length
     assert said["max_position_embeddings"] == result.length
+
+
+def test_llama_cpps_graph_for_qwen_takes_no_stretches(tmp_path):
+    found(make_config("qwen3")).save(tmp_path)
+    said = json.loads((tmp_path / "exports.json").read_text())["llama.cpp"]
+    assert "its graph for qwen3 takes none" in said["refused"]
+
+
+def export(*words):
+    return CliRunner().invoke(app, ["export", *map(str, words)])
+
+
+def test_the_command_that_exports_it(tmp_path):
+    result = found()
+    result.save(tmp_path / "search")
+    words = ["--found", tmp_path / "search", "--engine", "llama.cpp"]
+    done = export(TINY, *words, "--write", tmp_path / "made", "--json")
+    assert done.exit_code == 0, done.output
+    exports = json.loads((tmp_path / "search" / "exports.json").read_text())
+    assert json.loads(done.stdout) == exports["llama.cpp"]
+    told = load_file(tmp_path / "made" / "model_rope_freqs.safetensors")["rope.freqs.weight"]
+    torch.testing.assert_close(told, torch.tensor(result["long_factor"]), rtol=1e-6, atol=0)
+    for extra in (["--method", "yarn"], ["--factor", "4"]):
+        assert "leave --method" in str(export(TINY, *words, *extra).exception)
+    config = AutoConfig.from_pretrained(TINY)
+    config.rope_parameters["rope_theta"] = 5e5
+    config.save_pretrained(tmp_path / "other")
+    assert "is not for this model" in str(export(tmp_path / "other", *words).exception)
 
 
 def test_without_a_config_there_is_the_result_alone(tmp_path):

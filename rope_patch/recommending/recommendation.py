@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.eval import files
 from rope_patch.eval.signing import strict
 from rope_patch.eval.statistics import Interval
-from rope_patch.searching.choosing import Choice
-from rope_patch.searching.scores import Scores, gap
+from rope_patch.recommending.choosing import Choice
+from rope_patch.recommending.scores import Scores, gap
 
 if TYPE_CHECKING:
+    from rope_patch.recommending.standing import Row
     from rope_patch.searching.found import Found
-    from rope_patch.searching.standing import Row
 
 FORMAT = "rope_patch.recommend/1"
 JSON, MARKDOWN, SEARCHED = "recommendation.json", "recommendation.md", "searched"
@@ -90,7 +90,7 @@ class Recommendation:
         Returns:
             The path of `recommendation.json`, which is written last.
         """
-        from rope_patch.searching.recounting import markdown
+        from rope_patch.recommending.recounting import markdown
 
         folder = Path(folder)
         if self.found is not None:
@@ -100,7 +100,7 @@ class Recommendation:
         return folder / JSON
 
     def __str__(self) -> str:
-        from rope_patch.searching.recounting import recount
+        from rope_patch.recommending.recounting import recount
 
         return recount(self)
 

@@ -19,8 +19,8 @@ from rope_patch.searching.keeping import Kept
 from rope_patch.searching.samples import Sample, read_samples
 
 if TYPE_CHECKING:
-    from rope_patch.searching.material import Material
-    from rope_patch.searching.recommendation import Recommendation
+    from rope_patch.recommending.material import Material
+    from rope_patch.recommending.recommendation import Recommendation
 
 MOST = 96  # samples of each kind, if there is time
 
@@ -88,12 +88,12 @@ def recommend(
         TypeError: A value of the wrong type.
     """
     # What these need, statistics above all, is no part of a plain installation.
-    from rope_patch.searching import contenders
-    from rope_patch.searching.judging import Judge
-    from rope_patch.searching.measuring import BLOCK, Bench, Clock, spent_before
-    from rope_patch.searching.recommendation import SEARCHED, Recommendation, rows_of
-    from rope_patch.searching.recounting import sentence
-    from rope_patch.searching.standing import held_out
+    from rope_patch.recommending import contenders
+    from rope_patch.recommending.judging import Judge
+    from rope_patch.recommending.measuring import BLOCK, Bench, Clock, spent_before
+    from rope_patch.recommending.recommendation import SEARCHED, Recommendation, rows_of
+    from rope_patch.recommending.recounting import sentence
+    from rope_patch.recommending.standing import held_out
 
     _require_sound(budget, most, BLOCK)
     processes = Processes()
@@ -214,7 +214,7 @@ def _material(
     most: int,
     seed: int,
 ) -> Material:
-    from rope_patch.searching import material
+    from rope_patch.recommending import material
 
     texts = [text] if isinstance(text, str) else text
     if tokenizer is None and (samples is None or texts is not None):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.searching.choosing import Contender
-from rope_patch.searching.contenders import PLAIN, Entry
-from rope_patch.searching.scores import Scores, gap
+from rope_patch.recommending.choosing import Contender
+from rope_patch.recommending.contenders import PLAIN, Entry
+from rope_patch.recommending.scores import Scores, gap
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.searching.measuring import BLOCK
+from rope_patch.recommending.measuring import BLOCK
 from rope_patch.searching.samples import Sample, digest, document_samples, needle_samples, swapped
 
 LONG, SHORT, PROSE, SEARCH = "long", "short", "prose", "search"

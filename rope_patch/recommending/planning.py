@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rope_patch.searching.measuring import BLOCK
+from rope_patch.recommending.measuring import BLOCK
 
 KEPT = 3  # rotations that halving stops at
 SCAN = 10  # evaluations that a search needs to be worth anything

@@ -19,7 +19,7 @@ from rope_patch.searching.samples import recalled
 from rope_patch.searching.state import FILE, State
 from rope_patch.searching.strategies import Strategy
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parent / "assets"
 TRAINED = 256
 LENGTH = 512
 _fork = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch

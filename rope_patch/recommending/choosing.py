@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rope_patch.eval.statistics import Interval, retention
-from rope_patch.searching.scores import Gap, Scores, answers, gap
+from rope_patch.recommending.scores import Gap, Scores, answers, gap
 
 # A method holds if it keeps this share of the answers that the plain model gets right.
 HOLDS = 0.5

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rope_patch.searching import planning
-from rope_patch.searching.choosing import Contender, choose
-from rope_patch.searching.planning import Costs
-from rope_patch.searching.scores import Scores, answers, gap
+from rope_patch.recommending import planning
+from rope_patch.recommending.choosing import Contender, choose
+from rope_patch.recommending.planning import Costs
+from rope_patch.recommending.scores import Scores, answers, gap
 
 TEXTS = 24
 
@@ -79,6 +79,12 @@ def test_among_prices_that_could_be_chance_engines_decide_and_then_simplicity(co
     assert choose([contender("many", options=17), contender("few", options=3)], PLAIN).name == "few"
     alike = [contender("follows", dynamic=True), contender("stays")]
     assert choose(alike, PLAIN).name == "stays"
+    # Engines come before simplicity, and numbers before staying the same.
+    assert choose(
+        [contender("simple", lost=1), contender("everywhere", options=3)], PLAIN
+    ).name == ("everywhere")
+    mixed = [contender("follows", dynamic=True), contender("many", options=3)]
+    assert choose(mixed, PLAIN).name == "follows"
 
 
 def test_the_dearer_static_method_loses_to_the_one_that_follows():

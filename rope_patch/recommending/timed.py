@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from rope_patch.recommending.material import SEARCH
+from rope_patch.recommending.measuring import Bench, Clock
+from rope_patch.recommending.planning import SCAN, Plan
 from rope_patch.searching.candidates import Candidate, Space
 from rope_patch.searching.keeping import Kept
 from rope_patch.searching.loop import run
-from rope_patch.searching.material import SEARCH
-from rope_patch.searching.measuring import Bench, Clock
-from rope_patch.searching.planning import SCAN, Plan
 from rope_patch.searching.proposing import Proposals
 from rope_patch.searching.strategies import STRATEGIES
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rope_patch.exporting import ENGINES, export
@@ -125,6 +125,16 @@ def searched(space: Space, strategy: str, candidate: Candidate) -> list[Entry]:
     if candidate.method == "yarn":
         found.append(_following(space, "yarn", options, f"{name}, dynamic", searched=True))
     return found
+
+
+def numbers(space: Space, rotation: Rotation) -> tuple[object, ...]:
+    """What a model would tell rotations apart by, but for rounding."""
+    if rotation.candidate is None:
+        return ()
+    space = replace(space, factor=rotation.factor)
+    found = [*rotation.candidate.stretch(space), rotation.candidate.attention_factor(space)]
+    start = rotation.candidate.options.get("start_tokens", 0)
+    return (*(f"{number:.6g}" for number in found), start)
 
 
 def refusal(model: Any, entry: Entry, space: Space, asked: Mapping[str, Any]) -> str | None:

@@ -4,20 +4,22 @@ import json
 import os
 import re
 import signal
+import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from searches import ASSETS, _fork, load, questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.methods import build
-from rope_patch.searching import contenders, material, measuring
-from rope_patch.searching.contenders import OWN, Rotation
+from rope_patch.recommending import contenders, material, measuring
+from rope_patch.recommending.contenders import OWN, Rotation
+from rope_patch.recommending.running import recommend
 from rope_patch.searching.fitness import find_space
 from rope_patch.searching.found import Found
-from rope_patch.searching.recommending import recommend
 from rope_patch.searching.scoring import Scorer
 from rope_patch.searching.state import FILE, State
 
@@ -405,3 +407,51 @@ def test_given_samples_are_told_apart_by_length_and_the_search_gets_its_own():
     assert compared | searched == {sample.ids for sample in long}
     assert not compared & searched
     assert "perplexity" in made.missing[0]
+
+
+def test_several_processes_find_the_same(model, tmp_path):
+    queue = _fork.Queue()
+    members = [
+        _fork.Process(target=_one_of, args=(rank, free_port, queue, tmp_path))
+        for free_port in [_free_port()]
+        for rank in range(2)
+    ]
+    try:
+        for process in members:
+            process.start()
+        found = dict(queue.get(timeout=240) for _ in members)
+    finally:
+        for process in members:
+            process.kill()
+    alone = ask(model, most=6)
+    for verdict, rows in found.values():
+        assert verdict == alone.verdict
+        for ours, theirs in zip(rows, alone.rows, strict=True):
+            assert ours["name"] == theirs["name"]
+            if ours["long"]:
+                assert ours["long"]["nll"] == pytest.approx(theirs["long"]["nll"], rel=1e-5)
+    assert json.loads((tmp_path / "recommendation.json").read_text())["verdict"] == alone.verdict
+
+
+def _free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _one_of(rank, port, queue, folder):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    PartialState._reset_state()  # of the process that this one was forked from
+    try:
+        found = ask(load(), folder=folder, most=6)
+        queue.put((rank, (found.verdict, found.rows)))
+    except BaseException as error:
+        queue.put((rank, (repr(error), [])))
+        raise

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rope_patch.eval.processes import Processes
+from rope_patch.recommending.contenders import Rotation
+from rope_patch.recommending.scores import Scores
 from rope_patch.searching.candidates import Space
-from rope_patch.searching.contenders import Rotation
 from rope_patch.searching.fitness import Fitness
 from rope_patch.searching.keeping import Kept
 from rope_patch.searching.samples import Sample
-from rope_patch.searching.scores import Scores
 
 BLOCK = 6  # samples that are measured together: the fewest texts that give an interval
 CLOCK = "clock"  # the key under which the time spent is kept

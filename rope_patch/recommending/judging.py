@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from rope_patch.searching import contenders, planning
+from rope_patch.recommending import contenders, planning
+from rope_patch.recommending.choosing import Choice, choose
+from rope_patch.recommending.contenders import OWN, PLAIN, Entry, Rotation
+from rope_patch.recommending.material import CONTROL, LONG, PROSE, SEARCH, SHORT
+from rope_patch.recommending.measuring import BLOCK, Bench, Clock, Failed
+from rope_patch.recommending.planning import Costs
+from rope_patch.recommending.scores import answers, gap
+from rope_patch.recommending.standing import Row, contender
+from rope_patch.recommending.timed import look
 from rope_patch.searching.able import MOST
 from rope_patch.searching.candidates import Space
-from rope_patch.searching.choosing import Choice, choose
-from rope_patch.searching.contenders import OWN, PLAIN, Entry, Rotation
 from rope_patch.searching.keeping import Kept
-from rope_patch.searching.material import CONTROL, LONG, PROSE, SEARCH, SHORT
-from rope_patch.searching.measuring import BLOCK, Bench, Clock, Failed
-from rope_patch.searching.planning import Costs
-from rope_patch.searching.scores import answers, gap
-from rope_patch.searching.standing import Row, contender
-from rope_patch.searching.timed import look
 
 _CHEAP = 0.1  # of what is left: prices of methods that are out are measured for the table
 
@@ -172,9 +171,11 @@ class Judge:
             self.not_measured.append(f"a search: {why}")
             return
         self.searched = found
-        known = {self._same(row.entry.long): name for name, row in self.rows.items()}
+        known = {
+            contenders.numbers(self.space, row.entry.long): name for name, row in self.rows.items()
+        }
         entries = contenders.searched(self.space, found.strategy, found.candidate)
-        if twin := known.get(self._same(entries[0].long)):
+        if twin := known.get(contenders.numbers(self.space, entries[0].long)):
             self.not_measured.append(
                 f"a searched method apart: of {len(found.history)} candidates none was better than "
                 f"{twin}"
@@ -188,7 +189,9 @@ class Judge:
 
     def _rounds(self) -> None:
         """More samples for the best, again and again."""
-        most = min(self.bench.blocks(kind) for kind in (LONG, SHORT, PROSE) if self._has(kind))
+        most = min(
+            self.bench.blocks(kind) for kind in (LONG, SHORT, PROSE) if self.bench.blocks(kind)
+        )
         while self.blocks < most:
             alive = len({row.entry.long.key for row in self._open()})
             if self.blocks > 1 or alive > planning.KEPT:
@@ -251,7 +254,7 @@ class Judge:
         name = row.entry.name
         try:
             row.short = self.bench.scores(row.entry.within, SHORT, blocks, name)
-            if self._has(PROSE):
+            if self.bench.blocks(PROSE):
                 row.prose = self.bench.scores(row.entry.within, PROSE, blocks, name)
         except Failed as error:
             self._out(row, f"failed: {error}")
@@ -279,15 +282,6 @@ class Judge:
     def _like(self, rotation: Rotation) -> list[Row]:
         return [row for row in self._open() if row.entry.long.key == rotation.key]
 
-    def _same(self, rotation: Rotation) -> Any:
-        """What a model would tell rotations apart by."""
-        if rotation.candidate is None:
-            return None
-        space = replace(self.space, factor=rotation.factor)
-        numbers = [*rotation.candidate.stretch(space), rotation.candidate.attention_factor(space)]
-        start = rotation.candidate.options.get("start_tokens", 0)
-        return (*(f"{number:.6g}" for number in numbers), start)
-
     def _kept_blocks(self, most: int) -> int:
         """How many blocks an earlier run has measured of all that are left."""
         rotations = [row.entry.long for row in self._open()]
@@ -303,9 +297,6 @@ class Judge:
     def _reserve(self) -> float:
         """Seconds for the control of the best, in the end."""
         return self._costs().long
-
-    def _has(self, kind: str) -> bool:
-        return self.bench.blocks(kind) > 0
 
     @property
     def _plain(self) -> Row:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.searching.choosing import Choice
-from rope_patch.searching.contenders import PLAIN
+from rope_patch.recommending.choosing import Choice
+from rope_patch.recommending.contenders import PLAIN
 
 if TYPE_CHECKING:
-    from rope_patch.searching.recommendation import Recommendation
+    from rope_patch.recommending.recommendation import Recommendation
 
 _NOTHING = "–"
 _NOTES = (
