@@ -36,31 +36,55 @@ def export(
     trained_length: TrainedLength = None,
     start: Start = "auto",
     option: Option = None,
+    found: Annotated[
+        str | None,
+        typer.Option(help="What to apply: the folder of a `rope-patch search`, not a method."),
+    ] = None,
+    write: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Make this folder for llama.cpp's converter: links to the model's files, with the "
+            "fields, and the stretches pair by pair if there are any.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what makes another engine rotate alike: config fields, words for its command line.
 
     What the engine would read otherwise is said in a form that it reads alike, or refused with the
-    reason. Reads the config only, no weights.
+    reason. Reads the config only, no weights, and writes nothing unless asked to.
 
     \b
     Examples:
       rope-patch export demo --engine vllm --method yarn --factor 4
       rope-patch export path/of/a/saved/patch --engine llama.cpp
+      rope-patch export ./my-model --engine llama.cpp --found out/search --write out/to-convert
     """
     from rope_patch import demo, patch
-    from rope_patch.exporting import export
+    from rope_patch.exporting import export, write_folder
+    from rope_patch.searching.found import Found
+    from rope_patch.searching.writing import exported
 
     path = demo.resolve(model)
     asked: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
     asked |= options(option)
-    empty = _empty(path, engine, patched=method is None)
+    given = [name for name, value in asked.items() if value is not None]
+    if found is not None and (method is not None or given):
+        raise ValueError("--found says it all: leave --method and what goes with it out")
+    empty = _empty(path, engine, patched=method is None and found is None)
     if method is not None:
         patch(empty, method, start=start, kernels="hf", **asked)
-    elif given := [name for name, value in asked.items() if value is not None]:
+    elif given:
         raise ValueError(f"{', '.join(given)} goes with a method: name it too, with --method")
-    found = export(empty, engine)
-    print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+    said = (
+        export(empty, engine)
+        if found is None
+        else exported(Found.load(found), engine, empty.config)
+    )
+    if write is not None:
+        write_folder(said, path, write)
+    print(json.dumps(said.to_dict(), indent=1) if as_json else said)
 
 
 def _empty(path: str, engine: str, patched: bool) -> Any:

@@ -9,10 +9,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from rope_patch.exporting import llama_cpp, mlx, sglang, transformers, vllm
+from rope_patch.exporting.folder import write_folder
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.target import Target
 
-__all__ = ["ENGINES", "Export", "export"]
+__all__ = ["ENGINES", "Export", "export", "write_folder"]
 
 _EXPORTS = {
     "transformers": transformers.export,
@@ -36,7 +37,7 @@ def export(model_or_config: Any, engine: str) -> Export:
         engine: One of "transformers" (5), "transformers4", "vllm", "sglang", "llama.cpp" and "mlx".
 
     Returns:
-        Fields of config.json, words for the command line, and notes; print it to read it.
+        Fields of config.json, words for the command line, tensors, and notes; print it to read it.
 
     Raises:
         ValueError: An engine that is not known, or one that would rotate otherwise whatever it is

@@ -1,7 +1,7 @@
 """llama.cpp: words for its command line, and fields of config.json for its converter.
 
-As its own code reads them (src/llama-context.cpp, src/llama-model.cpp, ggml's rope, common/arg.cpp
-and conversion/, 2026-09):
+As its own code reads them (src/llama-context.cpp, src/llama-model.cpp, src/models, ggml's rope,
+common/arg.cpp and conversion/, 2026-10):
 
 - theta, linear and YaRN come from flags or from the GGUF file; flags reach the layers without a
   window only, so windows that rotate alike need the file;
@@ -9,7 +9,10 @@ and conversion/, 2026-09):
   `rope.scaling.attn_factor`: newer releases ignore --yarn-attn-factor and attention_factor;
 - Llama 3's stretches are a tensor that the converter writes for Llama's own architecture; older
   converters take the original length from outside rope_parameters, 8,192 unless given;
-- other stretches pair by pair are tensors that the converter writes for Phi-3;
+- other stretches pair by pair are tensors that the converter writes for Phi-3; for Llama's own
+  architecture it takes them from a tensor beside the weights, `rope.freqs.weight`;
+- the converter passes that tensor on for Qwen and SmolLM3, too, and then their files do not load
+  ("wrong number of tensors"), and stops at it for Gemma, gpt-oss, Granite and OLMo;
 - stretches in the file act on top of what flags say;
 - llama-server cuts -c down to the context length that the file names.
 """
@@ -47,6 +50,8 @@ _ARCHITECTURES = {
     "smollm3": "smollm3",
 }
 _IN_FILE = ("llama3", "longrope", "proportional")  # scalings that are tensors of a GGUF file
+_STRETCHED = ("llama",)  # whose files may have stretches, and whose converter passes them on
+_STRETCHES = "rope.freqs.weight"  # as the converter knows it; rope_freqs.weight in the file
 
 
 def export(target: Target) -> Export:
@@ -58,21 +63,20 @@ def export(target: Target) -> Export:
     target.require_static(NAME)
     rotation = _only(target)
     flags, fields = _flags(target, rotation), _fields(target, rotation)
+    tensors: dict[str, list[float]] = {}
     if flags is None and fields is None:
-        raise target.refuse(
-            NAME,
-            "a GGUF file has stretches pair by pair for Phi-3 only, and Llama 3's for Llama's own "
-            "architecture; use linear, ntk, abf, yarn or ntk-by-parts"
-            + (
-                ", the last two with start='unscaled'"
-                if own_scaling(rotation.standing) in _IN_FILE
-                else ""
-            ),
-        )
+        tensors = {_STRETCHES: _stretches(target, rotation)}
+        fields = _said(target, rotation, {"rope_type": "default", "rope_theta": rotation.theta})
     notes = []
     if flags is not None:
         flags = [*flags, *_file(target, "context_length=int", target.length)]
-    if flags is None:
+    if tensors:
+        notes.append(
+            "convert from a folder with these fields in config.json and the tensor in a "
+            "model*.safetensors beside the weights; `rope-patch export --write FOLDER` and "
+            "rope_patch.exporting.write_folder make it, with links to the weights"
+        )
+    elif flags is None:
         notes.append(
             "convert from a folder with these fields in config.json: no flags say the same for "
             "every layer of a file that was converted without them"
@@ -84,7 +88,7 @@ def export(target: Target) -> Export:
             "the flags are for a GGUF file that was converted from the model as it was; in one "
             "converted from a folder with these fields they change nothing"
         )
-    attention = _attention(target, rotation)
+    attention = _attention(target, rotation, "default" if tensors else rotation.scaling)
     if attention and fields is not None:
         notes.append("the attention factor is said by --override-kv in any case, and by no field")
     return Export(
@@ -92,6 +96,7 @@ def export(target: Target) -> Export:
         config=target.nested(fields or {}),
         arguments=[*(flags or []), *attention, "-c", str(target.length)],
         notes=notes,
+        tensors=tensors,
     )
 
 
@@ -104,8 +109,6 @@ def _only(target: Target) -> Rotation:
                 NAME,
                 "how it sharpens multi-head latent attention is not known here; use ntk or abf",
             )
-        if not rotation.parameters.get("truncate", True):
-            raise target.refuse(NAME, "its YaRN is always truncated; leave truncate=False out")
     if not target.layers_differ:
         return rotations[None]
     if target.model_type != "gemma3_text" or target.changed != ("full_attention",):
@@ -121,9 +124,12 @@ def _flags(target: Target, rotation: Rotation) -> list[str] | None:
     kinds = getattr(target.text, "layer_types", None) or []
     if not target.layers_differ and "sliding_attention" in kinds:
         return None
+    if _untruncated(rotation):
+        return None
     own = own_scaling(rotation.standing)
     if own in _IN_FILE:
-        return _on_top(rotation)
+        llamas = own == "llama3" and _ARCHITECTURES.get(target.model_type) in _STRETCHED
+        return _on_top(rotation) if llamas or target.model_type == "phi3" else None
     parameters, scaling = rotation.parameters, rotation.scaling
     words: list[str]
     if scaling == "default":
@@ -172,6 +178,8 @@ def _fields(target: Target, rotation: Rotation) -> dict[str, Any] | None:
             parameters = rotation.explicit(target.length)
         parameters["original_max_position_embeddings"] = original
         extra = {"original_max_position_embeddings": original}
+    elif _untruncated(rotation):
+        return None
     elif scaling == "yarn":
         for key in ("attention_factor", "mscale", "mscale_all_dim", "truncate"):
             parameters.pop(key, None)
@@ -181,16 +189,43 @@ def _fields(target: Target, rotation: Rotation) -> dict[str, Any] | None:
         extra = {"original_max_position_embeddings": parameters["original_max_position_embeddings"]}
     elif scaling not in ("default", "linear"):
         return None
+    return _said(target, rotation, parameters) | extra
+
+
+def _said(target: Target, rotation: Rotation, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The fields for a rotation, spelled otherwise."""
     spelled = {k: r.parameters for k, r in target.rotations.items()}
     (kind,) = (k for k, r in target.rotations.items() if r is rotation)
     spelled[kind] = parameters
-    fields = {"max_position_embeddings": target.length, **target.fields(spelled)}
-    return fields | extra
+    return {"max_position_embeddings": target.length, **target.fields(spelled)}
 
 
-def _attention(target: Target, rotation: Rotation) -> list[str]:
-    """What makes the attention factor that no flag sets any more."""
-    scaling = rotation.scaling
+def _untruncated(rotation: Rotation) -> bool:
+    return rotation.scaling == "yarn" and not rotation.parameters.get("truncate", True)
+
+
+def _stretches(target: Target, rotation: Rotation) -> list[float]:
+    """The tensor that says it pair by pair, for what nothing else says."""
+    if _ARCHITECTURES.get(target.model_type) not in _STRETCHED:
+        raise target.refuse(
+            NAME,
+            "its YaRN is always truncated; leave truncate=False out"
+            if _untruncated(rotation)
+            else "a GGUF file has stretches pair by pair for Llama's own architecture and Phi-3 "
+            f"only, none for {target.model_type}; use linear, ntk, abf, yarn or ntk-by-parts"
+            + (", with start='unscaled'" if own_scaling(rotation.standing) in _IN_FILE else ""),
+        )
+    return rotation.stretch
+
+
+def _attention(target: Target, rotation: Rotation, scaling: str) -> list[str]:
+    """What makes the attention factor that no flag sets any more.
+
+    Args:
+        target: The model.
+        rotation: Its rotation.
+        scaling: What it is passed as.
+    """
     made = attention_law(rotation.parameters["factor"]) if scaling == "yarn" else 1.0
     if rotation.attention_factor == made and target.model_type != "phi3":
         return []

@@ -18,12 +18,15 @@ class Export:
             on the command line; empty where no field says it.
         arguments: Words to add to the engine's command line.
         notes: What else is to be known, a sentence each.
+        tensors: Numbers that a converter takes from beside the weights, by tensor name;
+            `write_folder` puts them there.
     """
 
     engine: str
     config: dict[str, Any] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    tensors: dict[str, list[float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -35,4 +38,6 @@ class Export:
             lines += ["  command line:", f"    {shlex.join(self.arguments)}"]
         if self.config:
             lines += ["  config.json:", f"    {json.dumps(self.config)}"]
+        for name, numbers in self.tensors.items():
+            lines += ["  tensor:", f"    {name}: {len(numbers)} numbers, float32"]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])

@@ -21,7 +21,7 @@ from rope_patch.searching.samples import (
 FITNESS = ("needles", "documents", "both")
 COUNT = 8  # samples of each kind
 JUDGED = 2  # times as many, for the final numbers
-_ABLE = 8
+_ABLE = (4, 8)  # what the model must manage first: as many as are searched by, within these
 
 Given = Sequence[Sample] | str | os.PathLike[str]
 
@@ -110,18 +110,19 @@ def _made(
 ) -> Sets:
     texts = [text] if isinstance(text, str) else text
     trained = space.geometry.trained_length
+    able = min(max(count, _ABLE[0]), _ABLE[1])
     sets = Sets([], [], {}, {})
     if fitness in ("needles", "both"):
         # Held-out ones are of another seed; novels are long, so other places in them as well.
         for into, number, of in ((sets.search, count, seed), (sets.held_out, judged, seed + 1)):
             into += needle_samples(tokenizer, space.length, number, of, texts)
         for asked, planted in ((sets.able, True), (sets.controls, False)):
-            asked["needles"] = needle_samples(tokenizer, trained, _ABLE, seed, texts, planted)
+            asked["needles"] = needle_samples(tokenizer, trained, able, seed, texts, planted)
     if fitness in ("documents", "both"):
         found = document_samples(tokenizer, space.length, count + judged, seed, texts)
         sets.search.extend(found[:count])
         sets.held_out.extend(found[count:])
-        sets.able["documents"] = document_samples(tokenizer, trained, _ABLE, seed, texts)
+        sets.able["documents"] = document_samples(tokenizer, trained, able, seed, texts)
     return sets
 
 

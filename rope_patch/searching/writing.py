@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.eval import files
 
 if TYPE_CHECKING:
+    from rope_patch.exporting import Export
     from rope_patch.searching.found import Found
 
 CONFIG, EXPORTS, PICTURE = "config.json", "exports.json", "picture.svg"
@@ -19,11 +20,13 @@ _OWN = "transformers"  # the engine that has both sets of stretches
 
 def write_beside(found: Found, folder: Path) -> None:
     """Writes what can be written; see `Found.save`."""
+    from rope_patch.exporting.folder import merged
+
     exports = exports_of(found)
     if exports:
         said = exports.get(_OWN, {})
         if "refused" not in said:
-            config = _merged(found.config, said["config"])
+            config = merged(found.config, said["config"])
             files.write(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         else:
             (folder / CONFIG).unlink(missing_ok=True)  # an earlier result's would be wrong
@@ -48,41 +51,60 @@ def exports_of(found: Found) -> dict[str, Any]:
     exports: dict[str, Any] = {}
     for engine in ENGINES:
         try:
-            exports[engine] = _exported(found, engine)
+            exports[engine] = exported(found, engine).to_dict()
         except ValueError as error:
             exports[engine] = {"engine": engine, "refused": str(error)}
     return exports
 
 
-def _exported(found: Found, engine: str) -> dict[str, Any]:
+def exported(found: Found, engine: str, config: Any = None) -> Export:
+    """What one engine is to be given; see `exports_of`.
+
+    Args:
+        found: The search's result.
+        engine: One of `rope_patch.exporting.ENGINES`.
+        config: Of the checkpoint that it is for, without a patch; else of the one that was
+            searched.
+
+    Raises:
+        ValueError: The engine has no form for it, or the result is not for this model.
+    """
     from rope_patch.exporting import export
 
+    config = config_of(found) if config is None else config
     arguments = found.arguments()
     if engine.startswith(_OWN):
-        return export(_patched(found, "longrope", arguments), engine).to_dict()
+        return export(_patched(found, config, "longrope", arguments), engine)
     arguments["short_factor"] = arguments["long_factor"]
     candidate = found.candidate
     said = None
     if candidate.method != "longrope":  # a form that more engines know
         named = {"factor": found.factor, **candidate.options, **found.asked}
         with contextlib.suppress(ValueError):
-            said = export(_patched(found, candidate.method, named), engine).to_dict()
+            said = export(_patched(found, config, candidate.method, named), engine)
     if said is None:
-        said = export(_patched(found, "longrope", arguments), engine).to_dict()
-    said["notes"].append(
+        said = export(_patched(found, config, "longrope", arguments), engine)
+    said.notes.append(
         "rotates sequences up to the trained length by the found stretches, too; rope_patch and "
         "transformers leave their frequencies as they were"
     )
     return said
 
 
-def _patched(found: Found, method: str, arguments: dict[str, Any]) -> Any:
+def _patched(found: Found, config: Any, method: str, arguments: dict[str, Any]) -> Any:
     """The model without weights, patched."""
     from rope_patch.loading import empty_model
     from rope_patch.patching import patch
 
-    model = empty_model(found.model, config_of(found))
-    patch(model, method, kernels="hf", **arguments)
+    model = empty_model(found.model, copy.deepcopy(config))
+    handle = patch(model, method, kernels="hf", **arguments)
+    here = handle.geometries.get(found.layer_type)
+    told = [(g.theta, g.rotary_dim, g.trained_length) for g in (here, found.geometry) if g]
+    if told[0] != told[-1] or here is None:
+        raise ValueError(
+            f"what was found for {found.model} is not for this model: expected theta, rotating "
+            f"dimensions and trained length {told[-1]}, got {told[0] if here else 'no such layer'}"
+        )
     return model
 
 
@@ -99,12 +121,3 @@ def config_of(found: Found) -> Any:
         return AutoConfig.for_model(said.pop("model_type"), **said)
     except KeyError as error:
         raise ValueError(f"the config of {found.model} names no model_type") from error
-
-
-def _merged(config: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A config with other fields; those of a nested config go into it."""
-    merged = dict(config)
-    for name, value in new.items():
-        nested = isinstance(value, dict) and name.endswith("_config")
-        merged[name] = _merged(merged.get(name) or {}, value) if nested else value
-    return merged

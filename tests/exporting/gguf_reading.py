@@ -12,12 +12,13 @@ from readings import Unread, head_size, llama3, need, plain, su, yarn_ramp
 _LLAMA = ("llama", "mistral", "mixtral")
 
 
-def convert(config, release="new"):
+def convert(config, release="new", tensors=None):
     """A GGUF file's entries and tensors, by the names they have there without the architecture.
 
     Args:
         config: config.json, a dict.
         release: "old" for a converter that took Llama 3's original length from elsewhere.
+        tensors: Those that lie beside the weights, by name.
     """
     rope = dict(config["rope_parameters"])
     if (original := config.get("original_max_position_embeddings")) is not None:
@@ -51,7 +52,13 @@ def convert(config, release="new"):
         for name, entry in names.items():
             if inner.get(name) is not None:
                 file[f"rope.scaling.{entry}"] = inner[name]
+    for name, numbers in (tensors or {}).items():
+        need(name == "rope.freqs.weight", "Can not map tensor")
+        need(model in _LLAMA, "done_getting_tensors: wrong number of tensors")
+        need(len(numbers) == size // 2, "tensor 'rope_freqs.weight' has wrong shape")
+        file["rope_freqs"] = np.array(numbers, np.float32)
     if kind == "llama3" and model in _LLAMA:
+        need("rope_freqs" not in file, "Duplicated tensor name 'rope_freqs.weight'")
         outer = config if release == "old" else inner
         original = outer.get("original_max_position_embeddings", 8192)
         names = ("factor", "low_freq_factor", "high_freq_factor")

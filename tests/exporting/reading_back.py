@@ -97,7 +97,8 @@ def read(original, export, kind):
                 file = gguf_reading.convert(original.to_dict(), release)
                 yield gguf_reading.rotate(file, export.arguments, sliding, release)
             if export.config:
-                file = gguf_reading.convert(written(original, export.config), release)
+                config = written(original, export.config)
+                file = gguf_reading.convert(config, release, export.tensors)
                 yield gguf_reading.rotate(file, export.arguments, sliding, release)
                 if "--rope-scaling" in words and "attn_factor" not in str(words):
                     yield gguf_reading.rotate(file, ["-c", words["-c"]], sliding, release)

@@ -8,7 +8,6 @@ import rope_patch
 from rope_patch.exporting import ENGINES
 
 _ANY_STRETCH = {"ntk-by-parts-2023-06", "longrope", "proportional", "nope"}
-_LLAMA = {"Llama-2", "Llama-3", "SmolLM2", "Mistral"}
 
 # What an engine has no form for; everything else has to come out.
 REFUSED = {
@@ -22,8 +21,6 @@ REFUSED = {
         "gpt-oss": {"yarn-untruncated", "ntk-by-parts-2023-06", "longrope", "nope"},
     },
     "llama.cpp": {
-        **dict.fromkeys(_LLAMA, {"yarn-untruncated"} | _ANY_STRETCH),
-        "Llama-3.1": set(METHODS) - {"linear", "ntk", "abf"},
         "Qwen2.5": {"yarn-untruncated", "llama3"} | _ANY_STRETCH,
         "Qwen3": {"yarn-untruncated", "llama3"} | _ANY_STRETCH,
         "gpt-oss": {"yarn-untruncated", "llama3"} | _ANY_STRETCH,

@@ -182,15 +182,33 @@ def test_perplexity_of_a_novel(model, as_it_was, method):
     assert np.exp(-np.mean(theirs)) == pytest.approx(np.exp(-np.mean(ours)), rel=1e-3)
 
 
-@pytest.mark.parametrize("method", ["yarn", "llama3"])
-def test_fields_in_the_file(model, tokens, tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "options", "tensor"),
+    [
+        ("yarn", {}, False),
+        ("llama3", {}, True),
+        ("longrope", {"attention_factor": 1.2}, True),
+        ("longrope", {"attention_factor": 1.0, "still": True}, True),
+    ],
+)
+def test_fields_in_the_file(model, tokens, tmp_path, method, options, tensor):
     """As the converter writes them, told again in gguf_reading.py."""
-    with rope_patch.patch(model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf"):
+    if method == "longrope":  # no curve that another method makes
+        still = options.pop("still", False)
+        stretches = [1 + (i % 3) / 4 + 3 * i / 32 for i in range(32)]
+        stretches = stretches[:24] + [1e18] * 8 if still else stretches
+        options = {**options, "long_factor": stretches, "short_factor": stretches}
+    with rope_patch.patch(
+        model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf", **options
+    ):
         found = rope_patch.export(model, "llama.cpp")
-        file = gguf_reading.convert({**model.config.to_dict(), **found.config})
+        config = {**model.config.to_dict(), **found.config}
+        file = gguf_reading.convert(config, tensors=found.tensors)
+        if found.tensors:
+            gguf_reading.parse(found.arguments, file)  # --override-kv, as `overridden` does it
         stretches = file.pop("rope_freqs", None)
         del file["size"]
-        assert (stretches is not None) == (method == "llama3")
+        assert (stretches is not None) == tensor
         write(tmp_path / "made.gguf", file, stretches)
         got = next_token(tmp_path / "made.gguf", ["-c", "512"], tokens)
         assert assert_same_next_token(model, got, tokens) < 1e-3

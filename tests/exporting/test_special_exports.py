@@ -277,3 +277,49 @@ def test_several_positions_a_token_have_no_scaling_but_yarn():
         said = rope_patch.export(found, engine).config["rope_parameters"]
         assert said["rope_type"] == "yarn"
         assert said["mrope_section"] == found.config.rope_parameters["mrope_section"]
+
+
+class TestStretchesForLlamaCpp:
+    """Those that a GGUF file of Llama's architecture has as a tensor."""
+
+    @pytest.mark.parametrize("name", ["Llama-2", "Llama-3.1", "Mistral"])
+    def test_they_are_the_tensor_and_nothing_else(self, name):
+        found, handle = patched(name, "longrope", attention_factor=1.25)
+        export = rope_patch.export(found, "llama.cpp")
+        theta = CHECKPOINTS[name].rope_parameters["rope_theta"]
+        spelled = {"rope_type": "default", "rope_theta": theta}
+        assert export.config["rope_parameters"] == spelled
+        (stretches,) = export.tensors.values()
+        pair = torch.arange(64, dtype=torch.float64)
+        told = theta ** (-pair / 64) / torch.tensor(stretches, dtype=torch.float64)
+        torch.testing.assert_close(told, handle.frequencies[None].inv_freq, rtol=1e-12, atol=0)
+        assert "--override-kv llama.rope.scaling.attn_factor=float:1.25" in " ".join(
+            export.arguments
+        )
+        assert "64 numbers" in str(export)
+        assert export.to_dict()["tensors"] == export.tensors
+
+    def test_pairs_that_stand_still_are_finite_in_float32(self):
+        found, handle = patched("SmolLM2", "nope")
+        export = rope_patch.export(found, "llama.cpp")
+        numbers = torch.tensor(export.tensors["rope.freqs.weight"], dtype=torch.float32)
+        assert (handle.frequencies[None].inv_freq == 0).any()
+        assert numbers.isfinite().all()
+        turned = 2.0**20 / numbers.double() * handle.frequencies[None].inv_freq.eq(0)
+        assert turned.max() < 1e-11  # radians after a million tokens
+
+    @pytest.mark.parametrize("name", ["Qwen3", "Qwen2.5", "gpt-oss", "Gemma-3-1B"])
+    def test_other_architectures_have_none(self, name):
+        found, _ = patched(name, "longrope")
+        with pytest.raises(ValueError, match=r"Phi-3 only, none for .*; use linear"):
+            rope_patch.export(found, "llama.cpp")
+
+    def test_stretches_of_its_own_that_no_converter_writes(self):
+        """A model saved with its stretches, and what is built on them."""
+        found, handle = patched("Llama-2", "longrope")
+        config = AutoConfig.for_model(**json.loads(json.dumps(found.config.to_dict())))
+        assert_alike(config, found, handle, rope_patch.export(config, "llama.cpp"), loose=True)
+        with torch.device("meta"):
+            again = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        handle = rope_patch.patch(again, "linear", factor=2.0, start="running", kernels="hf")
+        assert_alike(config, again, handle, rope_patch.export(again, "llama.cpp"), loose=True)

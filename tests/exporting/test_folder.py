@@ -1,0 +1,179 @@
+"""The folder that llama.cpp's converter is given: its own files, and links to all others."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import rope_patch
+from rope_patch.cli import app
+from rope_patch.exporting import write_folder
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+STRETCHES = [1.0 + i**2 / 50 for i in range(16)]
+
+
+def read():
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def export():
+    model = read()
+    rope_patch.patch(
+        model,
+        "longrope",
+        factor=4.0,
+        kernels="hf",
+        attention_factor=1.25,
+        long_factor=STRETCHES,
+        short_factor=STRETCHES,
+    )
+    return rope_patch.export(model, "llama.cpp")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return Path(shutil.copytree(TINY, tmp_path / "source"))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def parts(folder):
+    """What the converter reads: conversion/base.py:index_tensors, told again."""
+    index = folder / "model.safetensors.index.json"
+    names = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name.startswith("model") and path.name.endswith(".safetensors")
+    )
+    told = set()
+    if index.is_file():
+        told = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(told.values()))
+    tensors = {}
+    for name in names:
+        tensors |= load_file(folder / name)
+    assert not told or told.keys() == tensors.keys(), "Mismatch between weight map and model parts"
+    return names, tensors
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_it_has_what_the_converter_reads(export, source, tmp_path, sharded):
+    if sharded:
+        (source / "model.safetensors").unlink()
+        read().save_pretrained(source, max_shard_size="200KB")
+    (source / "rope_patch.json").write_text("{}")
+    before = contents(source)
+    made = write_folder(export, source, tmp_path / "deep" / "made")
+    names, tensors = parts(made)
+    assert len(names) > 2 if sharded else names[0] == "model.safetensors"
+    assert "rope" in names[-1]  # the type to write is guessed from the first
+    stretches = tensors.pop("rope.freqs.weight")
+    assert torch.equal(stretches, torch.tensor(STRETCHES))
+    _, expected = parts(source)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    for name in names[:-1]:
+        assert (made / name).is_symlink()
+    config = json.loads((made / "config.json").read_text())
+    assert config["max_position_embeddings"] == 1024
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (made / "tokenizer.json").read_bytes() == before["tokenizer.json"]
+    assert not (made / "rope_patch.json").exists()
+    assert contents(source) == before
+    assert list((tmp_path / "deep").iterdir()) == [made]
+
+
+def test_links_where_the_disk_has_none(export, source, tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError("not here")
+
+    monkeypatch.setattr("os.symlink", none)
+    linked = write_folder(export, source, tmp_path / "hard")
+    assert (linked / "model.safetensors").samefile(source / "model.safetensors")
+    monkeypatch.setattr("os.link", none)
+    copied = write_folder(export, source, tmp_path / "copied")
+    assert not (copied / "model.safetensors").samefile(source / "model.safetensors")
+    assert contents(copied) == contents(linked)
+
+
+def test_fields_of_transformers_4_do_not_stay(export, source, tmp_path):
+    """Llama 3.1's config.json; its stretches would be written a second time."""
+    path = source / "config.json"
+    said = json.loads(path.read_text())
+    del said["rope_parameters"]
+    said |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    path.write_text(json.dumps(said))
+    made = write_folder(export, source, tmp_path / "made")
+    config = json.loads((made / "config.json").read_text())
+    assert "rope_scaling" not in config
+    assert config["rope_theta"] == 10000.0
+    assert AutoConfig.from_pretrained(made).rope_parameters["rope_type"] == "default"
+
+
+def test_fields_alone(source, tmp_path):
+    model = read()
+    rope_patch.patch(model, "yarn", factor=4.0, kernels="hf")
+    made = write_folder(rope_patch.export(model, "llama.cpp"), source, tmp_path / "made")
+    assert parts(made)[0] == ["model.safetensors"]
+    config = json.loads((made / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "yarn"
+
+
+class TestRefused:
+    def expect(self, match, export, source, folder):
+        before = sorted(folder.parent.rglob("*"))
+        with pytest.raises(ValueError, match=match):
+            write_folder(export, source, folder)
+        assert sorted(folder.parent.rglob("*")) == before
+
+    def test_nothing_is_overwritten(self, export, source, tmp_path):
+        folder = tmp_path / "made"
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+        self.expect("not empty", export, source, folder)
+        self.expect("not empty", export, source, folder / "notes.txt")
+        self.expect("not empty", export, source, source)
+        (folder / "notes.txt").unlink()
+        assert (write_folder(export, source, folder) / "config.json").is_file()
+
+    def test_sources_that_the_converter_would_not_read(self, export, source, tmp_path):
+        self.expect("is not a folder", export, tmp_path / "none", tmp_path / "made")
+        save_file({"rope.freqs.weight": torch.ones(16)}, source / "model-2.safetensors")
+        self.expect("rope.freqs.weight already", export, source, tmp_path / "made")
+        for path in source.glob("model*"):
+            path.unlink()
+        (source / "pytorch_model.bin").touch()
+        self.expect("save_pretrained", export, source, tmp_path / "made")
+
+    def test_a_damaged_config(self, export, source, tmp_path):
+        (source / "config.json").write_text("{")
+        self.expect("is damaged", export, source, tmp_path / "made")
+
+    def test_what_no_folder_is_for(self, source, tmp_path):
+        model = read()
+        rope_patch.patch(model, "yarn", factor=4.0, kernels="hf")
+        self.expect("for vllm", rope_patch.export(model, "vllm"), source, tmp_path / "made")
+        empty = rope_patch.exporting.Export("llama.cpp", arguments=["-c", "1024"])
+        self.expect("nothing to convert anew", empty, source, tmp_path / "made")
+
+
+def test_the_command(tmp_path):
+    """`--write`; what a search found is written in tests/searching/test_found.py."""
+    words = ["export", str(TINY), "--engine", "llama.cpp", "--method", "longrope", "--factor", "4"]
+    words += ["--option", "attention_factor=1.25", "--write", str(tmp_path / "made")]
+    for name in ("long", "short"):
+        words += ["--option", f"{name}_factor={STRETCHES}"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "attn_factor=float:1.25" in done.stdout
+    assert torch.equal(parts(tmp_path / "made")[1]["rope.freqs.weight"], torch.tensor(STRETCHES))
