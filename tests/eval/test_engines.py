@@ -237,6 +237,7 @@ class TestOverrides:
 
 
 class TestRun:
+    @pytest.mark.slow
     def test_lm_eval_runs_the_command_and_scores_as_we_do(self, tmp_path):
         """In a process of its own, with transformers in vLLM's place."""
         names = ("rp_niah_single_1", "rp_niah_single_2_ll")

@@ -131,7 +131,11 @@ def test_the_same_request_continues_without_computing_again(finished, monkeypatc
 
 
 # Under each method 4 answers are generated, 4 scored alone, and 12 choices in batches.
-@pytest.mark.parametrize("moment", [{"answers": 3}, {"answers": 13}, {"pieces": 7}], ids=str)
+@pytest.mark.parametrize(
+    "moment",
+    [{"answers": 13}, {"pieces": 7}, pytest.param({"answers": 3}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_killed_run_goes_on_to_the_same_numbers(finished, tmp_path, moment):
     _, expected = finished
     asked = request(tmp_path)

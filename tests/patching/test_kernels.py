@@ -179,8 +179,15 @@ def test_queries_alone_where_a_model_rotates_one_tensor_at_a_time(counted):
 # -- with frequencies that follow the sequence -----------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3"])
-@pytest.mark.parametrize("kernels", OURS)
+@pytest.mark.parametrize(
+    ("kernels", "family"),
+    [
+        *(("reference", family) for family in ("llama", "qwen3", "gemma3", "phi3")),
+        ("triton", "llama"),
+        # Interpreted, they take half a minute each.
+        *(pytest.param("triton", f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3", "phi3")),
+    ],
+)
 def test_decoding_is_as_if_all_keys_were_rotated_afresh(kernels, family):
     model = make_model(family)
     end = TRAINED + (30 if kernels == "triton" else 160)

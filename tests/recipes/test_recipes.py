@@ -78,7 +78,13 @@ def documents(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=CASES)
+SLOW = ("decay", "control")  # what these change, other cases pass through as well
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES],
+)
 def both(request, tmp_path_factory, documents):
     """A recipe, run by both: its name, and the two folders."""
     changes = {k: v for k, v in CASES[request.param].items() if v is not None}

@@ -96,7 +96,10 @@ def test_kill_while_a_checkpoint_is_written(recipe, moment, truth, tmp_path):
     assert kept == {f"checkpoint-{step}" for step in ([6] if going else [2, 4, 6])}
 
 
-@pytest.mark.parametrize(("megabytes", "failing", "left"), [(3, 2, None), (5, 4, 2), (6, 4, 2)])
+@pytest.mark.parametrize(
+    ("megabytes", "failing", "left"),
+    [(3, 2, None), (5, 4, 2), pytest.param(6, 4, 2, marks=pytest.mark.slow)],
+)
 def test_full_disk_leaves_the_checkpoint_before(
     recipe, megabytes, failing, left, disk, truth, tmp_path
 ):

@@ -203,6 +203,7 @@ def test_the_same_again_measures_nothing(whole, model, machine):
     assert again.found.history == found.found.history
 
 
+@pytest.mark.slow
 def test_a_larger_budget_goes_on(model, machine, tmp_path):
     small = ask(model, budget=1.4, samples=samples(24, 24), folder=tmp_path)
     spent, scored = machine.now, machine.scored
@@ -215,7 +216,7 @@ def test_a_larger_budget_goes_on(model, machine, tmp_path):
     assert scored > 0
 
 
-@pytest.mark.parametrize("after", [1, 16])
+@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_a_killed_run_goes_on(model, tmp_path, machine, after):
     process = _fork.Process(target=_killed, args=(after, tmp_path))
     process.start()
