@@ -19,6 +19,7 @@ from rope_patch.cli.options import (
     Json,
     Length,
     Model,
+    Start,
     TrainedLength,
     options,
     split,
@@ -89,13 +90,7 @@ def search(
     layer_types: Annotated[
         str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
     ] = None,
-    start: Annotated[
-        str,
-        typer.Option(
-            help="Where the config scales already: stretch the `unscaled` frequencies, or those "
-            "that the model is `running` with."
-        ),
-    ] = "auto",
+    start: Start = "auto",
     option: Annotated[
         list[str] | None,
         typer.Option(
