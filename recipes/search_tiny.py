@@ -1,0 +1,216 @@
+"""Measure what each strategy of search finds on the tiny models, and after how many evaluations.
+
+What: the models of train_tiny.py, trained on 256 tokens, are taken to 1,024 and 2,048 tokens by
+every strategy of `rope_patch.searching`. All are judged by the same recall sequences; what they
+found, and the methods that nobody has to search, are then asked others. It shows how many
+evaluations a strategy needs, and whether what it finds is worth anything beyond its own sequences.
+
+How, from the repository root (deterministic on its one thread, about 50 minutes of a CPU core):
+
+    python recipes/search_tiny.py
+
+writes eval/results/tiny-search: README.md with tables and definitions, results.json, history.png.
+Every measurement is kept in out/search_tiny, a folder a search, so a killed run goes on where it
+was. `--models` and `--lengths` measure a part; `--report` writes what is there without measuring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rope_patch.eval import files
+from rope_patch.eval.processes import Processes
+from rope_patch.recipes import search_tiny_picture as picture
+from rope_patch.recipes import search_tiny_tables as tables
+from rope_patch.recipes import train_tiny as tiny
+from rope_patch.searching import comparing, opening
+from rope_patch.searching.candidates import Candidate
+from rope_patch.searching.fitness import Evaluation, Fitness
+from rope_patch.searching.keeping import Kept, plain
+from rope_patch.searching.loop import run
+from rope_patch.searching.samples import Sample, digest, recalled
+from rope_patch.searching.strategies import STRATEGIES
+from rope_patch.searching.watching import Watch
+
+
+class Sizes(NamedTuple):
+    """How many sequences a length is measured on."""
+
+    search: int
+    held_out: int
+
+
+SIZES = {1024: Sizes(24, 96), 2048: Sizes(12, 64)}
+QUERIES = 8  # a sequence
+BUDGETS = {"curve": 100, "longrope2": 200, "longrope": 200, "yarn-rcd": 20, "ntk-rcd": 20}
+# Start tokens have no form in any engine's config: all strategies search what all engines can run.
+OPTIONS: dict[str, dict[str, Any]] = {"longrope": {"start_tokens": False}}
+SEED, HELD_OUT_SEED = 42, 43
+REFERENCES = {name: Candidate(name, name) for name in comparing.REFERENCES}
+
+
+def questions(length: int, count: int, seed: int) -> list[Sample]:
+    """Recall sequences as samples; only the values that are asked for are scored."""
+    generator = torch.Generator().manual_seed(seed)
+    return recalled(*tiny.recall_batch(generator, count, length, QUERIES))
+
+
+def kept(folder: Path, on: Fitness, more: dict[str, Any]) -> Kept:
+    """The memory of measurements on some sequences."""
+    depends = opening.identity(on.model, on.space) | {"samples": digest(on.samples)}
+    return Kept(folder, {**more, **depends, "versions": opening.versions()}, Processes())
+
+
+def searched(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[dict[str, Any]]]:
+    """What one strategy finds, and each of its evaluations; entry 0 is YaRN, to hold others to."""
+    options, budget = OPTIONS.get(strategy, {}), BUDGETS[strategy]
+    asked = {"strategy": strategy, "options": options, "seed": SEED, "budget": budget}
+    with kept(folder, on, asked) as known:
+        known.lock()
+        watch = Watch(on.space, budget, title=strategy)
+        try:
+            proposals = STRATEGIES[strategy].propose(on.space, budget, SEED, **options)
+            best, history, _ = run(on, proposals, budget, known, watch)
+        finally:
+            watch.close()
+    return best, history
+
+
+def judged(
+    on: Fitness, candidates: dict[str, Candidate | None], folder: Path
+) -> dict[str, dict[str, Any]]:
+    """By label: loss and recall on held-out sequences, and `against yarn`, paired."""
+    with kept(folder, on, {}) as known:
+        found = {label: known.judged(on, candidate) for label, candidate in candidates.items()}
+    return {label: beside(one, found["yarn"], on.samples) for label, one in found.items()}
+
+
+def beside(one: Evaluation, yarn: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
+    """An evaluation's own numbers, and how it compares with YaRN."""
+    numbers = comparing.compare({comparing.FOUND: one, "yarn": yarn}, samples)
+    return {**numbers[comparing.FOUND], "against yarn": numbers.get("against yarn")}
+
+
+def settings(length: int) -> dict[str, Any]:
+    """What a case's numbers depend on besides its model."""
+    found = {
+        "length": length,
+        "sizes": SIZES[length]._asdict(),
+        "queries": QUERIES,
+        "budgets": BUDGETS,
+        "options": OPTIONS,
+        "seeds": [SEED, HELD_OUT_SEED],
+        "versions": opening.versions(),
+    }
+    return json.loads(json.dumps(found))
+
+
+def measure(model: PreTrainedModel, length: int, folder: Path) -> dict[str, Any]:
+    """All searches of one model at one length, and what they are worth on other sequences."""
+    sizes = SIZES[length]
+    on = Fitness(model, questions(length, sizes.search, SEED), length=length)
+    judge = Fitness(model, questions(length, sizes.held_out, HELD_OUT_SEED), length=length)
+    results, histories = {}, {}
+    for strategy in BUDGETS:
+        print(f"{folder.name}: {strategy}", file=sys.stderr)
+        results[strategy], histories[strategy] = searched(on, strategy, folder / strategy)
+    candidates = {**results, **REFERENCES, comparing.PLAIN: None}
+    return {
+        "settings": settings(length),
+        "found": {strategy: plain(best) for strategy, best in results.items()},
+        "history": histories,
+        "held_out": judged(judge, candidates, folder / "held-out"),
+    }
+
+
+def known_case(file: Path, length: int) -> dict[str, Any] | None:
+    """A case that was finished with these settings."""
+    if not file.exists():
+        return None
+    case = json.loads(file.read_text(encoding="utf-8"))
+    if case["settings"] != settings(length):
+        return None
+    for history in case["history"].values():
+        for entry in history:  # JSON has no infinities
+            entry |= {k: math.inf for k in ("fitness", "best") if entry[k] is None}
+    return case
+
+
+def finite(value: Any) -> Any:
+    """With None for infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def without_options(case: dict[str, Any]) -> dict[str, Any]:
+    """A case without the stretches of every candidate, which are most of its size."""
+    short = {
+        strategy: [{k: v for k, v in entry.items() if k != "options"} for entry in history]
+        for strategy, history in case["history"].items()
+    }
+    return {**case, "history": short}
+
+
+def title(name: str, length: int) -> str:
+    """A case's name in tables."""
+    return f"{tiny.ARCHITECTURES[name].title}, {length:,}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, writes, prints the tables."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("eval/results/tiny-search"))
+    parser.add_argument("--work", type=Path, default=Path("out/search_tiny"))
+    parser.add_argument(
+        "--models", nargs="+", choices=tiny.ARCHITECTURES, default=[*tiny.ARCHITECTURES]
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, choices=SIZES, default=[*SIZES])
+    parser.add_argument("--report", action="store_true", help="of finished cases, measuring none")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    cases: dict[str, dict[str, Any]] = {}
+    for length in options.lengths:
+        for name in options.models:
+            folder = options.work / f"{name}-{length}"
+            case = known_case(folder / "case.json", length)
+            if case is None and not options.report:
+                model = AutoModelForCausalLM.from_pretrained(f"tests/assets/tiny-{name}").eval()
+                case = measure(model, length, folder)
+                files.write_json(folder / "case.json", finite(case))
+            if case is not None:
+                cases[title(name, length)] = case
+    if not cases:
+        sys.exit(f"error: no finished case in {options.work}: run without --report")
+    measuring = [argument for argument in arguments if argument != "--report"]
+    command = shlex.join(["python", "recipes/search_tiny.py", *measuring])
+    every = [title(name, length) for length in SIZES for name in tiny.ARCHITECTURES]
+    missing = [one for one in every if one not in cases]
+    text = tables.readme(cases, missing, command)
+    everything = {
+        "command": command,
+        "missing": missing,
+        "summary": tables.summary(cases),
+        "cases": {name: without_options(case) for name, case in cases.items()},
+    }
+    files.write_json(options.out / "results.json", finite(everything))
+    picture.draw(options.out / "history.png", cases)
+    files.write(options.out / "README.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
