@@ -12,7 +12,14 @@ MEASURED = json.loads(page.MEASURED.read_text())
 HERE = MEASURED.get(transformers.__version__)
 
 
-@pytest.mark.parametrize("model_type", model_types())
+# Whose smallest models are still large.
+LARGE = ("dots3_note_text", "hrm_text")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(t, marks=pytest.mark.slow) if t in LARGE else t for t in model_types()],
+)
 def test_patched_or_refused_as_the_page_says(model_type):
     row = measure(model_type).to_dict()  # checks frequencies, logits and undoing by itself
     del row["model_type"]

@@ -22,7 +22,11 @@ from rope_patch.eval.session import Session
         ({"tasks": ("rp_niah_singel_2",)}, "did you mean 'rp_niah_single_2'"),
         ({"tasks": ("rp_rulr",)}, "did you mean 'rp_ruler'"),
         ({"tasks": ("rp_short_clozes",)}, "did you mean 'rp_short_cloze'"),
-        ({"tasks": ("no such task of anybody",)}, "no such task of anybody"),
+        pytest.param(
+            {"tasks": ("no such task of anybody",)},
+            "no such task of anybody",
+            marks=pytest.mark.slow,  # lm-eval reads all of its own first
+        ),
         ({"methods": ("yran",)}, "did you mean 'yarn'"),
         ({"factor": None}, "exactly one of factor and length"),
         ({"length": 512}, "exactly one of factor and length"),

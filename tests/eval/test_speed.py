@@ -93,6 +93,7 @@ def test_compiling_breaks_no_graph_and_traces_no_more_often(rows):
     assert all(count == counts[0] for count in counts)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_graph_breaks_and_recompilations_are_counted(rows):
     """Of a model that breaks its graph, and changes with every step in more than the length."""

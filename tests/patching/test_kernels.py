@@ -197,7 +197,7 @@ def test_decoding_is_as_if_all_keys_were_rotated_afresh(kernels, family):
     assert_close(step_by_step(model, ids, start), reference.decode(ids, start))
 
 
-@pytest.mark.parametrize("kernels", OURS)
+@pytest.mark.parametrize("kernels", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 def test_rows_of_different_lengths_have_frequencies_of_their_own(kernels):
     model = make_model("qwen3")
     rows = [tokens(length, seed=length) for length in (10, TRAINED + 20)]
@@ -388,8 +388,14 @@ def test_hooks_on_a_norm_see_its_own_output():
     assert_close(seen[0], expected[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("kernels", OURS)
+@pytest.mark.parametrize(
+    ("kernels", "family"),
+    [
+        *(("reference", family) for family in ("llama", "qwen3")),
+        ("triton", "llama"),
+        pytest.param("triton", "qwen3", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_when_activations_are_computed_again(kernels, family):
     model = make_model(family)
     patch(model, kernels)

@@ -342,7 +342,7 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("same", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.usefixtures("nothing_compiled")
 def test_compiled_in_one_graph(same):
     """With one set of frequencies, and with two that follow the length."""

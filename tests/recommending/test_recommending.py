@@ -378,6 +378,7 @@ def test_a_patched_model_and_a_foreign_folder_are_refused(model, machine, tmp_pa
     assert (tmp_path / FILE).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_samples_are_made_in_blocks_that_share_nothing():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-llama")
     made = material.needles(tokenizer, 1600, 1500, 12, 42, ["persuasion"]).sets
@@ -410,6 +411,7 @@ def test_given_samples_are_told_apart_by_length_and_the_search_gets_its_own():
     assert "perplexity" in made.missing[0]
 
 
+@pytest.mark.slow
 def test_several_processes_find_the_same(model, tmp_path):
     queue = _fork.Queue()
     members = [

@@ -106,9 +106,8 @@ def test_starts_are_the_known_methods_and_lie_within_the_bounds(model):
             assert low <= getattr(curve, name) <= high, (name, start)
 
 
-@pytest.mark.parametrize(
-    ("model", "seed"), [("tiny", 1), pytest.param("llama-3", 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "seed"), [("tiny", 1), ("llama-3", 0)])
 def test_forty_evaluations_beat_two_hundred_of_evolution(model, seed):
     """Where the attention factor is the one that evolution has, so that it can get there too."""
     space = SPACES[model]

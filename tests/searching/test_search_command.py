@@ -72,7 +72,7 @@ def test_it_prints_and_saves_what_was_found(done):
     for label in ("found", "none", "yarn", "ntk", "linear", "against yarn"):
         assert f"\n  {label}" in result.stdout
     assert {"found.json", "config.json", "exports.json"} <= {p.name for p in folder.iterdir()}
-    assert found.command.startswith("rope-patch ")
+    assert found.command.startswith("rope-patch")
     assert [each["number"] for each in found.history] == [0, 1, 2]
 
 
@@ -176,6 +176,7 @@ def test_a_folder_of_another_search_is_left_as_it_is(done, tmp_path):
     assert {name: after[name] for name in before} == before
 
 
+@pytest.mark.slow
 def test_stderr_has_progress_and_no_line_for_every_patch(samples, tmp_path):
     asked = [TINY, "--length", 512, "--method", "ntk-rcd", "--budget", 1, *samples]
     done = in_a_process(*asked, "--folder", tmp_path / "out", cwd=tmp_path)
