@@ -1,14 +1,13 @@
 """Small searches on the tiny trained models, in this process and in ones that can be killed."""
 
 import json
-import multiprocessing
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from forked import FORK
 from transformers import AutoModelForCausalLM
 
 from rope_patch.recipes.train_tiny import recall_batch
@@ -22,7 +21,6 @@ from rope_patch.searching.strategies import Strategy
 ASSETS = Path(__file__).parent / "assets"
 TRAINED = 256
 LENGTH = 512
-_fork = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
 
 
 def load(name="llama"):
@@ -89,7 +87,7 @@ def numbers(found):
 
 def killed(after, torn=False, **given):
     """Runs a search that is killed when it would write so many measurements and one more."""
-    process = _fork.Process(target=_until, args=(after, torn, given))
+    process = FORK.Process(target=_until, args=(after, torn, given))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -112,36 +110,7 @@ def _until(after, torn, given):
     search(load(), **given)
 
 
-def together(port, size=2, patience=120, **given):
-    """Runs a search in several processes, as torchrun would start them; what each returns."""
-    queue = _fork.Queue()
-    members = [
-        _fork.Process(target=_one_of, args=(port, rank, size, queue, given)) for rank in range(size)
-    ]
-    try:
-        for process in members:
-            process.start()
-        found = dict(queue.get(timeout=patience) for _ in members)
-        for process in members:
-            process.join(10)
-    finally:
-        for process in members:
-            process.kill()
-    return [found[rank] for rank in range(size)]
-
-
-def _one_of(port, rank, size, queue, given):
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    PartialState._reset_state()  # of the process that this one was forked from
+def one_of(**given):
+    """What one of several processes that search together says of it."""
     running.STRATEGIES = registered()
-    try:
-        queue.put((rank, numbers(search(load(), **given))))
-    except BaseException as error:
-        queue.put((rank, error))
+    return numbers(search(load(), **given))

@@ -1,13 +1,12 @@
 """Small evaluations of the tiny trained model, in this process and in ones that can be killed."""
 
 import json
-import multiprocessing
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate import PartialState
+from forked import FORK
 
 from rope_patch.eval import files
 from rope_patch.eval.answers import Answers
@@ -16,7 +15,6 @@ from rope_patch.eval.request import Request
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 TASKS = ("rp_niah_single_2", "rp_json_kv_ll", "perplexity", "rp_short_cloze")
-_fork = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
 
 
 def request(folder, **changes):
@@ -58,7 +56,7 @@ def lines(folder):
 
 def killed(asked, answers=None, pieces=None):
     """Runs an evaluation that is killed after so many answers or pieces were written."""
-    process = _fork.Process(target=_until, args=(asked, answers, pieces))
+    process = FORK.Process(target=_until, args=(asked, answers, pieces))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -81,37 +79,3 @@ def _count(owner, name, most):
             os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(owner, name, counted)
-
-
-def together(asked, port, size=2, patience=100):
-    """Runs an evaluation in several processes, as torchrun would start them; their results."""
-    queue = _fork.Queue()
-    running = [
-        _fork.Process(target=_one_of, args=(asked, port, rank, size, queue)) for rank in range(size)
-    ]
-    try:
-        for process in running:
-            process.start()
-        found = dict(queue.get(timeout=patience) for _ in running)
-        for process in running:
-            process.join(10)
-    finally:
-        for process in running:
-            process.kill()
-    return [found[rank] for rank in range(size)]
-
-
-def _one_of(asked, port, rank, size, queue):
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    PartialState._reset_state()  # of the process that this one was forked from
-    try:
-        queue.put((rank, evaluate(asked)))
-    except BaseException as error:
-        queue.put((rank, error))

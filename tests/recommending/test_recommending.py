@@ -4,13 +4,12 @@ import json
 import os
 import re
 import signal
-import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import PartialState
-from searches import ASSETS, _fork, load, questions
+from forked import FORK, together
+from searches import ASSETS, load, questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
@@ -218,7 +217,7 @@ def test_a_larger_budget_goes_on(model, machine, tmp_path):
 
 @pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_a_killed_run_goes_on(model, tmp_path, machine, after):
-    process = _fork.Process(target=_killed, args=(after, tmp_path))
+    process = FORK.Process(target=_killed, args=(after, tmp_path))
     process.start()
     process.join(300)
     assert process.exitcode == -signal.SIGKILL
@@ -413,48 +412,15 @@ def test_given_samples_are_told_apart_by_length_and_the_search_gets_its_own():
 
 @pytest.mark.slow
 def test_several_processes_find_the_same(model, tmp_path):
-    queue = _fork.Queue()
-    members = [
-        _fork.Process(target=_one_of, args=(rank, free_port, queue, tmp_path))
-        for free_port in [_free_port()]
-        for rank in range(2)
-    ]
-    try:
-        for process in members:
-            process.start()
-        found = dict(queue.get(timeout=240) for _ in members)
-    finally:
-        for process in members:
-            process.kill()
+    def job():
+        found = ask(load(), folder=tmp_path, most=6)
+        return found.verdict, found.rows
+
     alone = ask(model, most=6)
-    for verdict, rows in found.values():
+    for verdict, rows in together(job, patience=240):
         assert verdict == alone.verdict
         for ours, theirs in zip(rows, alone.rows, strict=True):
             assert ours["name"] == theirs["name"]
             if ours["long"]:
                 assert ours["long"]["nll"] == pytest.approx(theirs["long"]["nll"], rel=1e-5)
     assert json.loads((tmp_path / "recommendation.json").read_text())["verdict"] == alone.verdict
-
-
-def _free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def _one_of(rank, port, queue, folder):
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    PartialState._reset_state()  # of the process that this one was forked from
-    try:
-        found = ask(load(), folder=folder, most=6)
-        queue.put((rank, (found.verdict, found.rows)))
-    except BaseException as error:
-        queue.put((rank, (repr(error), [])))
-        raise

@@ -2,10 +2,10 @@
 
 import json
 import random
-import socket
 
 import pytest
 import torch
+from forked import together
 from searches import (
     LENGTH,
     arguments,
@@ -13,10 +13,10 @@ from searches import (
     lines,
     load,
     numbers,
+    one_of,
     questions,
     registered,
     stretched,
-    together,
 )
 
 import rope_patch
@@ -224,10 +224,7 @@ def test_what_was_measured_is_not_measured_again(model, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes are forked, which CUDA forbids")
 def test_two_processes_find_what_one_finds(whole, model, tmp_path):
     found, folder = whole
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for one in together(port, **arguments(folder=tmp_path)):
+    for one in together(lambda: one_of(**arguments(folder=tmp_path))):
         if isinstance(one, BaseException):
             raise one
         assert one == numbers(found)
