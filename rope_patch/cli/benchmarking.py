@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_patch.cli.options import MODEL, Dtype, Json, TrainedLength, names, numbers, split
+from rope_patch.cli.running import command_line
 
 # Options of the one form of `bench` that the other has no use for.
 _OF_MODELS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
@@ -155,7 +155,7 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
 
     given = {name: value for name, value in request.items() if value is not None}
     results = measuring.bench(measuring.Request(**given))
-    results["command"] = shlex.join(["rope-patch", *sys.argv[1:]])
+    results["command"] = command_line()
     try:
         from rope_patch.eval.kernels import reporting
     except ImportError as error:  # numbers need less than pages do, and took longer

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shlex
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +21,7 @@ from rope_patch.cli.options import (
     options,
     split,
 )
+from rope_patch.cli.running import command_line, installed, stoppable
 
 Samples = Annotated[
     int | None, typer.Option(help="Retrieval samples at each length of each task.", min=1)
@@ -257,7 +254,7 @@ def compare(
       rope-patch compare demo --methods none,linear,yarn --factor 2 --lengths 4096,8192,12288
       rope-patch compare ./my-model --factor 4 --precision 0.05 --report comparison
     """
-    with _evaluation_installed():
+    with installed("evaluation needs", "eval"):
         from rope_patch.eval import profiles
     chosen = profiles.choose(profile)
     named = split(methods)
@@ -314,7 +311,7 @@ def report(
       rope-patch report out
       rope-patch report runs/llama runs/qwen --out both
     """
-    with _evaluation_installed():
+    with installed("evaluation needs", "eval"):
         from rope_patch.eval import report as reporting
         from rope_patch.eval import signing
     if len(runs) > 1 and out is None:
@@ -337,33 +334,19 @@ def _saved(run: Path, verify: Any) -> list[dict[str, Any]]:
 
 
 def _run(folder: Path, as_json: bool, engine: str | None = None, **request: Any) -> None:
-    with _evaluation_installed():
+    with installed("evaluation needs", "eval"):
         from rope_patch.eval.evaluating import evaluate
         from rope_patch.eval.request import Request
-    command = shlex.join(["rope-patch", *sys.argv[1:]])
+    command = command_line()
     asked = Request(**request, folder=folder, command=command)
     if engine is not None:
         from rope_patch.eval import engines
 
         print("\n\n".join(engines.commands(engine, asked)))
         return
-    try:
+    with stoppable():
         evaluate(asked)
-    except KeyboardInterrupt:
-        print("stopped; the same command continues from here", file=sys.stderr)
-        raise typer.Exit(130) from None
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"), end="")
     else:
         print(f"{folder / 'report.html'}")
-
-
-@contextlib.contextmanager
-def _evaluation_installed() -> Iterator[None]:
-    """Turns a missing package into what to install."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(
-            f"{error.name} is not installed, which evaluation needs: pip install 'rope-patch[eval]'"
-        ) from error

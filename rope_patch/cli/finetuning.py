@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from rope_patch.cli.running import installed, stoppable
 
 
 def finetune(
@@ -39,14 +40,9 @@ def finetune(
       rope-patch finetune --config recipes/configs/yarn_64k.yaml --plan
       rope-patch finetune --config recipes/configs/yarn_64k.yaml --resume auto
     """
-    try:
+    with installed("recipes need", "train"):
         from rope_patch.recipes import finetune as recipe
         from rope_patch.recipes.settings import usable_keys
-
-    except ImportError as error:
-        raise ValueError(
-            f"{error.name} is not installed, which recipes need: pip install 'rope-patch[train]'"
-        ) from error
     if keys:
         listed = usable_keys()
         width = max(map(len, listed))
@@ -55,8 +51,5 @@ def finetune(
     given = [] if config is None else ["--config", str(config)]
     flags = {"--plan": plan, "--loop": loop, "--json": as_json}
     given += [flag for flag, on in flags.items() if on]
-    try:
+    with stoppable("--resume auto goes on from the last checkpoint"):
         recipe.main([*given, *context.args])
-    except KeyboardInterrupt:
-        print("stopped; --resume auto goes on from the last checkpoint", file=sys.stderr)
-        raise typer.Exit(130) from None

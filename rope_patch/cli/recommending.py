@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rope_patch.cli.options import GGUF, Dtype, Json, Model, Start, TrainedLength, split
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+from rope_patch.cli.options import (
+    GGUF,
+    Dtype,
+    Json,
+    Model,
+    Start,
+    TrainedLength,
+    require_dtype,
+    split,
+)
+from rope_patch.cli.running import command_line, installed, quieten, stoppable
 
 
 def recommend(
@@ -80,13 +85,11 @@ def recommend(
       rope-patch recommend demo --length 16384 --budget 60
       rope-patch recommend ./my-model --length 32768 --budget 20 --no-search
     """
-    if dtype not in _DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    try:
+    require_dtype(dtype)
+    quieten()
+    with installed("recommending needs", "search"), stoppable():
         from rope_patch.recommending import recommend
 
-        # Every candidate is a patch; what the package says of each would drown the progress.
-        logging.getLogger("rope_patch").setLevel(logging.WARNING)
         found = recommend(
             model,
             length=length,
@@ -104,13 +107,6 @@ def recommend(
             dtype=dtype,
             device_map=device_map,
             gguf_file=gguf_file,
-            command=shlex.join(["rope-patch", *sys.argv[1:]]),
+            command=command_line(),
         )
-    except ImportError as error:
-        raise ValueError(
-            f"{error.name} is not installed, which this needs: pip install 'rope-patch[search]'"
-        ) from error
-    except KeyboardInterrupt:
-        print("stopped; the same command continues from here", file=sys.stderr)
-        raise typer.Exit(130) from None
     print(json.dumps(found.to_dict(), indent=1) if as_json else found)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import logging
-import shlex
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,10 +18,10 @@ from rope_patch.cli.options import (
     Start,
     TrainedLength,
     options,
+    require_dtype,
     split,
 )
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+from rope_patch.cli.running import command_line, installed, quieten, stoppable
 
 
 def search(
@@ -128,18 +124,14 @@ def search(
 
     if picture is not None:
         require_picture(picture)
-    if dtype not in _DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    require_dtype(dtype)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--folder {folder} is a file: expected a folder, made if it is missing")
-    try:
+    quieten()
+    with installed("searching needs", "search"), stoppable():
         from rope_patch.searching import search
         from rope_patch.searching.preparing import COUNT
 
-        chosen = options(option)
-        _require_options(method, chosen)
-        # Each of hundreds of candidates would be told as a patch of its own.
-        logging.getLogger("rope_patch").setLevel(logging.WARNING)
         found = search(
             model,
             length=length,
@@ -161,17 +153,9 @@ def search(
             dtype=dtype,
             device_map=device_map,
             gguf_file=gguf_file,
-            command=shlex.join(["rope-patch", *sys.argv[1:]]),
-            **chosen,
+            command=command_line(),
+            **options(option),
         )
-    except ImportError as error:
-        raise ValueError(
-            f"{error.name} is not installed, which searching needs: pip install "
-            "'rope-patch[search]'"
-        ) from error
-    except KeyboardInterrupt:
-        print("stopped; the same command continues from here", file=sys.stderr)
-        raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(found.to_dict(), indent=1, allow_nan=False))
     else:
@@ -183,19 +167,3 @@ def _held_out(given: str | None) -> int | str | None:
     if given is None or not given.lstrip("+-").isdigit():
         return given
     return int(given)
-
-
-def _require_options(method: str, given: dict[str, Any]) -> None:
-    """Refuses options that a strategy has not, before a model is read."""
-    from rope_patch.searching.strategies import STRATEGIES
-
-    if method not in STRATEGIES:
-        return  # search says what there is
-    parameters = inspect.signature(STRATEGIES[method].propose).parameters.values()
-    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-    for name in given:
-        if name not in known:
-            raise ValueError(
-                f"the strategy {method!r} has no option {name!r}: expected "
-                f"{', '.join(known) or 'none'}"
-            )

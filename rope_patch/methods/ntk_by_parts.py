@@ -44,16 +44,20 @@ class NTKByParts(Method):
                 f"beta_slow={self.beta_slow}, beta_fast={self.beta_fast}"
             )
 
-    def ramp(self, geometry: Geometry) -> torch.Tensor:
-        """How far each pair is interpolated: 0 keeps it, 1 divides by the factor, `[R / 2]`."""
+    def ends(self, geometry: Geometry) -> tuple[float, float]:
+        """The pairs, not necessarily whole ones, at which the ramp starts and ends."""
         low = geometry.pair_with_turns(self.beta_fast)
         high = geometry.pair_with_turns(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         # The upper clamp is R - 1, not R / 2 - 1, in every implementation: kept, to rotate alike.
         low, high = max(low, 0), min(high, geometry.rotary_dim - 1)
-        if low == high:
-            high += 0.001  # a step instead of a division by zero
+        # A step instead of a division by zero.
+        return (low, high) if low != high else (low, high + 0.001)
+
+    def ramp(self, geometry: Geometry) -> torch.Tensor:
+        """How far each pair is interpolated: 0 keeps it, 1 divides by the factor, `[R / 2]`."""
+        low, high = self.ends(geometry)
         pair = torch.arange(geometry.rotary_dim // 2, dtype=torch.float64, device="cpu")
         return ((pair - low) / (high - low)).clamp(0, 1)
 

@@ -15,6 +15,7 @@ from typing import Any
 from rope_patch.exporting import ENGINES, export
 from rope_patch.methods import build, registered
 from rope_patch.patching import check, patch
+from rope_patch.searching import proposing
 from rope_patch.searching.candidates import Candidate, Space
 
 PLAIN = "plain"
@@ -131,10 +132,7 @@ def numbers(space: Space, rotation: Rotation) -> tuple[object, ...]:
     """What a model would tell rotations apart by, but for rounding."""
     if rotation.candidate is None:
         return ()
-    space = replace(space, factor=rotation.factor)
-    found = [*rotation.candidate.stretch(space), rotation.candidate.attention_factor(space)]
-    start = rotation.candidate.options.get("start_tokens", 0)
-    return (*(f"{number:.6g}" for number in found), start)
+    return proposing.rotation(replace(space, factor=rotation.factor), rotation.candidate)
 
 
 def refusal(model: Any, entry: Entry, space: Space, asked: Mapping[str, Any]) -> str | None:

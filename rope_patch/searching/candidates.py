@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build
 
@@ -47,9 +49,9 @@ class Candidate:
     options: dict[str, Any] = field(default_factory=dict)
 
     def stretch(self, space: Space) -> list[float]:
-        """By how much each pair is slowed down, `[R / 2]`."""
-        found = self._frequencies(space).inv_freq
-        return (space.geometry.inv_freq() / found).tolist()
+        """By how much each pair is slowed down, `[R / 2]`; infinite where it is stopped."""
+        found, base = self._frequencies(space).inv_freq, space.geometry.inv_freq()
+        return torch.where(found == base, 1.0, base / found).tolist()  # pairs that stand still, too
 
     def attention_factor(self, space: Space) -> float:
         """The multiplier of cos and sin."""

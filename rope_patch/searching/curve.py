@@ -76,11 +76,7 @@ def as_curve(space: Space, candidate: Candidate) -> Curve:
     method = build(candidate.method, factor=space.factor, **candidate.options)
     if not isinstance(method, YaRN):
         raise ValueError(f"expected linear, ntk or yarn, got {candidate.method}")
-    low = space.geometry.pair_with_turns(method.beta_fast)
-    high = space.geometry.pair_with_turns(method.beta_slow)
-    if method.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, space.geometry.rotary_dim - 1)
+    low, high = method.ends(space.geometry)
     return Curve(high, max(high - low, STEEPEST), space.factor, -1.0, attention)
 
 

@@ -89,9 +89,8 @@ class Found(Mapping[str, Any]):
     @property
     def long_factor(self) -> list[float]:
         """By how much each pair is slowed down beyond the trained length, `[R / 2]`."""
-        # A pair that does not turn has no stretch, and one that no longer turns no finite one.
-        found = self.candidate.stretch(self.space)
-        return [1.0 if math.isnan(stretch) else min(stretch, STILL) for stretch in found]
+        # A pair that no longer turns has no finite stretch.
+        return [min(stretch, STILL) for stretch in self.candidate.stretch(self.space)]
 
     @property
     def short_factor(self) -> list[float]:

@@ -131,8 +131,7 @@ def _stretches(axes: Axes, space: Space, found: Candidate | None) -> None:
 
 def _shown(candidate: Candidate, space: Space) -> list[float]:
     """Stretches; of what no longer turns, which has no end, as much as fits above the others."""
-    found = candidate.stretch(space)
-    return [1.0 if math.isnan(stretch) else min(stretch, 8 * space.factor) for stretch in found]
+    return [min(stretch, 8 * space.factor) for stretch in candidate.stretch(space)]
 
 
 def _legend(axes: Axes, height: float) -> None:

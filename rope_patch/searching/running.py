@@ -93,7 +93,7 @@ def search(
             another search. Nothing has been written then.
         TypeError: A value of the wrong type.
     """
-    strategy = _strategy(method)
+    strategy = _strategy(method, options)
     _require_sound(budget, fitness, folder)
     if (length is None) == (factor is None):
         given = "neither" if length is None else f"length={length} and factor={factor}"
@@ -178,11 +178,18 @@ def search(
     return found
 
 
-def _strategy(method: str) -> Strategy:
+def _strategy(method: str, options: dict[str, Any]) -> Strategy:
     if method not in STRATEGIES:
         close = get_close_matches(str(method), STRATEGIES, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"no strategy {method!r}{hint}: expected one of {', '.join(STRATEGIES)}")
+    known = STRATEGIES[method].options
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"the strategy {method!r} has no option {name!r}: expected "
+                f"{', '.join(known) or 'none'}"
+            )
     return STRATEGIES[method]
 
 

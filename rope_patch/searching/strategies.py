@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,12 @@ class Strategy:
     paper: str
     attention: bool
     continues: bool
+
+    @property
+    def options(self) -> list[str]:
+        """The names of its own options."""
+        parameters = inspect.signature(self.propose).parameters.values()
+        return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
 
 STRATEGIES = {

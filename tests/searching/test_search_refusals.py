@@ -27,6 +27,12 @@ def walking(monkeypatch):
         ({"length": None}, ValueError, "exactly one of length and factor, got neither"),
         ({"factor": 2}, ValueError, "exactly one of length and factor, got length=512 and"),
         ({"method": "longrop"}, ValueError, "did you mean 'longrope'"),
+        (
+            {"method": "curve", "steps": 3},
+            ValueError,
+            "'curve' has no option 'steps': expected none",
+        ),
+        ({"method": "longrope", "steps": 3}, ValueError, "expected start_tokens"),
         ({"fitness": "needle"}, ValueError, "fitness must be one of needles, documents, both"),
         ({"held_out": None}, ValueError, "give held_out as well"),
         ({"held_out": questions(count=4)[:2]}, ValueError, "2 of the held-out samples are among"),

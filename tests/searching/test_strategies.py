@@ -128,7 +128,7 @@ def test_they_are_described(name):
 
 
 def test_a_pair_that_stands_still_is_passed_over():
-    """A model may rotate by frequencies of which some are zero: those have no stretch."""
+    """A model may rotate by frequencies of which some are zero: those are as they were."""
     frequencies = GEOMETRIES["tiny"].inv_freq()
     frequencies[-4:] = 0
     geometry = Geometry(
@@ -141,6 +141,7 @@ def test_a_pair_that_stands_still_is_passed_over():
             found = method.frequencies(geometry).inv_freq
             assert torch.isfinite(found).all(), name
             assert (found[-4:] == 0).all(), name
+            assert candidate.stretch(space)[-4:] == [1.0] * 4, name
 
 
 def test_rotations_that_differ_by_rounding_alone_count_once():
