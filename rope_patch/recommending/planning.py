@@ -69,7 +69,8 @@ def make(
 
     A first block for every rotation comes first. Of what then remains, a search gets nearly half,
     if that is enough for one. The rest goes to more samples for the best half, of that again the
-    best half, and so on, the samples doubling.
+    best half, and so on, the samples doubling. Once there are no more samples, the search gets what
+    is over.
 
     Args:
         left: Seconds.
@@ -98,6 +99,9 @@ def make(
             break
         left -= (new - done) * (alive * costs.both + costs.within)
         done = new
+    if evaluations and done == most:  # nobody else has a use for what is left
+        seconds += left
+        evaluations = int(seconds / (blocks * costs.long))
     return Plan(first, done * BLOCK, evaluations, seconds, blocks)
 
 

@@ -219,6 +219,17 @@ def test_more_time_never_plans_less():
         assert a.blocks <= b.blocks
 
 
+def test_a_search_gets_what_samples_do_not_need():
+    """All is spent where there are no more samples, but for the margin that estimates need."""
+    costs, left = Costs(5.0, 1.0), 10**4
+    plan = planning.make(left, costs, rotations=4, most=2, searchable=4)
+    first, found, control = 4 * costs.both, costs.both, costs.long
+    again = 4 * costs.both + costs.within  # the better half of seven, and the plain model
+    assert plan.samples == 12
+    assert plan.search + first + found + again + control == pytest.approx(left / 1.1)
+    assert planning.make(left, costs, 4, most=2, searchable=0).search == 0
+
+
 def test_the_least_is_two_methods_and_two_controls():
     costs = Costs(long=10.0, within=3.0)
     whole = planning.least(costs, short=2.0) / 1.1
