@@ -28,6 +28,7 @@ from rope_patch.eval.tables import (
     ratio_cell,
 )
 
+_FEW = 4  # of a sentence
 _GUESSED = 0.05  # accuracy without a needle from which on answers count as guessable
 
 
@@ -186,7 +187,7 @@ def _usable(found: Findings) -> Iterator[str]:
             yield f"Why not farther: {reason}."
     others = [label for label in found.labels if label != chosen]
     if found.far and (texts := [t for label in others if (t := _other(found, label))]):
-        yield f"In texts beyond {trained} tokens: {'; '.join(texts)}."
+        yield f"In texts beyond {trained} tokens: {'; '.join(_few(texts))}."
 
 
 def _verdict(found: Findings, chosen: str) -> str:
@@ -252,9 +253,16 @@ def _with(found: Findings, label: str) -> str:
 
 
 def _and(texts: list[str]) -> str:
-    if len(texts) > 4:
-        return ", ".join(texts[:4]) + f"; the tables show {len(texts) - 4} more"
+    if len(texts) > _FEW:
+        *some, rest = _few(texts)
+        return f"{', '.join(some)}; {rest}"
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def _few(texts: list[str]) -> list[str]:
+    """The first ones, and that there are more."""
+    left = len(texts) - _FEW
+    return [*texts[:_FEW], f"the tables show {left} more"] if left > 0 else texts
 
 
 def _price(found: Findings) -> Iterator[str]:

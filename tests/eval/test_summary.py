@@ -63,6 +63,18 @@ def test_the_other_methods_are_told_too() -> None:
     assert "linear ×2 gets 0% (" in others
 
 
+def test_a_sentence_names_few_of_many_methods() -> None:
+    measured = certain({"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0)})
+    linear, found = measured["methods"][-1], measured["retrieval"][0]["samples"]
+    for label in ("linear ×3", "linear ×4", "linear ×5", "linear ×6"):
+        measured["methods"].append(linear | {"label": label})
+        found[label] = found["linear ×2"]
+    sentences = told(measured)
+    others = next(s for s in sentences if s.startswith("In texts beyond 4,096 tokens"))
+    assert others.count(" gets ") == 4
+    assert others.endswith("; the tables show 2 more.")
+
+
 def test_one_method_alone_has_no_length_to_claim() -> None:
     head = told(certain({"yarn ×2": (1, 1)}))[0]
     assert "no length is called usable" in head
