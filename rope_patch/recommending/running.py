@@ -186,7 +186,7 @@ def recommend(
                 evaluations_per_minute=looked.rate,
                 versions=identity["versions"],
                 command=shlex.join(sys.argv) if command is None else command,
-                config=model.config.to_dict(),
+                config=opening.config(model),
             ),
         )
         if processes.main and folder is not None:

@@ -93,6 +93,13 @@ def versions() -> dict[str, str]:
     }
 
 
+def config(model: Any) -> dict[str, Any]:
+    """The model's config as plain data, without where on this machine it was read from."""
+    said = model.config.to_dict()
+    said.pop("_name_or_path", None)
+    return said
+
+
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """The model in evaluation mode, and every module as it was afterwards."""

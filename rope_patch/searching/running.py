@@ -168,7 +168,7 @@ def search(
             evaluations_per_minute=rate,
             versions=identity["versions"],
             command=shlex.join(sys.argv) if command is None else command,
-            config=model.config.to_dict(),
+            config=opening.config(model),
         )
         if processes.main:
             watch.draw(history)

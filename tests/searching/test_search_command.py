@@ -73,6 +73,7 @@ def test_it_prints_and_saves_what_was_found(done):
         assert f"\n  {label}" in result.stdout
     assert {"found.json", "config.json", "exports.json"} <= {p.name for p in folder.iterdir()}
     assert found.command.startswith("rope-patch")
+    assert "_name_or_path" not in json.loads((folder / "config.json").read_text())
     assert [each["number"] for each in found.history] == [0, 1, 2]
 
 
