@@ -40,7 +40,7 @@ def stretched(power, top=2.0, attention_factor=None):
     return Candidate(f"power {power:g}", "longrope", options)
 
 
-def walk(space, budget, seed, step=0.7):
+def walk(space, budget, seed, *, step=0.7):
     """A stand-in that depends on all fitnesses before: it goes on from the better one of two."""
     power, best = 1.0 + 0.01 * seed, float("inf")
     for number in range(budget):
