@@ -10,7 +10,7 @@ from typing import Any
 
 from rope_patch.eval import tasks, texts
 from rope_patch.eval.tasks import short
-from rope_patch.loading import empty_model
+from rope_patch.loading import empty_model, require_dtype
 from rope_patch.methods import registered
 from rope_patch.patching import check
 from rope_patch.saving import read_sidecar
@@ -22,7 +22,6 @@ SLIDING = "sliding"
 SPEED = "speed"
 SHORT = "rp_short"
 MEASURES = (PERPLEXITY, KEY_TOKENS, SLIDING, SPEED)
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +159,7 @@ def check_request(request: Request, path: str, config: Any) -> None:
             "precision is half the width of a 95% interval of an accuracy, above 0 and below 0.5, "
             f"such as 0.05; got {request.precision:g}"
         )
-    if request.dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {request.dtype!r}")
+    require_dtype(request.dtype)
     if SPEED in request.tasks and len(set(request.methods)) < 2:
         raise ValueError("speed is a ratio to the first method's: give at least two methods")
     for text in (*request.texts, *request.haystacks):

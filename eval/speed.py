@@ -27,13 +27,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from rope_patch import demo
 from rope_patch.eval import provenance
-from rope_patch.loading import empty_model, read_config, read_model
+from rope_patch.loading import empty_model, read_config, read_model, require_dtype
 from rope_patch.methods.registry import get
 from rope_patch.patching import Patch, check, patch
 from rope_patch.reading import read_geometries
 
 PLAIN = "none"
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _LEAD = 4  # tokens decoded before any that counts: allocator and compiler have settled by then
 
 
@@ -405,5 +404,4 @@ def _check(request: Request) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
     if not 1 < request.factor < math.inf:
         raise ValueError(f"factor must be above 1 (target / trained length), got {request.factor}")
-    if request.dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {request.dtype!r}")
+    require_dtype(request.dtype)

@@ -24,6 +24,7 @@ from rope_patch.saving import SIDECAR, read_sidecar, recorded_request
 
 # What PEFT takes, and from_pretrained does not.
 _FOR_ADAPTERS = ("adapter_name", "is_trainable", "autocast_adapter_dtype")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load(
@@ -207,6 +208,16 @@ def _clearer(config: Any, error: Exception) -> Exception:
     except ValueError as found:
         return found
     return error
+
+
+def require_dtype(name: str) -> None:
+    """Refuses what is no name of a number format to compute in, before a model is read.
+
+    Raises:
+        ValueError: Another name.
+    """
+    if name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
 
 
 def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:

@@ -18,7 +18,10 @@ def together(job, size=2, patience=120):
         patience: Seconds to wait for each result.
 
     Returns:
-        What the job returned in each, by rank; the error where it raised one.
+        What the job returned in each, by rank.
+
+    Raises:
+        BaseException: What the job raised in one of them.
     """
     port, queue = _free_port(), FORK.Queue()
     members = [
@@ -33,6 +36,9 @@ def together(job, size=2, patience=120):
     finally:
         for process in members:
             process.kill()
+    for result in found.values():
+        if isinstance(result, BaseException):
+            raise result
     return [found[rank] for rank in range(size)]
 
 

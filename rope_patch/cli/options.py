@@ -35,18 +35,7 @@ Option = Annotated[
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto is float32 on a CPU.")]
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
-
-
-def require_dtype(given: str) -> None:
-    """Refuses what is no number format, before a model is read.
-
-    Raises:
-        ValueError: Another name.
-    """
-    if given not in _DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {given!r}")
 
 
 def names(listed: str | None) -> tuple[str, ...] | None:

@@ -15,7 +15,6 @@ from rope_patch.cli.options import (
     Model,
     Start,
     TrainedLength,
-    require_dtype,
     split,
 )
 from rope_patch.cli.running import command_line, installed, quieten, stoppable
@@ -85,7 +84,6 @@ def recommend(
       rope-patch recommend demo --length 16384 --budget 60
       rope-patch recommend ./my-model --length 32768 --budget 20 --no-search
     """
-    require_dtype(dtype)
     quieten()
     with installed("recommending needs", "search"), stoppable():
         from rope_patch.recommending import recommend

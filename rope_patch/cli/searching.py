@@ -18,7 +18,6 @@ from rope_patch.cli.options import (
     Start,
     TrainedLength,
     options,
-    require_dtype,
     split,
 )
 from rope_patch.cli.running import command_line, installed, quieten, stoppable
@@ -124,7 +123,6 @@ def search(
 
     if picture is not None:
         require_picture(picture)
-    require_dtype(dtype)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--folder {folder} is a file: expected a folder, made if it is missing")
     quieten()

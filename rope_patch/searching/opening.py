@@ -36,16 +36,18 @@ def opened(
         gguf_file: The GGUF file within the folder.
 
     Raises:
-        ValueError: There is no such model, or it was saved with a patch.
+        ValueError: There is no such model, it was saved with a patch, or no such dtype.
     """
     if not isinstance(model, str | os.PathLike):
         return model, tokenizer, str(getattr(model.config, "_name_or_path", "") or "a live model")
     import torch
 
     from rope_patch import demo
-    from rope_patch.loading import read_model, read_tokenizer
+    from rope_patch.loading import read_model, read_tokenizer, require_dtype
     from rope_patch.saving import read_sidecar
 
+    if isinstance(dtype, str):
+        require_dtype(dtype)
     name, path = str(model), demo.resolve(str(model))
     if read_sidecar(path) is not None:
         raise ValueError(

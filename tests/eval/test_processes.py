@@ -63,8 +63,6 @@ def test_two_processes_find_what_one_finds(tmp_path):
     expected = evaluate(request(tmp_path / "one", controls=True))
     found = together(lambda: evaluate(asked))
     for results in found:
-        if isinstance(results, BaseException):
-            raise results
         assert results["perplexity"] == expected["perplexity"]
     assert numbers(found[0]) == numbers(expected)  # lm-eval gives scores to the main process alone
     written = {path.name for path in (tmp_path / "two" / "cache").glob("answers-*")}

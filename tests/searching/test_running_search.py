@@ -225,8 +225,6 @@ def test_what_was_measured_is_not_measured_again(model, monkeypatch):
 def test_two_processes_find_what_one_finds(whole, model, tmp_path):
     found, folder = whole
     for one in together(lambda: one_of(**arguments(folder=tmp_path))):
-        if isinstance(one, BaseException):
-            raise one
         assert one == numbers(found)
     assert lines(tmp_path) == lines(folder)
     assert numbers(rope_patch.Found.load(tmp_path))[:2] == numbers(found)[:2]

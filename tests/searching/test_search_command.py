@@ -118,7 +118,7 @@ BAD = [
     ([TINY, "--length", "512", "--method", "longrop2"], "did you mean 'longrope2'?"),
     ([TINY, "--length", "512", "--fitness", "books"], "fitness must be one of needles"),
     ([TINY, "--length", "512", "--picture", "a.gif"], "an .svg or a .png file"),
-    ([TINY, "--length", "512", "--dtype", "float8"], "--dtype must be one of auto"),
+    ([TINY, "--length", "512", "--dtype", "float8"], "dtype must be one of auto, float32"),
     ([TINY, "--length", "512", "--option", "steps=3"], "has no option 'steps': expected none"),
     (
         [TINY, "--length", "512", "--method", "longrope", "--option", "population=3"],
