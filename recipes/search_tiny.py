@@ -5,13 +5,17 @@ every strategy of `rope_patch.searching`. All are judged by the same recall sequ
 found, and the methods that nobody has to search, are then asked others. It shows how many
 evaluations a strategy needs, and whether what it finds is worth anything beyond its own sequences.
 
-How, from the repository root (deterministic on its one thread, about 50 minutes of a CPU core):
+Why 24 keys a sequence, where training had at most 8: with 8, YaRN answers nearly all, and little is
+left to be gained. More keys are harder to tell from each other, at every length.
+
+How, from the repository root (deterministic on its one thread, about 90 minutes of a CPU core):
 
     python recipes/search_tiny.py
 
-writes eval/results/tiny-search: README.md with tables and definitions, results.json, history.png.
-Every measurement is kept in out/search_tiny, a folder a search, so a killed run goes on where it
-was. `--models` and `--lengths` measure a part; `--report` writes what is there without measuring.
+writes eval/results/tiny-search/24-keys: README.md with tables and definitions, results.json,
+history.png. `--keys 8` asks for what the models were trained on. Every measurement is kept in
+out/search_tiny, a folder a search, so a killed run goes on where it was. `--models` and `--lengths`
+measure a part; `--report` writes what is there without measuring.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from rope_patch.eval import files
 from rope_patch.eval.processes import Processes
@@ -50,8 +54,10 @@ class Sizes(NamedTuple):
     held_out: int
 
 
-SIZES = {1024: Sizes(24, 96), 2048: Sizes(12, 64)}
-QUERIES = 8  # a sequence
+SIZES = {  # by the keys of a sequence, and its length
+    24: {1024: Sizes(24, 384), 2048: Sizes(24, 192)},
+    8: {1024: Sizes(24, 96), 2048: Sizes(12, 64)},
+}
 BUDGETS = {"curve": 100, "longrope2": 200, "longrope": 200, "yarn-rcd": 20, "ntk-rcd": 20}
 # Start tokens have no form in any engine's config: all strategies search what all engines can run.
 OPTIONS: dict[str, dict[str, Any]] = {"longrope": {"start_tokens": False}}
@@ -59,10 +65,47 @@ SEED, HELD_OUT_SEED = 42, 43
 REFERENCES = {name: Candidate(name, name) for name in comparing.REFERENCES}
 
 
-def questions(length: int, count: int, seed: int) -> list[Sample]:
-    """Recall sequences as samples; only the values that are asked for are scored."""
-    generator = torch.Generator().manual_seed(seed)
-    return recalled(*tiny.recall_batch(generator, count, length, QUERIES))
+class Case(NamedTuple):
+    """What is searched for.
+
+    Attributes:
+        name: Of a tiny model.
+        length: Tokens of a sequence.
+        keys: Of a sequence, all asked for.
+    """
+
+    name: str
+    length: int
+    keys: int
+
+    @property
+    def title(self) -> str:
+        """In tables."""
+        return f"{tiny.ARCHITECTURES[self.name].title}, {self.length:,}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """How many sequences."""
+        return SIZES[self.keys][self.length]
+
+    def questions(self, count: int, seed: int) -> list[Sample]:
+        """Recall sequences as samples; only the values that are asked for are scored."""
+        generator = torch.Generator().manual_seed(seed)
+        return recalled(*tiny.recall_batch(generator, count, self.length, self.keys))
+
+    def settings(self) -> dict[str, Any]:
+        """What its numbers depend on besides its model."""
+        found = {
+            "length": self.length,
+            "sizes": self.sizes._asdict(),
+            "keys": self.keys,
+            "budgets": BUDGETS,
+            "early": early(),
+            "options": OPTIONS,
+            "seeds": [SEED, HELD_OUT_SEED],
+            "versions": opening.versions(),
+        }
+        return json.loads(json.dumps(found))
 
 
 def kept(folder: Path, on: Fitness, more: dict[str, Any]) -> Kept:
@@ -89,61 +132,63 @@ def searched(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[
 def judged(
     on: Fitness, candidates: dict[str, Candidate | None], folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """By label: loss and recall on held-out sequences, and `against yarn`, paired."""
+    """By label: loss and recall on held-out sequences, and `against yarn` and others, paired."""
     with kept(folder, on, {}) as known:
         found = {label: known.judged(on, candidate) for label, candidate in candidates.items()}
-    return {label: beside(one, found["yarn"], on.samples) for label, one in found.items()}
+    others = {label: found[label] for label in ("yarn", *tables.EVOLUTIONS)}
+    return {label: beside(one, others, on.samples) for label, one in found.items()}
 
 
-def beside(one: Evaluation, yarn: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
-    """An evaluation's own numbers, and how it compares with YaRN."""
-    numbers = comparing.compare({comparing.FOUND: one, "yarn": yarn}, samples)
-    return {**numbers[comparing.FOUND], "against yarn": numbers.get("against yarn")}
+def beside(
+    one: Evaluation, others: dict[str, Evaluation], samples: Sequence[Sample]
+) -> dict[str, Any]:
+    """An evaluation's own numbers, and how it compares with others'."""
+    numbers = comparing.compare({comparing.FOUND: one, **others}, samples)
+    against = {f"against {label}": numbers.get(f"against {label}") for label in others}
+    return {**numbers[comparing.FOUND], **against}
 
 
-def settings(length: int) -> dict[str, Any]:
-    """What a case's numbers depend on besides its model."""
-    found = {
-        "length": length,
-        "sizes": SIZES[length]._asdict(),
-        "queries": QUERIES,
-        "budgets": BUDGETS,
-        "options": OPTIONS,
-        "seeds": [SEED, HELD_OUT_SEED],
-        "versions": opening.versions(),
-    }
-    return json.loads(json.dumps(found))
+def early() -> int:
+    """The evaluations after which curve is compared with an evolution's end."""
+    return min(BUDGETS[name] for name in tables.EVOLUTIONS) // tables.SHARE
 
 
-def measure(model: PreTrainedModel, length: int, folder: Path) -> dict[str, Any]:
+def best_of(history: list[dict[str, Any]]) -> Candidate:
+    """What a search would have returned, had it ended here."""
+    best = min((e for e in history if e["complete"]), key=lambda e: e["fitness"])
+    return Candidate(best["origin"], best["method"], best["options"])
+
+
+def measure(case: Case, folder: Path) -> dict[str, Any]:
     """All searches of one model at one length, and what they are worth on other sequences."""
-    sizes = SIZES[length]
-    on = Fitness(model, questions(length, sizes.search, SEED), length=length)
-    judge = Fitness(model, questions(length, sizes.held_out, HELD_OUT_SEED), length=length)
+    model = AutoModelForCausalLM.from_pretrained(f"tests/assets/tiny-{case.name}").eval()
+    on = Fitness(model, case.questions(case.sizes.search, SEED), length=case.length)
+    judge = Fitness(model, case.questions(case.sizes.held_out, HELD_OUT_SEED), length=case.length)
     results, histories = {}, {}
     for strategy in BUDGETS:
         print(f"{folder.name}: {strategy}", file=sys.stderr)
         results[strategy], histories[strategy] = searched(on, strategy, folder / strategy)
+    results[tables.EARLY] = best_of(histories["curve"][: early() + 1])
     candidates = {**results, **REFERENCES, comparing.PLAIN: None}
     return {
-        "settings": settings(length),
+        "settings": case.settings(),
         "found": {strategy: plain(best) for strategy, best in results.items()},
         "history": histories,
         "held_out": judged(judge, candidates, folder / "held-out"),
     }
 
 
-def known_case(file: Path, length: int) -> dict[str, Any] | None:
-    """A case that was finished with these settings."""
+def finished(case: Case, file: Path) -> dict[str, Any] | None:
+    """What was measured, if all of the case was, with these settings."""
     if not file.exists():
         return None
-    case = json.loads(file.read_text(encoding="utf-8"))
-    if case["settings"] != settings(length):
+    known = json.loads(file.read_text(encoding="utf-8"))
+    if known["settings"] != case.settings():
         return None
-    for history in case["history"].values():
+    for history in known["history"].values():
         for entry in history:  # JSON has no infinities
             entry |= {k: math.inf for k in ("fitness", "best") if entry[k] is None}
-    return case
+    return known
 
 
 def finite(value: Any) -> Any:
@@ -164,41 +209,39 @@ def without_options(case: dict[str, Any]) -> dict[str, Any]:
     return {**case, "history": short}
 
 
-def title(name: str, length: int) -> str:
-    """A case's name in tables."""
-    return f"{tiny.ARCHITECTURES[name].title}, {length:,}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, writes, prints the tables."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("eval/results/tiny-search"))
+    parser.add_argument("--out", type=Path, help="eval/results/tiny-search/KEYS-keys if left out")
     parser.add_argument("--work", type=Path, default=Path("out/search_tiny"))
     parser.add_argument(
         "--models", nargs="+", choices=tiny.ARCHITECTURES, default=[*tiny.ARCHITECTURES]
     )
-    parser.add_argument("--lengths", nargs="+", type=int, choices=SIZES, default=[*SIZES])
+    lengths = list(dict.fromkeys(length for sizes in SIZES.values() for length in sizes))
+    parser.add_argument("--lengths", nargs="+", type=int, choices=lengths, default=lengths)
+    parser.add_argument("--keys", type=int, choices=SIZES, default=next(iter(SIZES)))
     parser.add_argument("--report", action="store_true", help="of finished cases, measuring none")
     options = parser.parse_args(arguments)
+    out = options.out or Path(f"eval/results/tiny-search/{options.keys}-keys")
     torch.set_num_threads(1)
+    every = [Case(name, length, options.keys) for length in lengths for name in tiny.ARCHITECTURES]
     cases: dict[str, dict[str, Any]] = {}
-    for length in options.lengths:
-        for name in options.models:
-            folder = options.work / f"{name}-{length}"
-            case = known_case(folder / "case.json", length)
-            if case is None and not options.report:
-                model = AutoModelForCausalLM.from_pretrained(f"tests/assets/tiny-{name}").eval()
-                case = measure(model, length, folder)
-                files.write_json(folder / "case.json", finite(case))
-            if case is not None:
-                cases[title(name, length)] = case
+    for case in every:
+        if case.name not in options.models or case.length not in options.lengths:
+            continue
+        folder = options.work / f"{case.name}-{case.length}-{case.keys}"
+        found = finished(case, folder / "case.json")
+        if found is None and not options.report:
+            found = measure(case, folder)
+            files.write_json(folder / "case.json", finite(found))
+        if found is not None:
+            cases[case.title] = found
     if not cases:
         sys.exit(f"error: no finished case in {options.work}: run without --report")
     measuring = [argument for argument in arguments if argument != "--report"]
     command = shlex.join(["python", "recipes/search_tiny.py", *measuring])
-    every = [title(name, length) for length in SIZES for name in tiny.ARCHITECTURES]
-    missing = [one for one in every if one not in cases]
+    missing = [case.title for case in every if case.title not in cases]
     text = tables.readme(cases, missing, command)
     everything = {
         "command": command,
@@ -206,9 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "summary": tables.summary(cases),
         "cases": {name: without_options(case) for name, case in cases.items()},
     }
-    files.write_json(options.out / "results.json", finite(everything))
-    picture.draw(options.out / "history.png", cases)
-    files.write(options.out / "README.md", text)
+    files.write_json(out / "results.json", finite(everything))
+    picture.draw(out / "history.png", cases)
+    files.write(out / "README.md", text)
     print(text)
 
 

@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 from rope_patch.methods.ntk_by_parts import attention_law
-from rope_patch.recipes.train_tiny import TRAINED_LENGTH
+from rope_patch.recipes.train_tiny import STAGES, TRAINED_LENGTH
 
 AFTER = (10, 20, 40, 100, 200)  # evaluations
 EVOLUTIONS = ("longrope2", "longrope")
 SHARE = 5  # curve is to need at most a fifth of an evolution's evaluations
+EARLY = "curve early"  # its best of so many
 LEVEL = 0.05
 
 Case = dict[str, Any]
@@ -142,6 +143,12 @@ def statements(cases: dict[str, Case], said: dict[str, Any]) -> str:
                 who = [s for s, one in of.items() if one == word]
                 parts.append(f"{name} {word} than YaRN's: {', '.join(who) or 'none'}")
         lines.append(f"- **{title}**: {'; '.join(parts)}.")
+    curve = [said[title]["against yarn"]["curve"] for title in cases]
+    both = sum(set(one.values()) == {"better"} for one in curve)
+    lines.append(
+        f"- What curve found beats YaRN in loss and in recall, both with 95% confidence, in {both} "
+        f"of {len(curve)} cases."
+    )
     pairs = [(title, name) for title, case in cases.items() for name in case["history"]]
     ahead = []
     for title, name in pairs:
@@ -170,8 +177,27 @@ def statements(cases: dict[str, Case], said: dict[str, Any]) -> str:
             f"most a fifth of {name}'s in {sum(one['at most a fifth'] for one in needs)} of "
             f"{len(needs)} cases."
         )
+    lines += [f"- {early(cases, name)}" for name in EVOLUTIONS]
     lines.append(f"- {attention(cases)}")
     return "\n".join(lines)
+
+
+def early(cases: dict[str, Case], evolution: str) -> str:
+    """What a fifth of an evolution's evaluations found, beside what all of the evolution's did."""
+    who: dict[str, list[str]] = {"better": [], "worse": [], "open": [], "same": [], "failed": []}
+    for title, case in cases.items():
+        who[verdict(case["held_out"][EARLY][f"against {evolution}"], "nll")].append(title)
+    some = next(iter(cases.values()))["settings"]
+    return (
+        f"On held-out sequences, what curve found in its first {some['early']} evaluations has "
+        f"less loss than what {evolution} found in {some['budgets'][evolution]}, with 95% "
+        f"confidence: {listed(who['better'])}; more: {listed(who['worse'])}."
+    )
+
+
+def listed(titles: list[str]) -> str:
+    """Cases, or that there is none."""
+    return "; ".join(titles) or "in no case"
 
 
 def attention(cases: dict[str, Case]) -> str:
@@ -195,6 +221,8 @@ def readme(cases: dict[str, Case], missing: list[str], command: str) -> str:
     said = summary(cases)
     by_length = {case["settings"]["length"]: case["settings"] for case in cases.values()}
     some = next(iter(by_length.values()))
+    trained = STAGES[-1][1]
+    harder = f", more than the {trained} of training" if some["keys"] > trained else ""
     sizes = "; ".join(
         f"at {length:,} tokens {one['sizes']['search']} sequences to search on and "
         f"{one['sizes']['held_out']} held-out ones"
@@ -211,10 +239,10 @@ def readme(cases: dict[str, Case], missing: list[str], command: str) -> str:
     return f"""# What searches find on the tiny models
 
 The models of `recipes/train_tiny.py`, trained on 256 tokens at once, are taken to 4 and 8 times
-that by the strategies of `rope-patch search`. Every sequence has {some["queries"]} keys that are
-asked for at its end, each query seeing the true earlier answers; a candidate's fitness is the loss
-of the values, nats, smaller is better. All strategies of a case search on the same sequences:
-{sizes}.
+that by the strategies of `rope-patch search`. Every sequence has {some["keys"]} keys{harder},
+that are asked for at its end, each query seeing the true earlier answers; a candidate's fitness is
+the loss of the values, nats, smaller is better. All strategies of a case search on the same
+sequences: {sizes}.
 
 Evaluations at most: {budgets}, of which the last two need
 fewer; seed {some["seeds"][0]}, held-out sequences of seed {some["seeds"][1]}. longrope searches
@@ -233,6 +261,7 @@ may go otherwise.{absent}
   model (none). Intervals are 95% bootstrap intervals over sequences; the difference from YaRN is
   paired. p is McNemar's, of recall, by sequences. Nothing is corrected for the number of
   comparisons. A search that finds nothing better than YaRN returns YaRN: all differences are 0.
+- **{EARLY}**: the best of curve's first {some["early"]} evaluations.
 
 ![best so far against evaluations](history.png)
 

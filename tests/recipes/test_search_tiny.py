@@ -15,6 +15,7 @@ from rope_patch.recipes import search_tiny_tables as tables
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 512
+KEYS = 24
 BUDGETS = {"curve": 11, "longrope2": 12, "longrope": 12, "yarn-rcd": 2, "ntk-rcd": 2}
 SIZES = search_tiny.Sizes(search=2, held_out=4)
 
@@ -25,7 +26,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search_tiny")
     with pytest.MonkeyPatch.context() as patches:
         patches.chdir(ROOT)
-        patches.setattr(search_tiny, "SIZES", {LENGTH: SIZES})
+        patches.setattr(search_tiny, "SIZES", {KEYS: {LENGTH: SIZES}})
         patches.setattr(search_tiny, "BUDGETS", BUDGETS)
         run(folder)
         yield folder
@@ -88,12 +89,14 @@ def test_curve_is_compared_with_where_evolutions_end(written):
         assert row(written, name, 11)[10] == (str(needed) if needed else "not reached")
 
 
-@pytest.mark.parametrize("name", ["curve", "longrope", "yarn", "ntk", "linear", "none"])
+@pytest.mark.parametrize(
+    "name", ["curve", "curve early", "longrope", "yarn", "ntk", "linear", "none"]
+)
 def test_held_out_numbers_are_the_model_s(written, name):
     """Against plain forward passes of a model that is patched here."""
     case = case_of(written)
     generator = torch.Generator().manual_seed(search_tiny.HELD_OUT_SEED)
-    input_ids, labels = train_tiny.recall_batch(generator, SIZES.held_out, LENGTH, 8)
+    input_ids, labels = train_tiny.recall_batch(generator, SIZES.held_out, LENGTH, KEYS)
     model = AutoModelForCausalLM.from_pretrained("tests/assets/tiny-llama").eval()
     if name != "none":
         said = case["found"].get(name, {"method": name, "options": {}})
@@ -106,12 +109,27 @@ def test_held_out_numbers_are_the_model_s(written, name):
     hits = train_tiny.hits(logits, labels).sum().item()
     cells = row(written, name, 9)
     assert float(cells[1]) == pytest.approx(losses.item() / labels.ne(-100).sum().item(), abs=1e-4)
-    assert cells[3] == f"{hits} of {SIZES.held_out * 8}"
+    assert cells[3] == f"{hits} of {SIZES.held_out * KEYS}"
     yarn = case["held_out"]["yarn"]
     ours = case["held_out"][name]
     if name != "yarn":
         assert ours["against yarn"]["nll"] == pytest.approx(ours["nll"] - yarn["nll"])
         assert cells[5] == f"{ours['nll'] - yarn['nll']:+.4f}"
+
+
+def test_early_is_the_best_of_a_fifth_of_the_evolutions_evaluations(written):
+    case = case_of(written)
+    first = case["history"]["curve"][: BUDGETS["longrope"] // 5 + 1]
+    whole = [entry for entry in first if entry["complete"]]
+    best = min(whole, key=lambda entry: entry["fitness"])
+    assert case["found"]["curve early"]["origin"] == best["origin"]
+    held_out = case["held_out"]
+    for evolution in ("longrope2", "longrope"):
+        against = held_out["curve early"][f"against {evolution}"]
+        behind = held_out["curve early"]["nll"] - held_out[evolution]["nll"]
+        assert against["nll"] == pytest.approx(behind)
+    said = (written / "out/README.md").read_text()
+    assert "in its first 2 evaluations has less loss than what longrope2 found in 12" in said
 
 
 def test_what_was_not_measured_is_named(written):
@@ -152,7 +170,7 @@ def test_what_was_measured_is_not_measured_again(written, monkeypatch):
     monkeypatch.setattr(
         search_tiny.Fitness, "measure", lambda *_, **__: pytest.fail("measured again")
     )
-    (written / "work/llama-512/case.json").unlink()
+    (written / "work/llama-512-24/case.json").unlink()
     run(written)  # replays the searches
     assert case_of(written) == before
     run(written, "--report")
