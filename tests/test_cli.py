@@ -1,46 +1,36 @@
-"""The command line as a user meets it: a process, its output, its exit code."""
+"""The command line as a user meets it: what is printed, and the exit code."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import here, typed
 
 import rope_patch
 
 TINY = str(Path(__file__).parent / "assets" / "tiny-llama")
 
 
-def run(*arguments, cwd=None):
-    return subprocess.run(
-        [sys.executable, "-c", "from rope_patch.cli import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-    )
-
-
 def test_methods_are_listed_with_paper_and_need_for_training():
-    rows = json.loads(run("methods", "--json").stdout)
+    rows = json.loads(here("methods", "--json").stdout)
     assert [row["name"] for row in rows] == list(rope_patch.methods())
-    printed = run("methods").stdout
+    printed = here("methods").stdout
     assert all(row["description"] in printed and row["paper"] in printed for row in rows)
-    assert "beta_fast (default: 32.0)" in run("methods", "yarn").stdout
+    assert "beta_fast (default: 32.0)" in here("methods", "yarn").stdout
 
 
 def test_diagnose_prints_a_row_for_every_pair():
-    printed = run("diagnose", TINY, "--method", "yarn", "--factor", "4").stdout
+    printed = here("diagnose", TINY, "--method", "yarn", "--factor", "4").stdout
     assert "critical dimension" in printed
     rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
     assert [row[0] for row in rows] == [str(pair) for pair in range(16)]
     assert all(row[3].startswith("×") for row in rows)
-    data = json.loads(run("diagnose", TINY, "--length", "1024", "--json").stdout)
+    data = json.loads(here("diagnose", TINY, "--length", "1024", "--json").stdout)
     assert len(data["rotations"]["all"]["pairs"]) == 16
 
 
 def test_eval_writes_a_report_and_says_where(tmp_path):
-    done = run(
+    done = typed(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
         *("--depths", "50", "--report", "out"),
         cwd=tmp_path,
@@ -49,7 +39,7 @@ def test_eval_writes_a_report_and_says_where(tmp_path):
     assert done.stdout == "out/report.html\n"
     assert "yarn ×4, 256 → 1,024 tokens" in done.stderr
     assert "perplexity" in done.stderr  # the progress bars
-    again = run(
+    again = typed(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
         *("--depths", "50", "--report", "out", "--json"),
         cwd=tmp_path,
@@ -60,7 +50,7 @@ def test_eval_writes_a_report_and_says_where(tmp_path):
 
 @pytest.mark.parametrize("command", [(), ("methods",), ("diagnose",), ("eval",)])
 def test_help_teaches(command):
-    done = run(*command, "--help")
+    done = here(*command, "--help")
     assert done.returncode == 0
     assert "Examples:" in done.stdout or not command
 
@@ -79,11 +69,19 @@ def test_help_teaches(command):
         (("eval", TINY, "--method", "yarn"), "exactly one of factor and length"),
     ],
 )
-def test_failures_are_one_clear_line_and_a_non_zero_exit(arguments, message, tmp_path):
-    done = run(*arguments, cwd=tmp_path)
+def test_failures_are_one_clear_line_and_a_non_zero_exit(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = here(*arguments)
     assert done.returncode == 1
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_fails_as_quietly(tmp_path):
+    done = typed("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: factor must be at least 1")

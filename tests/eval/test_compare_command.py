@@ -1,32 +1,11 @@
 """The commands eval, compare and report, as they are typed."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from commands import here, typed
 from evaluations import TINY
 from transformers import LlamaForCausalLM
-
-from rope_patch.cli import main
-
-
-def typed(*arguments, **variables):
-    """In a process of its own."""
-    command = [sys.executable, "-c", "from rope_patch.cli import main; main()", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-def here(monkeypatch, capsys, *arguments):
-    """In this process: exit status, stdout and stderr."""
-    monkeypatch.setattr(sys, "argv", ["rope-patch", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
-
 
 SMALL = [
     "--lengths",
@@ -56,9 +35,9 @@ def test_compare_measures_the_plain_model_first_and_says_where_the_report_is(com
     assert "1 of 2 methods done" in done.stderr
 
 
-def test_the_report_is_written_again_from_what_was_saved(compared, tmp_path, monkeypatch, capsys):
+def test_the_report_is_written_again_from_what_was_saved(compared, tmp_path):
     folder, _ = compared
-    status, out, err = here(monkeypatch, capsys, "report", folder, "--out", tmp_path / "again")
+    status, out, err = here("report", folder, "--out", tmp_path / "again")
     assert (status, err) == (0, "")
     again = tmp_path / "again"
     assert out == f"{again / 'report.html'}\n"
@@ -66,14 +45,14 @@ def test_the_report_is_written_again_from_what_was_saved(compared, tmp_path, mon
         assert (again / name).read_text() == (folder / name).read_text()
 
 
-def test_several_runs_need_a_folder_of_their_own(compared, monkeypatch, capsys):
+def test_several_runs_need_a_folder_of_their_own(compared):
     folder, _ = compared
-    status, out, err = here(monkeypatch, capsys, "report", folder, folder)
+    status, out, err = here("report", folder, folder)
     assert (status, out) == (1, "")
     assert "give --out FOLDER" in err
 
 
-def test_changed_and_foreign_results_are_refused(compared, tmp_path, monkeypatch, capsys):
+def test_changed_and_foreign_results_are_refused(compared, tmp_path):
     folder, _ = compared
     text = (folder / "report.json").read_text()
     for content, reason in [
@@ -82,41 +61,40 @@ def test_changed_and_foreign_results_are_refused(compared, tmp_path, monkeypatch
         ("{", "is not JSON"),
     ]:
         (tmp_path / "report.json").write_text(content)
-        status, out, err = here(monkeypatch, capsys, "report", tmp_path)
+        status, out, err = here("report", tmp_path)
         assert (status, out) == (1, "")
         assert err.startswith("error: ")
         assert reason in err
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
-def test_json_goes_to_stdout_and_nothing_else(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["rope-patch"])
+def test_json_goes_to_stdout_and_nothing_else(tmp_path):
     arguments = ["--method", "none,none", "--lengths", "128", "--tasks", "perplexity", "--json"]
     arguments += ["--control-context", "100", "--report", tmp_path]
-    status, out, _ = here(monkeypatch, capsys, "eval", TINY, *arguments)
+    status, out, _ = here("eval", TINY, *arguments)
     assert status == 0
     assert json.loads(out) == json.loads((tmp_path / "report.json").read_text())
     assert len(json.loads(out)["methods"]) == 1
 
 
-def test_where_all_fails_the_status_says_so(tmp_path, monkeypatch, capsys):
+def test_where_all_fails_the_status_says_so(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("boom")
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
     arguments = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
-    status, out, err = here(monkeypatch, capsys, "eval", TINY, *arguments, "--report", tmp_path)
+    status, out, err = here("eval", TINY, *arguments, "--report", tmp_path)
     assert (status, out) == (1, "")
     assert "error: not one of 3 samples could be answered: RuntimeError: boom" in err
 
 
-def test_stopping_by_hand_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+def test_stopping_by_hand_says_how_to_go_on(tmp_path, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", stop)
     arguments = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
-    status, out, err = here(monkeypatch, capsys, "eval", TINY, *arguments, "--report", tmp_path)
+    status, out, err = here("eval", TINY, *arguments, "--report", tmp_path)
     assert (status, out) == (130, "")
     assert "the same command continues from here" in err
 
@@ -137,9 +115,9 @@ def test_stopping_by_hand_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         (["report", "/no/such/run"], "/no/such/run"),
     ],
 )
-def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, capsys, arguments, message):
+def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    status, out, err = here(monkeypatch, capsys, *arguments)
+    status, out, err = here(*arguments)
     assert (status, out) == (1, "")
     assert err.splitlines()[-1].startswith("error: ")
     assert message in err

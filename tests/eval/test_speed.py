@@ -3,12 +3,11 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import typed
 from tiny_models import TRAINED, make_model, tokens
 from typer.testing import CliRunner
 
@@ -18,11 +17,6 @@ from rope_patch.eval import speed
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"  # trained on 256 tokens
 SETTING = {"model": str(TINY), "decode": 4, "repeats": 2}
-
-
-def run(*arguments, cwd):
-    command = [sys.executable, "-c", "from rope_patch.cli import main; main()", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
 def numbers(data):
@@ -153,7 +147,8 @@ def test_growth_is_a_share_of_the_tokens_until_the_next(monkeypatch):
 
 
 def test_the_command_prints_a_table_and_writes_what_it_is_asked_to(tmp_path):
-    done = run(
+    done = typed(
+        "bench",
         *(
             str(TINY),
             "--method",
@@ -180,7 +175,8 @@ def test_the_command_prints_a_table_and_writes_what_it_is_asked_to(tmp_path):
 def test_a_config_is_enough_for_random_weights(tmp_path):
     """And without --out nothing is written."""
     shutil.copy(TINY / "config.json", tmp_path)
-    done = run(
+    done = typed(
+        "bench",
         *(str(tmp_path), "--method", "none", "--random-weights", "--dtype", "bfloat16", "--json"),
         *("--prompt", "64", "--decode", "2", "--repeats", "1"),
         cwd=tmp_path,

@@ -1,13 +1,11 @@
 """What a recipe can say, in a file and on the command line, and what is refused with a reason."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import here
 
 from rope_patch.recipes import settings
 from rope_patch.recipes.settings import known_keys, parse
@@ -273,20 +271,8 @@ def test_every_key_says_what_it_is():
 # The command.
 
 
-def command(*words):
-    """`rope-patch finetune`, away from any GPU and the network."""
-    code = "from rope_patch.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "finetune", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
-
-
 def test_the_command_lists_its_keys():
-    done = command("--keys")
+    done = here("finetune", "--keys")
     assert done.returncode == 0
     listed = [line.split()[0] for line in done.stdout.splitlines() if line[:1].strip()]
     assert listed[0] == "model"
@@ -294,7 +280,7 @@ def test_the_command_lists_its_keys():
 
 
 def test_the_command_explains_itself():
-    done = command("--help")
+    done = here("finetune", "--help")
     assert done.returncode == 0
     assert "--config" in done.stdout
     assert "smoke_cpu.yaml" in done.stdout
@@ -310,7 +296,7 @@ def test_the_command_explains_itself():
     ],
 )
 def test_an_error_is_one_line(words, message):
-    done = command(*words)
+    done = here("finetune", *words)
     assert done.returncode == 1
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

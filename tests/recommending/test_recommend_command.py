@@ -1,11 +1,10 @@
 """`rope-patch recommend`: what it prints and writes, that it goes on, and how it fails."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import typed
 from searches import questions
 from typer.testing import CliRunner
 
@@ -16,14 +15,6 @@ TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 def run(*arguments):
     return CliRunner().invoke(app, ["recommend", *map(str, arguments)])
-
-
-def in_a_process(*arguments, cwd):
-    code = "from rope_patch.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "recommend", *map(str, arguments)],
-        capture_output=True, text=True, cwd=cwd,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +36,8 @@ def done(file, tmp_path_factory):
     """The same command twice."""
     folder = tmp_path_factory.mktemp("run")
     arguments = ["--length", 512, "--budget", 30, "--samples", file, "--folder", "out"]
-    first = in_a_process(TINY, *arguments, cwd=folder)
-    second = in_a_process(TINY, *arguments, "--json", cwd=folder)
+    first = typed("recommend", TINY, *arguments, cwd=folder)
+    second = typed("recommend", TINY, *arguments, "--json", cwd=folder)
     return folder, first, second
 
 

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import typed
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -22,14 +21,6 @@ TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 def run(*arguments):
     return CliRunner().invoke(app, ["search", *map(str, arguments)])
-
-
-def in_a_process(*arguments, cwd):
-    code = "from rope_patch.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "search", *map(str, arguments)],
-        capture_output=True, text=True, cwd=cwd,
-    )  # fmt: skip
 
 
 def written(path, length, seed, count=3):
@@ -180,7 +171,7 @@ def test_a_folder_of_another_search_is_left_as_it_is(done, tmp_path):
 @pytest.mark.slow
 def test_stderr_has_progress_and_no_line_for_every_patch(samples, tmp_path):
     asked = [TINY, "--length", 512, "--method", "ntk-rcd", "--budget", 1, *samples]
-    done = in_a_process(*asked, "--folder", tmp_path / "out", cwd=tmp_path)
+    done = typed("search", *asked, "--folder", tmp_path / "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "best 0." in done.stderr
     assert "patched" not in done.stderr
@@ -188,7 +179,7 @@ def test_stderr_has_progress_and_no_line_for_every_patch(samples, tmp_path):
 
 
 def test_a_refusal_is_one_line_and_exit_code_1(tmp_path):
-    done = in_a_process(TINY, "--length", 512, "--budget", 0, cwd=tmp_path)
+    done = typed("search", TINY, "--length", 512, "--budget", 0, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
     said = done.stderr.splitlines()
