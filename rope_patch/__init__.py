@@ -1,15 +1,26 @@
 """rope_patch: one line takes a pretrained RoPE decoder to a longer context."""
 
-from rope_patch.adapting import load_adapter
-from rope_patch.diagnosing import Diagnosis, diagnose
-from rope_patch.exporting import Export, export
-from rope_patch.loading import load
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# Imported at once, because the function `methods` must replace the subpackage of the same name,
+# which Python sets as an attribute here when it is first imported. It needs no torch.
 from rope_patch.methods import frequencies, methods
-from rope_patch.patching import Patch, current, patch, unpatch
-from rope_patch.recommending import recommend
-from rope_patch.registering import register, unregister
-from rope_patch.saving import save
-from rope_patch.searching import Found, search
+
+if TYPE_CHECKING:
+    from rope_patch.adapting import load_adapter
+    from rope_patch.diagnosing import Diagnosis, diagnose
+    from rope_patch.exporting import Export, export
+    from rope_patch.loading import load
+    from rope_patch.patching import Patch, current, patch, unpatch
+    from rope_patch.recommending import recommend
+    from rope_patch.registering import register, unregister
+    from rope_patch.saving import save
+    from rope_patch.searching import Found, search
+
+    __version__: str
 
 __all__ = [
     "Diagnosis",
@@ -31,3 +42,52 @@ __all__ = [
     "unpatch",
     "unregister",
 ]
+
+# Names that are imported on first use (PEP 562), because their modules import torch and
+# transformers, which take seconds.
+_MODULES = {
+    "Diagnosis": "diagnosing",
+    "Export": "exporting",
+    "Found": "searching",
+    "Patch": "patching",
+    "current": "patching",
+    "diagnose": "diagnosing",
+    "export": "exporting",
+    "load": "loading",
+    "load_adapter": "adapting",
+    "patch": "patching",
+    "recommend": "recommending",
+    "register": "registering",
+    "save": "saving",
+    "search": "searching",
+    "unpatch": "patching",
+    "unregister": "registering",
+}
+
+
+if not TYPE_CHECKING:  # or type checkers would accept any name
+
+    def __getattr__(name):
+        """Import a public name, or a submodule, on first use."""
+        if name in _MODULES:
+            value = getattr(import_module(f"rope_patch.{_MODULES[name]}"), name)
+        elif name == "__version__":
+            from rope_patch.versions import own_version
+
+            value = own_version()
+        elif name.startswith("_"):
+            raise AttributeError(f"module 'rope_patch' has no attribute {name!r}")
+        else:
+            try:
+                return import_module(f"rope_patch.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"rope_patch.{name}":
+                    raise
+                raise AttributeError(f"module 'rope_patch' has no attribute {name!r}") from None
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """List the names that are not imported yet, too."""
+    return sorted({*globals(), *__all__, "__version__"})

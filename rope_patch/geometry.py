@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch  # takes seconds, so it is imported where numbers are computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +63,15 @@ class Geometry:
         """
         if not self.base:
             return self.unscaled(theta)
+        import torch
+
         start = torch.tensor(self.base, dtype=torch.float64, device="cpu")
         return start if theta is None else start * (self.unscaled(theta) / self.unscaled())
 
     def unscaled(self, theta: float | None = None) -> torch.Tensor:
         """theta^(-2i / R), whatever the start is; float64, `[R / 2]`."""
+        import torch
+
         pair = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu")
         return (self.theta if theta is None else theta) ** (-pair / self.rotary_dim)
 
@@ -79,6 +85,8 @@ class Geometry:
         target = math.log(2 * math.pi * turns / self.trained_length)
         if not self.base:
             return -target / step
+        import torch
+
         logs = torch.tensor([f for f in self.base if f > 0], dtype=torch.float64).log()
         logs = logs.cummin(0).values  # searched stretches may leave neighbours out of order
         if not len(logs) or target >= logs[0]:

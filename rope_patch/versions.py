@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
+from pathlib import Path
 
 
 def version(package: str) -> str:
@@ -11,3 +13,14 @@ def version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def own_version() -> str:
+    """Return rope_patch's version: the installed package's, or a bare checkout's."""
+    try:
+        return metadata.version("rope-patch")
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).parents[1] / "pyproject.toml"
+        text = project.read_text(encoding="utf-8") if project.is_file() else ""
+        stated = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
+        return stated[1] if stated else "unknown"

@@ -6,11 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rope_patch.geometry import Geometry
+
+if TYPE_CHECKING:
+    import torch
 
 # The stretch that stands for a pair that no longer rotates: JSON has no infinity, and this one is
 # finite in float32. It turns a pair by 1e-9 radians in a billion tokens.
@@ -31,12 +32,16 @@ class Frequencies:
 
     def same_as(self, other: Frequencies) -> bool:
         """Whether both rotate alike in float32, the precision in which models rotate."""
+        import torch
+
         return self.attention_factor == other.attention_factor and torch.equal(
             self.inv_freq.float(), other.inv_freq.float()
         )
 
     def close_to(self, other: Frequencies) -> bool:
         """Whether they differ no more than by float32 rounding in how they were computed."""
+        import torch
+
         return (
             self.inv_freq.shape == other.inv_freq.shape
             and abs(self.attention_factor - other.attention_factor) < 1e-6

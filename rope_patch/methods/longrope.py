@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method, option, origin, require_number
 from rope_patch.methods.registry import register
@@ -70,6 +68,8 @@ class LongRoPE(Method):
         return self.start_tokens
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
+        import torch
+
         is_long = seq_len is None or seq_len > geometry.trained_length
         stretch = self._fitting("long_factor" if is_long else "short_factor", geometry)
         return Frequencies(

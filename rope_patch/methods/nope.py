@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, option, require_number
 from rope_patch.methods.growing import Growing
@@ -52,7 +50,7 @@ class NoPE(Growing):
             )
         ratio = self.factor if seq_len is None else seq_len / geometry.trained_length
         sharper = 1 + self.temperature * math.log(max(1.0, ratio))
-        return Frequencies(torch.zeros_like(geometry.inv_freq()), math.sqrt(sharper))
+        return Frequencies(geometry.inv_freq() * 0, math.sqrt(sharper))
 
     def reach(self, length: float, trained_length: int) -> float:
         return super().reach(length, trained_length) if self.temperature else math.inf

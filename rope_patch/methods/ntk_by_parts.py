@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method, option, origin, require_number
 from rope_patch.methods.registry import register
+
+if TYPE_CHECKING:
+    import torch
 
 
 @register(
@@ -57,6 +58,8 @@ class NTKByParts(Method):
 
     def ramp(self, geometry: Geometry) -> torch.Tensor:
         """How far each pair is interpolated: 0 keeps it, 1 divides by the factor, `[R / 2]`."""
+        import torch
+
         low, high = self.ends(geometry)
         pair = torch.arange(geometry.rotary_dim // 2, dtype=torch.float64, device="cpu")
         return ((pair - low) / (high - low)).clamp(0, 1)
