@@ -14,9 +14,9 @@ import math
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from rope_patch.eval import perplexity
+from rope_patch.progress import progress_bar
 
 GAIN = 2.0  # nats by which the long context must lower the loss: the paper's alpha
 KNOWN = 2.0  # nats of loss given the long context, at most: the paper's beta
@@ -78,7 +78,7 @@ def _losses(model: Any, ids: list[int], context: int, head: int, label: str) -> 
     """
     found = []
     starts = range(0, max(len(ids) - context, 1), context)
-    for start in tqdm(starts, desc=f"key tokens, {label} context", unit="pass"):
+    for start in progress_bar(starts, desc=f"key tokens, {label} context", unit="pass"):
         window = perplexity.part(ids, start, min(start + 2 * context, len(ids)), head)
         scored = len(window) - (context if start else 1)
         found.append(perplexity.token_losses(model, window, scored, label=f"from {start:,}"))

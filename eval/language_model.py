@@ -16,6 +16,7 @@ from rope_patch.eval.answers import Answers, key_of
 from rope_patch.eval.processes import Processes
 from rope_patch.eval.reading import Reader, device, out_of_memory
 from rope_patch.patching import current
+from rope_patch.progress import progress_bar
 
 SHORT = 512  # tokens; what is not longer is read in batches
 _BATCH_TOKENS = {"cpu": 4096}
@@ -329,7 +330,7 @@ class LongContextLM(HFLM):
     def _bar(self, tokens: int) -> tqdm[Any]:
         quiet = self._quiet or not tokens or not self._processes.main
         look = {"unit": "tok", "unit_scale": True, "desc": self._label or "reading"}
-        return tqdm(total=tokens, disable=quiet, **look)
+        return progress_bar(total=tokens, disable=quiet, **look)
 
     def _meet(self) -> None:
         """Waits for the other processes, and reads what they found."""

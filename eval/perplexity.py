@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rope_patch.patching import current
 from rope_patch.patching.swap import Swaps
+from rope_patch.progress import progress_bar
 
 BLOCK = 64  # positions whose mean loss is kept
 HEAD_CHUNK = 512  # positions whose logits exist at once
@@ -192,7 +192,7 @@ def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor
     layers = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
     handle, total = current(model), len(layers) * len(starts)
     # leave=None: the bar goes when it runs within a bar that counts passes.
-    with tqdm(total=total, desc=f"perplexity, {label}", unit="layer", leave=None) as bar:
+    with progress_bar(total=total, desc=f"perplexity, {label}", unit="layer", leave=None) as bar:
         hooks = [layer.register_forward_hook(lambda *_: bar.update() and None) for layer in layers]
         try:
             if handle is not None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tqdm import tqdm
-
 from rope_patch.eval import perplexity
+from rope_patch.progress import progress_bar
 
 STRIDE = 256
 
@@ -75,7 +74,7 @@ def losses(
             "give a longer length or a shorter stride"
         )
     means = []
-    for end in tqdm(ends, desc=f"sliding at {length:,}, {label}", unit="window"):
+    for end in progress_bar(ends, desc=f"sliding at {length:,}, {label}", unit="window"):
         window = perplexity.part(ids, end - length, end, head)
         scored = perplexity.token_losses(model, window, stride, label=f"{label} to {end:,}")
         means.append(scored.double().mean().item())

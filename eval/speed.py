@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rope_patch import demo
@@ -30,6 +29,7 @@ from rope_patch.eval import provenance
 from rope_patch.loading import empty_model, read_config, read_model, require_dtype
 from rope_patch.methods.registry import get
 from rope_patch.patching import Patch, check, patch
+from rope_patch.progress import progress_bar
 from rope_patch.reading import read_geometries
 
 PLAIN = "none"
@@ -191,14 +191,14 @@ def _measure(
     ids = torch.randint(vocabulary, (1, prompt + 1 + request.decode), generator=drawn)
     ids = ids.to(model.device)
     until = start + 1 + request.decode
-    for c in tqdm(contenders, desc="warming up", unit="method"):
+    for c in progress_bar(contenders, desc="warming up", unit="method"):
         c.cache = c.read(ids[:, : start - _LEAD])
-    for repeat in tqdm(range(request.repeats), desc="timing", unit="repeat"):
+    for repeat in progress_bar(range(request.repeats), desc="timing", unit="repeat"):
         for c in _turn(contenders, repeat):
             c.prompt.append([seconds(partial(c.read, ids[:, :prompt]))])
         time_decoding(contenders, ids[:, :until])
     rows = []
-    for c in tqdm(contenders, desc="weighing", unit="method"):
+    for c in progress_bar(contenders, desc="weighing", unit="method"):
         row = {"method": c.name, **timed(c, contenders[0], start), "memory": weigh(c, ids, start)}
         if request.compiled:
             row["compile"] = compilations(c, ids[:, :until])

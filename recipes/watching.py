@@ -6,16 +6,14 @@ import collections
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from rope_patch.eval import files
 from rope_patch.eval.provenance import peak_memory
+from rope_patch.progress import progress_bar
 from rope_patch.recipes.checkpoints import newest_whole, told
 
 LOG = "log.jsonl"
@@ -94,12 +92,11 @@ class Watch:
         self.tokens = tokens
         self.main = main
         self.began = self.last = time.monotonic()
-        self.bar = tqdm(
+        self.bar = progress_bar(
             desc="fine-tuning",
             total=steps,
             initial=done,
             unit="step",
-            file=sys.stderr,
             disable=not main,
         )
         if main:

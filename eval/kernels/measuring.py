@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import torch
-from tqdm import tqdm
 
 from rope_patch.eval import provenance
 from rope_patch.eval.kernels import model_steps, timing
@@ -43,6 +42,7 @@ from rope_patch.eval.kernels.shapes import (
 )
 from rope_patch.eval.speed import compare
 from rope_patch.ops.choosing import interpreted
+from rope_patch.progress import progress_bar
 from rope_patch.versions import version
 
 COPY = "copy"
@@ -109,7 +109,7 @@ def bench(request: Request) -> dict[str, Any]:
     problems = list(_problems(request, device))
     cases = [
         _case(problem, contenders, repeats)
-        for problem in tqdm(problems, desc="kernels", unit="case")
+        for problem in progress_bar(problems, desc="kernels", unit="case")
     ]
     kept = [_kept(SHAPES[name], contenders, device) for name in request.shapes]
     steps: list[dict[str, Any]] = []

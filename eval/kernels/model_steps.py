@@ -16,12 +16,12 @@ import torch
 import transformers
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
 from rope_patch.eval.kernels import timing
 from rope_patch.eval.kernels.contenders import why
 from rope_patch.eval.speed import Contender, compare, seconds, time_decoding
 from rope_patch.patching import patch
+from rope_patch.progress import progress_bar
 
 KERNELS = ("hf", "auto")  # what `patch` takes; the first is what the second is compared with
 FACTOR = 4
@@ -90,7 +90,7 @@ def measure(
         none.
     """
     rows: list[dict[str, Any]] = []
-    for name in tqdm(names, desc="model steps", unit="model"):
+    for name in progress_bar(names, desc="model steps", unit="model"):
         try:
             rows += _model(name, device, dtype, repeats)
         except Exception as error:  # whatever it is, what was measured before is kept

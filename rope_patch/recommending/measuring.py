@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rope_patch.eval.processes import Processes
+from rope_patch.progress import progress_bar
 from rope_patch.recommending.contenders import Rotation
 from rope_patch.recommending.scores import Scores
 from rope_patch.searching.candidates import Space
@@ -36,15 +37,12 @@ class Clock:
     def __init__(
         self, minutes: float, spent: float, processes: Processes, progress: bool = True
     ) -> None:
-        from tqdm import tqdm
-
         self._total = 60 * minutes
         self._started = time.monotonic() - spent
         self._processes = processes
         self._costs: dict[str, list[float]] = {}
-        self._bar = tqdm(
+        self._bar = progress_bar(
             total=round(self._total),
-            file=sys.stderr,
             disable=not (progress and processes.main),
             bar_format="{desc} {percentage:3.0f}% of the budget|{bar}| {postfix}",
         )

@@ -7,8 +7,7 @@ import os
 import time
 from typing import Any
 
-from tqdm import tqdm
-
+from rope_patch.progress import progress_bar
 from rope_patch.searching.candidates import Space
 
 logger = logging.getLogger("rope_patch")
@@ -44,7 +43,9 @@ class Watch:
 
             require_picture(picture)
         self._space, self._title, self._picture = space, title, picture
-        self._bar = tqdm(total=budget, desc="searching", unit="evaluation", disable=not progress)
+        self._bar = progress_bar(
+            total=budget, desc="searching", unit="evaluation", disable=not progress
+        )
         self._next = 0.0
 
     def tell(self, history: list[dict[str, Any]], reference: float, rate: float) -> None:
