@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from rope_patch.eval.session import Session
 from rope_patch.eval.tasks import short
 from rope_patch.loading import read_config, read_tokenizer
 
+logger = logging.getLogger("rope_patch")
+
 _SPEED_PROMPT = 2048  # tokens
 _ANY = 10**9  # tokens: lm-eval's own tasks are as long as they are
 
 
-def evaluate(request: Request) -> dict[str, Any]:
+def evaluate(request: Request, show: Callable[[str], object] | None = None) -> dict[str, Any]:
     """Evaluates and writes the report.
 
     Everything finished is kept in the folder, so the same request continues where it was stopped.
@@ -29,6 +31,7 @@ def evaluate(request: Request) -> dict[str, Any]:
 
     Args:
         request: What to evaluate.
+        show: Called with the verdict and the summary as plain text, in the main process.
 
     Returns:
         The results that the report shows (`report.json`).
@@ -73,7 +76,7 @@ def evaluate(request: Request) -> dict[str, Any]:
         **others.results(),
     }
     if session.processes.main:
-        write_report(results, request.folder)
+        write_report(results, request.folder, show)
         _complain(results)
     return results
 
@@ -191,7 +194,7 @@ def _say_progress(done: int, of: int, seconds: float) -> None:
     if done < of:
         left = seconds / done * (of - done) / 60
         text = f"about {left:,.0f} min" if left > 1 else "less than a minute"
-        print(f"{done} of {of} methods done, {text} left", file=sys.stderr)
+        logger.info("%d of %d methods done, %s left", done, of, text)
 
 
 def _complain(results: dict[str, Any]) -> None:
@@ -209,13 +212,15 @@ def _complain(results: dict[str, Any]) -> None:
     if notes and not rows and not _anything(results):
         raise ValueError(f"nothing could be measured: {notes[0]}")
     if failed:
-        print(
-            f"{len(failed)} of {len(rows)} samples failed ({failed[0]}); the report lists them, "
-            "and the same command tries them again",
-            file=sys.stderr,
+        logger.warning(
+            "%d of %d samples failed (%s); the report lists them, and the same command tries them "
+            "again",
+            len(failed),
+            len(rows),
+            failed[0],
         )
     for note in notes:
-        print(f"not run: {note}", file=sys.stderr)
+        logger.warning("not run: %s", note)
 
 
 def _anything(results: dict[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -12,6 +12,8 @@ from rope_patch import demo
 from rope_patch.eval.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
 from rope_patch.loading import read_config
 from rope_patch.reading import read_geometries
+
+logger = logging.getLogger("rope_patch")
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,14 @@ PROFILES = {
 
 
 def choose(name: str | None) -> Profile:
-    """The profile of that name, or the one for this machine, which is then said on stderr.
+    """The profile of that name, or the one for this machine, which is then logged.
 
     Raises:
         ValueError: There is none of that name.
     """
     if name is None:
         name = "standard" if torch.cuda.is_available() else "quick"
-        print(f"profile: {name} (--profile {' | '.join(PROFILES)})", file=sys.stderr)
+        logger.info("profile: %s (--profile %s)", name, " | ".join(PROFILES))
     if name not in PROFILES:
         close = get_close_matches(name, PROFILES, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from rope_patch.eval.findings import Findings, task_name
 from rope_patch.eval.merging import merged
 from rope_patch.eval.sections import sections
 from rope_patch.eval.signing import sign, strict
-from rope_patch.eval.tables import Row, mark, one_line
+from rope_patch.eval.tables import Row, mark, one_line, padded
+
+_SHOWN = 2  # sentences of a verdict, in a terminal
 
 _LIMITS = (
     "Numbers in brackets, and the smaller ones below others, are 95% intervals (of times: the "
@@ -32,7 +35,11 @@ _LIMITS = (
 )
 
 
-def write_report(results: dict[str, Any] | list[dict[str, Any]], folder: Path) -> Path:
+def write_report(
+    results: dict[str, Any] | list[dict[str, Any]],
+    folder: Path,
+    show: Callable[[str], object] | None = None,
+) -> Path:
     """Writes `report.html`, `report.md`, `report.json` and `figures/*.png`.
 
     Everything is rendered before anything is written, so a failure leaves an earlier report as it
@@ -42,6 +49,7 @@ def write_report(results: dict[str, Any] | list[dict[str, Any]], folder: Path) -
         results: What the evaluation measured; of several runs to see side by side, a list. Runs
             that measured the same samples on the same weights are shown as one, with all methods.
         folder: Where to; made if missing.
+        show: Called with the verdict and the summary as plain text, such as `print`.
 
     Returns:
         The path of `report.html`: one file that needs no other.
@@ -61,6 +69,8 @@ def write_report(results: dict[str, Any] | list[dict[str, Any]], folder: Path) -
     for earlier in (folder / "figures").glob("*.png"):
         if f"figures/{earlier.name}" not in files and _FIGURE.match(earlier.stem):
             earlier.unlink()
+    if show is not None:
+        show(_overview(page))
     return folder / "report.html"
 
 
@@ -91,6 +101,19 @@ def _content(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, byte
         "limits": _LIMITS,
     }
     return page, pictures
+
+
+def _overview(page: dict[str, Any]) -> str:
+    """Return the title, the verdict and the summary to read in a terminal."""
+    runs = page["runs"]
+    if len(runs) == 1:
+        verdict = runs[0]["verdict"][:_SHOWN]
+    else:
+        verdict = [f"{run['title']}: {run['verdict'][0]}" for run in runs]
+    parts = ["\n".join([page["title"], *verdict])]
+    if page["summary"] is not None:
+        parts.append(padded(page["summary"]))
+    return "\n\n".join(parts)
 
 
 def _title(title: str, found: Findings) -> str:

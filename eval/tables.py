@@ -58,6 +58,24 @@ class Table:
     task: str = ""
 
 
+def padded(table: Table) -> str:
+    """Return a table as aligned lines of text, below its name."""
+    heads = [group.text for group, span in table.groups for _ in range(span)]
+    lines = [[table.corner, *map(_noted, table.columns)]]
+    if heads:
+        lines.insert(0, ["", *heads])
+    for row in table.rows:
+        name = f"{row.group}, {row.name}" if row.group else row.name
+        lines.append([name, *map(_noted, row.cells)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join([table.name, *aligned])
+
+
+def _noted(cell: Cell) -> str:
+    return f"{cell.text} ({cell.note})" if cell.note else cell.text
+
+
 def one_line(text: Any) -> str:
     """Any text as one printable line."""
     kept = "".join(c if c.isprintable() else " " for c in str(text))

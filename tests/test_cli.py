@@ -1,9 +1,12 @@
 """The command line as a user meets it: what is printed, and the exit code."""
 
 import json
+import logging
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
 from commands import here, typed
 
 import rope_patch
@@ -14,9 +17,13 @@ TINY = str(Path(__file__).parent / "assets" / "tiny-llama")
 def test_methods_are_listed_with_paper_and_need_for_training():
     rows = json.loads(here("methods", "--json").stdout)
     assert [row["name"] for row in rows] == list(rope_patch.methods())
-    printed = here("methods").stdout
-    assert all(row["description"] in printed and row["paper"] in printed for row in rows)
-    assert "beta_fast (default: 32.0)" in here("methods", "yarn").stdout
+    *listed, blank, hint = here("methods").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == list(rope_patch.methods())
+    assert all(line.endswith(row["description"]) for line, row in zip(listed, rows, strict=True))
+    assert (blank, "NAME" in hint) == ("", True)
+    printed = here("methods", "yarn").stdout
+    assert "beta_fast (default: 32.0)" in printed
+    assert "YaRN, arXiv:2309.00071; fine-tuning: not needed, but helps" in printed
 
 
 def test_diagnose_prints_a_row_for_every_pair():
@@ -32,23 +39,34 @@ def test_diagnose_prints_a_row_for_every_pair():
 def test_eval_writes_a_report_and_says_where(tmp_path):
     done = typed(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
-        *("--depths", "50", "--report", "out"),
+        *("--depths", "50", "--out", "out"),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "out/report.html\n"
+    title, verdict, _ = done.stdout.split("\n", 2)
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert title in page
+    assert verdict in page.replace("\\", "")
+    summary = {line.split("  ")[1]: line for line in done.stdout.splitlines() if line[:2] == "  "}
+    assert summary.keys() == {"method", "plain model", "yarn ×4"}
+    assert "accuracy beyond 256" in summary["method"]
+    cells = next(line for line in page.splitlines() if line.startswith("| yarn ×4 |")).split(" | ")
+    assert all(cell.strip(" |") in summary["yarn ×4"] for cell in cells)
+    assert done.stdout.endswith("\n\nout/report.html\n")
     assert "yarn ×4, 256 → 1,024 tokens" in done.stderr
-    assert "perplexity" in done.stderr  # the progress bars
+    assert "\r" not in done.stderr  # no progress bars in a log, neither ours nor the libraries'
+    assert all(done.stderr.splitlines())
     again = typed(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
-        *("--depths", "50", "--report", "out", "--json"),
+        *("--depths", "50", "--report", "out", "--json", "-q"),
         cwd=tmp_path,
     )
     assert json.loads(again.stdout) == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert again.stderr == ""
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("command", [(), ("methods",), ("diagnose",), ("eval",)])
+@pytest.mark.parametrize("command", [(), ("methods",), ("diagnose",), ("eval",), ("env",)])
 def test_help_teaches(command):
     done = here(*command, "--help")
     assert done.returncode == 0
@@ -85,3 +103,61 @@ def test_a_process_fails_as_quietly(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: factor must be at least 1")
+
+
+def test_other_names_of_options_go_on_working():
+    for words, message in [
+        (("eval", "x", "--methods", "none", "--report", "o", "--lengths", "many"), "whole numbers"),
+        (("compare", "x", "--methods=none", "--report=o", "--lengths", "many"), "whole numbers"),
+        (("bench", "--methods", "none"), "--method needs a MODEL"),
+        (("search", "x", "--method", "m", "--budget", "many"), "Invalid value for '--evaluations'"),
+        (("search", "x", "--folder", __file__), f"--out {__file__} is a file"),
+        (("recommend", "x", "--length", "9", "--folder", "o", "--budget", "many"), "'--minutes'"),
+    ]:
+        done = here(*words)
+        assert done.returncode
+        assert message in done.stderr.replace("\n", " ")
+
+
+def test_out_is_where_a_recipe_writes(monkeypatch):
+    from rope_patch.recipes import finetune
+
+    given = []
+    monkeypatch.setattr(finetune, "main", given.extend)
+    assert here("finetune", "--config", "smoke_cpu", "--out", "here", "--seed", "1").returncode == 0
+    assert given == ["--config", "smoke_cpu", "--output_dir", "here", "--seed", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        (("methods", "--json"), logging.INFO),
+        (("-v", "methods", "--json"), logging.DEBUG),
+        (("methods", "--json", "--verbose"), logging.DEBUG),
+        (("-q", "methods", "--json"), logging.ERROR),
+        (("methods", "--json", "yarn", "-q"), logging.ERROR),
+    ],
+)
+def test_verbosity_is_said_before_or_after_the_command(words, level, monkeypatch):
+    logger, levels = logging.getLogger("rope_patch"), []
+    before = logger.level
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: levels.append(logger.level))
+    assert here(*words).returncode == 0
+    assert (levels, logger.level) == ([level], before)
+
+
+def test_the_version_and_the_environment_are_told():
+    version = rope_patch.__version__
+    assert here("--version").stdout == f"rope-patch {version}\n"
+    facts = json.loads(here("env", "--json").stdout)
+    assert (facts["rope-patch"], facts["torch"]) == (version, torch.__version__)
+    printed = here("env").stdout
+    assert all(f"{name} " in printed and value in printed for name, value in facts.items())
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["rope-patch", "methods", "yarn"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("rope_patch", run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith("yarn ")

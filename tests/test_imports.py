@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,24 @@ HEAVY = [
     "optuna",
 ]
 
+# Help, lists, versions and wrong options, which take no seconds.
+COMMANDS = ["methods", "diagnose", "eval", "compare", "report", "recommend", "search", "finetune"]
+COMMANDS += ["export", "bench", "env"]
+INSTANT = [
+    *(["--help"], ["--version"], ["methods"], ["methods", "yarn"], ["methods", "--json"]),
+    *([name, "--help"] for name in COMMANDS),
+    *(["no-such-command"], ["eval", "--no-such-option"], ["eval"], ["search", "x", "--seed", "x"]),
+    *(["eval", "x", "--method", "yarn", "--lengths", "many"], ["methods", "yran"]),
+    *(["compare", "x", "--lengths", "many"], ["compare", "x", "--option", "x"]),
+]
+ORDERS = [
+    "import rope_patch.methods",
+    "import rope_patch.methods.yarn",
+    "from rope_patch.methods import methods",
+    "from rope_patch.methods.registry import get",
+    "import rope_patch; import rope_patch.methods",
+]
+
 # What each part of the package may import of it; whatever is not named here stands on top.
 CORE = {"geometry", "reading", "methods", "ops", "cache", "patching"}
 BELOW = {
@@ -26,6 +45,7 @@ BELOW = {
     "cache": set(),
     "patching": CORE - {"patching"},
     "versions": set(),
+    "progress": set(),
     "drawing": set(),
     "registering": {"geometry", "methods", "reading"},
     "saving": CORE | {"versions", "registering"},
@@ -36,13 +56,14 @@ BELOW = {
     "diagnosing": CORE | {"adapting", "agreeing", "loading", "saving", "registering", "drawing"},
     # Whoever searches must measure, so the search stands above the evaluation.
     "searching": CORE
-    | {"versions", "demo", "drawing", "saving", "loading", "exporting", "diagnosing", "eval"},
-    "recommending": CORE | {"exporting", "searching", "eval"},
+    | {"versions", "progress", "demo", "drawing", "saving", "loading", "exporting"}
+    | {"diagnosing", "eval"},
+    "recommending": CORE | {"progress", "exporting", "searching", "eval"},
 }
 ON_TOP = {  # and who imports it
     "eval": {"searching", "recommending", "cli"},
     "recipes": {"cli"},
-    "cli": set(),
+    "cli": {"__main__"},
 }
 
 
@@ -108,4 +129,49 @@ def loaded_by(statement):
 def test_importing_stays_light():
     assert loaded_by("import json, ast, jinja2") == {"jinja2"}
     # transformers itself loads jinja2, for chat templates, and newer ones may load more.
-    assert loaded_by("import rope_patch") <= loaded_by("import transformers")
+    everything = "import rope_patch; [getattr(rope_patch, name) for name in rope_patch.__all__]"
+    assert loaded_by(everything) <= loaded_by("import transformers")
+
+
+def test_help_and_wrong_options_import_neither_torch_nor_transformers():
+    code = f"""
+import contextlib, io, sys
+from rope_patch.cli import main
+for words in {INSTANT!r}:
+    sys.argv = ["rope-patch", *words]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            main()
+        except SystemExit:
+            pass
+    assert out.getvalue(), words
+    heavy = {{"torch", "transformers", "numpy", "lm_eval"}} & sys.modules.keys()
+    assert not heavy, (words, heavy)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_methods_is_a_function_in_every_order_of_imports():
+    code = f"""
+import sys
+for statement in {ORDERS!r}:
+    exec(statement)
+    import rope_patch
+    assert "yarn" in rope_patch.methods(), statement
+    from rope_patch import methods
+    from rope_patch.methods.yarn import YaRN
+    assert methods is rope_patch.methods
+    assert sys.modules["rope_patch.methods"].registered()["yarn"] is YaRN
+    for name in [name for name in sys.modules if name.split(".")[0] == "rope_patch"]:
+        del sys.modules[name]
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_is_there():
+    for name in rope_patch.__all__:
+        assert getattr(rope_patch, name) is not None
+        assert name in dir(rope_patch)
+    assert not hasattr(rope_patch, "no_such_name")
+    assert rope_patch.__version__ == metadata.version("rope-patch")

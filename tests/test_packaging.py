@@ -30,7 +30,7 @@ def test_eval_works_from_a_wheel(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-c", "from rope_patch.cli import main; main()", "eval", TINY),
-            *("--method", "none", "--lengths", "512", "--depths", "50", "--report", "out"),
+            *("--method", "none", "--lengths", "512", "--depths", "50", "--out", "out"),
         ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},

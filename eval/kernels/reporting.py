@@ -16,7 +16,7 @@ from rope_patch.eval.kernels.measuring import COPY
 from rope_patch.eval.kernels.running import BACKWARD, BOTH, FORWARD
 from rope_patch.eval.kernels.shapes import LAYOUTS, SHAPES
 from rope_patch.eval.kernels.tabulating import AT, shape_tables, step_table, views
-from rope_patch.eval.tables import Table, one_line
+from rope_patch.eval.tables import one_line, padded
 
 _OURS = ("ours-tables", "ours", "ours-reference")  # the fastest of them stands for us
 
@@ -83,7 +83,7 @@ def as_text(results: dict[str, Any]) -> str:
     content = _content(results)
     parts = ["\n".join([content["title"], *content["verdict"]])]
     for title, tables in content["sections"]:
-        parts += [title, *map(_padded, tables)]
+        parts += [title, *map(padded, tables)]
     parts += [f"not measured: {who}: {reason}" for who, reason in content["missing"]]
     return "\n\n".join(parts)
 
@@ -179,18 +179,3 @@ def _facts(results: dict[str, Any]) -> list[tuple[str, str]]:
         "Date": re.sub(r"T(\d\d:\d\d).*", r" \1 UTC", results["date"]),
     }
     return [(key, one_line(value)) for key, value in facts.items() if value]
-
-
-def _padded(table: Table) -> str:
-    """A table as lines of text."""
-    heads = [group.text for group, span in table.groups for _ in range(span)]
-    columns = [cell.text for cell in table.columns]
-    lines = [[table.corner, *columns]]
-    if heads:
-        lines.insert(0, ["", *heads])
-    for row in table.rows:
-        cells = [f"{c.text} ({c.note})" if c.note else c.text for c in row.cells]
-        lines.append([row.name, *cells])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    return "\n".join([table.name, *padded])

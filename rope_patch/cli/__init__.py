@@ -5,54 +5,49 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from rope_patch.cli.interrupt import EXIT_CODE, interruptible
+from rope_patch.cli.verbosity import messages
 
-from rope_patch.cli import (
-    benchmarking,
-    evaluating,
-    exporting,
-    finetuning,
-    inspecting,
-    recommending,
-    searching,
-)
+if TYPE_CHECKING:
+    from rope_patch.cli.commands import app as app
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # examples stay on lines of their own, and logs stay readable
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Take a pretrained RoPE decoder to a longer context, and prove what that gained and cost.",
-)
-
-app.command()(inspecting.methods)
-app.command()(inspecting.diagnose)
-app.command("eval")(evaluating.evaluate)
-app.command()(evaluating.compare)
-app.command()(evaluating.report)
-app.command()(benchmarking.bench)
-app.command()(exporting.export)
-app.command()(searching.search)
-app.command()(recommending.recommend)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    finetuning.finetune
-)
+logger = logging.getLogger("rope_patch")
 
 
 def main() -> None:
-    """Runs the command line."""
-    run(app)
+    """Run the command line."""
+    run(_command_line)
 
 
 def run(command: Callable[[], Any]) -> None:
-    """Runs a command; a failure is one clear line on stderr and a non-zero exit."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
-    logging.getLogger("rope_patch").setLevel(logging.INFO)
-    try:
-        command()
-    except (ValueError, TypeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    """Run a command; a failure is one clear line on stderr and a non-zero exit."""
+    with interruptible(), messages():
+        try:
+            command()
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            sys.exit(EXIT_CODE)
+        except (ValueError, TypeError, OSError) as error:
+            logger.debug("the error's traceback:", exc_info=True)
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
+
+
+def _command_line() -> None:
+    """Import the commands, which Ctrl-C may interrupt already, and run the one that was typed."""
+    from rope_patch.cli.commands import app
+
+    app()
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        """Import `app` on first use, so that `main` can handle Ctrl-C before anything else."""
+        if name == "app":
+            from rope_patch.cli.commands import app
+
+            return app
+        raise AttributeError(f"module 'rope_patch.cli' has no attribute {name!r}")

@@ -92,7 +92,7 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Time methods on a model side by side; or, without a model, the kernels that rotate.
+    """Time methods on a model; without a model, the kernels.
 
     Of a model: prompts, decoding, growth, memory, as ratios to the method named first, of times
     taken in turns in this one run, because times of different runs do not compare. Growth is what

@@ -23,6 +23,8 @@ from rope_patch.cli.options import (
 )
 from rope_patch.cli.running import command_line, installed, stoppable
 
+_COMPARED = ("none", "linear", "ntk", "yarn", "dynamic-yarn")
+
 Samples = Annotated[
     int | None, typer.Option(help="Retrieval samples at each length of each task.", min=1)
 ]
@@ -65,9 +67,7 @@ DeviceMap = Annotated[
     str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
 ]
 Seed = Annotated[int, typer.Option(help="Another seed makes other samples.")]
-Folder = Annotated[
-    Path, typer.Option("--report", help="Folder for the report and everything measured.")
-]
+Folder = Annotated[Path, typer.Option(help="Folder for the report and everything measured.")]
 
 
 def evaluate(
@@ -142,10 +142,10 @@ def evaluate(
             "methods as configs that it reads, instead of running anything."
         ),
     ] = None,
-    report: Folder = Path("out"),
+    out: Folder = Path("out"),
     as_json: Json = False,
 ) -> None:
-    """Measure what was asked for, for one method or several, and write a report.
+    """Measure methods on a model, and write a report.
 
     Writes report.html (one file, no network), report.md, report.json, the figures, and lm-eval's
     own results. The same command continues a run that was stopped, and tries again what failed.
@@ -159,7 +159,7 @@ def evaluate(
       rope-patch eval ./my-model --method none,yarn --factor 4 --tasks rp_ruler --precision 0.05
     """
     _run(
-        report,
+        out,
         as_json,
         engine=engine,
         model=model,
@@ -197,10 +197,13 @@ def evaluate(
 
 def compare(
     model: Model,
-    methods: Annotated[
-        str,
-        typer.Option(help="Methods by commas; `none`, the model as it is, is always with them."),
-    ] = "none,linear,ntk,yarn,dynamic-yarn",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A method; several, or by commas: linear,ntk,yarn,dynamic-yarn if left out. The "
+            "model as it is, `none`, is always with them."
+        ),
+    ] = None,
     factor: Factor = None,
     length: Length = None,
     lengths: Annotated[
@@ -240,10 +243,10 @@ def compare(
     device_map: DeviceMap = None,
     gguf_file: GGUF = None,
     seed: Seed = 42,
-    report: Folder = Path("out"),
+    out: Folder = Path("out"),
     as_json: Json = False,
 ) -> None:
-    """Which extension to use: what each gains at length, what it costs at short, on one page.
+    """Compare what methods gain at length and cost at short.
 
     Retrieval, perplexity, ordinary short tasks, speed and memory, for every method on the same
     samples, with intervals and paired tests, and with the controls that show what the numbers are
@@ -251,28 +254,29 @@ def compare(
 
     \b
     Examples:
-      rope-patch compare demo --methods none,linear,yarn --factor 2 --lengths 4096,8192,12288
-      rope-patch compare ./my-model --factor 4 --precision 0.05 --report comparison
+      rope-patch compare demo --method none,linear,yarn --factor 2 --lengths 4096,8192,12288
+      rope-patch compare ./my-model --factor 4 --precision 0.05 --out comparison
     """
+    named = split(",".join(method or []))
+    listed = tuple(numbers("lengths", lengths, minimum=1)) if lengths else ()
+    answers_at = tuple(numbers("depths", depths, minimum=0))
+    given = options(option)
     with installed("evaluation needs", "eval"):
         from rope_patch.eval import profiles
     chosen = profiles.choose(profile)
-    named = split(methods)
     _run(
-        report,
+        out,
         as_json,
         model=model,
-        methods=tuple(dict.fromkeys(["none", *named])),
+        methods=tuple(dict.fromkeys(["none", *(named or _COMPARED)])),
         factor=factor,
         length=length,
-        lengths=tuple(numbers("lengths", lengths, minimum=1))
-        if lengths
-        else profiles.lengths(model, factor, length, trained_length, start, gguf_file),
+        lengths=listed or profiles.lengths(model, factor, length, trained_length, start, gguf_file),
         tasks=tuple(split(tasks)) if tasks else chosen.tasks,
         samples=samples or (None if precision else chosen.samples),
         precision=precision,
         max_samples=max_samples,
-        depths=tuple(numbers("depths", depths, minimum=0)),
+        depths=answers_at,
         per_text=per_text,
         controls=True,
         share=share,
@@ -283,7 +287,7 @@ def compare(
         short_samples=chosen.short_samples,
         trained_length=trained_length,
         start=start,
-        options=options(option),
+        options=given,
         dtype=dtype,
         device_map=device_map,
         gguf_file=gguf_file,
@@ -301,7 +305,7 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the report again from saved results, or one report of several runs.
+    """Write a report again, or one report of several runs.
 
     Results are checked first: files of something else, of an older version, or that were changed
     after they were written are refused with the reason.
@@ -318,8 +322,12 @@ def report(
         raise ValueError("a report of several runs needs a folder of its own: give --out FOLDER")
     results = [found for run in runs for found in _saved(run, signing.verify)]
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
-    page = reporting.write_report(results[0] if len(results) == 1 else results, folder)
-    print((folder / "report.json").read_text(encoding="utf-8") if as_json else page)
+    show = None if as_json else print
+    page = reporting.write_report(results[0] if len(results) == 1 else results, folder, show)
+    if as_json:
+        print((folder / "report.json").read_text(encoding="utf-8"))
+    else:
+        print(f"\n{page}")
 
 
 def _saved(run: Path, verify: Any) -> list[dict[str, Any]]:
@@ -345,8 +353,8 @@ def _run(folder: Path, as_json: bool, engine: str | None = None, **request: Any)
         print("\n\n".join(engines.commands(engine, asked)))
         return
     with stoppable():
-        evaluate(asked)
+        evaluate(asked, None if as_json else print)
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"), end="")
     else:
-        print(f"{folder / 'report.html'}")
+        print(f"\n{folder / 'report.html'}")

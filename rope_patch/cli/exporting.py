@@ -50,10 +50,11 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what makes another engine rotate alike: config fields, words for its command line.
+    """Show what makes another engine rotate alike.
 
-    What the engine would read otherwise is said in a form that it reads alike, or refused with the
-    reason. Reads the config only, no weights, and writes nothing unless asked to.
+    Prints config fields and words for its command line. What the engine would read otherwise is
+    said in a form that it reads alike, or refused with the reason. Reads the config only, no
+    weights, and writes nothing unless asked to.
 
     \b
     Examples:

@@ -25,13 +25,13 @@ def finetune(
     keys: Annotated[bool, typer.Option("--keys", help="List every key a recipe can have.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout.")] = False,
 ) -> None:
-    """Fine-tune a model for a longer context, as a recipe says; its keys can be overridden.
+    """Fine-tune a model for a longer context by a recipe.
 
     Any key of a recipe goes on the command line as --key value: model, method, factor or length,
-    data, train_length, max_steps or tokens, learning_rate, lora_rank, loss, resume, output_dir,
-    report_to, retrieval_steps, ..., and those of transformers' TrainingArguments. The finished
-    model is in OUTPUT_DIR/model, the loss curve in OUTPUT_DIR/log.jsonl, everything that was
-    resolved in OUTPUT_DIR/recipe.yaml. For several GPUs give the same to accelerate launch:
+    data, train_length, max_steps or tokens, learning_rate, lora_rank, loss, resume, output_dir (or
+    --out), report_to, retrieval_steps, ..., and those of transformers' TrainingArguments. The
+    finished model is in OUTPUT_DIR/model, the loss curve in OUTPUT_DIR/log.jsonl, everything that
+    was resolved in OUTPUT_DIR/recipe.yaml. For several GPUs give the same to accelerate launch:
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py --config ...
 
     \b

@@ -28,7 +28,7 @@ def methods(
     name: Annotated[str | None, typer.Argument(help="Show one method with its options.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the methods: what each does, its paper, whether it needs fine-tuning.
+    """List the methods, or show one with its paper and options.
 
     \b
     Examples:
@@ -62,12 +62,13 @@ def methods(
     width = max(len(row["name"]) for row in rows)
     for row in rows:
         print(f"{row['name']:<{width}}  {row['description']}")
-        print(f"{'':<{width}}  {row['paper']}; fine-tuning: {row['training']}")
-        for key, about in row["options"].items():
-            if name is not None:
-                print(f"{'':<{width}}    {key} (default: {about['default']}): {about['help']}")
-            elif key != "factor":
-                print(f"{'':<{width}}    {key}: {about['help']}")
+    if name is None:
+        print("\n`rope-patch methods NAME` shows a method's paper and options.")
+        return
+    (row,) = rows
+    print(f"{'':<{width}}  {row['paper']}; fine-tuning: {row['training']}")
+    for key, about in row["options"].items():
+        print(f"{'':<{width}}    {key} (default: {about['default']}): {about['help']}")
 
 
 def diagnose(
@@ -92,13 +93,13 @@ def diagnose(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether transformers does what a model's config says, and what to do for a length.
+    """Check a model's rotation, and say what a length needs.
 
-    Findings come first, each with its number and the line that puts it right; then a
-    recommendation; then every rotated pair: its wavelength, its turns in training, what a method
-    does to it. A pair that never completed a turn in training meets new angles beyond the trained
-    length; the first of them is the critical dimension. Reads configs only, no weights. MODEL may
-    also be a folder with a PEFT adapter.
+    Says whether transformers does what the config says. Findings come first, each with its number
+    and the line that puts it right; then a recommendation; then every rotated pair: its wavelength,
+    its turns in training, what a method does to it. A pair that never completed a turn in training
+    meets new angles beyond the trained length; the first of them is the critical dimension. Reads
+    configs only, no weights. MODEL may also be a folder with a PEFT adapter.
 
     \b
     Examples:

@@ -17,16 +17,16 @@ from rope_patch.cli.options import (
     TrainedLength,
     split,
 )
-from rope_patch.cli.running import command_line, installed, quieten, stoppable
+from rope_patch.cli.running import command_line, installed, stoppable
+from rope_patch.cli.verbosity import hide_patches
 
 
 def recommend(
     model: Model,
     length: Annotated[int, typer.Option(help="Target length in tokens.")],
-    budget: Annotated[
+    minutes: Annotated[
         float,
         typer.Option(
-            metavar="MINUTES",
             help="Minutes for measuring, those of earlier runs in the same folder included.",
         ),
     ],
@@ -53,10 +53,11 @@ def recommend(
     ] = None,
     most: Annotated[int, typer.Option(help="Samples of each kind, at most.")] = 96,
     search: Annotated[
-        bool, typer.Option(help="Search as well, with what is left of the budget.")
+        bool, typer.Option(help="Search as well, with what is left of the time.")
     ] = True,
-    folder: Annotated[
-        Path, typer.Option(help="Where the result goes, and the state to continue from.")
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the result, and for the state to continue from."),
     ] = Path("out/recommend"),
     trained_length: TrainedLength = None,
     layer_types: Annotated[
@@ -71,27 +72,27 @@ def recommend(
     seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
     as_json: Json = False,
 ) -> None:
-    """Say which method to use at a length, measured on this very checkpoint.
+    """Measure on a model which method to use at a length.
 
     The plain model, the static methods, the same following the length, and what a search finds
     answer questions about text of the target length; what each costs is measured within the trained
-    length. Says first what fits into the budget, and if the plain model and one method do not, how
-    many minutes they need. The same command continues a run that was stopped, a larger --budget one
-    that has ended. On several GPUs: accelerate launch --no_python rope-patch recommend ...
+    length. Says first what fits into the time, and if the plain model and one method do not, how
+    many minutes they need. The same command continues a run that was stopped, with more --minutes
+    one that has ended. On several GPUs: accelerate launch --no_python rope-patch recommend ...
 
     \b
     Examples:
-      rope-patch recommend demo --length 16384 --budget 60
-      rope-patch recommend ./my-model --length 32768 --budget 20 --no-search
+      rope-patch recommend demo --length 16384 --minutes 60
+      rope-patch recommend ./my-model --length 32768 --minutes 20 --no-search
     """
-    quieten()
+    hide_patches()
     with installed("recommending needs", "search"), stoppable():
         from rope_patch.recommending import recommend
 
         found = recommend(
             model,
             length=length,
-            budget=budget,
+            budget=minutes,
             text=text,
             samples=samples,
             short_length=short_length,
@@ -101,7 +102,7 @@ def recommend(
             layer_types=None if layer_types is None else split(layer_types),
             start=start,
             seed=seed,
-            folder=folder,
+            folder=out,
             dtype=dtype,
             device_map=device_map,
             gguf_file=gguf_file,

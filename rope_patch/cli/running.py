@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import shlex
 import sys
 from collections.abc import Iterator
 
 import typer
+
+from rope_patch.cli.interrupt import EXIT_CODE
 
 
 @contextlib.contextmanager
@@ -37,12 +38,7 @@ def stoppable(how: str = "the same command continues from here") -> Iterator[Non
         yield
     except KeyboardInterrupt:
         print(f"stopped; {how}", file=sys.stderr)
-        raise typer.Exit(130) from None
-
-
-def quieten() -> None:
-    """Silences what the package says of a patch, where each of hundreds of candidates is one."""
-    logging.getLogger("rope_patch").setLevel(logging.WARNING)
+        raise typer.Exit(EXIT_CODE) from None
 
 
 def command_line() -> str:

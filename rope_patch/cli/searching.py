@@ -20,14 +20,15 @@ from rope_patch.cli.options import (
     options,
     split,
 )
-from rope_patch.cli.running import command_line, installed, quieten, stoppable
+from rope_patch.cli.running import command_line, installed, stoppable
+from rope_patch.cli.verbosity import hide_patches
 
 
 def search(
     model: Model,
     length: Length = None,
     factor: Factor = None,
-    method: Annotated[
+    strategy: Annotated[
         str,
         typer.Option(
             help="How to search: curve (few numbers, Bayesian optimisation), longrope2 or longrope "
@@ -35,7 +36,7 @@ def search(
             "dimensions)."
         ),
     ] = "curve",
-    budget: Annotated[int, typer.Option(help="Candidates to measure, at most.")] = 200,
+    evaluations: Annotated[int, typer.Option(help="Candidates to measure, at most.")] = 200,
     fitness: Annotated[
         str,
         typer.Option(
@@ -74,8 +75,9 @@ def search(
             "that it can do the task at all."
         ),
     ] = None,
-    folder: Annotated[
-        Path, typer.Option(help="Where the result goes, and the state to continue from.")
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the result, and for the state to continue from."),
     ] = Path("out/search"),
     picture: Annotated[
         Path | None,
@@ -103,29 +105,29 @@ def search(
     seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
     as_json: Json = False,
 ) -> None:
-    """Search the frequencies that take this very checkpoint to a longer context.
+    """Search the best frequencies for one checkpoint at a length.
 
-    Candidates are measured on the model, without loading it again, by how well it answers
-    questions about text of the target length. YaRN is measured first, so nothing worse is chosen.
-    What was found is then compared with YaRN, NTK and PI on other samples. Writes found.json, a
-    config.json with the result, what vLLM, llama.cpp and other engines are to be given, and a
-    picture. The same command continues a search that was stopped; a larger --budget goes on with
-    one that has ended (but for longrope and longrope2, which plan by it). On several GPUs:
-    accelerate launch --no_python rope-patch search ...
+    Candidates are measured on the model, without loading it again, by how well it answers questions
+    about text of the target length. YaRN is measured first, so nothing worse is chosen. What was
+    found is then compared with YaRN, NTK and PI on other samples. Writes found.json, a config.json
+    with the result, what vLLM, llama.cpp and other engines are to be given, and a picture. The same
+    command continues a search that was stopped; with more --evaluations one that has ended (but for
+    longrope and longrope2, which plan by them). On several GPUs: accelerate launch --no_python
+    rope-patch search ...
 
     \b
     Examples:
       rope-patch search demo --length 16384
-      rope-patch search ./my-model --length 32768 --method yarn-rcd --budget 12
-      rope-patch search ./my-model --factor 4 --text book.txt --fitness both --folder out/book
+      rope-patch search ./my-model --length 32768 --strategy yarn-rcd --evaluations 12
+      rope-patch search ./my-model --factor 4 --text book.txt --fitness both --out out/book
     """
     from rope_patch.diagnosing.picture import require_picture
 
     if picture is not None:
         require_picture(picture)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--folder {folder} is a file: expected a folder, made if it is missing")
-    quieten()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: expected a folder, made if it is missing")
+    hide_patches()
     with installed("searching needs", "search"), stoppable():
         from rope_patch.searching import search
         from rope_patch.searching.preparing import COUNT
@@ -134,8 +136,8 @@ def search(
             model,
             length=length,
             factor=factor,
-            method=method,
-            budget=budget,
+            method=strategy,
+            budget=evaluations,
             fitness=fitness,
             text=text or None,
             samples=samples,
@@ -146,7 +148,7 @@ def search(
             layer_types=None if layer_types is None else split(layer_types),
             start=start,
             seed=seed,
-            folder=folder,
+            folder=out,
             picture=picture,
             dtype=dtype,
             device_map=device_map,
@@ -157,7 +159,7 @@ def search(
     if as_json:
         print(json.dumps(found.to_dict(), indent=1, allow_nan=False))
     else:
-        print(f"{found}\n\n{folder / 'found.json'}")
+        print(f"{found}\n\n{out / 'found.json'}")
 
 
 def _held_out(given: str | None) -> int | str | None:

@@ -20,18 +20,19 @@ SMALL = [
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared") / "out"
-    arguments = ["--methods", "yarn,none", "--factor", "2", *SMALL, "--profile", "quick"]
-    return folder, typed("compare", TINY, *arguments, "--report", str(folder))
+    arguments = ["--method", "yarn,none", "--factor", "2", *SMALL, "--profile", "quick"]
+    return folder, typed("compare", TINY, *arguments, "--out", str(folder))
 
 
 def test_compare_measures_the_plain_model_first_and_says_where_the_report_is(compared):
     folder, done = compared
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{folder / 'report.html'}\n"
+    assert done.stdout.endswith(f"\n\n{folder / 'report.html'}\n")
+    assert "Each method, with 95% intervals\n  method " in done.stdout
     results = json.loads((folder / "report.json").read_text())
     assert [m["label"] for m in results["methods"]] == ["none", "yarn ×2"]
     assert [entry["task"] for entry in results["control"]] == ["rp_niah_single_2_ll"]
-    assert results["run"]["command"].startswith(f"rope-patch compare {TINY} --methods yarn,none")
+    assert results["run"]["command"].startswith(f"rope-patch compare {TINY} --method yarn,none")
     assert "1 of 2 methods done" in done.stderr
 
 
@@ -40,7 +41,8 @@ def test_the_report_is_written_again_from_what_was_saved(compared, tmp_path):
     status, out, err = here("report", folder, "--out", tmp_path / "again")
     assert (status, err) == (0, "")
     again = tmp_path / "again"
-    assert out == f"{again / 'report.html'}\n"
+    assert out.endswith(f"\n\n{again / 'report.html'}\n")
+    assert "Each method, with 95% intervals\n  method " in out
     for name in ("report.json", "report.md"):
         assert (again / name).read_text() == (folder / name).read_text()
 
@@ -70,7 +72,7 @@ def test_changed_and_foreign_results_are_refused(compared, tmp_path):
 
 def test_json_goes_to_stdout_and_nothing_else(tmp_path):
     arguments = ["--method", "none,none", "--lengths", "128", "--tasks", "perplexity", "--json"]
-    arguments += ["--control-context", "100", "--report", tmp_path]
+    arguments += ["--control-context", "100", "--out", tmp_path]
     status, out, _ = here("eval", TINY, *arguments)
     assert status == 0
     assert json.loads(out) == json.loads((tmp_path / "report.json").read_text())
@@ -83,7 +85,7 @@ def test_where_all_fails_the_status_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
     arguments = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
-    status, out, err = here("eval", TINY, *arguments, "--report", tmp_path)
+    status, out, err = here("eval", TINY, *arguments, "--out", tmp_path)
     assert (status, out) == (1, "")
     assert "error: not one of 3 samples could be answered: RuntimeError: boom" in err
 
@@ -94,7 +96,7 @@ def test_stopping_by_hand_says_how_to_go_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", stop)
     arguments = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
-    status, out, err = here("eval", TINY, *arguments, "--report", tmp_path)
+    status, out, err = here("eval", TINY, *arguments, "--out", tmp_path)
     assert (status, out) == (130, "")
     assert "the same command continues from here" in err
 

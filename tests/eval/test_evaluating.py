@@ -178,7 +178,7 @@ def fail(monkeypatch, tokenizer, part, error):
     "error", [RuntimeError("boom\nmore"), torch.OutOfMemoryError("no memory")], ids=["error", "oom"]
 )
 def test_a_failure_is_told_and_tried_again(
-    finished, tmp_path, monkeypatch, tokenizer, capsys, error
+    finished, tmp_path, monkeypatch, tokenizer, caplog, error
 ):
     _, expected = finished
     asked = request(tmp_path, methods=("none",), factor=None, tasks=("rp_niah_single_2",))
@@ -195,14 +195,13 @@ def test_a_failure_is_told_and_tried_again(
             assert (row["score"], row["log_likelihood"]) == (None, None)
         elif not isinstance(error, torch.OutOfMemoryError):  # which makes chunks smaller
             assert row == right[row["id"]]
-    said = capsys.readouterr().err
-    assert f"1 of 4 samples failed ({reason})" in said
+    assert f"1 of 4 samples failed ({reason})" in caplog.text
     on.clear()
     again = evaluate(asked)
     assert all("error" not in row for row in again["retrieval"][0]["samples"]["none"])
     got = [row["log_likelihood"] for row in again["retrieval"][0]["samples"]["none"]]
     assert got == pytest.approx([row["log_likelihood"] for row in right.values()], abs=1e-3)
-    assert "failed" not in capsys.readouterr().err
+    assert "failed" not in caplog.text
     assert sorted(failed for _, failed in lines(tmp_path)) == [False] * 4 + [True]
 
 
@@ -229,7 +228,7 @@ def test_a_run_in_which_everything_fails_is_an_error(
         evaluate(asked)
 
 
-def test_a_method_whose_perplexity_fails_leaves_the_others_theirs(tmp_path, monkeypatch, capsys):
+def test_a_method_whose_perplexity_fails_leaves_the_others_theirs(tmp_path, monkeypatch, caplog):
     original = perplexity.document_losses
 
     def failing(model, ids, label, *rest):
@@ -241,7 +240,7 @@ def test_a_method_whose_perplexity_fails_leaves_the_others_theirs(tmp_path, monk
     results = evaluate(request(tmp_path, tasks=("perplexity",)))
     assert list(results["perplexity"]["losses"]) == ["none"]
     assert results["run"]["not_run"] == ["perplexity of yarn ×4: OutOfMemoryError: no memory"]
-    assert "not run: perplexity of yarn" in capsys.readouterr().err
+    assert "not run: perplexity of yarn" in caplog.text
 
 
 # -- samples ---------------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""The commands of `rope-patch`, and what all of them have in common."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from rope_patch.cli import (
+    benchmarking,
+    environment,
+    evaluating,
+    exporting,
+    finetuning,
+    inspecting,
+    recommending,
+    searching,
+    verbosity,
+)
+from rope_patch.cli.interrupt import EXIT_CODE
+
+# Options' other names, which go on working: by command, the other name and the one in the help.
+_ALIASES = {
+    "eval": {"--report": "--out", "--methods": "--method"},
+    "compare": {"--report": "--out", "--methods": "--method"},
+    "bench": {"--methods": "--method"},
+    "search": {"--folder": "--out", "--method": "--strategy", "--budget": "--evaluations"},
+    "recommend": {"--folder": "--out", "--budget": "--minutes"},
+    "finetune": {"--out": "--output_dir"},  # which is the recipe's key
+}
+
+_VERBOSITY = {
+    "-v": verbosity.be_verbose,
+    "--verbose": verbosity.be_verbose,
+    "-q": verbosity.be_quiet,
+    "--quiet": verbosity.be_quiet,
+}
+
+
+class Command(TyperCommand):
+    """A command that takes -v, -q and other names of its options, and that Ctrl-C ends."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words after the command's name."""
+        end = args.index("--") if "--" in args else len(args)
+        options = [self._renamed(word) for word in args[:end]]
+        for word in options:
+            if word in _VERBOSITY:
+                _VERBOSITY[word]()
+        options = [word for word in options if word not in _VERBOSITY]
+        return super().parse_args(ctx, options + args[end:])
+
+    def _renamed(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        return _ALIASES.get(self.name or "", {}).get(name, name) + equals + value
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            raise typer.Exit(EXIT_CODE) from None
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # examples stay on lines of their own, and logs stay readable
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(on: bool) -> None:
+    if on:
+        from rope_patch.versions import own_version
+
+        print(f"rope-patch {own_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def rope_patch(
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Show messages for debugging, too; also after the command.",
+            callback=verbosity.be_verbose,
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet",
+            "-q",
+            help="Show results and errors only; also after the command.",
+            callback=verbosity.be_quiet,
+        ),
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Take a pretrained RoPE decoder to a longer context, and prove what that gained and cost."""
+
+
+app.command(cls=Command)(inspecting.methods)
+app.command(cls=Command)(inspecting.diagnose)
+app.command("eval", cls=Command)(evaluating.evaluate)
+app.command(cls=Command)(evaluating.compare)
+app.command(cls=Command)(evaluating.report)
+app.command(cls=Command)(recommending.recommend)
+app.command(cls=Command)(searching.search)
+app.command(
+    cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(finetuning.finetune)
+app.command(cls=Command)(exporting.export)
+app.command(cls=Command)(benchmarking.bench)
+app.command(cls=Command)(environment.env)

@@ -1,0 +1,63 @@
+"""How much commands write to stderr: messages of the logger `rope_patch`, and progress bars."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+logger = logging.getLogger("rope_patch")
+
+# Read by the libraries when they are imported.
+_HIDDEN_BARS = {
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[None]:
+    """Send messages to stderr; hide the libraries' own progress bars where it is no terminal."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    root = logging.getLogger()
+    levels = root.level, logger.level
+    variables = {name: os.environ.get(name) for name in _HIDDEN_BARS}
+    logger.setLevel(logging.INFO)
+    if not sys.stderr.isatty():
+        _hide_bars()
+    try:
+        yield
+    finally:  # for whoever calls `main` within a process of their own
+        root.setLevel(levels[0])
+        logger.setLevel(levels[1])
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+def be_verbose(on: bool = True) -> None:
+    """Show messages for debugging as well."""
+    if on:
+        logger.setLevel(logging.DEBUG)
+
+
+def be_quiet(on: bool = True) -> None:
+    """Show neither messages nor progress; errors still end a command with one line."""
+    if on:
+        logging.getLogger().setLevel(logging.ERROR)
+        logger.setLevel(logging.ERROR)
+        _hide_bars()
+
+
+def hide_patches() -> None:
+    """Hide what the package says of each patch, where each of hundreds of candidates is one."""
+    if logger.level == logging.INFO:
+        logger.setLevel(logging.WARNING)
+
+
+def _hide_bars() -> None:
+    for name, value in _HIDDEN_BARS.items():
+        os.environ.setdefault(name, value)

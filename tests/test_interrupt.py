@@ -1,0 +1,68 @@
+"""Ctrl-C is one line and exit code 130, whatever a command does at that moment."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import here
+
+TINY = str(Path(__file__).parent / "assets" / "tiny-llama")
+
+# Sends SIGINT while torch is imported, as part of a library that takes any exception for a missing
+# package.
+DURING_IMPORTS = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                raise ImportError("torch") from None
+
+sys.meta_path.insert(0, Finder())
+sys.argv = ["rope-patch", *sys.argv[1:]]
+from rope_patch.cli import main
+main()
+"""
+
+
+def interrupt(*_, **__):
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_during_imports():
+    words = ["eval", TINY, "--method", "none", "--lengths", "128"]
+    done = subprocess.run(
+        [sys.executable, "-c", DURING_IMPORTS, *words], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("rope_patch.eval.speed.bench", ["bench", TINY, "--method", "none"]),
+        ("rope_patch.eval.kernels.measuring.bench", ["bench"]),
+        ("rope_patch.diagnosing.examining.examine", ["diagnose", TINY]),
+        ("rope_patch.exporting.export", ["export", TINY, "--engine", "vllm"]),
+        ("rope_patch.searching.search", ["search", TINY, "--length", 512]),
+        (
+            "rope_patch.recommending.recommend",
+            ["recommend", TINY, "--length", 512, "--minutes", 1],
+        ),
+        ("rope_patch.eval.evaluating.read_config", ["eval", TINY, "--method", "none"]),
+        ("rope_patch.cli.inspecting.json.dumps", ["methods", "--json"]),
+    ],
+)
+def test_while_a_command_works(target, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(target, interrupt)
+    status, out, err = here(*words)
+    assert (status, out) == (130, "")
+    assert err.startswith("stopped")
+    assert err.count("\n") == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
