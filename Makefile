@@ -9,8 +9,8 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: demo test test-slow lint clean
 
 demo: $(VENV)/weights
-	$(BIN)/rope-patch compare demo --methods none,yarn --factor 2 --profile quick \
-		--lengths 4096,12288 --samples 5 --report out/demo
+	$(BIN)/rope-patch compare demo --method none,yarn --factor 2 --profile quick \
+		--lengths 4096,12288 --samples 5 --out out/demo
 
 test: $(VENV)/installed
 	$(BIN)/pytest -n 2

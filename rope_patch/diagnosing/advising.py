@@ -264,6 +264,6 @@ def _shell(facts: Facts, method: str, ratio: float, request: dict[str, Any]) -> 
 def _compare(facts: Facts, methods: str, request: dict[str, Any]) -> str:
     trained = request.get("trained_length")
     return (
-        f"rope-patch compare {facts.subject.named} --methods {methods} --length {facts.length}"
+        f"rope-patch compare {facts.subject.named} --method {methods} --length {facts.length}"
         + (f" --trained-length {trained}" if trained else "")
     )
