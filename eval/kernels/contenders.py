@@ -59,16 +59,28 @@ def own_and_transformers() -> list[Contender]:
     return [
         Contender(name="hf", title="HF eager", build=_transformers),
         Contender(name="hf-compile", title="HF, torch.compile", build=_compiled),
-        Contender(name="ours", title="rope_patch", build=_ours),
-        Contender(name="ours-output", title="rope_patch, output saved", build=_ours_saving_output),
+        Contender(name="ours", title="rope_patch, exact angles", build=_ours),
+        Contender(
+            name="ours-output",
+            title="rope_patch, exact angles, output saved",
+            build=_ours_saving_output,
+        ),
         Contender(name="ours-tables", title="rope_patch, cos and sin given", build=_ours_by_tables),
         Contender(name="ours-reference", title="rope_patch, reference", build=_reference),
     ]
 
 
+def contender_of_auto(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the contender that rotates a model patched with `kernels="auto"` on a device."""
+    from rope_patch.ops.choosing import on_triton
+
+    if device.type == "cpu":
+        return "ours-tables"
+    return "ours" if on_triton(torch.empty(0, device=device, dtype=dtype)) else "hf"
+
+
 def _transformers(problem: Problem) -> Call:
-    family = problem.shape.family
-    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    modeling = _modeling(problem)
     rotate, norms = modeling.apply_rotary_pos_emb, _norms(problem, modeling)
     cos, sin = problem.tables
 
@@ -77,6 +89,11 @@ def _transformers(problem: Problem) -> Call:
         return rotate(q, k, cos, sin)
 
     return call
+
+
+def _modeling(problem: Problem) -> Any:
+    family = problem.shape.family
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
 def _norms(problem: Problem, modeling: Any) -> list[Callable[[torch.Tensor], torch.Tensor]]:
@@ -138,11 +155,11 @@ def _exact(problem: Problem, op: Callable[..., Any], **options: Any) -> Call:
 def _ours_by_tables(problem: Problem) -> Call:
     from rope_patch.ops.tables import rope_by_tables
 
-    if problem.weights:
-        raise NotMeasured("it rotates, and norms nothing")
+    norms = _norms(problem, _modeling(problem))  # a model keeps its own on a CPU
     cos, sin = problem.tables
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
-        return rope_by_tables(q.transpose(1, 2), k.transpose(1, 2), cos, sin, heads_dim=1)
+        q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
+        return rope_by_tables(q, k, cos, sin, heads_dim=1)
 
     return call

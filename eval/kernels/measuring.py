@@ -19,7 +19,12 @@ import torch
 from rope_patch.eval import provenance
 from rope_patch.eval.kernels import model_steps, timing
 from rope_patch.eval.kernels.checking import ALLOWED
-from rope_patch.eval.kernels.contenders import Contender, own_and_transformers, why
+from rope_patch.eval.kernels.contenders import (
+    Contender,
+    contender_of_auto,
+    own_and_transformers,
+    why,
+)
 from rope_patch.eval.kernels.rivals import rivals
 from rope_patch.eval.kernels.running import (
     BOTH,
@@ -105,6 +110,7 @@ def bench(request: Request) -> dict[str, Any]:
     _check(request, contenders)
     if request.contenders is not None:
         contenders = [c for c in contenders if c.name in request.contenders]
+    auto = contender_of_auto(device, _dtype(request, device))
     repeats = request.repeats or _REPEATS[device.type]
     problems = list(_problems(request, device))
     cases = [
@@ -126,11 +132,15 @@ def bench(request: Request) -> dict[str, Any]:
         "interpreted": interpreted(),
         "date": provenance.now(),
         "versions": provenance.versions() | {name: version(name) for name in _PACKAGES},
-        "titles": {COPY: "copy"} | {c.name: c.title for c in contenders},
+        "titles": {COPY: "copy"} | {c.name: _title(c, auto) for c in contenders},
         "cases": cases,
         "kept": kept,
         "steps": steps,
     }
+
+
+def _title(contender: Contender, auto: str) -> str:
+    return f"{contender.title} (auto)" if contender.name == auto else contender.title
 
 
 def _case(problem: Problem, contenders: list[Contender], repeats: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rope_patch.eval.files import write
 from rope_patch.eval.kernels import plot
 from rope_patch.eval.kernels.checking import ALLOWED
 from rope_patch.eval.kernels.measuring import COPY
-from rope_patch.eval.kernels.running import BACKWARD, BOTH, FORWARD
+from rope_patch.eval.kernels.running import BACKWARD, BOTH, FORWARD, GRAPH, WALL
 from rope_patch.eval.kernels.shapes import LAYOUTS, SHAPES
 from rope_patch.eval.kernels.tabulating import AT, shape_tables, step_table, views
 from rope_patch.eval.tables import one_line, padded
@@ -30,6 +30,9 @@ _NOTES = (
     "take cos and sin get them as transformers computes and rounds them.",
     "Each call gets other tensors than the one before it, as many as fill the last cache four "
     "times, but 8 at most. Who writes over its inputs gets fresh ones, made while no clock runs.",
+    'The row with "(auto)" is what a model patched with kernels="auto", the default, does on this '
+    "machine. Exact angles are computed from positions in the call; the row that is given cos and "
+    "sin gets transformers' tables.",
     "One token stands for decoding: forward alone, without gradients.",
     "Kept for backward is what one layer's call keeps until its backward, without weights and "
     "tables of cos and sin; beside outputs, without the rotated queries and keys, too, which "
@@ -115,8 +118,10 @@ def _content(results: dict[str, Any]) -> dict[str, Any]:
 def _verdict(results: dict[str, Any]) -> Iterator[str]:
     """A sentence for each shape, at the length nearest to `AT`."""
     for shape in results["shapes"]:
-        cases = [case for case in views(results, shape) if case["length"] > 1]
+        usual = views(results, shape)
+        cases = [case for case in usual if case["length"] > 1]
         if not cases:
+            yield from _decoding(results, shape, usual)
             continue
         case = min(cases, key=lambda case: (abs(math.log(case["length"] / AT)), case["batch"]))
         speeds = {
@@ -126,10 +131,7 @@ def _verdict(results: dict[str, Any]) -> Iterator[str]:
             for row in case["rows"]
             if row["contender"] != COPY and BOTH in row["times"] and not row["wrong"]
         }
-        best = sorted(speeds, key=lambda name: speeds[name], reverse=True)
-        told = [name for name in best if name in _OURS][:1]
-        told += [name for name in best if not name.startswith("ours")][:1]
-        told += ["hf"] * ("hf" in speeds and "hf" not in told)
+        told = _told(sorted(speeds, key=lambda name: speeds[name], reverse=True))
         texts = [
             f"{results['titles'][name]} forward {speeds[name][1]:.0f}%, backward "
             f"{speeds[name][2]:.0f}%"
@@ -138,6 +140,28 @@ def _verdict(results: dict[str, Any]) -> Iterator[str]:
         if texts:
             size = f"{case['length']:,} tokens × {case['batch']}"
             yield f"{shape}, {size}, of a copy's speed: {'; '.join(texts)}."
+
+
+def _decoding(results: dict[str, Any], shape: str, cases: list[dict[str, Any]]) -> Iterator[str]:
+    """A sentence for a shape of which nothing but single tokens was measured."""
+    for case in cases[:1]:
+        phase = next(phase for phase in (GRAPH, WALL) if phase in case["rows"][0]["times"])
+        speeds = {
+            row["contender"]: row["times"][phase]["percent"]
+            for row in case["rows"]
+            if row["contender"] != COPY and phase in row["times"] and not row["wrong"]
+        }
+        told = _told(sorted(speeds, key=lambda name: speeds[name], reverse=True))
+        texts = [f"{results['titles'][name]} {speeds[name]:.1f}%" for name in told]
+        if texts:
+            yield f"{shape}, 1 token × {case['batch']}, of a copy's speed: {'; '.join(texts)}."
+
+
+def _told(best: list[str]) -> list[str]:
+    """The fastest of ours, the fastest of the others, and transformers."""
+    names = [name for name in best if name in _OURS][:1]
+    names += [name for name in best if not name.startswith("ours")][:1]
+    return names + ["hf"] * ("hf" in best and "hf" not in names)
 
 
 def _missing(results: dict[str, Any]) -> Iterator[tuple[str, str]]:

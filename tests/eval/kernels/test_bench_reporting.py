@@ -6,12 +6,15 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from tiny_models import make_model
 from typer.testing import CliRunner
 
+import rope_patch
 from rope_patch.cli import app, benchmarking
 from rope_patch.eval.kernels import measuring, model_steps, reporting
-from rope_patch.eval.kernels.contenders import Contender, own_and_transformers
+from rope_patch.eval.kernels.contenders import Contender, contender_of_auto, own_and_transformers
 from rope_patch.ops import choosing
+from rope_patch.patching import attention
 
 TINY = ("--shapes", "qwen3-8b", "--lengths", "1,8", "--repeats", "2")
 NAMES = ("--contenders", "hf,ours,flash-attn")
@@ -148,6 +151,40 @@ def test_steps_of_whole_models():
         "gemma-3-12b, transformers",
         "gemma-3-12b, rope_patch",
     ]
+
+
+def test_the_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
+    request = measuring.Request(
+        shapes=("qwen3-8b", "llama-3-8b"),
+        lengths=(1,),
+        batches=(1,),
+        repeats=1,
+        contenders=("hf", "ours", "ours-tables"),
+        steps=False,
+    )
+    text = reporting.as_text(measuring.bench(request))
+    _, normed, plain, *lines = text.splitlines()
+    assert normed.startswith("qwen3-8b, 1 token × 1, of a copy's speed: rope_patch, ")
+    assert plain.startswith("llama-3-8b, 1 token × 1, of a copy's speed: rope_patch, ")
+    rows = [line.strip() for line in lines if line.startswith("  rope_patch")]
+    assert any(row.startswith("rope_patch, cos and sin given (auto)  ") for row in rows)
+    assert any(row.startswith("rope_patch, exact angles  ") for row in rows)
+
+
+def test_auto_is_the_way_in_which_a_patched_model_rotates(monkeypatch):
+    """On a CPU by transformers' tables, whether queries and keys are normed before or not."""
+    calls = []
+    by_tables = attention.rope_by_tables
+    monkeypatch.setattr(
+        attention, "rope_by_tables", lambda *a, **k: calls.append(1) or by_tables(*a, **k)
+    )
+    for family in ("llama", "qwen3"):
+        model = make_model(family)
+        with rope_patch.patch(model, "yarn", factor=4, kernels="auto"):
+            model(torch.tensor([[1, 2, 3]]))
+        assert calls
+        calls.clear()
+    assert contender_of_auto(torch.device("cpu"), torch.float32) == "ours-tables"
 
 
 def test_a_model_that_fails_says_why(monkeypatch):
