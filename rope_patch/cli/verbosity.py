@@ -6,16 +6,18 @@ import contextlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 
 logger = logging.getLogger("rope_patch")
 
-# Read by the libraries when they are imported.
+# Variables that the libraries read when they are imported.
 _HIDDEN_BARS = {
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
+_ERRORS_ONLY = {"TRANSFORMERS_VERBOSITY": "error"}
 
 
 @contextlib.contextmanager
@@ -24,12 +26,13 @@ def messages() -> Iterator[None]:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     root = logging.getLogger()
     levels = root.level, logger.level
-    variables = {name: os.environ.get(name) for name in _HIDDEN_BARS}
+    variables = {name: os.environ.get(name) for name in _HIDDEN_BARS | _ERRORS_ONLY}
     logger.setLevel(logging.INFO)
     if not sys.stderr.isatty():
-        _hide_bars()
+        _set(_HIDDEN_BARS)
     try:
-        yield
+        with warnings.catch_warnings():
+            yield
     finally:  # for whoever calls `main` within a process of their own
         root.setLevel(levels[0])
         logger.setLevel(levels[1])
@@ -49,7 +52,8 @@ def be_quiet(on: bool = True) -> None:
     if on:
         logging.getLogger().setLevel(logging.ERROR)
         logger.setLevel(logging.ERROR)
-        _hide_bars()
+        warnings.simplefilter("ignore")
+        _set(_HIDDEN_BARS | _ERRORS_ONLY)
 
 
 def hide_patches() -> None:
@@ -58,6 +62,6 @@ def hide_patches() -> None:
         logger.setLevel(logging.WARNING)
 
 
-def _hide_bars() -> None:
-    for name, value in _HIDDEN_BARS.items():
+def _set(variables: dict[str, str]) -> None:
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
