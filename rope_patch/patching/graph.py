@@ -30,6 +30,9 @@ _tags: Any = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if t
 @torch.library.custom_op(
     "rope_patch::follow",
     mutates_args=("keys", "bounds", "sets"),
+    # torch 2.6 cannot infer a schema from list[torch.Tensor].
+    schema="(Tensor(a!)[] keys, Tensor[] slots, SymInt[] kinds, Tensor positions, "
+    "Tensor(b!) bounds, Tensor(c!) sets, SymInt steps, SymInt serial) -> Tensor",
     **({"tags": _tags} if _tags else {}),
 )
 def follow(
