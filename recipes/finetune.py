@@ -1,8 +1,9 @@
 """Fine-tune a model for a longer context, on transformers' Trainer.
 
-    rope-patch finetune --config recipes/configs/yarn_64k.yaml
-    accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py \
-        --config recipes/configs/yarn_64k.yaml --learning_rate 1.0e-5
+    rope-patch finetune --config yarn_64k
+    rope-patch recipes fsdp2 > fsdp2.yaml
+    accelerate launch --config_file fsdp2.yaml -m rope_patch.recipes.finetune \
+        --config yarn_64k --learning_rate 1.0e-5
 
 One process or many: data parallelism, FSDP2, context parallelism and DeepSpeed are accelerate's, as
 its configs say. `loop.py` is the same, to the same losses, with every step written out.

@@ -1,8 +1,8 @@
 """Fine-tune a model for a longer context, in a plain accelerate loop: the reference to read.
 
-    rope-patch finetune --loop --config recipes/configs/yarn_64k.yaml
-    accelerate launch --config_file recipes/accelerate/fsdp2_cp8.yaml recipes/loop.py \
-        --config recipes/configs/yarn_64k.yaml
+    rope-patch finetune --loop --config yarn_64k
+    rope-patch recipes fsdp2_cp8 > fsdp2_cp8.yaml
+    accelerate launch --config_file fsdp2_cp8.yaml -m rope_patch.recipes.loop --config yarn_64k
 
 The same recipes to the same losses as `finetune.py`, which leaves the steps to transformers'
 Trainer. Context parallelism is written out here, in `forward_backward`: rows are cut over their
@@ -62,7 +62,7 @@ def loop(settings: Settings) -> Path | None:
         cpu=training.use_cpu,
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise ValueError("the plain loop does not speak DeepSpeed: use recipes/finetune.py")
+        raise ValueError("the plain loop does not speak DeepSpeed: use the Trainer, without --loop")
     run = Run(settings, prepared, accelerator, resume, by="loop")
     model, optimizer, scheduler = equip(run)
     accelerator.register_for_checkpointing(scheduler)
@@ -87,7 +87,7 @@ def require_plain(settings: Settings) -> None:
         if key in settings.given and said[key] != standard[key]:
             raise ValueError(
                 f"{key}: {said[key]} means nothing to the plain loop: leave it out, or use "
-                "recipes/finetune.py (no --loop)"
+                "the Trainer, without --loop"
             )
 
 

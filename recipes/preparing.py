@@ -115,8 +115,7 @@ def add_liger(model: Any, config: dict[str, bool] | None) -> None:
         from transformers.integrations.liger import apply_liger_kernel
     except ImportError as error:
         raise ValueError(
-            "use_liger_kernel: this transformers has it in its Trainer only: use "
-            "recipes/finetune.py (no --loop)"
+            "use_liger_kernel: this transformers has it in its Trainer only: leave out --loop"
         ) from error
     apply_liger_kernel(model, config)
 

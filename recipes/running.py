@@ -224,8 +224,9 @@ def offloaded(settings: Settings) -> Any:
 def _command() -> str:
     """The command line that started this, on one line."""
     program, *given = sys.argv
-    name = "rope-patch" if Path(program).suffix != ".py" else f"recipes/{Path(program).name}"
-    return " ".join(shlex.join([name, *given]).split())
+    module = ["python", "-m", f"{__package__}.{Path(program).stem}"]
+    name = module if Path(program).suffix == ".py" else ["rope-patch"]
+    return " ".join(shlex.join([*name, *given]).split())
 
 
 def precision(training: Any) -> str:

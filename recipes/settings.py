@@ -16,11 +16,11 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments, integrations
 
+from rope_patch.recipes import packaged
 from rope_patch.recipes.data import DataArguments
 
 LOSSES = ("auto", "full", "torch", "liger")
 RESOLVED = "recipe.yaml"
-CONFIGS = Path(__file__).parent / "configs"
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Settings:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
-    """Reads `--config FILE` and whatever overrides it.
+    """Reads `--config NAME` and whatever overrides it.
 
     Args:
         arguments: The command line, without the program's name.
@@ -233,19 +233,12 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The keys of a recipe's YAML file; a bare name is one of those that come along.
+    """Return the keys of a recipe, which `packaged.find` finds.
 
     Raises:
-        ValueError: No such file, not flat YAML, or a key that nobody knows.
+        ValueError: No such recipe, not flat YAML, or a key that nobody knows.
     """
-    packaged = CONFIGS / f"{path}.yaml"
-    if not path.is_file() and path.name == str(path) and packaged.is_file():
-        path = packaged
-    if not path.is_file():
-        folder = CONFIGS if path.name == str(path) else path.parent
-        there = sorted(p.name for p in folder.glob("*.yaml")) if folder.is_dir() else []
-        hint = f"; {folder} has {', '.join(there)}" if there else ""
-        raise ValueError(f"no recipe {path}{hint}")
+    path = packaged.find(path)
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -362,7 +355,7 @@ def _check(settings: Settings) -> None:
     for key in ("model", "method"):
         if not getattr(extension, key):
             raise ValueError(
-                f"a recipe needs the key {key!r}: {known_keys()[key]} Say --config FILE, or --{key}"
+                f"a recipe needs the key {key!r}: {known_keys()[key]} Say --config NAME, or --{key}"
             )
     if training.fp16:
         raise ValueError("fp16 overflows in long training: expected bf16: true, or neither")

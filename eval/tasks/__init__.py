@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-_FOLDER = files("rope_patch.eval.tasks")
+FOLDER = files("rope_patch.eval.tasks")  # what lm-eval takes as --include_path
 
 LIKELIHOOD = "_ll"  # ends the name of a task whose answers are scored by their likelihood
 CHOICE = "_mc"  # of one whose answers are chosen by it among others
@@ -42,7 +42,7 @@ def config(name: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _all() -> dict[str, dict[str, Any]]:
-    found = sorted(e.name for e in _FOLDER.iterdir() if e.name.endswith(".yaml"))
+    found = sorted(e.name for e in FOLDER.iterdir() if e.name.endswith(".yaml"))
     return {name.removesuffix(".yaml"): read(name) for name in found}
 
 

@@ -114,11 +114,13 @@ app.command(cls=Command)(inspecting.diagnose)
 app.command("eval", cls=Command)(evaluating.evaluate)
 app.command(cls=Command)(evaluating.compare)
 app.command(cls=Command)(evaluating.report)
+app.command(cls=Command)(evaluating.tasks)
 app.command(cls=Command)(recommending.recommend)
 app.command(cls=Command)(searching.search)
 app.command(
     cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(finetuning.finetune)
+app.command(cls=Command)(finetuning.recipes)
 app.command(cls=Command)(exporting.export)
 app.command(cls=Command)(benchmarking.bench)
 app.command(cls=Command)(environment.env)

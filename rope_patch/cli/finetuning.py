@@ -1,4 +1,4 @@
-"""The command `finetune`."""
+"""The commands `finetune` and `recipes`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rope_patch.cli.running import installed, stoppable
 def finetune(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(help="The recipe, a YAML file; recipes/configs has some.")
+        Path | None,
+        typer.Option(help="The recipe: a YAML file, or one of those that `recipes` lists."),
     ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what memory it takes, and train nothing.")
@@ -29,16 +30,17 @@ def finetune(
 
     Any key of a recipe goes on the command line as --key value: model, method, factor or length,
     data, train_length, max_steps or tokens, learning_rate, lora_rank, loss, resume, output_dir (or
-    --out), report_to, retrieval_steps, ..., and those of transformers' TrainingArguments. The
-    finished model is in OUTPUT_DIR/model, the loss curve in OUTPUT_DIR/log.jsonl, everything that
-    was resolved in OUTPUT_DIR/recipe.yaml. For several GPUs give the same to accelerate launch:
-    accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py --config ...
+    --out), report_to, retrieval_steps, ..., and those of TrainingArguments. The finished
+    model is in OUTPUT_DIR/model, the loss curve in OUTPUT_DIR/log.jsonl, everything that was
+    resolved in OUTPUT_DIR/recipe.yaml. For several GPUs give the same to accelerate launch:
+    rope-patch recipes fsdp2 > fsdp2.yaml
+    accelerate launch --config_file fsdp2.yaml -m rope_patch.recipes.finetune --config ...
 
     \b
     Examples:
-      rope-patch finetune --config recipes/configs/smoke_cpu.yaml
-      rope-patch finetune --config recipes/configs/yarn_64k.yaml --plan
-      rope-patch finetune --config recipes/configs/yarn_64k.yaml --resume auto
+      rope-patch finetune --config smoke_cpu
+      rope-patch finetune --config yarn_64k --plan
+      rope-patch finetune --config yarn_64k --resume auto
     """
     with installed("recipes need", "train"):
         from rope_patch.recipes import finetune as recipe
@@ -53,3 +55,32 @@ def finetune(
     given += [flag for flag, on in flags.items() if on]
     with stoppable("--resume auto goes on from the last checkpoint"):
         recipe.main([*given, *context.args])
+
+
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Print this file, to be changed: NAME > my.yaml.")
+    ] = None,
+) -> None:
+    """List the recipes that come with the package, and accelerate's files to launch them.
+
+    \b
+    Examples:
+      rope-patch recipes
+      rope-patch recipes yarn_64k > my.yaml; rope-patch finetune --config my.yaml
+      rope-patch recipes fsdp2 > fsdp2.yaml; accelerate launch --config_file fsdp2.yaml ...
+    """
+    from rope_patch.recipes import packaged
+
+    if name is not None:
+        print(packaged.read(name), end="")
+        return
+    groups = {
+        "What to train (rope-patch finetune --config NAME):": packaged.recipes(),
+        "Where (accelerate launch --config_file FILE):": packaged.launches(),
+    }
+    width = max(len(name) for files in groups.values() for name in files)
+    for heading, files in groups.items():
+        print(heading)
+        for name, path in files.items():
+            print(f"  {name:<{width}}  {packaged.about(path)}")

@@ -127,9 +127,10 @@ def header(name):
 
 
 def launcher(name):
-    """The accelerate file that the launch line names."""
-    found = re.search(r"accelerate launch --config_file (\S+) recipes/finetune\.py", header(name))
-    return ROOT / (found[1] if found else "recipes/accelerate/single.yaml")
+    """The accelerate file that the launch line copies and names."""
+    line = r"rope-patch recipes (\w+) > \1.yaml; accelerate launch --config_file \1.yaml -m "
+    found = re.search(line, header(name))
+    return ROOT / "recipes" / "accelerate" / f"{found[1] if found else 'single'}.yaml"
 
 
 def method_of(settings):
@@ -199,8 +200,11 @@ def test_its_header_says_what_it_is_and_how_to_launch_it(name):
     assert all(line.startswith("# ") for line in lines)
     for what in (r"Papers?: arXiv:\d{4}\.\d{5}", "Hardware: ", "Tokens: "):
         assert any(re.match(f"# {what}", line) for line in lines)
-    assert lines[-1].endswith(f"--config recipes/configs/{name}.yaml")
-    assert lines[-1].startswith(("# accelerate launch --config_file ", "# rope-patch finetune "))
+    assert lines[-1].endswith(f" --config {name}")
+    assert lines[-1].startswith(
+        "# rope-patch finetune " if name == "smoke_cpu" else "# rope-patch "
+    )
+    assert (name == "smoke_cpu") != ("-m rope_patch.recipes.finetune --config" in lines[-1])
     assert launcher(name) in LAUNCHES
 
 
@@ -358,7 +362,8 @@ def launch(path, monkeypatch):
     """accelerate's arguments and the environment that its launcher gives to each process."""
     for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
         monkeypatch.delenv(key)
-    words = ["--config_file", str(path), "--main_process_port", "0", "recipes/finetune.py"]
+    words = ["--config_file", str(path), "--main_process_port", "0"]
+    words += ["-m", "rope_patch.recipes.finetune"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     if arguments.use_deepspeed:
         arguments.deepspeed_fields_from_accelerate_config = ""

@@ -1,13 +1,14 @@
 """What a recipe can say, in a file and on the command line, and what is refused with a reason."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import here
 
-from rope_patch.recipes import settings
+from rope_patch.recipes import packaged, settings
 from rope_patch.recipes.settings import known_keys, parse
 
 LEAST = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
@@ -283,7 +284,7 @@ def test_the_command_explains_itself():
     done = here("finetune", "--help")
     assert done.returncode == 0
     assert "--config" in done.stdout
-    assert "smoke_cpu.yaml" in done.stdout
+    assert "--config smoke_cpu" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -306,7 +307,32 @@ def test_an_error_is_one_line(words, message):
 
 def test_recipes_that_come_along_go_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    by_name = settings.read(Path("yarn_64k"))
-    assert by_name == settings.read(settings.CONFIGS / "yarn_64k.yaml")
-    with pytest.raises(ValueError, match=r"no recipe yarn_65k; .* has .*yarn_64k"):
-        settings.read(Path("yarn_65k"))
+    (tmp_path / "pi_8k").mkdir()  # a folder is no recipe
+    for name, path in packaged.recipes().items():
+        for spelling in (name, f"{name}.yaml", f"recipes/configs/{name}.yaml"):
+            assert packaged.find(Path(spelling)) == path
+        assert here("recipes", name).stdout == path.read_text()
+    assert settings.read(Path("yarn_64k")) == yaml.safe_load(here("recipes", "yarn_64k").stdout)
+    (tmp_path / "yarn_64k.yaml").write_text("method: linear\n")
+    assert settings.read(Path("yarn_64k.yaml")) == {"method": "linear"}  # one's own comes first
+
+
+@pytest.mark.parametrize("spelling", ["yarn_65k", "yarn_65k.yaml", "recipes/configs/yarn_65k.yaml"])
+def test_a_name_that_no_recipe_has_is_refused_with_the_closest(spelling, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = f"no recipe {spelling} (did you mean 'yarn_64k'?): no such file, and the package has"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        settings.read(Path(spelling))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "pi.yaml").touch()
+    with pytest.raises(ValueError, match=r"no recipe mine/yarn_64k.yaml; mine has pi.yaml"):
+        settings.read(Path("mine/yarn_64k.yaml"))
+
+
+def test_recipes_and_launch_files_are_listed_with_what_they_do():
+    listed = here("recipes").stdout
+    for name, path in (packaged.recipes() | packaged.launches()).items():
+        line = next(line for line in listed.splitlines() if line.split()[0] == name)
+        assert line.split(None, 1)[1] in " ".join(path.read_text().replace("\n# ", " ").split())
+    assert not packaged.recipes().keys() & packaged.launches().keys()  # one name, one file
+    assert "did you mean 'fsdp2'?" in here("recipes", "fsdp3").stderr

@@ -1,0 +1,133 @@
+"""Every command, from a wheel in an environment of its own, in a folder with only a model."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from packages import ROOT, build, copy
+
+pytestmark = pytest.mark.installed
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class Shell:
+    """A user's shell: an environment with the package, and a folder of their own.
+
+    Attributes:
+        environment: The virtual environment.
+        folder: Where lines are typed.
+    """
+
+    def __init__(self, environment, folder):
+        self.environment = environment
+        self.folder = folder
+
+    def type(self, line):
+        """Return what a line printed on stdout; it must succeed."""
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", line],
+            cwd=self.folder,
+            env={
+                **{k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))},
+                **OFFLINE,
+                "PATH": f"{self.environment / 'bin'}:{os.environ['PATH']}",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory):
+    with tempfile.TemporaryDirectory() as temporary:
+        copy(Path(temporary, "source"))
+        build(Path(temporary, "source"), Path(temporary, "dist"))
+        (wheel,) = Path(temporary, "dist").glob("*.whl")
+        subprocess.run([sys.executable, "-m", "venv", f"{temporary}/venv"], check=True)
+        constraints = ["--constraint", str(ROOT / "constraints.txt")]
+        pip = [f"{temporary}/venv/bin/pip", "install", "--quiet", *constraints]
+        subprocess.run([*pip, f"{wheel}[all]"], cwd=temporary, check=True)
+        folder = tmp_path_factory.mktemp("folder")
+        shutil.copytree(ROOT / "tests" / "assets" / "tiny-llama", folder / "tiny")
+        yield Shell(Path(temporary, "venv"), folder)
+
+
+def test_it_is_the_wheel_that_runs(shell):
+    path = shell.type("python -c 'import rope_patch; print(rope_patch.__file__)'").strip()
+    assert Path(path).is_relative_to(shell.environment)
+    assert str(ROOT) not in shell.type("python -c 'import sys; print(sys.path)'")
+
+
+def test_evaluations(shell):
+    measured = "--lengths 512 --depths 50"
+    shell.type(f"rope-patch eval tiny --method none,yarn --factor 4 {measured} --report a")
+    short = "--tasks rp_niah_single_1_ll,rp_short_cloze --samples 2"
+    shell.type(
+        f"rope-patch compare tiny --methods none,linear --factor 4 {short} {measured} --report b"
+    )
+    assert json.loads((shell.folder / "a" / "report.json").read_text())
+    shell.type("rope-patch report a --out c")
+    for name in "abc":
+        assert (shell.folder / name / "report.html").is_file()
+
+
+def test_tasks_in_plain_lm_eval(shell):
+    shell.type(
+        'lm_eval --include_path "$(rope-patch tasks --path)" --tasks rp_niah_single_2 '
+        """--metadata '{"length": 512, "samples": 2}' --model hf --device cpu """
+        "--model_args pretrained=tiny,max_length=512 --output_path plain"
+    )
+    (path,) = (shell.folder / "plain").rglob("results_*.json")
+    assert "rp_niah_single_2" in json.loads(path.read_text())["results"]
+
+
+def test_diagnosis_and_export(shell):
+    assert "yarn" in shell.type("rope-patch diagnose tiny --length 1024 --picture waves.svg")
+    assert (shell.folder / "waves.svg").is_file()
+    assert "hf" in shell.type("rope-patch export tiny --engine vllm --method yarn --factor 4")
+    assert "yarn" in shell.type("rope-patch methods")
+
+
+def test_the_advice_to_fine_tune_names_a_recipe_that_is_there(shell):
+    data = json.loads(shell.type("rope-patch diagnose tiny --length 8192 --json"))
+    line = data["advice"]["shell"]
+    assert line.startswith("rope-patch finetune --config ")
+    assert "yarn" in shell.type(f"{line} --plan")
+
+
+SECONDS = "--model tiny --train_length 128 --max_steps 1 --use_cpu true --report_to none"
+
+
+@pytest.mark.parametrize("recipe", ["smoke_cpu", "smoke_cpu.yaml", "mine.yaml"])
+def test_recipes_by_name(shell, recipe):
+    shell.type("rope-patch recipes smoke_cpu > mine.yaml")
+    shell.type(f"rope-patch finetune --config {recipe} {SECONDS} --output_dir {recipe}-out")
+    assert (shell.folder / f"{recipe}-out" / "model" / "config.json").is_file()
+
+
+def test_recipes_through_accelerate(shell):
+    shell.type("rope-patch recipes single > single.yaml")
+    shell.type(
+        "accelerate launch --config_file single.yaml --cpu -m rope_patch.recipes.finetune "
+        f"--config smoke_cpu {SECONDS} --output_dir launched"
+    )
+    command = (shell.folder / "launched" / "recipe.yaml").read_text().splitlines()[0]
+    again = command.removeprefix("# ").replace("launched", "again")
+    assert shlex.split(again)[:3] == ["python", "-m", "rope_patch.recipes.finetune"]
+    shell.type(again)
+    assert (shell.folder / "again" / "model" / "config.json").is_file()
+
+
+def test_help_of_what_takes_longer(shell):
+    for command in ("search", "recommend", "bench"):
+        assert "Examples:" in shell.type(f"rope-patch {command} --help")
