@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.methods import registered
+from rope_patch.recipes import packaged
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "assets" / "tiny-llama"
@@ -32,3 +33,20 @@ def test_every_method_is_in_the_table():
     for name, method in registered().items():
         assert f"| `{name}` |" in table
         assert method.training in table or name == "default"
+
+
+def test_what_it_says_to_type_needs_no_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("rope_patch/docs/*.md"), *ROOT.glob("recipes/*.md")]
+    text = "\n".join(path.read_text() for path in [*pages, ROOT / "eval" / "README.md"])
+    recipes = re.findall(r"finetune .*?--config (\S+)", text)
+    assert len(recipes) > 4
+    for recipe in recipes:
+        assert packaged.find(Path(recipe)).is_file()
+    files = re.findall(r"rope-patch recipes ([a-z]\w+) > ", text)
+    assert len(files) > 2
+    assert all(packaged.read(file) for file in files)
+    assert re.findall(r"--include_path (\S+)", text) == ['"$(rope-patch'] * 2
+    scripts = re.findall(r"`python recipes/(\w+)\.py`(,\s+in a clone)?", text)
+    assert scripts
+    assert all(clone for _, clone in scripts)

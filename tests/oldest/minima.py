@@ -1,14 +1,28 @@
-"""Print the oldest versions that rope_patch declares for its dependencies, as constraints for pip.
+"""Print the oldest versions that rope_patch declares for its dependencies, as pip's constraints.
 
-python tests/oldest/minima.py > constraints.txt
+python tests/oldest/minima.py EXTRA ... > constraints.txt
 """
 
+import sys
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
-for line in metadata.requires("rope-patch") or ():
-    requirement = Requirement(line)
-    if requirement.marker is None:  # no extra's
-        (oldest,) = (s.version for s in requirement.specifier if s.operator == ">=")
-        print(f"{requirement.name}=={oldest}")
+
+def minima(extras):
+    """Return the oldest version of each dependency that the package and these extras allow."""
+    oldest = {}
+    for line in metadata.requires("rope-patch") or ():
+        needed = Requirement(line)
+        marker = needed.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+            for bound in needed.specifier:
+                if bound.operator == ">=":
+                    version = Version(bound.version)
+                    oldest[needed.name] = max(version, oldest.get(needed.name, version))
+    return oldest
+
+
+for name, version in minima(sys.argv[1:]).items():
+    print(f"{name}=={version}")
