@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rope_patch import demo
+from rope_patch import demo, disk
 from rope_patch.eval import harness, provenance, retrieval, speed
+from rope_patch.eval.gaps import gaps, sentence
 from rope_patch.eval.perplexity_run import PerplexityRun
 from rope_patch.eval.request import BASELINE, SPEED, Request, check_request
 from rope_patch.eval.retrieval_run import RetrievalRun
@@ -39,7 +41,18 @@ def evaluate(request: Request, show: Callable[[str], object] | None = None) -> d
     Raises:
         ValueError: A request that cannot be met, found out before weights are read; or a run in
             which not one sample could be answered.
+        OSError: Nothing can be written to the folder, found out before the model is loaded; or
+            a file could not be written, with how to go on.
     """
+    disk.require_folder(request.folder, "the report")
+    advice = (
+        f"What was measured is kept in {request.folder / 'cache'}: REMEDY, and the same command"
+    )
+    with disk.advising(f"{advice} goes on from there"):
+        return _evaluate(request, show)
+
+
+def _evaluate(request: Request, show: Callable[[str], object] | None) -> dict[str, Any]:
     from rope_patch.eval.report import write_report
 
     started = time.monotonic()
@@ -106,14 +119,16 @@ class _Others:
             with session.timed("short tasks"), session.language_model(f"{place}, {name}") as lm:
                 found = retrieval.choices(retrieval.evaluate(lm, [task]), lm.failures)
             self.choices.setdefault(name, {})[label] = found
-            self._note(f"{name}'s samples", label, lm.failures)
+            self._note(f"{name}'s samples", label, lm.failures, session.failed)
         if not self.loaded:
             return
         with session.timed("lm-eval"), session.language_model(f"{place}, lm-eval", _ANY) as lm:
-            found_metrics = harness.evaluate(lm, self.loaded, session.request.samples)
-        for name, metrics in found_metrics.items():
-            self.metrics.setdefault(name, {})[label] = metrics
-        self._note("lm-eval's samples", label, lm.failures)
+            for name, task in self.loaded:
+                measure = partial(harness.evaluate, lm, [(name, task)], session.request.samples)
+                for metrics in (session.attempt(f"{name}, {label}", measure) or {}).values():
+                    self.metrics.setdefault(name, {})[label] = metrics
+        # lm-eval counts a sample that failed as wrong, so the number is none of the model's.
+        self._note("lm-eval's samples", label, lm.failures, session.not_run)
 
     def measure_speed(self) -> None:
         """Times and memory, in the main process alone: others would slow it down."""
@@ -124,15 +139,15 @@ class _Others:
                 for label, method in zip(session.methods, request.methods, strict=True)
             }
             with session.timed(SPEED):
-                self.cost = speed.side_by_side(
-                    session.model, patches, min(_SPEED_PROMPT, request.longest)
-                )
+                prompt = min(_SPEED_PROMPT, request.longest)
+                measure = partial(speed.side_by_side, session.model, patches, prompt)
+                self.cost = session.attempt(SPEED, measure) or {}
         session.processes.wait()
 
-    def _note(self, of: str, label: str, failures: dict[Any, str]) -> None:
+    def _note(self, of: str, label: str, failures: dict[Any, str], notes: list[str]) -> None:
         if failures:
             reason = next(iter(failures.values()))
-            self.session.not_run.append(f"{len(failures)} of {of}, {label}: {reason}")
+            notes.append(f"{len(failures)} of {of}, {label}: {reason}")
 
     def results(self) -> dict[str, Any]:
         """The parts `short`, `cost` and `harness` of the results."""
@@ -187,6 +202,7 @@ def _about(session: Session, total: float) -> dict[str, Any]:
         "git_revision": provenance.git_revision(),
         "command": request.command,
         "not_run": session.not_run,
+        "failed": session.failed,
     }
 
 
@@ -198,7 +214,7 @@ def _say_progress(done: int, of: int, seconds: float) -> None:
 
 
 def _complain(results: dict[str, Any]) -> None:
-    """Says what failed; raises where nothing worked."""
+    """Say what failed; raise if nothing worked."""
     rows = [
         row
         for entry in results["retrieval"]
@@ -209,8 +225,11 @@ def _complain(results: dict[str, Any]) -> None:
     notes = results["run"]["not_run"]
     if failed and len(failed) == len(rows):
         raise ValueError(f"not one of {len(rows)} samples could be answered: {failed[0]}")
-    if notes and not rows and not _anything(results):
-        raise ValueError(f"nothing could be measured: {notes[0]}")
+    reasons = [*notes, *results["run"]["failed"]]
+    if reasons and not rows and not _anything(results):
+        raise ValueError(f"nothing could be measured: {reasons[0]}")
+    if missing := gaps(results):
+        logger.error(sentence(missing))
     if failed:
         logger.warning(
             "%d of %d samples failed (%s); the report lists them, and the same command tries them "
@@ -221,6 +240,8 @@ def _complain(results: dict[str, Any]) -> None:
         )
     for note in notes:
         logger.warning("not run: %s", note)
+    for note in results["run"]["failed"]:
+        logger.warning("failed: %s", note)
 
 
 def _anything(results: dict[str, Any]) -> bool:

@@ -9,9 +9,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from rope_patch import disk
+
 
 def write(path: Path, content: str | bytes) -> None:
-    """Writes a file so that readers see the old one or the new one, never half of it."""
+    """Writes a file so that readers see the old one or the new one, never half of it.
+
+    Raises:
+        NotWritten: The disk is full, read-only, or refuses for another reason.
+    """
+    with disk.writing(path.parent, path.name):
+        _write(path, content)
+
+
+def _write(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:

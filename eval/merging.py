@@ -68,8 +68,12 @@ def _joined(first: Results, second: Results) -> Results:
             if perplexity.get(part):
                 losses = _both(first["perplexity"], second["perplexity"], part, "losses")
                 perplexity[part] = {**perplexity[part], "losses": losses}
+    notes = {
+        name: [*(first["run"].get(name) or []), *(second["run"].get(name) or [])]
+        for name in ("not_run", "failed")
+    }
     joined = {
-        "run": {**first["run"], "command": "\n".join(filter(None, commands))},
+        "run": {**first["run"], "command": "\n".join(filter(None, commands)), **notes},
         "methods": [*first["methods"], *methods],
         "perplexity": perplexity,
         "cost": {**(second.get("cost") or {}), **(first.get("cost") or {})},

@@ -11,9 +11,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from rope_patch import disk
 from rope_patch.eval import figures, heatmap, summary
 from rope_patch.eval.files import write
 from rope_patch.eval.findings import Findings, task_name
+from rope_patch.eval.gaps import gaps, sentence
 from rope_patch.eval.merging import merged
 from rope_patch.eval.sections import sections
 from rope_patch.eval.signing import sign, strict
@@ -58,6 +60,7 @@ def write_report(
     runs: list[dict[str, Any]] = (
         results if isinstance(results, list) else results.get("runs", [results])
     )
+    disk.require_folder(folder, "the report")
     page, pictures = _content(merged(runs))
     files: dict[str, bytes] = {f"figures/{name}.png": png for name, png in pictures.items()}
     signed = sign(runs[0] if len(runs) == 1 else {"runs": runs})
@@ -72,6 +75,28 @@ def write_report(
     if show is not None:
         show(_overview(page))
     return folder / "report.html"
+
+
+def check(results: dict[str, Any], where: str) -> None:
+    """Raise if a report cannot be made of one run's results.
+
+    Args:
+        results: What `signing.verify` returned, or one of its `runs`.
+        where: The file's name, for the error.
+
+    Raises:
+        ValueError: They are not what an evaluation measures, although their digest fits.
+    """
+    try:
+        found = Findings(results)
+        _run(found, "", sections(found, {}))
+        summary.table([("", found)])
+        gaps(results)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where} holds what no evaluation writes ({type(error).__name__}: {error}): restore "
+            "the file or run the evaluation again"
+        ) from error
 
 
 _FIGURE = re.compile(r"(run\d+-)?(accuracy|answers|perplexity|sliding|stretch|retrieval-.*)$")
@@ -93,7 +118,13 @@ def _content(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, byte
         titles = [f"{title} ({i})" for i, title in enumerate(titles, 1)]
         for content, title in zip(contents, titles, strict=True):
             content["title"] = title
+    missing = [
+        f"{title}: {gap}" if len(runs) > 1 else gap
+        for title, findings in zip(titles, found, strict=True)
+        for gap in gaps(findings.results)
+    ]
     page = {
+        "incomplete": sentence(missing) if missing else None,
         "title": _title(titles[0], found[0]) if len(runs) == 1 else _several(titles),
         "runs": contents,
         "summary": summary.table(list(zip(titles, found, strict=True))),

@@ -10,6 +10,7 @@ from typing import Any
 from rope_patch.eval import heatmap, perplexity_tables, price_tables, ruler_table
 from rope_patch.eval.figures import Picture
 from rope_patch.eval.findings import Findings, task_name
+from rope_patch.eval.gaps import gaps
 from rope_patch.eval.retrieved import THRESHOLD
 from rope_patch.eval.tables import Table, mark, one_line
 from rope_patch.eval.tasks import CHOICE, LIKELIHOOD
@@ -120,7 +121,7 @@ def sections(found: Findings, pictures: dict[str, Picture], prefix: str = "") ->
     prices = _some(price_tables.short_table(found), price_tables.harness_table(found))
     answers = _some(perplexity_tables.answer_table(found))
     costs, controls = price_tables.cost_table(found), price_tables.control_table(found)
-    not_run = [one_line(line) for line in found.run.get("not_run") or []]
+    failed = [one_line(line) for line in found.run.get("failed") or []]
     chance = _some(price_tables.chance_text(found))
     parts = [
         Part(heading="Retention", notes=[_RETENTION], tables=retention),
@@ -139,8 +140,8 @@ def sections(found: Findings, pictures: dict[str, Picture], prefix: str = "") ->
         Part(heading="The price at short context", notes=[_SHORT, *chance], tables=prices),
         Part(heading="Time and memory", notes=[_COST], tables=_some(costs)),
         Part(heading="Controls", notes=[_CONTROLS], tables=_some(controls)),
-        Part(heading="Samples that failed", lines=price_tables.failure_lines(found)),
-        Part(heading="Not run", lines=not_run),
+        Part(heading="Samples that failed", lines=[*price_tables.failure_lines(found), *failed]),
+        Part(heading="Not run", lines=gaps(found.results)),
     ]
     return [part for part in parts if not part.empty]
 

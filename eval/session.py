@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from rope_patch.eval import files, provenance
+from rope_patch.disk import NotWritten
+from rope_patch.eval import files, provenance, signing
 from rope_patch.eval.answers import Answers, key_of
 from rope_patch.eval.language_model import LongContextLM
 from rope_patch.eval.processes import Processes
@@ -20,6 +23,10 @@ from rope_patch.loading import load, read_model
 from rope_patch.patching import Patch, current, patch
 from rope_patch.reading import read_geometries
 from rope_patch.saving import read_sidecar
+
+logger = logging.getLogger("rope_patch")
+
+_FORMAT = "rope_patch.eval.piece/1"
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Session:
         tokens: Of prompts `asked`, and of those that went through the model (`read`).
         continued: Whether an earlier run left answers, whose time is not in `seconds`.
         not_run: What was asked for and could not be done, with the reason.
+        failed: Samples of short tasks that failed and are not counted, with the reason.
     """
 
     model: Any = None
@@ -75,6 +83,7 @@ class Session:
         self.seconds: dict[str, float] = {}
         self.tokens = {"asked": 0, "read": 0}
         self.not_run: list[str] = []
+        self.failed: list[str] = []
 
     def load(self) -> None:
         """Reads the weights, and what an earlier run answered."""
@@ -87,7 +96,7 @@ class Session:
             self.path, dtype=_dtype(request), device_map=where, gguf_file=request.gguf_file
         )
         self.weights = provenance.fingerprint(self.model)
-        self.answers = Answers(request.folder / "cache", self.processes.rank)
+        self.answers = Answers(request.folder / "cache", self.processes.rank, self.processes.size)
         self.continued = len(self.answers) > 0
 
     @contextlib.contextmanager
@@ -144,18 +153,31 @@ class Session:
         """
         keys = [key_of(self.identity(p.length, p.length), p.what) for p in pieces]
         paths = [self.request.folder / "cache" / f"piece-{key}.json" for key in keys]
-        known = dict(zip(paths, pieces, strict=True))
-        # The main process says what is missing: others may already see new files.
-        missing = self.processes.same([path for path in known if not path.is_file()])
-        for path in self.processes.share(missing, lambda path: known[path].length):
-            files.write_json(path, known[path].compute())
+        known = dict(zip(paths, zip(keys, pieces, strict=True), strict=True))
+        missing: list[Path] = []
+        if self.processes.main:  # others may already see new files
+            missing = [path for path, (key, _) in known.items() if not _is_whole(path, key)]
+        missing = self.processes.same(missing)
+        for path in self.processes.share(missing, lambda path: known[path][1].length):
+            key, piece = known[path]
+            body = {"format": _FORMAT, "key": key, "value": piece.compute()}
+            files.write_json(path, signing.seal(body))
         self.processes.wait()
-        return [json.loads(path.read_text()) for path in paths]
+        return [
+            signing.unseal(path.read_bytes(), format=_FORMAT, key=key)["value"]
+            for path, key in zip(paths, keys, strict=True)
+        ]
 
     def attempted(self, name: str, pieces: Sequence[Piece]) -> list[Any] | None:
         """The pieces, or None and a note where one of them cannot be had."""
+        return self.attempt(name, partial(self.pieces, pieces))
+
+    def attempt(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return what `measure` returns, or None and note the failure in `not_run`."""
         try:
-            return self.pieces(pieces)
+            return measure()
+        except NotWritten:
+            raise  # whatever is measured next could not be kept either
         except Exception as error:
             if self.processes.size > 1:
                 raise  # the others wait for this one
@@ -183,6 +205,18 @@ class Session:
             "trained_length": self.trained_length,
             "versions": provenance.versions(),
         }
+
+
+def _is_whole(path: Path, key: str) -> bool:
+    """Return whether a piece can be used; warn of a file that cannot."""
+    try:
+        signing.unseal(path.read_bytes(), format=_FORMAT, key=key)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        logger.warning("%s is measured again: %s", path, error)
+        return False
+    return True
 
 
 def _rotation(handle: Patch, length: int, end: int) -> Any:

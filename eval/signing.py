@@ -1,7 +1,8 @@
-"""Seals `report.json`, so that accidents and edits are found out before it is read again.
+"""Seals what is read again, so that accidents and edits are found out before it is.
 
-A digest in the file tells that the rest is what was written. It detects damage and changes by hand;
-it is no signature: whoever forges results can compute the digest of the forgery.
+A digest beside the data tells that the data is what was written. It detects damage and changes by
+hand; it is no signature: whoever forges results can compute the digest of the forgery. `sign` and
+`verify` are for `report.json`, `seal` and `unseal` for the files and lines that a run goes on from.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def sign(results: dict[str, Any]) -> dict[str, Any]:
     """
     body = strict({**results, "format": FORMAT})
     body.pop("digest", None)
-    return {**body, "digest": _digest(body)}
+    return {**body, "digest": digest(body)}
 
 
 def verify(loaded: Any, where: str) -> dict[str, Any]:
@@ -62,13 +63,48 @@ def verify(loaded: Any, where: str) -> dict[str, Any]:
             f"read the file with the version that wrote it"
         )
     body = {key: value for key, value in loaded.items() if key != "digest"}
-    expected = _digest(body)
+    expected = digest(body)
     if loaded.get("digest") != expected:
         raise ValueError(
             f"{where} was changed after it was written: its contents have the digest {expected}, "
             f"it says {loaded.get('digest')!r}; restore the file or run the evaluation again"
         )
     return {key: value for key, value in body.items() if key != "format"}
+
+
+def seal(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy as JSON gives it back, with the digest of the rest as `digest`.
+
+    Args:
+        body: What is to be kept, and what tells it from others, such as its key.
+    """
+    plain = json.loads(json.dumps(body, default=str))
+    return {**plain, "digest": digest(plain)}
+
+
+def unseal(text: str | bytes, **identity: Any) -> dict[str, Any]:
+    """Return what was sealed, without the digest.
+
+    Args:
+        text: The JSON of what `seal` returned: a file, or a line of one.
+        **identity: Entries that must be as given.
+
+    Raises:
+        ValueError: It is damaged, or of something else; says what is wrong.
+    """
+    try:
+        sealed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it is damaged: it is not JSON") from error
+    if not isinstance(sealed, dict) or "digest" not in sealed:
+        raise ValueError("it has no digest, as what earlier versions wrote")
+    body = {key: value for key, value in sealed.items() if key != "digest"}
+    if sealed["digest"] != digest(body):
+        raise ValueError("it is damaged: its digest differs")
+    for name, expected in identity.items():
+        if body.get(name) != expected:
+            raise ValueError(f"it is of another measurement: its {name} is {body.get(name)!r}")
+    return body
 
 
 def strict(value: Any) -> Any:
@@ -88,6 +124,7 @@ def _ours(loaded: dict[str, Any]) -> bool:
     return {"run", "methods"} <= loaded.keys()  # reports once had no format
 
 
-def _digest(body: dict[str, Any]) -> str:
+def digest(body: dict[str, Any]) -> str:
+    """Return the SHA-256 of plain data in its canonical form: sorted keys, no spaces."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rope_patch import disk
+
 logger = logging.getLogger("rope_patch")
 
 MANIFEST = "whole.json"  # every file's size and sha256: written last
@@ -78,19 +80,14 @@ def told(folder: Path, what: str) -> Iterator[None]:
     Raises:
         OSError: It could not be written.
     """
-    try:
-        yield
-    except Exception as error:
-        if not _about_disk(error):
-            raise
-        free = shutil.disk_usage(folder).free
+
+    def advice() -> str:
         last = newest_whole(folder)
-        raise OSError(
-            f"{what} could not be written to {folder}, where {free / 1e6:,.1f} MB are free "
-            f"({str(error).splitlines()[0]}). "
-            + (f"{last} is whole: make" if last else "There is no whole checkpoint: make")
-            + " room, and start again with --resume auto"
-        ) from error
+        left = f"{last} is whole" if last else "There is no whole checkpoint"
+        return f"{left}: REMEDY, and start again with --resume auto"
+
+    with disk.writing(folder, what, advice):
+        yield
 
 
 def newest_whole(folder: Path) -> Path | None:
@@ -200,12 +197,3 @@ def _sha256(path: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _about_disk(error: BaseException) -> bool:
-    """Whether an error is about writing; torch and safetensors have words of their own for it."""
-    said = str(error).lower()
-    return isinstance(error, OSError) or any(
-        word in said
-        for word in ("i/o error", "file write failed", "pytorchstreamwriter", "unexpected pos")
-    )

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.utils import logging
 
+from rope_patch import disk
 from rope_patch.recipes import checkpoints, planning
 from rope_patch.recipes.preparing import Prepared, prepare
 from rope_patch.recipes.running import Run, offloaded
@@ -165,6 +166,7 @@ def finetune(settings: Settings) -> Path | None:
         OSError: A checkpoint could not be written.
     """
     folder = Path(str(settings.training.output_dir))
+    disk.require_folder(folder, "the run")
     resume = checkpoints.to_resume(folder, settings.extension.resume)
     planning.require_device(settings)
     prepared = prepare(settings)

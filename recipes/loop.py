@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import TrainingArguments, get_scheduler
 from transformers.utils import logging
 
+from rope_patch import disk
 from rope_patch.recipes import checkpoints, planning
 from rope_patch.recipes.preparing import add_liger, enable_checkpointing, prepare
 from rope_patch.recipes.running import Run, offloaded, precision
@@ -52,6 +53,7 @@ def loop(settings: Settings) -> Path | None:
     """
     training = settings.training
     require_plain(settings)
+    disk.require_folder(str(training.output_dir), "the run")
     resume = checkpoints.to_resume(Path(str(training.output_dir)), settings.extension.resume)
     planning.require_device(settings)
     prepared = prepare(settings)  # ahead of accelerate: nobody shares sequences yet

@@ -98,9 +98,9 @@ class Run:
             self._state = said["state"]
             self.guard.recent.extend(said.get("losses", []))
         if self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
             text = yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True)
-            files.write(self.folder / RESOLVED, f"# {_command()}\n{text}")
+            with checkpoints.told(self.folder, RESOLVED):
+                files.write(self.folder / RESOLVED, f"# {_command()}\n{text}")
         self.watch = Watch(self.folder, self.steps, self.done, self.tokens_per_step, self.main)
 
     def loader(self) -> DataLoader:

@@ -13,6 +13,7 @@ import torch
 
 from rope_patch.patching import following, lengths
 from rope_patch.patching.swap import Swaps
+from rope_patch.recipes.checkpoints import told
 
 SCORES = "retrieval.jsonl"
 _TASK = "rp_niah_single_2_ll"  # one forward pass a needle
@@ -104,7 +105,8 @@ class Needles:
         }
         if self.main:
             line = {"step": step, "length": self.length, "samples": len(rows), **scores}
-            with (self.folder / SCORES).open("a", encoding="utf-8") as file:
+            path = self.folder / SCORES
+            with told(self.folder, SCORES), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         return scores
 

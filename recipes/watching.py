@@ -101,7 +101,8 @@ class Watch:
         )
         if main:
             kept = [line for line in read_log(folder) if line["step"] <= done]
-            files.write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+            with told(folder, LOG):
+                files.write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def step(self, step: int, **measured: float) -> dict[str, float]:
         """Takes note of a step.

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig
 
+from rope_patch import disk
 from rope_patch.methods import registered
 from rope_patch.patching import Patch, current
 from rope_patch.patching.find import find_rotaries
@@ -25,6 +26,7 @@ logger = logging.getLogger("rope_patch")
 
 SIDECAR = "rope_patch.json"
 ADAPTER = "adapter_config.json"
+_ADVICE = "What was in the folder before is still there: REMEDY, and save again"
 _NEEDED = {"method", "options", "trained_length", "layer_types", "original"}
 
 
@@ -48,6 +50,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: The model is not patched, the folder is a file, or an adapter would lie beside a
             whole model.
+        OSError: It could not be written; says where and how to go on.
     """
     handle = current(model)
     if handle is None:
@@ -58,21 +61,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: expected a folder to save into")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        written = Path(temporary)
-        model.save_pretrained(written)  # type: ignore[operator]
-        adapters = [path.parent for path in written.rglob(ADAPTER)]
-        _require_apart(folder, adapters)
-        if not adapters:
-            _name_natively(written / "config.json", model)
-        native = not adapters and _loads_natively(written, model, handle)
-        sidecar = _sidecar(handle, native)
-        if adapters:
-            sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
-        for place in {written, *adapters}:
-            (place / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
-        _move_into(written, folder)
+    with disk.writing(folder.parent, folder.name, _ADVICE):
+        adapters, native = _save(model, handle, folder)
     if adapters:
         logger.info(
             "%s: an adapter for a base patched with %s; load it with rope_patch.load or "
@@ -88,6 +78,26 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             version("transformers"),
             handle.method,
         )
+
+
+def _save(model: nn.Module, handle: Patch, folder: Path) -> tuple[list[Path], bool]:
+    """Write a patched model; return its adapters, and whether plain transformers loads it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+        written = Path(temporary)
+        model.save_pretrained(written)  # type: ignore[operator]
+        adapters = [path.parent for path in written.rglob(ADAPTER)]
+        _require_apart(folder, adapters)
+        if not adapters:
+            _name_natively(written / "config.json", model)
+        native = not adapters and _loads_natively(written, model, handle)
+        sidecar = _sidecar(handle, native)
+        if adapters:
+            sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
+        for place in {written, *adapters}:
+            (place / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+        _move_into(written, folder)
+    return adapters, native
 
 
 def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:

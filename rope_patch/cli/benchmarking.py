@@ -128,8 +128,11 @@ def bench(
             repeats=repeats,
         )
         return
+    from rope_patch import disk
     from rope_patch.eval import files, speed
 
+    if out is not None:
+        disk.require_file(out, "the results", folder_exists=False)
     results = speed.bench(
         speed.Request(
             model=model,
@@ -144,15 +147,19 @@ def bench(
             random_weights=random_weights,
         )
     )
-    if out is not None:
-        files.write_json(out, results)
+    # Printed first, so that a disk that is full by now costs no measurement.
     print(json.dumps(results, indent=1) if as_json else speed.table(results))
+    if out is not None:
+        with disk.advising("The results are printed above"):
+            files.write_json(out, results)
 
 
 def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
+    from rope_patch import disk
     from rope_patch.eval import files
     from rope_patch.eval.kernels import measuring
 
+    disk.require_folder(folder, "the report")
     given = {name: value for name, value in request.items() if value is not None}
     results = measuring.bench(measuring.Request(**given))
     results["command"] = command_line()
@@ -168,5 +175,9 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
         if as_json:
             print((folder / "bench.json").read_text(encoding="utf-8"), end="")
         return
-    page = reporting.write_all(results, folder)
-    print(reporting.as_json(results) if as_json else f"{reporting.as_text(results)}\n\n{page}")
+    # Printed first, so that a disk that is full by now costs no measurement.
+    print(reporting.as_json(results) if as_json else f"{reporting.as_text(results)}\n")
+    with disk.advising("The results are printed above"):
+        page = reporting.write_all(results, folder)
+    if not as_json:
+        print(page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,8 @@ from rope_patch.cli.options import (
     split,
 )
 from rope_patch.cli.running import command_line, installed, stoppable
+
+logger = logging.getLogger("rope_patch")
 
 _COMPARED = ("none", "linear", "ntk", "yarn", "dynamic-yarn")
 
@@ -315,22 +318,27 @@ def report(
       rope-patch report out
       rope-patch report runs/llama runs/qwen --out both
     """
+    from rope_patch import disk
+
     with installed("evaluation needs", "eval"):
+        from rope_patch.eval import gaps, signing
         from rope_patch.eval import report as reporting
-        from rope_patch.eval import signing
     if len(runs) > 1 and out is None:
         raise ValueError("a report of several runs needs a folder of its own: give --out FOLDER")
-    results = [found for run in runs for found in _saved(run, signing.verify)]
+    results = [found for run in runs for found in _saved(run, signing.verify, reporting.check)]
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
     show = None if as_json else print
-    page = reporting.write_report(results[0] if len(results) == 1 else results, folder, show)
+    with disk.advising("The saved results are as they were: REMEDY, or give another folder"):
+        page = reporting.write_report(results[0] if len(results) == 1 else results, folder, show)
+    if missing := [gap for found in results for gap in gaps.gaps(found)]:
+        logger.error(gaps.sentence(missing))
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"))
     else:
         print(f"\n{page}")
 
 
-def _saved(run: Path, verify: Any) -> list[dict[str, Any]]:
+def _saved(run: Path, verify: Any, check: Any) -> list[dict[str, Any]]:
     """The results of a run's folder or file, or of the runs that a report was made of."""
     path = run / "report.json" if run.is_dir() else run
     if not path.is_file():
@@ -338,12 +346,16 @@ def _saved(run: Path, verify: Any) -> list[dict[str, Any]]:
             f"there is no {path}: expected the folder of a finished evaluation, or its report.json"
         )
     found = verify(path.read_bytes(), str(path))
-    return found.get("runs") or [found]
+    saved: list[dict[str, Any]] = found.get("runs") or [found]
+    for results in saved:
+        check(results, str(path))
+    return saved
 
 
 def _run(folder: Path, as_json: bool, engine: str | None = None, **request: Any) -> None:
     with installed("evaluation needs", "eval"):
         from rope_patch.eval.evaluating import evaluate
+        from rope_patch.eval.gaps import gaps
         from rope_patch.eval.request import Request
     command = command_line()
     asked = Request(**request, folder=folder, command=command)
@@ -353,11 +365,13 @@ def _run(folder: Path, as_json: bool, engine: str | None = None, **request: Any)
         print("\n\n".join(engines.commands(engine, asked)))
         return
     with stoppable():
-        evaluate(asked, None if as_json else print)
+        results = evaluate(asked, None if as_json else print)
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"), end="")
     else:
         print(f"\n{folder / 'report.html'}")
+    if gaps(results):  # the report and stderr name them
+        raise typer.Exit(1)
 
 
 def tasks(

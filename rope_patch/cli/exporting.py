@@ -64,9 +64,12 @@ def export(
     """
     from rope_patch import demo, patch
     from rope_patch.exporting import export, write_folder
+    from rope_patch.exporting.folder import require_new_folder
     from rope_patch.searching.found import Found
     from rope_patch.searching.writing import exported
 
+    if write is not None:
+        require_new_folder(write)
     path = demo.resolve(model)
     asked: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
     asked |= options(option)

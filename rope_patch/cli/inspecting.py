@@ -106,13 +106,14 @@ def diagnose(
       rope-patch diagnose demo --length 16384
       rope-patch diagnose demo --method yarn --factor 2 --picture yarn.svg
     """
-    from rope_patch import demo
+    from rope_patch import demo, disk
     from rope_patch.diagnosing.examining import examine
     from rope_patch.diagnosing.picture import require_picture
     from rope_patch.diagnosing.subject import open_subject
 
     if picture is not None:
         require_picture(picture)
+        disk.require_file(picture, "the picture", folder_exists=True)
     subject = open_subject(demo.resolve(model), gguf_file=gguf_file, named=shlex.quote(model))
     diagnosis = examine(
         subject,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_patch import disk
 from rope_patch.diagnosing.pairs import Rotation
 from rope_patch.drawing import PAPER, STYLE
+from rope_patch.eval.files import write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +41,7 @@ def require_picture(path: str | os.PathLike[str]) -> None:
 def write_picture(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
     """Draws a panel a layer type; see `Diagnosis.plot`."""
     require_picture(path)
+    disk.require_file(path, "the picture", folder_exists=True)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -50,20 +54,11 @@ def write_picture(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
             bottom = total - _HEIGHT * (i + 1) + 54
             box = (104 / _WIDTH, bottom / total, (_WIDTH - 122) / _WIDTH, (_HEIGHT - 92) / total)
             _draw(figure.add_axes(box), diagnosis, kind, rotation)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        kept: dict[str, Any] = {"Date": None} if file.suffix.lower() == ".svg" else {}
-        try:
-            figure.savefig(
-                temporary,
-                format=file.suffix.lower()[1:],
-                dpi=144,
-                facecolor="white",
-                metadata=kept,
-            )
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        kind = file.suffix.lower()[1:]
+        metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
+        drawn = BytesIO()
+        figure.savefig(drawn, format=kind, dpi=144, facecolor="white", metadata=metadata)
+    write(file, drawn.getvalue())
 
 
 def _draw(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: Rotation) -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rope_patch import disk
 from rope_patch.exporting.result import Export
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -46,6 +47,7 @@ def write_folder(
     Raises:
         ValueError: The export has no fields to write, the source is no such folder, or there is
             something in the new one.
+        OSError: It could not be written; says where.
     """
     source, folder = Path(source), Path(folder)
     if export.engine != "llama.cpp":
@@ -59,9 +61,29 @@ def write_folder(
             "was converted from the model as it was"
         )
     weights = _weights(source)
+    require_new_folder(folder)
+    config = merged(_read(source / CONFIG), export.config)
+    with disk.writing(folder.parent, folder.name, "Nothing of it is left: REMEDY, and try again"):
+        _make(export, source, folder, config, weights)
+    return folder
+
+
+def require_new_folder(folder: str | os.PathLike[str]) -> None:
+    """Raise unless `write_folder` can make a folder.
+
+    Raises:
+        ValueError: There is something in it, or it is a file.
+        OSError: Nothing can be written there.
+    """
+    folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty: expected a new folder, as nothing is overwritten")
-    config = merged(_read(source / CONFIG), export.config)
+    disk.require_folder(folder, "the converter's files")
+
+
+def _make(
+    export: Export, source: Path, folder: Path, config: dict[str, Any], weights: list[Path]
+) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         made = Path(temporary) / folder.name
@@ -79,7 +101,6 @@ def write_folder(
         if folder.exists():
             folder.rmdir()
         made.rename(folder)
-    return folder
 
 
 def merged(config: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

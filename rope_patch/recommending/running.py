@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_patch import disk
 from rope_patch.eval.processes import Processes
 from rope_patch.patching import current
 from rope_patch.searching import opening
@@ -17,6 +18,7 @@ from rope_patch.searching.fitness import find_space
 from rope_patch.searching.found import Found
 from rope_patch.searching.keeping import Kept
 from rope_patch.searching.samples import Sample, read_samples
+from rope_patch.searching.state import State
 
 if TYPE_CHECKING:
     from rope_patch.recommending.material import Material
@@ -86,6 +88,8 @@ def recommend(
         ValueError: A request that cannot be met, or a budget in which not even the plain model and
             one method can be compared; says how many minutes are needed.
         TypeError: A value of the wrong type.
+        OSError: Nothing can be written to the folder, found out before the model is loaded; or
+            a file could not be written, with how to go on.
     """
     # What these need, statistics above all, is no part of a plain installation.
     from rope_patch.recommending import contenders
@@ -96,6 +100,8 @@ def recommend(
     from rope_patch.recommending.standing import held_out
 
     _require_sound(budget, most, BLOCK)
+    if folder is not None:
+        disk.require_folder(folder, "the recommendation")
     processes = Processes()
     model, tokenizer, name = opening.opened(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
@@ -129,7 +135,8 @@ def recommend(
         **sets.identity,
         "versions": opening.versions(),
     }
-    with opening.evaluating(model), Kept(folder, identity, processes) as kept:
+    kept_there = disk.advising(State.advice(folder))
+    with kept_there, opening.evaluating(model), Kept(folder, identity, processes) as kept:
         kept.lock()
         spent, searched = spent_before(kept)
         clock = Clock(budget, spent, processes, progress)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.eval import files
-from rope_patch.eval.signing import strict
+from rope_patch.eval.signing import digest, strict
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import STILL
 from rope_patch.searching.candidates import Candidate, Space
@@ -172,7 +171,7 @@ class Found(Mapping[str, Any]):
                 "patch": self.arguments(),
             }
         )
-        return {**body, "digest": _digest(body)}
+        return {**body, "digest": digest(body)}
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes `found.json`, the model's config with the result, and what other engines need.
@@ -261,18 +260,13 @@ def _read(path: Path) -> dict[str, Any]:
             f"{named!r}"
         )
     body = {key: value for key, value in said.items() if key != "digest"}
-    expected = _digest(body)
+    expected = digest(body)
     if said.get("digest") != expected:
         raise ValueError(
             f"{path} was changed after it was written: its contents have the digest {expected}, it "
             f"says {said.get('digest')!r}; restore the file, or search again"
         )
     return body
-
-
-def _digest(body: dict[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _geometry(said: dict[str, Any]) -> Geometry:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from rope_patch import disk
 from rope_patch.eval.processes import Processes
 from rope_patch.searching import comparing, opening, preparing
 from rope_patch.searching.able import judge, require_able, unigram_loss
@@ -19,6 +20,7 @@ from rope_patch.searching.keeping import Kept
 from rope_patch.searching.loop import run
 from rope_patch.searching.preparing import COUNT, FITNESS, Given, Sets
 from rope_patch.searching.samples import Sample
+from rope_patch.searching.state import State
 from rope_patch.searching.strategies import STRATEGIES, Strategy
 from rope_patch.searching.watching import Watch
 
@@ -91,10 +93,16 @@ def search(
         ValueError: A request that cannot be met, a text shorter than the length, a model that
             cannot do at its own trained length what is searched by, a folder with the state of
             another search. Nothing has been written then.
+        OSError: Nothing can be written to the folder, found out before the model is loaded; or
+            a file could not be written, with how to go on.
         TypeError: A value of the wrong type.
     """
     strategy = _strategy(method, options)
     _require_sound(budget, fitness, folder)
+    if folder is not None:
+        disk.require_folder(folder, "the search")
+    if picture is not None:
+        disk.require_file(picture, "the picture", folder_exists=False)
     if (length is None) == (factor is None):
         given = "neither" if length is None else f"length={length} and factor={factor}"
         raise ValueError(f"give exactly one of length and factor, got {given}")
@@ -134,7 +142,8 @@ def search(
     }
     title = f"{name}: {method}"
     shown = processes.main and progress
-    with opening.evaluating(model), Kept(folder, identity, processes) as kept:
+    kept_there = disk.advising(State.advice(folder))
+    with kept_there, opening.evaluating(model), Kept(folder, identity, processes) as kept:
         kept.require_budget(method, budget, strategy.continues)
         watch = Watch(
             space,

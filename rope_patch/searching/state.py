@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
-FORMAT = "rope_patch.searching/1"
+from rope_patch import disk
+from rope_patch.eval import files, signing
+
+logger = logging.getLogger("rope_patch")
+
+FORMAT = "rope_patch.searching/2"
+_UNSEALED = "rope_patch.searching/1"  # its lines had no digests
 FILE = "state.jsonl"
 LOCK = ".state.lock"
 
@@ -15,22 +22,26 @@ LOCK = ".state.lock"
 class State:
     """A folder's `state.jsonl`: what is searched in the first line, then a line a measurement.
 
-    Every line is on the disk before the next candidate is measured. What a kill left of a last line
-    is dropped. Anything else that is wrong, and a file of another search, is refused and left as it
-    is. Nothing is written before the first measurement.
+    Every line is on the disk before the next candidate is measured, and sealed. What a kill left of
+    a last line is dropped. A measurement that is damaged or of another search is warned of, dropped
+    and measured again. A file of another search, and one whose first line is damaged, is refused
+    and left as it is. Nothing is written before the first measurement.
 
     Args:
         folder: Where the file is; None keeps everything in memory.
         identity: What measurements depend on, as JSON can hold it.
 
     Raises:
-        ValueError: The file is of another search (says what differs), is damaged (says where), or
+        ValueError: The file is of another search (says what differs), its first line is damaged, or
             another process searches in this folder.
     """
 
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
         self._path = None if folder is None else folder / FILE
         self._identity = json.loads(json.dumps(identity))
+        self._mark = signing.digest(self._identity)[:16]  # by which a line tells its search
+        self._mended: bytes | None = None  # the file without what is damaged in it
+        self._warned = False
         self._lock: Any = None
         self._known: dict[str, dict[str, Any]] = {}
         self._whole = 0  # bytes of whole lines
@@ -52,11 +63,20 @@ class State:
         Returns:
             It, as JSON gives it back.
         """
-        line = json.dumps({"key": key, "value": value})
-        self._known[key] = json.loads(line)["value"]
+        sealed = signing.seal({"search": self._mark, "key": key, "value": value})
+        self._known[key] = sealed["value"]
         if self._path is not None:
-            self._append(self._path, line)
+            with disk.writing(self._path.parent, self._path.name):
+                self._append(self._path, json.dumps(sealed))
         return self._known[key]
+
+    @staticmethod
+    def advice(folder: str | os.PathLike[str] | None) -> str:
+        """Return what is left and how to go on if a file cannot be written: see `disk.writing`."""
+        if folder is None:
+            return ""
+        state = Path(folder) / FILE
+        return f"What was measured is kept in {state}: REMEDY, and the same command goes on from it"
 
     def close(self) -> None:
         """Lets others search in this folder."""
@@ -74,24 +94,29 @@ class State:
             return
         from filelock import FileLock, Timeout
 
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._path.with_name(LOCK))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(
-                f"another process searches in {self._path.parent}: wait for it, or give another "
-                "folder"
-            ) from None
+        with disk.writing(self._path.parent, LOCK):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise ValueError(
+                    f"another process searches in {self._path.parent}: wait for it, or give "
+                    "another folder"
+                ) from None
         self._lock = lock
         if self._path.exists():  # it may have grown since
             self._read(self._path)
+        if self._mended is not None:
+            files.write(self._path, self._mended)
+            self._mended = None
 
     def _append(self, path: Path, line: str) -> None:
         self.lock()
         new = not self._whole
         if new:
-            line = json.dumps({"format": FORMAT, "identity": self._identity}) + "\n" + line
+            header = signing.seal({"format": FORMAT, "identity": self._identity})
+            line = json.dumps(header) + "\n" + line
         with path.open("r+b" if path.exists() else "w+b") as file:
             file.truncate(self._whole)  # without what a kill left of a line
             file.seek(self._whole)
@@ -111,17 +136,40 @@ class State:
             lines.pop()
         if not lines:
             return  # killed while the first line was written: nothing was measured
-        self._require_same(path, _parsed(path, 1, lines[0]))
+        header = _parsed(path, lines[0])
+        self._require_same(path, header)
+        if header["format"] == _UNSEALED:
+            self._warn(path, [(1, "it has no digests, as what earlier versions wrote")])
+            return
+        whole, flaws = lines[:1], []
         for number, line in enumerate(lines[1:], start=2):
-            entry = _parsed(path, number, line)
             try:
-                self._known[entry["key"]] = dict(entry["value"])
-            except (KeyError, TypeError, ValueError):
-                raise _damaged(path, number) from None
-        self._whole = sum(map(len, lines))
+                entry = signing.unseal(line, search=self._mark)
+            except ValueError as error:
+                flaws.append((number, str(error)))
+            else:
+                self._known[entry["key"]] = entry["value"]
+                whole.append(line)
+        if flaws:
+            self._warn(path, flaws)
+            self._mended = b"".join(whole)
+        self._whole = sum(map(len, whole))
+
+    def _warn(self, path: Path, flaws: list[tuple[int, str]]) -> None:
+        if not self._warned:  # `lock` reads again
+            more = f" (and {len(flaws) - 1} more)" if len(flaws) > 1 else ""
+            logger.warning(
+                "%s: what was there is measured again: line %d%s: %s",
+                path,
+                flaws[0][0],
+                more,
+                flaws[0][1],
+            )
+        self._warned = True
 
     def _require_same(self, path: Path, header: dict[str, Any]) -> None:
-        if header.get("format") != FORMAT or not isinstance(header.get("identity"), dict):
+        formats = (FORMAT, _UNSEALED)
+        if header.get("format") not in formats or not isinstance(header.get("identity"), dict):
             raise ValueError(
                 f"{path} is not the state of a search of this version: expected format "
                 f"{FORMAT!r}, got {header.get('format')!r}; it was left as it is, so move it away "
@@ -141,21 +189,22 @@ class State:
             )
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parsed(path: Path, line: bytes) -> dict[str, Any]:
+    """Return what the first line says.
+
+    Raises:
+        ValueError: It is damaged.
+    """
     try:
-        found = json.loads(line)
-    except ValueError:
-        raise _damaged(path, number) from None
-    if not isinstance(found, dict):
-        raise _damaged(path, number)
-    return found
-
-
-def _damaged(path: Path, number: int) -> ValueError:
-    return ValueError(
-        f"{path} is damaged in line {number}: expected a measurement of a search; it was left as "
-        f"it is. Keep its first {number - 1} lines to go on from there, or give another folder"
-    )
+        header = json.loads(line)
+        if isinstance(header, dict) and header.get("format") == FORMAT:
+            signing.unseal(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged in line 1, which says what was searched ({error}): it was left as "
+            "it is, so restore it, move it away or give another folder"
+        ) from error
+    return header if isinstance(header, dict) else {}
 
 
 def _short(value: Any) -> str:

@@ -1,6 +1,5 @@
 """Answers on the disk: what a kill leaves behind, and what several processes write."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -45,14 +44,15 @@ def test_a_failure_is_kept_and_not_done_until_there_is_an_answer(tmp_path):
 
 def test_an_answer_is_never_replaced_by_a_later_failure_or_answer(tmp_path):
     Answers(tmp_path, rank=0).put("k", {"text": "first"})
+    later = tmp_path / "later"
     for answer in ({"error": "no"}, {"text": "second"}):
-        with (tmp_path / "answers-1.jsonl").open("a") as file:
-            file.write(json.dumps({"key": "k", "answer": answer}) + "\n")
+        Answers(later, rank=1).put("k", answer)
+    (later / "answers-1.jsonl").rename(tmp_path / "answers-1.jsonl")
     assert Answers(tmp_path)["k"] == {"text": "first"}
 
 
 @pytest.mark.parametrize("left", range(1, 40))
-def test_a_line_cut_anywhere_is_no_answer_and_spoils_no_other(tmp_path, left):
+def test_a_line_cut_anywhere_is_no_answer_and_spoils_no_other(tmp_path, caplog, left):
     """`left` characters of the second line are on the disk when the process is killed."""
     answers = Answers(tmp_path)
     answers.put("a", {"text": "one"})
@@ -67,7 +67,8 @@ def test_a_line_cut_anywhere_is_no_answer_and_spoils_no_other(tmp_path, left):
     again.put("b", {"text": "two"})
     last = Answers(tmp_path)
     assert [last[key]["text"] for key in "abc"] == ["one", "two", "three"]
-    assert lines(tmp_path)[2:] == [b'{"key": "c", "answer": {"text": "three"}}\n', second]
+    assert (lines(tmp_path)[0], lines(tmp_path)[2]) == (first, second)  # and no half line
+    assert not caplog.messages
 
 
 def test_a_whole_line_without_its_end_is_an_answer(tmp_path):
@@ -81,14 +82,46 @@ def test_a_whole_line_without_its_end_is_an_answer(tmp_path):
     assert Answers(tmp_path).done("b")
 
 
-def test_other_things_in_the_file_are_passed_over(tmp_path):
+def test_other_things_in_the_file_are_passed_over(tmp_path, caplog):
     junk = b'[1]\n"k"\n3\nnull\n{"key": "x"}\n{"key": "y", "answer": 3}\n\xff\xfe\n\n'
     (tmp_path / "answers-0.jsonl").write_bytes(junk)
     answers = Answers(tmp_path)
     answers.put("k", {"text": "1"})
-    assert Answers(tmp_path).done("k")
-    assert not Answers(tmp_path).done("x")
-    assert not Answers(tmp_path).done("y")
+    again = Answers(tmp_path)
+    assert again.done("k")
+    assert not again.done("x")
+    assert not again.done("y")
+    (line,) = caplog.messages
+    assert "answers-0.jsonl: 7 of 7 answers are asked again: line 1: it has no digest" in line
+    assert len(lines(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"0.25", b"0.75"), (b'"b"', b'"c"'), (b"0.25", b"0.2"), (b"0.25", b"0.\xb5")]
+)
+def test_a_changed_answer_is_asked_again(tmp_path, caplog, old, new):
+    answers = Answers(tmp_path)
+    for key, value in (("a", 0.5), ("b", 0.25)):
+        answers.put(key, {"log_likelihood": value})
+    path = tmp_path / "answers-0.jsonl"
+    path.write_bytes(path.read_bytes().replace(old, new))
+    again = Answers(tmp_path)
+    assert (len(again), again.done("a")) == (1, True)
+    (line,) = caplog.messages
+    assert line.startswith(f"{path}: 1 of 2 answers are asked again: line 2: it is damaged")
+    again.put("b", {"log_likelihood": 0.25})
+    assert Answers(tmp_path)["b"] == {"log_likelihood": 0.25}
+    assert len(caplog.messages) == 1
+
+
+def test_each_process_mends_its_own_file_and_the_main_one_what_nobody_writes(tmp_path):
+    for rank in range(3):
+        (tmp_path / f"answers-{rank}.jsonl").write_text("junk\n")
+    Answers(tmp_path, rank=1, size=2)
+    sizes = [len(lines(tmp_path, rank)) for rank in range(3)]
+    assert sizes == [1, 0, 1]
+    Answers(tmp_path, rank=0, size=2)
+    assert [len(lines(tmp_path, rank)) for rank in range(3)] == [0, 0, 0]
 
 
 def _write_until_killed(folder):

@@ -1,13 +1,13 @@
 """What goes wrong during a run costs the steps since the last checkpoint, and nothing else."""
 
 import json
-import subprocess
 from random import Random
 
 import pytest
 import torch
 from runs import RECIPES, Child, Hang, Poison, curve, equal_tensors, require_same, run, tensors
 from runs import truth as truth
+from small_disk import disk as disk
 
 from rope_patch.recipes import checkpoints
 from rope_patch.recipes.watching import TrainingStopped
@@ -16,31 +16,6 @@ POISON = 500  # a token of one document only
 ROW = 17  # that document, and the row that is made of it: in step 5
 
 pytestmark = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """`disk(megabytes)` makes a small disk, or another size of it; the folder it is mounted on."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = False
-
-    def make(megabytes):
-        nonlocal mounted
-        size = f"size={megabytes}m" + (",remount" if mounted else "")
-        command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip("no mount command here")
-        if done.returncode:
-            pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-        mounted = True
-        return folder
-
-    yield make
-    if mounted:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -74,18 +74,56 @@ def test_another_search_is_refused_and_left_as_it_is(tmp_path, changes, said):
 
 
 @pytest.mark.parametrize(
-    ("number", "line"),
-    [(1, b"{}"), (1, b'{"format": "other/3"}'), (1, b"[]"), (2, b"\0\0\0"), (3, b'{"key": "a"}')],
+    "line",
+    [b"{}", b'{"format": "other/3"}', b"[]", b"\0\0\0", None],
 )
-def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path, number, line):
+def test_a_damaged_first_line_is_refused_and_left_as_it_is(tmp_path, line):
     path = filled(tmp_path)
     lines = path.read_bytes().splitlines()
-    lines[number - 1] = line
+    lines[0] = line or lines[0].replace(b'"abc"', b'"abd"')
     path.write_bytes(b"\n".join(lines) + b"\n")
     before = path.read_bytes()
     with pytest.raises(ValueError, match="left as it is"):
         State(tmp_path, IDENTITY)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["number", "junk", "another search", "unsealed"])
+def test_a_damaged_measurement_is_dropped_with_a_line_and_measured_again(tmp_path, damage, caplog):
+    path, other = filled(tmp_path), tmp_path / "other"
+    whole = path.read_bytes()
+    lines = whole.splitlines()
+    state = State(other, IDENTITY | {"weights": "xyz"})
+    state.put("search/1", {"fitness": 0.5})
+    state.close()
+    lines[2] = {
+        "number": lines[2].replace(b"0.5", b"0.6"),
+        "junk": b"\0\0\0",
+        "another search": (other / FILE).read_bytes().splitlines()[1],
+        "unsealed": b'{"key": "search/1", "value": {"fitness": 0.5}}',
+    }[damage]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    state = State(tmp_path, IDENTITY)
+    assert (len(state), state.get("search/1")) == (2, None)
+    state.lock()
+    (line,) = caplog.messages
+    assert line.startswith(f"{path}: what was there is measured again: line 3: it ")
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[i] for i in (0, 1, 3))
+    state.put("search/1", {"fitness": 0.5})
+    state.close()
+    assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
+
+
+def test_a_state_without_digests_is_measured_again(tmp_path, caplog):
+    path = tmp_path / FILE
+    header = {"format": "rope_patch.searching/1", "identity": IDENTITY}
+    entry = {"key": "search/0", "value": {"fitness": 1.0}}
+    path.write_text(f"{json.dumps(header)}\n{json.dumps(entry)}\n")
+    state = State(tmp_path, IDENTITY)
+    assert len(state) == 0
+    state.close()
+    assert "measured again: line 1: it has no digests" in caplog.messages[0]
+    assert filled(tmp_path).read_bytes() == filled(tmp_path / "new").read_bytes()
 
 
 def test_one_search_at_a_time(tmp_path):

@@ -1,0 +1,160 @@
+"""The disk: whether a result can be written, and what to say if it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC,)
+# What torch and safetensors say instead of raising an OSError.
+_LIBRARY_WORDS = ("i/o error", "file write failed", "pytorchstreamwriter", "unexpected pos")
+_SMALL = 4096  # bytes
+
+Advice = str | Callable[[], str]
+
+
+class NotWritten(OSError):
+    """A file could not be written.
+
+    Attributes:
+        reason: What could not be written, where, and why.
+        remedy: What to do about the disk: "make room", or "make it writable".
+    """
+
+    def __init__(self, reason: str, remedy: str, advice: Advice = "") -> None:
+        self.reason, self.remedy, self.advised = reason, remedy, bool(advice)
+        text = advice if isinstance(advice, str) else advice()
+        super().__init__(f"{reason}. {text.replace('REMEDY', remedy)}" if text else reason)
+
+
+@contextlib.contextmanager
+def writing(folder: str | os.PathLike[str], name: str, advice: Advice = "") -> Iterator[None]:
+    """Raise what names the file if it cannot be written.
+
+    Args:
+        folder: Where it is written.
+        name: What is written: a file's name, or words such as "the finished model".
+        advice: What is left and how to go on, one sentence without its full stop, in which REMEDY
+            stands for what to do about the disk; or a function that returns it.
+
+    Raises:
+        NotWritten: The disk is full, read-only, or refuses for another reason.
+    """
+    try:
+        with advising(advice):
+            yield
+    except NotWritten:
+        raise
+    except Exception as error:
+        if not _is_about_disk(error):
+            raise
+        folder, full = Path(folder), _is_full(error)
+        free = f", where {_free(folder) / 1e6:,.1f} MB are free" if full else ""
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        where = folder.absolute() if str(folder) == "." else folder
+        raise NotWritten(
+            f"{name} could not be written to {where}{free} ({reason})",
+            "make room" if full else "make it writable",
+            advice,
+        ) from error
+
+
+@contextlib.contextmanager
+def advising(advice: Advice) -> Iterator[None]:
+    """Add to a `NotWritten` from within what is left and how to go on.
+
+    Args:
+        advice: See `writing`.
+    """
+    try:
+        yield
+    except NotWritten as error:
+        if error.advised or not advice:
+            raise
+        raise NotWritten(error.reason, error.remedy, advice) from error.__cause__
+
+
+def require_folder(folder: str | os.PathLike[str], purpose: str) -> None:
+    """Raise unless files can be written to a folder, which need not exist; leave nothing behind.
+
+    Args:
+        folder: The folder.
+        purpose: What it is for, such as "the report".
+
+    Raises:
+        ValueError: It is a file, or lies in one.
+        NotWritten: Nothing can be written there.
+    """
+    folder = Path(folder)
+    with writing(folder, purpose):
+        nearest = _nearest(folder)
+        if not nearest.is_dir():
+            made = ", made if it is missing" if nearest == folder else ""
+            raise ValueError(f"{nearest} is a file: expected a folder for {purpose}{made}")
+        _write_small(nearest)
+
+
+def require_file(path: str | os.PathLike[str], purpose: str, *, folder_exists: bool) -> None:
+    """Raise unless a file can be written; leave nothing behind.
+
+    Args:
+        path: The file; an older one is replaced.
+        purpose: What it is for, such as "the picture".
+        folder_exists: Whether its folder must exist already.
+
+    Raises:
+        ValueError: It is a folder, or its folder does not exist or is a file.
+        NotWritten: Nothing can be written there.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: expected a file for {purpose}")
+    with writing(path.parent, path.name):
+        nearest = _nearest(path.parent)
+        if not nearest.is_dir():
+            raise ValueError(f"{nearest} is a file: expected the folder of {path}")
+        if folder_exists and nearest != path.parent:
+            raise ValueError(
+                f"there is no folder {path.parent} for {path.name}: make it first, or give another "
+                "path"
+            )
+        _write_small(nearest)
+
+
+def _nearest(path: Path) -> Path:
+    """Return the path, or the first of its parents that exists."""
+    while True:
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            path = path.parent
+        else:
+            return path
+
+
+def _write_small(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"\0" * _SMALL)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_about_disk(error: BaseException) -> bool:
+    words = str(error).lower()
+    return isinstance(error, OSError) or any(word in words for word in _LIBRARY_WORDS)
+
+
+def _is_full(error: BaseException) -> bool:
+    return not isinstance(error, OSError) or error.errno in _FULL or error.errno is None
+
+
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(_nearest(folder)).free
+    except OSError:
+        return 0

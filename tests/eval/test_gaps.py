@@ -1,0 +1,125 @@
+"""A report that misses a part says so first."""
+
+import json
+
+from commands import here
+from evaluations import TINY
+from report_results import results
+from transformers import LlamaForCausalLM
+
+from rope_patch.eval import perplexity
+from rope_patch.eval.gaps import gaps, sentence
+from rope_patch.eval.merging import merged
+from rope_patch.eval.report import write_report
+from rope_patch.eval.signing import sign
+
+
+def whole():
+    measured = results()
+    measured["run"]["not_run"] = []
+    return measured
+
+
+def failing(measured, task, label, length=None, keep=0):
+    """All samples of a task under a method, but the first few, failed."""
+    (entry,) = [entry for entry in measured["retrieval"] if entry["task"] == task]
+    rows = [row for row in entry["samples"][label] if length in (None, row["length"])]
+    for row in rows[keep:]:
+        row |= {"score": None, "log_likelihood": None, "error": "RuntimeError: boom"}
+    return measured
+
+
+def test_a_whole_run_misses_nothing():
+    assert gaps(whole()) == []
+
+
+def test_a_failed_sample_among_others_is_no_gap():
+    measured = whole()
+    task = measured["retrieval"][0]["task"]
+    assert gaps(failing(measured, task, "yarn ×2", 2048, keep=1)) == []
+
+
+def test_a_score_without_any_sample_is_a_gap_and_told_first(tmp_path):
+    measured = whole()
+    task, other = (entry["task"] for entry in measured["retrieval"][:2])
+    failing(measured, task, "yarn ×2", 8192)
+    failing(measured, other, "linear ×2")
+    names = [f"{task}, yarn ×2, 8,192 tokens", f"{other}, linear ×2"]
+    assert gaps(measured) == [f"{name}: RuntimeError: boom" for name in names]
+    write_report(measured, tmp_path)
+    told = f"Incomplete: 2 parts were not measured ({'; '.join(names)}); the same command"
+    first = (tmp_path / "report.md").read_text().replace("\\", "").splitlines()[0]
+    assert first.startswith(f"**{told}")
+    page = (tmp_path / "report.html").read_text()
+    assert 0 < page.index(told) < page.index("<h1>")
+
+
+def test_runs_that_are_shown_as_one_miss_what_either_missed():
+    first, second = results(), results()
+    for run, label in ((first, "yarn ×2"), (second, "linear ×2")):
+        run["run"] |= {"weights": "same", "not_run": [f"perplexity of {label}: boom"]}
+        run["methods"] = [m for m in run["methods"] if m["label"] in ("none", label)]
+        for entry in run["retrieval"]:
+            entry["samples"] = {k: v for k, v in entry["samples"].items() if k in ("none", label)}
+    (joined,) = merged([first, second])
+    assert gaps(joined) == ["perplexity of yarn ×2: boom", "perplexity of linear ×2: boom"]
+
+
+def test_many_gaps_are_one_sentence():
+    text = sentence([f"part {i}: boom" for i in range(9)])
+    assert text.startswith("Incomplete: 9 parts were not measured (part 0; part 1; part 2; part 3;")
+    assert "part 5; 3 more)" in text
+    assert "boom" not in text
+
+
+def test_a_missing_control_exits_non_zero_until_it_is_measured(tmp_path, monkeypatch):
+    original = perplexity.control_loss
+    command = ["eval", TINY, "--method", "none", "--lengths", "352", "--tasks", "perplexity"]
+    command += ["--control-context", "100", "--report", tmp_path / "out", "--json"]
+
+    def fail(*_):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(perplexity, "control_loss", fail)
+    status, out, err = here(*command)
+    assert status == 1
+    assert json.loads(out) == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert json.loads(out)["perplexity"]["losses"]["none"]
+    told = "Incomplete: 1 part was not measured (the control of perplexity); the same command"
+    assert f"\n{told} tries again" in f"\n{err}"
+    first = (tmp_path / "out" / "report.md").read_text().splitlines()[0]
+    assert first.startswith(f"**{told}")
+    status, out, err = here("report", tmp_path / "out", "--out", tmp_path / "again")
+    assert (status, out) == (0, f"{tmp_path / 'again' / 'report.html'}\n")
+    assert err.startswith(told)
+    assert (tmp_path / "again" / "report.md").read_text().splitlines()[0] == first
+
+    monkeypatch.setattr(perplexity, "control_loss", original)
+    status, out, err = here(*command)
+    assert (status, "Incomplete" in err) == (0, False)
+    assert (tmp_path / "out" / "report.md").read_text().startswith("# ")
+
+
+def test_a_task_whose_samples_all_failed_exits_non_zero(tmp_path, monkeypatch):
+    forward = LlamaForCausalLM.forward
+
+    def fail(self, input_ids=None, **given):
+        if input_ids.shape[-1] > 300:
+            raise RuntimeError("boom")
+        return forward(self, input_ids=input_ids, **given)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
+    command = ["eval", TINY, "--method", "none", "--lengths", "256,352", "--samples", "1"]
+    command += ["--depths", "50", "--tasks", "rp_json_kv_ll", "--report", tmp_path]
+    status, _, err = here(*command)
+    assert status == 1
+    assert "Incomplete: 1 part was not measured (rp_json_kv_ll, none, 352 tokens)" in err
+
+
+def test_a_report_of_forged_results_names_the_file(tmp_path):
+    measured = results()
+    measured["run"]["trained_length"] = "long"
+    (tmp_path / "report.json").write_text(json.dumps(sign(measured)))
+    status, out, err = here("report", tmp_path)
+    assert (status, out) == (1, "")
+    assert f"error: {tmp_path / 'report.json'} holds what no evaluation writes" in err

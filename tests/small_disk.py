@@ -1,0 +1,32 @@
+"""A disk that is soon full."""
+
+import math
+import subprocess
+
+import pytest
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """`disk(megabytes)` makes a small disk, or another size of it; the folder it is mounted on."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = False
+
+    def make(megabytes, read_only=False):
+        nonlocal mounted
+        options = f"size={math.ceil(1024 * megabytes)}k" + (",remount" if mounted else "")
+        options += ",ro" if read_only else ",rw"
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("no mount command here")
+        if done.returncode:
+            pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+        mounted = True
+        return folder
+
+    yield make
+    if mounted:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -1,0 +1,183 @@
+"""Disks that are full or read-only, and paths that cannot be written to."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import here
+from small_disk import disk as disk
+from tiny_models import make_model
+
+import rope_patch
+from rope_patch.disk import NotWritten, advising, require_file, require_folder, writing
+from rope_patch.eval import files
+from rope_patch.eval.answers import Answers
+from rope_patch.searching.state import FILE, State
+
+TINY = Path(__file__).parent / "assets" / "tiny-llama"
+NONE = "/no/such/model"  # what says so has looked for the model already
+
+
+def test_a_full_disk_is_named_with_what_is_free_and_leaves_no_half_file(disk):
+    path = disk(0.1) / "results.json"
+    files.write(path, "before")
+    with pytest.raises(NotWritten) as error, advising("All is kept: REMEDY, and try again"):
+        files.write(path, b"x" * 200_000)
+    assert str(error.value) == (
+        f"results.json could not be written to {path.parent}, where 0.1 MB are free (No space left "
+        "on device). All is kept: make room, and try again"
+    )
+    assert path.read_text() == "before"
+    assert [each.name for each in path.parent.iterdir()] == ["results.json"]
+
+
+def test_a_read_only_disk_is_to_be_made_writable(disk):
+    folder = disk(1)
+    disk(1, read_only=True)
+    with pytest.raises(NotWritten, match=r"\(Read-only file system\)\. Now make it writable$"):
+        with advising("Now REMEDY"):
+            files.write(folder / "x" / "y.json", "text")
+    with pytest.raises(NotWritten, match=f"the report could not be written to {folder}/new"):
+        require_folder(folder / "new", "the report")
+    with pytest.raises(NotWritten, match=f"x.svg could not be written to {folder} "):
+        require_file(folder / "x.svg", "the picture", folder_exists=True)
+
+
+def test_a_disk_without_room_for_a_small_file_is_refused_first(disk):
+    folder = disk(0.1)
+    with pytest.raises(OSError, match="No space"):
+        (folder / "full").write_bytes(b"x" * 200_000)
+    with pytest.raises(NotWritten, match="where 0.0 MB are free"):
+        require_folder(folder / "new", "the report")
+
+
+def test_what_libraries_say_of_a_full_disk_counts_as_such(tmp_path):
+    for words in ("SafetensorError: I/O error: No space", "PyTorchStreamWriter failed"):
+        with pytest.raises(NotWritten, match="the model could not be written to .* MB are free"):
+            with writing(tmp_path, "the model"):
+                raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match="boom"), writing(tmp_path, "the model"):
+        raise RuntimeError("boom")
+
+
+def test_advice_is_given_once_by_who_is_nearest():
+    with pytest.raises(NotWritten) as error, advising("outer"), writing("x", "y", "inner"):
+        raise OSError("no")
+    assert str(error.value).endswith("(no). inner")
+
+
+def test_checks_leave_nothing_behind(tmp_path):
+    require_folder(tmp_path / "a" / "b", "the report")
+    require_file(tmp_path / "a" / "b.svg", "the picture", folder_exists=False)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"there is no folder .*a for b.svg: make it first"):
+        require_file(tmp_path / "a" / "b.svg", "the picture", folder_exists=True)
+    with pytest.raises(ValueError, match="is a folder: expected a file for the picture"):
+        require_file(tmp_path, "the picture", folder_exists=True)
+
+
+FILED = "is a file: expected a folder for"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["eval", NONE, "--method", "none", "--report", "file"], FILED),
+        (["eval", NONE, "--method", "none", "--report", "file/in"], f"file {FILED}"),
+        (["search", NONE, "--length", "512", "--folder", "file/in"], f"file {FILED}"),
+        (["search", NONE, "--length", "512", "--picture", "file/x.svg"], "file is a file"),
+        (["recommend", NONE, "--length", "512", "--budget", "1", "--folder", "file"], FILED),
+        (["bench", NONE, "--method", "yarn", "--out", "file/x.json"], "folder of file/x.json"),
+        (["bench", "--out", "file"], FILED),
+        (["diagnose", NONE, "--picture", "no/dir/x.svg"], "there is no folder no/dir for x.svg"),
+        (["diagnose", NONE, "--picture", "file/x.svg"], "file is a file"),
+        (
+            ["export", NONE, "--engine", "llama.cpp", "--method", "yarn", "--write", "file/in"],
+            f"file {FILED}",
+        ),
+        (
+            ["finetune", "--model", NONE, "--method", "yarn", "--factor", "2", "--data", "novels"]
+            + ["--train_length", "64", "--max_steps", "1", "--output_dir", "file"],
+            f"file {FILED}",
+        ),
+    ],
+    ids=lambda value: " ".join([value[0], *value[-2:]]) if isinstance(value, list) else "",
+)
+def test_where_nothing_can_be_written_is_said_before_the_model_is_looked_for(
+    tmp_path, monkeypatch, command, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("precious")
+    status, out, err = here(*command)
+    assert (status, out) == (1, "")
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_picture_makes_no_folders(tmp_path):
+    diagnosis = rope_patch.diagnose(TINY)
+    with pytest.raises(ValueError, match="there is no folder"):
+        diagnosis.plot(tmp_path / "no" / "x.svg")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_on_a_full_disk_is_finished_by_the_same_command_once_there_is_room(disk):
+    folder = disk(0.1)
+    command = ["eval", TINY, "--method", "none", "--lengths", "288", "--tasks", "perplexity"]
+    command += ["--control-context", "256", "--window", "32", "--report", folder]
+    status, out, err = here(*command)
+    assert (status, out) == (1, "")
+    line = err.splitlines()[-1]
+    assert f" could not be written to {folder}" in line
+    assert "MB are free (No space left on device). What was measured is kept in" in line
+    assert line.endswith(f"{folder}/cache: make room, and the same command goes on from there")
+    assert not list(folder.rglob(".*"))
+    kept = {path: path.read_bytes() for path in (folder / "cache").iterdir()}
+    assert kept
+    disk(20)
+    status, out, _ = here(*command)
+    assert (status, out) == (0, f"{folder}/report.html\n")
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert json.loads((folder / "report.json").read_text())["run"]["not_run"] == []
+
+
+@pytest.mark.parametrize("kind", ["answers", "state"])
+def test_lines_on_a_full_disk_name_the_file_and_go_on(disk, kind):
+    folder = disk(0.1)
+    reopen = {"answers": lambda: Answers(folder), "state": lambda: State(folder, {"seed": 1})}[kind]
+    name = {"answers": "answers-0.jsonl", "state": FILE}[kind]
+    store, written = reopen(), 0
+    with pytest.raises(NotWritten, match=rf"{name} could not be written to {folder}, where"):
+        while written < 100:
+            store.put(str(written), {"text": "x" * 5000})
+            written += 1
+    if kind == "state":
+        store.close()
+    assert written > 5
+    disk(5)
+    again = reopen()
+    assert len(again) == written
+    again.put(str(written), {"text": "y"})
+    assert len(reopen()) == written + 1
+
+
+def test_a_save_on_a_full_disk_leaves_what_was_there(disk):
+    model = make_model()
+    rope_patch.patch(model, "yarn", factor=4)
+    folder = disk(5) / "model"
+    rope_patch.save(model, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    size = sum(map(len, before.values()))
+    disk(1.3 * size / 2**20)  # not twice as much
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(
+        NotWritten, match=rf"model could not be written to {folder.parent}"
+    ) as error:
+        rope_patch.save(model, folder)
+    assert "What was in the folder before is still there: make room" in str(error.value)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
