@@ -2,7 +2,8 @@
 
 A cache of a model whose frequencies follow the sequence carries a record of the positions its keys
 were rotated at and of the frequencies they were rotated by. The record goes where the rows go: it
-is reordered, repeated, selected, copied and pickled with the cache.
+is reordered, repeated, selected, copied and pickled with the cache. Where frequencies stay, a
+digest of them takes the record's place (see `rope_patch.patching.stamp`).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Record:
 class Remembering(Cache):
     """What a cache becomes that carries a record; see `remember`."""
 
-    rotation: Record | None = None
+    rotation: Record | str | None = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -108,7 +109,7 @@ class Remembering(Cache):
         self.rotation = None
 
     def _rearrange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.rotation is not None:
+        if isinstance(self.rotation, Record):
             self.rotation = self.rotation.rearranged(rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -141,11 +142,12 @@ def recall(cache: Any, past: Any, batch: int, width: int, owner: str) -> Record 
         ValueError: It is unknown how the cache's keys are rotated. The cache is as it was.
     """
     record = getattr(cache, "rotation", None)
-    if record is None:
+    if not isinstance(record, Record):
         if not torch.compiler.is_compiling() and int(past) > 0:
             raise ValueError(
                 f"the cache holds {int(past)} tokens, and no record of how their keys were "
-                "rotated: it was filled before the model was patched, or rebuilt from its tensors. "
+                "rotated: it was filled before the model was patched, under a method whose "
+                "frequencies stay, or rebuilt from its tensors. "
                 "Expected an empty cache, or one that this patched model filled; copy caches with "
                 "copy.deepcopy, which keeps the record"
             )
@@ -169,6 +171,16 @@ def recall(cache: Any, past: Any, batch: int, width: int, owner: str) -> Record 
         record.owner = owner
         record.bounds = torch.full_like(record.bounds, UNKNOWN)
     return record
+
+
+def made_cache(output: Any) -> Any:
+    """Return the cache in what a decoder returned, a tuple included; None where there is none."""
+    parts = output if isinstance(output, tuple) else [getattr(output, "past_key_values", None)]
+    for part in parts:
+        cache = getattr(part, "self_attention_cache", part)
+        if hasattr(cache, "get_seq_length"):
+            return cache
+    return None
 
 
 def blank_positions(cache: Any, new: torch.Tensor) -> torch.Tensor:

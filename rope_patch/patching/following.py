@@ -27,6 +27,7 @@ from rope_patch.cache import (
     Record,
     blank_positions,
     cached_keys,
+    made_cache,
     recall,
     remember,
     require_turnable,
@@ -38,6 +39,7 @@ from rope_patch.patching.find import Rotary
 from rope_patch.patching.layout import is_interleaved, rotated_layers, takes_rows
 from rope_patch.patching.lengths import context_parallel_group, positions_of, spans
 from rope_patch.patching.now import Now
+from rope_patch.patching.paged import require_no_pages
 from rope_patch.patching.rotary import row_by_row
 from rope_patch.patching.sets import Sets
 from rope_patch.patching.swap import Swaps
@@ -108,6 +110,8 @@ class Following:
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
             return  # the model says itself what it misses
+        if self.fixed is None:
+            require_no_pages(given, self.method)
         cache = given.get("past_key_values")
         cache = getattr(cache, "self_attention_cache", cache)
         past = cache.get_seq_length() if cache is not None else 0
@@ -152,8 +156,7 @@ class Following:
     def leave(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After the decoder's forward, failed ones too: a cache it made gets its record."""
         if self._now.unrecorded is not None:
-            made = getattr(output, "past_key_values", None)
-            made = getattr(made, "self_attention_cache", made)
+            made = made_cache(output)
             if isinstance(made, Cache):
                 remember(made, self._now.unrecorded)
         self._now.rows = self._now.unrecorded = None

@@ -14,11 +14,13 @@ from rope_patch.methods.base import require_tokens
 from rope_patch.patching.configs import ConfigSwap
 from rope_patch.patching.find import Rotary, find_owner
 from rope_patch.patching.liger import watch_for_liger
+from rope_patch.patching.paged import guard_batching, require_no_manager
 from rope_patch.patching.parallel import Placed, require_places
 from rope_patch.patching.request import Plan, make_plan
 from rope_patch.patching.rotary import set_frequencies
 from rope_patch.patching.rotations import put_ours, who_rotates
 from rope_patch.patching.softmax import unsharpened
+from rope_patch.patching.stamp import digest, require_static, stamp, stamp_caches
 from rope_patch.patching.starting import keep_start
 from rope_patch.patching.swap import Swaps
 from rope_patch.reading import by_layer_type, own_scaling
@@ -66,6 +68,7 @@ class Patch:
             for kind in plan.geometries
             if kind in found
         }
+        self._rotation = digest(plan, self.frequencies)
         self._rotating = who_rotates(plan.kernels, plan.rotations)
         self._placed: list[Placed] = []
         self._swaps = Swaps()
@@ -84,7 +87,11 @@ class Patch:
         return self._active
 
     def undo(self) -> None:
-        """Puts the model back, bit for bit; does nothing if the patch is not active."""
+        """Puts the model back, bit for bit; does nothing if the patch is not active.
+
+        The model cannot refuse caches any more: those that the patch filled, and managers of
+        continuous batching, are not for the model after it.
+        """
         self._swaps.undo()
         self._config.undo()
         self._active = False
@@ -109,6 +116,22 @@ class Patch:
             require_tokens("length", length)
         for following in self._followings:
             following.fixed = length
+
+    def accept_cache(self, cache: Any) -> None:
+        """Say that this very rotation rotated a cache's keys, which a rebuilt cache cannot tell.
+
+        For caches that are made from stored tensors. Caches that the patched model filled, and
+        their copies (`copy.deepcopy`, pickles), are accepted without it.
+
+        Args:
+            cache: Any of transformers' caches, whose keys are taken as they are, unchecked.
+
+        Raises:
+            ValueError: The frequencies follow the sequence, so only the model can tell.
+            TypeError: Not a cache.
+        """
+        require_static(self.method, self._followings)
+        stamp(cache, self._rotation)
 
     def share_length(self, group: Any) -> None:
         """Says that processes hold parts of the same sequences, so lengths are the largest of all.
@@ -198,6 +221,9 @@ class Patch:
         try:
             rotaries = [rotary for rotary, _ in plan.rotaries]
             self._placed = require_places(model, rotaries, self._swaps)
+            if not plan.followings:
+                stamp_caches(model, rotaries, self._rotation, self._swaps)
+            guard_batching(model, self._followings, self._swaps)
             _report_cast(rotaries)
             # Where the frequencies follow the sequence, hooks put others in their place.
             initial = self.frequencies_at(1)
@@ -314,6 +340,7 @@ def check(
 ) -> Plan:
     """Raises whatever `patch` would raise for the same arguments; changes nothing."""
     standing = current(model)
+    require_no_manager(model)
     return make_plan(
         model,
         standing.original_config if standing else None,

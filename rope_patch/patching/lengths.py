@@ -24,7 +24,8 @@ def positions_of(
         `[B, S]`, -1 for padding.
 
     Raises:
-        ValueError: Sequences are shared, and nobody said where these tokens stand in them.
+        ValueError: Sequences are shared or packed, and nobody said where these tokens stand in
+            them.
     """
     batch, steps = tokens.shape[:2]
     positions = given.get("position_ids")
@@ -33,6 +34,12 @@ def positions_of(
             raise ValueError(
                 "under context parallelism each process sees a part of the sequence: expected "
                 "position_ids, which say where the tokens stand in the whole of it"
+            )
+        if given.get("cu_seq_lens_q") is not None:
+            raise ValueError(
+                "cu_seq_lens_q says that rows are packed, and the length of each document decides "
+                "how it is rotated: expected position_ids beside it, which start anew with each "
+                "document"
             )
         if steps == 1 and isinstance(past, int):  # a decoding step takes the shortest way
             positions = torch.full((batch, 1), past, device=tokens.device)

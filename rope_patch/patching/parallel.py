@@ -29,7 +29,7 @@ class Placed:
 
     def __init__(self, reader: nn.Module) -> None:
         self.group: Any = None
-        self._at = _parameters(reader).index(_POSITIONS)
+        self._at = parameter_names(reader).index(_POSITIONS)
 
     def __call__(self, reader: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get(_POSITIONS) is not None:
@@ -59,7 +59,7 @@ def require_places(model: nn.Module, rotaries: list[Rotary], swaps: Swaps) -> li
     readers = [
         module
         for module in model.modules()
-        if {"input_ids", _POSITIONS} <= set(_parameters(module))
+        if {"input_ids", _POSITIONS} <= set(parameter_names(module))
         and any(id(inner) in rotating for inner in module.modules())
     ]
     found = []
@@ -69,8 +69,8 @@ def require_places(model: nn.Module, rotaries: list[Rotary], swaps: Swaps) -> li
     return found
 
 
-def _parameters(module: nn.Module) -> list[str]:
-    """The names of what a module's forward takes."""
+def parameter_names(module: nn.Module) -> list[str]:
+    """Return the names of what a module's forward takes."""
     kind: Any = type(module)
     return _read(kind)
 

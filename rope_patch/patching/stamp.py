@@ -1,0 +1,218 @@
+"""Mark caches with the rotation of their keys, and refuse caches of another rotation.
+
+A method whose frequencies stay never changes a cached key. So all it must know of a cache is that
+the same rotation filled it. The mark is a digest of the rotation: an undone and repeated patch,
+copies of a model and other models of the same rotation accept each other's caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.cache import made_cache
+from rope_patch.methods import Frequencies
+from rope_patch.patching.find import Rotary
+from rope_patch.patching.parallel import parameter_names
+from rope_patch.patching.request import Plan
+from rope_patch.patching.starting import kept_frequencies
+from rope_patch.patching.swap import Swaps
+
+_CACHE = "past_key_values"
+
+
+class Stamp:
+    """Hooks around a decoder's forward that mark and check its caches.
+
+    Attributes:
+        rotation: The digest of the decoder's rotation; see `digest`.
+    """
+
+    def __init__(self, decoder: nn.Module, rotation: str) -> None:
+        self.rotation = rotation
+        self._at = parameter_names(decoder).index(_CACHE)
+
+    def check(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Mark the cache of a forward call; before the forward.
+
+        Raises:
+            ValueError: The cache holds keys of another rotation. It is as it was.
+        """
+        cache = kwargs.get(_CACHE)
+        if cache is None:
+            cache = args[self._at] if len(args) > self._at else None
+            if cache is None and (cache := kwargs.get("cache")) is None:  # a paged one
+                return None
+        cache = getattr(cache, "self_attention_cache", cache)
+        held = getattr(cache, "rotation", None)
+        if held == self.rotation or torch.compiler.is_exporting():
+            return None
+        changed = None
+        if hasattr(cache, "get_seq_length"):
+            length = cache.get_seq_length()
+            if torch.compiler.is_compiling() and isinstance(length, torch.Tensor):
+                # A graph cannot read the length: an operator does, when the graph runs.
+                changed = _joined(torch.ops.rope_patch.require_empty(length), args, kwargs)
+            elif int(length) > 0:
+                raise ValueError(refusal(int(length), marked=held is not None))
+        elif held is not None:  # the length of a paged cache is unknown
+            raise ValueError(refusal(None, marked=True))
+        cache.rotation = self.rotation
+        return changed
+
+    def mark(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Mark a cache that the decoder made itself; after the forward."""
+        if kwargs.get(_CACHE) is not None:
+            return
+        if (cache := made_cache(output)) is not None:
+            cache.rotation = self.rotation
+
+
+class StampedPrompt:
+    """PEFT's `get_prompt`, whose cache holds trained keys, which belong to any rotation."""
+
+    def __init__(self, own: Any, rotation: str) -> None:
+        self.own = own
+        self.rotation = rotation
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        prompt = self.own(*args, **kwargs)
+        if hasattr(prompt, "get_seq_length"):  # else embeddings, as for prompt tuning
+            stamp(prompt, self.rotation)
+        return prompt
+
+
+def stamp_caches(model: nn.Module, rotaries: list[Rotary], rotation: str, swaps: Swaps) -> None:
+    """Have a model's decoders mark and check their caches.
+
+    Args:
+        model: The model.
+        rotaries: Its rotary modules.
+        rotation: The digest of their rotation.
+        swaps: Where the changes are recorded.
+    """
+    for decoder in _decoders(model, rotaries):
+        hooks = Stamp(decoder, rotation)
+        swaps.hook(decoder, before=hooks.check, after=hooks.mark)
+    for module in model.modules():
+        if hasattr(type(module), "get_prompt") and hasattr(module, "prompt_encoder"):
+            swaps.set(module, "get_prompt", StampedPrompt(module.get_prompt, rotation))
+
+
+def stamp(cache: Any, rotation: str) -> None:
+    """Mark a cache with the rotation of its keys.
+
+    Raises:
+        TypeError: Not a cache.
+    """
+    if not hasattr(cache, "get_seq_length"):
+        raise TypeError(f"expected a transformers cache, got {type(cache).__name__}")
+    getattr(cache, "self_attention_cache", cache).rotation = rotation
+
+
+def require_static(method: object, followings: list[Any]) -> None:
+    """Raise if frequencies follow the sequence, so that only the model can record a rotation.
+
+    Raises:
+        ValueError: They do; it says what to do instead.
+    """
+    if followings:
+        raise ValueError(
+            f"{method} follows the length, and accepts no cache without the record that the model "
+            "keeps in it: expected a method whose frequencies stay, such as yarn; copy caches of "
+            "other methods with copy.deepcopy, which keeps the record"
+        )
+
+
+def digest(plan: Plan, after: dict[str | None, Frequencies]) -> str:
+    """Return what two patches have in common if and only if they rotate alike.
+
+    Args:
+        plan: What is patched.
+        after: What the layer types that change rotate by.
+    """
+    sets, start = set(), set()
+    for rotary, before in plan.rotaries:
+        sets |= {(str(kind), _numbers((before | after)[kind])) for kind in rotary.prefixes}
+        if plan.method.kept_tokens:
+            kept = kept_frequencies(plan.geometries, before)
+            start |= {(str(kind), _numbers(frequencies)) for kind, frequencies in kept.items()}
+    parts = (sorted(sets), plan.method.kept_tokens, sorted(start), f"{plan.sharpening:.6g}")
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def refusal(length: int | None, *, marked: bool) -> str:
+    """Say why a cache is refused, and what to do.
+
+    Args:
+        length: Tokens in the cache, where known.
+        marked: Whether another patch has marked the cache.
+    """
+    tokens = "keys" if length is None else f"{length} tokens"
+    why = (
+        "another patch rotated their keys"
+        if marked
+        else "nothing says that this patch rotated their keys: the cache was filled before the "
+        "model was patched, or rebuilt from tensors"
+    )
+    return (
+        f"the cache holds {tokens}, and {why}. Expected an empty cache, or one that was filled "
+        "under the same rotation: read the text again into a new cache. If this very rotation did "
+        "fill it, say so with `rope_patch.current(model).accept_cache(cache)`"
+    )
+
+
+@torch.library.custom_op("rope_patch::require_empty", mutates_args=())
+def require_empty(length: torch.Tensor) -> torch.Tensor:
+    """Return 0 for an empty cache, and raise for others, when a compiled graph runs.
+
+    Args:
+        length: Tokens in the cache, one number.
+    """
+    if int(length) > 0:
+        raise ValueError(refusal(int(length), marked=False))
+    return torch.zeros_like(length)
+
+
+@require_empty.register_fake
+def _(length):
+    return torch.zeros_like(length)
+
+
+def _joined(
+    zero: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add 0 to the tokens, so that no compiler drops the operator that made it."""
+    for name in ("input_ids", "inputs_embeds"):
+        if (tokens := kwargs.get(name)) is not None:
+            return args, {**kwargs, name: tokens + zero.to(tokens.device)}
+    return (args[0] + zero.to(args[0].device), *args[1:]), kwargs
+
+
+def _decoders(model: nn.Module, rotaries: list[Rotary]) -> list[nn.Module]:
+    """Return the innermost modules around the rotary modules that are given a cache."""
+    inner: dict[int, nn.Module] = {}
+    for rotary in rotaries:
+        around = [
+            module
+            for module in model.modules()
+            if {"input_ids", _CACHE} <= set(parameter_names(module))
+            and any(part is rotary.module for part in module.modules())
+        ]
+        inner |= {id(module): module for module in around[-1:]}
+    # An encoder's rotary module is only within the module around both encoder and decoder.
+    return [
+        module
+        for module in inner.values()
+        if not any(id(part) in inner for part in module.modules() if part is not module)
+    ]
+
+
+def _numbers(frequencies: Frequencies) -> str:
+    numbers = [*frequencies.inv_freq.tolist(), frequencies.attention_factor]
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu").numpy().tobytes().hex()

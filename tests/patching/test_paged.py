@@ -1,0 +1,149 @@
+"""Continuous batching: right where the rotation is constant, refused where it follows lengths."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import transformers
+from tiny_models import LONG_FACTOR, OLD_TRANSFORMERS, SHORT_FACTOR, forward, make_model, tokens
+from transformers import GenerationConfig
+
+import rope_patch
+
+PROMPTS = [tokens(n, seed=n)[0].tolist() for n in (20, 58)]  # the second passes 64 tokens
+NEW = 12
+TWO_SETS = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
+
+
+@pytest.fixture(scope="module")
+def base():
+    return make_model(num_hidden_layers=1, tie_word_embeddings=False, initializer_range=0.2)
+
+
+@pytest.fixture
+def model(base):
+    """A copy, since continuous batching leaves its settings on the model."""
+    return copy.deepcopy(base)
+
+
+def settings():
+    """Arguments for a small paged cache; by itself it takes most of the memory."""
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = {"num_blocks": 16, "max_batch_tokens": 128}
+    if kind := getattr(transformers, "ContinuousBatchingConfig", None):
+        sizes = kind(page_size=32, **sizes)
+        return {"generation_config": config, "continuous_batching_config": sizes}
+    vars(config).update(sizes)
+    return {"generation_config": config}
+
+
+def together(model, **kwargs):
+    said = model.generate_batch(inputs=PROMPTS, **settings(), **kwargs)
+    return [output.generated_tokens for output in said.values()]
+
+
+def alone(model):
+    """Greedy tokens, everything computed again for each of them."""
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        for _ in range(NEW):
+            ids = torch.cat([ids, forward(model, ids)[:, -1:].argmax(-1)], dim=1)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def test_a_static_method_is_right(model):
+    plain = alone(model)
+    rope_patch.patch(model, "yarn", factor=4)
+    expected = alone(model)
+    assert expected != plain
+    assert together(model) == expected
+
+
+def test_a_fixed_length_is_right(model):
+    rope_patch.patch(model, "dynamic-yarn").fix_length(256)
+    expected = alone(model)
+    assert together(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("dynamic-linear", {}),
+        ("mixed-yarn", {"factor": 4}),
+        ("longrope", TWO_SETS),
+        ("nope", {"temperature": 0.1}),
+    ],
+)
+def test_what_follows_the_length_is_refused(model, method, options):
+    rope_patch.patch(model, method, **options)
+    threads = threading.active_count()
+    reason = r"paged cache.*such as yarn.*fix_length.*model\.generate"
+    with pytest.raises(ValueError, match=reason):
+        together(model)
+    with pytest.raises(ValueError, match=reason):
+        model.init_continuous_batching(**settings())
+    with (
+        pytest.raises(ValueError, match=reason),
+        model.continuous_batching_context_manager(**settings()),
+    ):
+        pass
+    assert threading.active_count() == threads
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 has no paged caches in generate")
+def test_generate_with_a_paged_cache_is_refused(model):
+    rope_patch.patch(model, "dynamic-yarn")
+    with pytest.raises(ValueError, match="paged cache"):
+        model.generate(torch.tensor(PROMPTS[:1]), cache_implementation="paged", max_new_tokens=2)
+
+
+def test_undoing_opens_the_way_again(model):
+    rope_patch.patch(model, "dynamic-yarn").undo()
+    assert "init_continuous_batching" not in vars(model)
+    assert together(model) == alone(model)
+
+
+def test_a_copy_is_guarded_by_itself(model):
+    handle = rope_patch.patch(model, "dynamic-yarn")
+    twin = copy.deepcopy(model)
+    handle.undo()
+    with pytest.raises(ValueError, match="paged cache"):
+        together(twin)
+    rope_patch.current(twin).fix_length(256)
+    assert twin.init_continuous_batching(**settings()).model is twin
+
+
+def test_a_forward_with_a_paged_cache_is_refused(model):
+    """As from a manager that was made by hand, or before the patch."""
+    handle = rope_patch.patch(model, "dynamic-yarn")
+    with pytest.raises(ValueError, match="paged cache"):
+        model.model(tokens(4), cache=object(), use_cache=False)
+    handle.fix_length(256)
+    model.model(tokens(4), cache=object(), use_cache=False)
+
+
+def test_packed_rows_need_their_positions(model):
+    """Where documents begin decides how long they are."""
+    rope_patch.patch(model, "dynamic-yarn")
+    borders = torch.tensor([0, 50, 100], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q.*expected position_ids"):
+        model.model(tokens(100), cu_seq_lens_q=borders, use_cache=False)
+    positions = torch.cat([torch.arange(50), torch.arange(50)])[None]
+    given = {"position_ids": positions, "use_cache": False}
+    packed = model.model(tokens(100), cu_seq_lens_q=borders, **given).last_hidden_state
+    assert packed.equal(model.model(tokens(100), **given).last_hidden_state)
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 keeps no managers")
+def test_a_manager_that_is_kept_must_go_before_a_patch(model):
+    """Its cache shares the keys of finished requests with later ones."""
+    together(model, persistent_manager=True)
+    with pytest.raises(ValueError, match="destroy_cached_continuous_batching_manager"):
+        rope_patch.patch(model, "yarn", factor=4)
+    assert rope_patch.current(model) is None
+    model.destroy_cached_continuous_batching_manager()
+    rope_patch.patch(model, "yarn", factor=4)
+    assert together(model) == alone(model)
