@@ -35,12 +35,7 @@ def positions_of(
                 "under context parallelism each process sees a part of the sequence: expected "
                 "position_ids, which say where the tokens stand in the whole of it"
             )
-        if given.get("cu_seq_lens_q") is not None:
-            raise ValueError(
-                "cu_seq_lens_q says that rows are packed, and the length of each document decides "
-                "how it is rotated: expected position_ids beside it, which start anew with each "
-                "document"
-            )
+        require_documents(given)
         if steps == 1 and isinstance(past, int):  # a decoding step takes the shortest way
             positions = torch.full((batch, 1), past, device=tokens.device)
         else:
@@ -53,6 +48,23 @@ def positions_of(
         new = columns(mask, past, steps).to(positions.device)
         positions = torch.where(new.bool(), positions, -1)
     return positions
+
+
+def require_documents(given: dict[str, Any]) -> None:
+    """Raise if packed rows come without the positions that tell where a document begins.
+
+    Args:
+        given: What the decoder is given, by name, without `position_ids`.
+
+    Raises:
+        ValueError: Flash attention's `cu_seq_lens_q` packs the rows.
+    """
+    if given.get("cu_seq_lens_q") is not None:
+        raise ValueError(
+            "cu_seq_lens_q says that rows are packed, and a token's place in its document decides "
+            "how it is rotated: expected position_ids beside it, which start anew with each "
+            "document"
+        )
 
 
 def columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:

@@ -50,8 +50,8 @@ class Stamp:
                 return None
         cache = getattr(cache, "self_attention_cache", cache)
         held = getattr(cache, "rotation", None)
-        if held == self.rotation or torch.compiler.is_exporting():
-            return None
+        if held == self.rotation or getattr(torch.compiler, "is_exporting", bool)():
+            return None  # an exported program is traced with an empty cache and serves all
         changed = None
         if hasattr(cache, "get_seq_length"):
             length = cache.get_seq_length()

@@ -21,7 +21,7 @@ from rope_patch.patching.attention import forward_slot
 from rope_patch.patching.continuing import Continued
 from rope_patch.patching.find import Rotary, find_decoder
 from rope_patch.patching.layout import several_positions
-from rope_patch.patching.lengths import columns
+from rope_patch.patching.lengths import columns, require_documents
 from rope_patch.patching.rotary import fresh, set_frequencies
 from rope_patch.patching.softmax import InSoftmax
 from rope_patch.patching.swap import Swaps
@@ -142,8 +142,11 @@ class Counted:
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = dict(zip(self._names, args, strict=False)) | kwargs
+        if given.get("position_ids") is not None:
+            return None
+        require_documents(given)
         mask = given.get("attention_mask")
-        if given.get("position_ids") is not None or not isinstance(mask, torch.Tensor):
+        if not isinstance(mask, torch.Tensor):
             return None
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens

@@ -13,7 +13,8 @@ import rope_patch
 
 PROMPTS = [tokens(n, seed=n)[0].tolist() for n in (20, 58)]  # the second passes 64 tokens
 NEW = 12
-TWO_SETS = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
+LONG_SET = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": LONG_FACTOR}
+TWO_SETS = {**LONG_SET, "short_factor": SHORT_FACTOR}
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +126,12 @@ def test_a_forward_with_a_paged_cache_is_refused(model):
     model.model(tokens(4), cache=object(), use_cache=False)
 
 
-def test_packed_rows_need_their_positions(model):
-    """Where documents begin decides how long they are."""
-    rope_patch.patch(model, "dynamic-yarn")
+@pytest.mark.parametrize(
+    ("method", "options"), [("dynamic-yarn", {}), ("longrope", {**LONG_SET, "start_tokens": 4})]
+)
+def test_packed_rows_need_their_positions(model, method, options):
+    """Where documents begin decides how long they are, and which tokens are their first."""
+    rope_patch.patch(model, method, **options)
     borders = torch.tensor([0, 50, 100], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cu_seq_lens_q.*expected position_ids"):
         model.model(tokens(100), cu_seq_lens_q=borders, use_cache=False)
