@@ -11,6 +11,7 @@ from typing import Any
 
 from rope_patch import demo, disk
 from rope_patch.eval import harness, provenance, retrieval, speed
+from rope_patch.eval.folder_lock import locked
 from rope_patch.eval.gaps import gaps, sentence
 from rope_patch.eval.perplexity_run import PerplexityRun
 from rope_patch.eval.request import BASELINE, SPEED, Request, check_request
@@ -40,8 +41,8 @@ def evaluate(request: Request, show: Callable[[str], object] | None = None) -> d
 
     Raises:
         ValueError: A request that cannot be met, found out before weights are read; or a run in
-            which not one sample could be answered.
-        OSError: Nothing can be written to the folder, found out before the model is loaded; or
+            which not one sample could be answered; or another run works in the folder.
+        OSError: The folder cannot be written to or locked, found out before the model is loaded; or
             a file could not be written, with how to go on.
     """
     disk.require_folder(request.folder, "the report")
@@ -53,8 +54,6 @@ def evaluate(request: Request, show: Callable[[str], object] | None = None) -> d
 
 
 def _evaluate(request: Request, show: Callable[[str], object] | None) -> dict[str, Any]:
-    from rope_patch.eval.report import write_report
-
     started = time.monotonic()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant here
     path = demo.resolve(request.model)
@@ -63,6 +62,15 @@ def _evaluate(request: Request, show: Callable[[str], object] | None) -> dict[st
     tokenizer = read_tokenizer(path, gguf_file=request.gguf_file)
     tokenizer.model_max_length = 10**9  # lengths are ours to check; it would warn of each prompt
     session = Session(request, path, config, tokenizer)
+    with locked(request.folder, session.processes):
+        return _run(session, started, show)
+
+
+def _run(session: Session, started: float, show: Callable[[str], object] | None) -> dict[str, Any]:
+    """Measure everything that is asked for, and write the report; return its results."""
+    from rope_patch.eval.report import write_report
+
+    request = session.request
     documents, questions = PerplexityRun(session), RetrievalRun(session)
     others = _Others(session)
     session.load()

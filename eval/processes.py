@@ -80,3 +80,25 @@ class Processes:
         from accelerate.utils import broadcast_object_list
 
         return broadcast_object_list([value])[0]
+
+    def together(self, do: Callable[[], Item]) -> Item:
+        """Call a function in the main process; return what it returns in every process.
+
+        Args:
+            do: The function; what it returns or raises must be picklable.
+
+        Raises:
+            Exception: The function's own, in every process.
+        """
+        if self.size == 1:
+            return do()
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.main:
+            try:
+                outcome = (do(), None)
+            except Exception as error:
+                outcome = (None, error)
+        value, problem = self.same(outcome)
+        if problem is not None:
+            raise problem
+        return value

@@ -79,7 +79,7 @@ def look(
     best, history, rate = run(on, proposals, 2 * MOST, kept, _Watch(clock))  # type: ignore[arg-type]
     bench.searched = len(history)
     bench.keep_clock()
-    by = kept.together(lambda: by)
+    by = kept.processes.together(lambda: by)
     final = history[-1]["best"]
     number = next(e["number"] for e in history if e["complete"] and e["fitness"] == final)
     return Looked(by[number - 1] if number else FIRST, best, history, rate), ""

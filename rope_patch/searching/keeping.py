@@ -40,7 +40,7 @@ class Kept:
         def begin() -> None:
             self._state = State(None if folder is None else Path(folder), identity)
 
-        self.together(begin)
+        self.processes.together(begin)
 
     def __enter__(self) -> Kept:
         return self
@@ -49,28 +49,13 @@ class Kept:
         if self._state is not None:
             self._state.close()
 
-    def together(self, do: Callable[[], Any]) -> Any:
-        """Does something in the main process; all get what it returns, or the error that it is."""
-        if self.processes.size == 1:
-            return do()
-        said: tuple[Any, Exception | None] = (None, None)
-        if self.processes.main:
-            try:
-                said = (do(), None)
-            except Exception as error:
-                said = (None, error)
-        value, problem = self.processes.same(said)
-        if problem is not None:
-            raise problem
-        return value
-
     def lock(self) -> None:
         """See `State.lock`."""
-        self.together(lambda: self._state.lock())
+        self.processes.together(lambda: self._state.lock())
 
     def get(self, key: str) -> dict[str, Any] | None:
         """What was kept under a key."""
-        return self.together(lambda: self._state.get(key))
+        return self.processes.together(lambda: self._state.get(key))
 
     def put(self, key: str, value: dict[str, Any]) -> None:
         """Keeps something."""
@@ -80,7 +65,7 @@ class Kept:
                 self._state.put(*self._notes.pop())
             self._state.put(key, value)
 
-        self.together(write)
+        self.processes.together(write)
 
     def evaluation(
         self, key: str, candidate: Candidate | None, measure: Callable[[], Evaluation], **more: Any

@@ -75,7 +75,7 @@ def run(
         candidate = None
         if number < budget:
             fitness = found.fitness if number else None
-            candidate = kept.together(lambda: _ask(proposals, fitness))  # noqa: B023
+            candidate = kept.processes.together(lambda: _ask(proposals, fitness))  # noqa: B023
     if best is None:
         raise ValueError(
             f"none of {len(history)} candidates could be measured; the first one: "

@@ -8,15 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rope_patch import disk
 from rope_patch.eval import files, signing
+from rope_patch.eval.folder_lock import FolderLock
 
 logger = logging.getLogger("rope_patch")
 
 FORMAT = "rope_patch.searching/2"
 _UNSEALED = "rope_patch.searching/1"  # its lines had no digests
 FILE = "state.jsonl"
-LOCK = ".state.lock"
 
 
 class State:
@@ -33,7 +32,7 @@ class State:
 
     Raises:
         ValueError: The file is of another search (says what differs), its first line is damaged, or
-            another process searches in this folder.
+            another process works in this folder.
     """
 
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
@@ -42,7 +41,7 @@ class State:
         self._mark = signing.digest(self._identity)[:16]  # by which a line tells its search
         self._mended: bytes | None = None  # the file without what is damaged in it
         self._warned = False
-        self._lock: Any = None
+        self._lock = None if folder is None else FolderLock(folder)
         self._known: dict[str, dict[str, Any]] = {}
         self._whole = 0  # bytes of whole lines
         if folder is not None and folder.exists() and not folder.is_dir():
@@ -82,29 +81,17 @@ class State:
         """Lets others search in this folder."""
         if self._lock is not None:
             self._lock.release()
-            self._lock = None
 
     def lock(self) -> None:
-        """Keeps others from searching in this folder until `close`.
+        """Keeps others from working in this folder until `close`.
 
         Raises:
             ValueError: Another process does already.
+            OSError: The folder cannot be locked.
         """
-        if self._path is None or self._lock is not None:
+        if self._path is None or self._lock is None or self._lock.held:
             return
-        from filelock import FileLock, Timeout
-
-        lock = FileLock(self._path.with_name(LOCK))
-        with disk.writing(self._path.parent, LOCK):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                raise ValueError(
-                    f"another process searches in {self._path.parent}: wait for it, or give "
-                    "another folder"
-                ) from None
-        self._lock = lock
+        self._lock.acquire()
         if self._path.exists():  # it may have grown since
             self._read(self._path)
         if self._mended is not None:

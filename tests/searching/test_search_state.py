@@ -130,7 +130,7 @@ def test_one_search_at_a_time(tmp_path):
     first = State(tmp_path, IDENTITY)
     first.put("a", {})
     second = State(tmp_path, IDENTITY)
-    with pytest.raises(ValueError, match="another process searches in"):
+    with pytest.raises(ValueError, match="another process works in"):
         second.lock()
     first.put("b", {})
     first.close()
