@@ -18,6 +18,7 @@ logger = logging.getLogger("rope_patch")
 
 MANIFEST = "whole.json"  # every file's size and sha256: written last
 PREFIX = "checkpoint-"
+MODEL = "model"  # the finished model's folder
 _ASIDE = ".writing"
 
 
@@ -55,7 +56,7 @@ def writing(
                 _seal(written)
                 shutil.rmtree(folder / written.name, ignore_errors=True)
                 written.rename(folder / written.name)
-                _sync(folder)
+                sync(folder)
         finally:
             if main:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -135,16 +136,12 @@ def to_resume(folder: Path, resume: str) -> Path | None:
         resume: "auto", "no", or a checkpoint.
 
     Raises:
-        ValueError: Not the checkpoint it should be; or there are some, and nobody said what to do.
+        ValueError: Not the checkpoint it should be; or see `require_none`.
     """
     if resume == "auto":
         return newest_whole(folder)
     if resume == "no":
-        if standing := _steps(folder):
-            raise ValueError(
-                f"{folder} holds {standing[-1].name} of an earlier run: expected --resume auto to "
-                "go on from it, or another --output_dir"
-            )
+        require_none(folder)
         return None
     checkpoint = Path(resume)
     if not checkpoint.is_dir() or not _is_named(checkpoint.resolve()):
@@ -152,6 +149,29 @@ def to_resume(folder: Path, resume: str) -> Path | None:
     if damage := what_is_wrong(checkpoint):
         raise ValueError(f"{checkpoint} is not whole: {damage}; --resume auto finds one that is")
     return checkpoint.resolve()
+
+
+def require_none(folder: Path) -> None:
+    """Raise if a folder holds checkpoints or the finished model of a run.
+
+    Raises:
+        ValueError: It does; says what to do.
+    """
+    if standing := _steps(folder):
+        raise ValueError(
+            f"{folder} holds {standing[-1].name} of an earlier run: expected --resume auto to go "
+            "on from it, or another --output_dir"
+        )
+    if (folder / MODEL).exists():
+        raise ValueError(
+            f"{folder} holds the finished model of an earlier run, which kept no checkpoints: give "
+            "another --output_dir, or remove that one first"
+        )
+
+
+def any_in(folder: Path) -> bool:
+    """Return whether a folder holds checkpoints, whole or not, or the finished model of a run."""
+    return bool(_steps(folder)) or (folder / MODEL).exists()
 
 
 def step_of(checkpoint: Path) -> int:
@@ -170,18 +190,18 @@ def _is_named(checkpoint: Path) -> bool:
 def _seal(checkpoint: Path) -> None:
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST)
     for path in files:
-        _sync(path)
+        sync(path)
     manifest = {
         path.relative_to(checkpoint).as_posix(): [path.stat().st_size, _sha256(path)]
         for path in files
     }
     (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    _sync(checkpoint / MANIFEST)
-    _sync(checkpoint)
+    sync(checkpoint / MANIFEST)
+    sync(checkpoint)
 
 
-def _sync(path: Path) -> None:
-    """Waits until a file or folder is on the disk, where the system can say so."""
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk, where the system can say so."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)

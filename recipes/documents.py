@@ -8,6 +8,7 @@ is needed: going on after 10,000 documents tokenises none of them again.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from rope_patch.eval import texts
 IGNORED = -100  # a label that transformers' losses leave out
 KINDS = ".txt, .md, .jsonl, .json (lines; these also as .gz) and .parquet"
 _SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "lines"}
+_BLOCKS, _BLOCK = 256, 1 << 16  # of a large file's fingerprint: how many, of how many bytes
 _PARQUET_ROWS = 16  # read at once: long documents have megabytes each
 
 
@@ -69,22 +71,68 @@ def find(source: str, text_column: str) -> list[Part]:
         return [partial(_one, source, partial(texts.read, name))]
     if scheme == "hub":
         return [partial(_streamed, source, text_column)]
+    parts = [_part(place, text_column) for place in _places(source)]
+    if not parts:
+        raise ValueError(f"no documents in {source!r}: expected files {KINDS}")
+    return parts
+
+
+def fingerprint(source: str) -> str:
+    """Tell the contents of sources apart, wherever their files are.
+
+    Files of more than 16 MiB count by their size and 256 blocks of 64 KiB, evenly spread. A source
+    on the Hub counts by its name.
+
+    Args:
+        source: See `find`.
+
+    Raises:
+        ValueError: See `find`.
+        OSError: A file cannot be read.
+    """
+    scheme, _, name = source.partition(":")
+    digest = hashlib.sha256()
+    if scheme == "novels":
+        digest.update(texts.read(name).encode())
+    elif scheme == "hub":
+        digest.update(name.encode())
+    else:
+        for place in _places(source):
+            below = (
+                sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
+            )
+            for path in below:
+                _digest_file(path, digest)
+    return f"sampled-sha256:{digest.hexdigest()[:32]}"
+
+
+def _digest_file(path: Path, digest: Any) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.suffix} {size} ".encode())
+    with path.open("rb") as file:
+        if size <= _BLOCKS * _BLOCK:
+            digest.update(file.read())
+            return
+        for number in range(_BLOCKS):
+            file.seek(number * (size - _BLOCK) // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK))
+
+
+def _places(source: str) -> list[Path]:
+    """The files and saved datasets of a source that is no scheme's, in their order."""
     path = Path(source).expanduser()
     if path.exists():
-        parts = _below(path, text_column)
+        matches = [path]
     elif any(letter in source for letter in "*?["):
         found = sorted(glob(str(path), recursive=True))  # noqa: PTH207 -- absolute ones too
-        files = [Path(match) for match in found if Path(match).is_file() or "**" not in source]
-        parts = [part for file in files for part in _below(file, text_column)]
+        matches = [Path(match) for match in found if Path(match).is_file() or "**" not in source]
     else:
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(
             f"no data {source!r}{meant(path.name, beside)}: expected a file, a folder, a glob, "
             "hub:NAME or novels:NAME"
         )
-    if not parts:
-        raise ValueError(f"no documents in {source!r}: expected files {KINDS}")
-    return parts
+    return [place for match in matches for place in _below(match)]
 
 
 def encode(entry: Entry, tokenizer: Any, text_column: str) -> Document:
@@ -120,18 +168,22 @@ def meant(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _below(path: Path, column: str) -> list[Part]:
+def _below(path: Path) -> list[Path]:
     """The parts of a file or folder, sorted; a folder's hidden and other files are passed over."""
     if path.is_file():
-        return [_file(path, column)]
+        return [path]
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(str(p) for p in sorted(path.iterdir()) if p.is_dir())
         raise ValueError(f"{path} has several splits: expected one of them, such as {splits}")
     if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
-        return [partial(_saved, path, column)]
+        return [path]
     entries = [p for p in sorted(path.iterdir()) if not p.name.startswith(".")]
     wanted = (p for p in entries if p.is_dir() or _kind(p))
-    return [part for entry in wanted for part in _below(entry, column)]
+    return [place for entry in wanted for place in _below(entry)]
+
+
+def _part(place: Path, column: str) -> Part:
+    return partial(_saved, place, column) if place.is_dir() else _file(place, column)
 
 
 def _kind(path: Path) -> str | None:

@@ -22,10 +22,9 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.utils import logging
 
-from rope_patch import disk
 from rope_patch.recipes import checkpoints, planning
 from rope_patch.recipes.preparing import Prepared, prepare
-from rope_patch.recipes.running import Run, offloaded
+from rope_patch.recipes.running import Run, offloaded, opened
 from rope_patch.recipes.scoring import needles_of
 from rope_patch.recipes.settings import Settings, parse
 
@@ -162,21 +161,20 @@ def finetune(settings: Settings) -> Path | None:
         The finished model's folder, on the main process.
 
     Raises:
-        ValueError: The recipe, its data or its model do not fit; or the training went wrong.
+        ValueError: The recipe, its data or its model do not fit; the output folder holds another
+            run, or one at work; or the training went wrong.
         OSError: A checkpoint could not be written.
     """
-    folder = Path(str(settings.training.output_dir))
-    disk.require_folder(folder, "the run")
-    resume = checkpoints.to_resume(folder, settings.extension.resume)
     planning.require_device(settings)
-    prepared = prepare(settings)
-    trainer = LongContextTrainer(settings, prepared, resume)
-    if resume is not None and trainer.run.done >= trainer.run.steps:
-        trainer._load_from_checkpoint(str(resume))
-    else:
-        with contextlib.closing(trainer.run.watch):
-            trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return trainer.run.finish(trainer.model_wrapped)
+    with opened(settings) as resume:
+        prepared = prepare(settings)
+        trainer = LongContextTrainer(settings, prepared, resume)
+        if resume is not None and trainer.run.done >= trainer.run.steps:
+            trainer._load_from_checkpoint(str(resume))
+        else:
+            with contextlib.closing(trainer.run.watch):
+                trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return trainer.run.finish(trainer.model_wrapped)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,13 +22,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.nn import functional
-from transformers import TrainingArguments, get_scheduler
+from transformers import TrainingArguments
 from transformers.utils import logging
 
-from rope_patch import disk
 from rope_patch.recipes import checkpoints, planning
 from rope_patch.recipes.preparing import add_liger, enable_checkpointing, prepare
-from rope_patch.recipes.running import Run, offloaded, precision
+from rope_patch.recipes.running import Run, offloaded, opened, precision
+from rope_patch.recipes.schedule import schedule
 from rope_patch.recipes.scoring import needles_of
 from rope_patch.recipes.settings import Settings, parse
 
@@ -48,36 +48,38 @@ def loop(settings: Settings) -> Path | None:
         The finished model's folder, on the main process.
 
     Raises:
-        ValueError: The recipe, its data or its model do not fit; or the training went wrong.
+        ValueError: The recipe, its data or its model do not fit; the output folder holds another
+            run, or one at work; or the training went wrong.
         OSError: A checkpoint could not be written.
     """
     training = settings.training
     require_plain(settings)
-    disk.require_folder(str(training.output_dir), "the run")
-    resume = checkpoints.to_resume(Path(str(training.output_dir)), settings.extension.resume)
     planning.require_device(settings)
-    prepared = prepare(settings)  # ahead of accelerate: nobody shares sequences yet
-    accelerator = Accelerator(
-        mixed_precision=precision(training),
-        log_with=training.report_to or None,
-        project_dir=training.output_dir,
-        cpu=training.use_cpu,
-    )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise ValueError("the plain loop does not speak DeepSpeed: use the Trainer, without --loop")
-    run = Run(settings, prepared, accelerator, resume, by="loop")
-    model, optimizer, scheduler = equip(run)
-    accelerator.register_for_checkpointing(scheduler)
-    if resume is not None:
-        accelerator.load_state(str(resume))
-    if training.use_liger_kernel:
-        add_liger(prepared.model, training.liger_kernel_config)
-    if training.report_to:
-        accelerator.init_trackers(training.project, config=_plain(settings.resolved()))
-    with contextlib.closing(run.watch):
-        train(run, model, optimizer, scheduler)
-    made = run.finish(model)
-    accelerator.end_training()
+    with opened(settings) as resume:
+        prepared = prepare(settings)  # ahead of accelerate: nobody shares sequences yet
+        accelerator = Accelerator(
+            mixed_precision=precision(training),
+            log_with=training.report_to or None,
+            project_dir=training.output_dir,
+            cpu=training.use_cpu,
+        )
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError(
+                "the plain loop does not speak DeepSpeed: use the Trainer, without --loop"
+            )
+        run = Run(settings, prepared, accelerator, resume, by="loop")
+        model, optimizer, scheduler = equip(run)
+        accelerator.register_for_checkpointing(scheduler)
+        if resume is not None:
+            accelerator.load_state(str(resume))
+        if training.use_liger_kernel:
+            add_liger(prepared.model, training.liger_kernel_config)
+        if training.report_to:
+            accelerator.init_trackers(training.project, config=_plain(settings.resolved()))
+        with contextlib.closing(run.watch):
+            train(run, model, optimizer, scheduler)
+        made = run.finish(model)
+        accelerator.end_training()
     return made
 
 
@@ -144,14 +146,7 @@ def equip(run: Run) -> tuple[Any, Any, Any]:
         fused=True,
     )
     model, optimizer = accelerator.prepare(model, optimizer)
-    scheduler = get_scheduler(
-        training.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=training.get_warmup_steps(run.steps),
-        num_training_steps=run.steps,
-        scheduler_specific_kwargs=training.lr_scheduler_kwargs,
-    )
-    return model.train(), optimizer, scheduler
+    return model.train(), optimizer, schedule(training, optimizer, run.steps)
 
 
 def forward_backward(run: Run, model: Any, batches: Sequence[Batch]) -> float:

@@ -10,6 +10,7 @@ import torch
 from transformers import set_seed
 
 from rope_patch import demo
+from rope_patch.eval.provenance import fingerprint
 from rope_patch.loading import load, read_model, read_tokenizer
 from rope_patch.patching import Patch, current
 from rope_patch.patching.swap import Swaps
@@ -32,6 +33,7 @@ class Prepared:
         target_length: Tokens that the context is extended to.
         row_length: Tokens of a row.
         loss: Who computes the loss: full, torch or liger.
+        weights: Fingerprint of the weights as they were read.
     """
 
     model: Any
@@ -42,6 +44,7 @@ class Prepared:
     row_length: int
     loss: str
     swaps: Swaps
+    weights: str
 
     def finish(self) -> Any:
         """The trained model on its own: the plain loss again, and LoRA merged into the weights."""
@@ -78,6 +81,7 @@ def prepare(settings: Settings) -> Prepared:
             **settings.method_options,
             **kwargs,
         )
+    weights = fingerprint(model)
     model.config.use_cache = False
     if training.use_liger_kernel:
         training.liger_kernel_config = beside_ours(training.liger_kernel_config)
@@ -96,6 +100,7 @@ def prepare(settings: Settings) -> Prepared:
         row_length=asked.train_length or target,
         loss=loss,
         swaps=swaps,
+        weights=weights,
     )
 
 

@@ -20,11 +20,15 @@ import yaml
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from rope_patch import disk
 from rope_patch.eval import files
-from rope_patch.recipes import checkpoints
+from rope_patch.eval.folder_lock import locked
+from rope_patch.eval.processes import Processes
+from rope_patch.recipes import checkpoints, identity
 from rope_patch.recipes.cards import write_card
 from rope_patch.recipes.data import Rows, collate, require_maskless
 from rope_patch.recipes.preparing import Prepared, prepare
+from rope_patch.recipes.scoring import drop_scores
 from rope_patch.recipes.settings import RESOLVED, Settings
 from rope_patch.recipes.watching import Guard, Watch
 from rope_patch.saving import save
@@ -33,7 +37,6 @@ logger = logging.getLogger("rope_patch")
 
 DATA_STATE = "rows.json"
 _READ = ("documents", "tokens")
-MODEL = "model"  # the finished model's folder
 
 
 class Run:
@@ -84,16 +87,13 @@ class Run:
         limit = settings.extension.max_loss_rise
         self.guard = Guard(limit, self.folder, stop=lambda: self.watch.close())
         self.done = 0
+        processes = Processes()
+        processes.together(lambda: self._require_same(resume))
         self._state: dict[str, Any] = {}
         self._counts: dict[str, dict[str, int]] = {}
         if resume is not None:
             self.done = checkpoints.step_of(resume)
             said = json.loads((resume / DATA_STATE).read_text())
-            if said["by"] != by:
-                raise ValueError(
-                    f"{resume} was written by {said['by']}.py, and this is {by}.py: expected the "
-                    f"same command as before, {'with' if by == 'finetune' else 'without'} --loop"
-                )
             self.rows.resume(said["state"], self.done * self.rows_per_step)
             self._state = said["state"]
             self.guard.recent.extend(said.get("losses", []))
@@ -101,6 +101,7 @@ class Run:
             text = yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True)
             with checkpoints.told(self.folder, RESOLVED):
                 files.write(self.folder / RESOLVED, f"# {_command()}\n{text}")
+                drop_scores(self.folder, self.done)
         self.watch = Watch(self.folder, self.steps, self.done, self.tokens_per_step, self.main)
 
     def loader(self) -> DataLoader:
@@ -142,7 +143,7 @@ class Run:
         """Puts the data's state and the last losses into a checkpoint that is being written."""
         if self.main:
             losses = list(self.guard.recent)
-            state = {"by": self.by, "state": self._state, "losses": losses}
+            state = {"state": self._state, "losses": losses}
             files.write_json(checkpoint / DATA_STATE, state)
 
     def finish(self, model: Any) -> Path | None:
@@ -162,7 +163,7 @@ class Run:
             logger.info(
                 "read of %s: documents %s, tokens %s", source, *(f"{read[k]:,}" for k in _READ)
             )
-        target = self.folder / MODEL
+        target = self.folder / checkpoints.MODEL
         if weights is not None:  # a model in one piece again
             # Others do not make one, so this one cannot try a loss together with them.
             untried = replace(self.settings.extension, loss="full")
@@ -171,7 +172,9 @@ class Run:
         whole = self.prepared.finish()
         with checkpoints.told(self.folder, "the finished model"):
             if self.prepared.handle is None:
-                with tempfile.TemporaryDirectory(prefix=f".{MODEL}-", dir=self.folder) as aside:
+                with tempfile.TemporaryDirectory(
+                    prefix=f".{checkpoints.MODEL}-", dir=self.folder
+                ) as aside:
                     whole.save_pretrained(aside)
                     target.mkdir(exist_ok=True)
                     for written in Path(aside).iterdir():
@@ -182,6 +185,31 @@ class Run:
             write_card(self, target)
         logger.info("the model is in %s", target)
         return target
+
+    def _require_same(self, resume: Path | None) -> None:
+        """Refuse to go on with another run, or write down which one this is."""
+        training = self.settings.training
+        now = identity.identity_of(
+            self.settings,
+            self.prepared,
+            loop=self.by == "loop",
+            precision=precision(training),
+            rows=self.rows_per_step,
+            steps=self.steps,
+        )
+        places = [self.folder.resolve()] if checkpoints.any_in(self.folder) else []
+        if resume is not None:
+            places.append(resume.resolve().parent)
+            if training.save_only_model:
+                raise ValueError(
+                    f"cannot resume {resume}: with save_only_model: true it lacks the state of "
+                    "the optimizer; give another --output_dir"
+                )
+        for place in dict.fromkeys(places):
+            done = None if resume is None else checkpoints.step_of(resume)
+            identity.require_same(place, now, self.settings, done)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        identity.write(self.folder, now)
 
     def _require_whole_sequences(self) -> None:
         """Refuses what would go wrong, unseen, where processes hold parts of a row."""
@@ -205,6 +233,33 @@ class Run:
                 f"processes of context parallelism, got {length:,}: expected for example "
                 f"{math.ceil(length / parts) * parts:,}"
             )
+
+
+@contextlib.contextmanager
+def opened(settings: Settings) -> Iterator[Path | None]:
+    """Keep other runs out of the output folder meanwhile.
+
+    Yields:
+        The checkpoint to go on from, if any.
+
+    Raises:
+        ValueError: Another run works in the folder, or it holds one and nobody said what to do; in
+            every process.
+        OSError: Nothing can be written to the folder; in every process.
+    """
+    folder, resume = Path(str(settings.training.output_dir)), settings.extension.resume
+
+    def look() -> None:
+        disk.require_folder(folder, "the run")
+        if resume == "no":
+            checkpoints.require_none(folder)
+        elif checkpoints.any_in(folder):
+            identity.require_identity(folder)
+
+    processes = Processes()
+    processes.together(look)  # ahead of the lock, which would put its file there
+    with locked(folder, processes):
+        yield processes.together(lambda: checkpoints.to_resume(folder, resume))
 
 
 def steps(settings: Settings, tokens_per_step: int) -> int:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from rope_patch.eval import files
 from rope_patch.patching import following, lengths
 from rope_patch.patching.swap import Swaps
 from rope_patch.recipes.checkpoints import told
+from rope_patch.recipes.watching import read_lines
 
 SCORES = "retrieval.jsonl"
 _TASK = "rp_niah_single_2_ll"  # one forward pass a needle
@@ -129,7 +131,13 @@ def needles_of(run: Any) -> Needles | None:
 
 def read_scores(folder: Path) -> list[dict[str, Any]]:
     """What was measured, the last word on each step, in their order."""
-    path = folder / SCORES
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    by_step = {said["step"]: said for said in map(json.loads, lines)}
+    by_step = {said["step"]: said for said in read_lines(folder / SCORES)}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def drop_scores(folder: Path, done: int) -> None:
+    """Drop what was measured after a step that a run goes on from; everything if that is 0."""
+    path = folder / SCORES
+    if path.is_file():
+        lines = [line for line in read_lines(path) if done and line["step"] <= done]
+        files.write(path, "".join(json.dumps(line) + "\n" for line in lines))

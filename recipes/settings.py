@@ -178,13 +178,16 @@ class Settings:
 
     def resolved(self) -> dict[str, Any]:
         """Every key with what it came out as; itself a recipe that says the same."""
+        return {key: value for key, value in self.values().items() if value is not None}
+
+    def values(self) -> dict[str, Any]:
+        """Return what every key came out as, None for those without a value."""
         training = {
             key: value
             for key, value in self.training.to_dict().items()
             if key in known_keys() and key not in _NOT_HERE and not str(value).startswith("<")
         }
-        said = {**asdict(self.extension), **asdict(self.data), **training}
-        return {key: value for key, value in said.items() if value is not None}
+        return {**asdict(self.extension), **asdict(self.data), **training}
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:

@@ -147,7 +147,11 @@ class Watch:
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """A run's log; a last line that was cut short is left out."""
-    path = folder / LOG
+    return read_lines(folder / LOG)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines, without a last line that was cut short."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC,)
 # What torch and safetensors say instead of raising an OSError.
@@ -28,8 +29,12 @@ class NotWritten(OSError):
 
     def __init__(self, reason: str, remedy: str, advice: Advice = "") -> None:
         self.reason, self.remedy, self.advised = reason, remedy, bool(advice)
-        text = advice if isinstance(advice, str) else advice()
-        super().__init__(f"{reason}. {text.replace('REMEDY', remedy)}" if text else reason)
+        self._advice = advice if isinstance(advice, str) else advice()
+        text = self._advice.replace("REMEDY", remedy)
+        super().__init__(f"{reason}. {text}" if text else reason)
+
+    def __reduce__(self) -> Any:  # other processes raise it, too
+        return NotWritten, (self.reason, self.remedy, self._advice)
 
 
 @contextlib.contextmanager

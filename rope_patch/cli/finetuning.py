@@ -36,6 +36,10 @@ def finetune(
     rope-patch recipes fsdp2 > fsdp2.yaml
     accelerate launch --config_file fsdp2.yaml -m rope_patch.recipes.finetune --config ...
 
+    With --resume auto a run goes on from its last whole checkpoint. It is refused if the weights,
+    the data or a key of the recipe is another than before; --keys says which keys may change. One
+    run at a time works in OUTPUT_DIR.
+
     \b
     Examples:
       rope-patch finetune --config smoke_cpu
@@ -44,11 +48,14 @@ def finetune(
     """
     with installed("recipes need", "train"):
         from rope_patch.recipes import finetune as recipe
+        from rope_patch.recipes.identity import MAY_CHANGE
         from rope_patch.recipes.settings import usable_keys
     if keys:
         listed = usable_keys()
         width = max(map(len, listed))
-        print("\n".join(f"{key:<{width}}  {about}" for key, about in listed.items()))
+        for key, about in listed.items():
+            change = " (may change when a run goes on)" if key in MAY_CHANGE else ""
+            print(f"{key:<{width}}  {about}{change}")
         return
     given = [] if config is None else ["--config", str(config)]
     flags = {"--plan": plan, "--loop": loop, "--json": as_json}

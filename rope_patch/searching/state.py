@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rope_patch import disk
 from rope_patch.eval import files, signing
 from rope_patch.eval.folder_lock import FolderLock
 

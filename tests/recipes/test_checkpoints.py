@@ -25,6 +25,7 @@ from runs import truth as truth
 
 from rope_patch.recipes import checkpoints
 
+CONSTANT = {"lr_scheduler_type": "constant"}  # whose rates do not follow from the steps
 DAMAGES = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "flipped": lambda path: _flip(path),
@@ -107,8 +108,8 @@ def test_resume_from_a_path_leaves_later_ones(recipe, truth, tmp_path):
 
 def test_checkpoint_of_a_left_course_is_not_gone_on_from(recipe, truth, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(truth(recipe), folder)
-    other = {"resume": folder / "checkpoint-2", "learning_rate": 5e-4, "max_steps": 3}
+    shutil.copytree(truth(recipe, "constant", **CONSTANT), folder)
+    other = {"resume": folder / "checkpoint-2", "max_steps": 3, **CONSTANT}
     run(recipe, folder, save_total_limit=1, **other)
     assert checkpoints.newest_whole(folder) == folder / "checkpoint-3"
     assert [step for step, *_ in curve(folder)] == [1, 2, 3]
@@ -179,9 +180,9 @@ def test_run_goes_on_from_before_a_damaged_one(recipe, truth, tmp_path):
 
 def test_damaged_later_one_does_not_push_out_whole_ones(recipe, truth, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(truth(recipe), folder)
+    shutil.copytree(truth(recipe, "constant", **CONSTANT), folder)
     (folder / "checkpoint-6" / "rows.json").unlink()
-    run(recipe, folder, resume="auto", max_steps=5, save_total_limit=1)
+    run(recipe, folder, resume="auto", max_steps=5, save_total_limit=1, **CONSTANT)
     assert [p.name for p in folder.glob("checkpoint-*")] == ["checkpoint-5"]
     assert checkpoints.newest_whole(folder) == folder / "checkpoint-5"
 
@@ -208,7 +209,7 @@ def test_unwanted_checkpoints_are_refused(recipe, truth):
 
 def test_other_data_is_refused(recipe, truth, tmp_path):
     folder = stopped(truth(recipe), tmp_path / "run", 4)
-    with pytest.raises(ValueError, match="cannot resume: packing was single, got masked"):
+    with pytest.raises(ValueError, match=r"cannot resume .*: packing was single, got masked"):
         run(recipe, folder, resume="auto", packing="masked")
 
 

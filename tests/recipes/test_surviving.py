@@ -12,6 +12,7 @@ from small_disk import disk as disk
 from rope_patch.recipes import checkpoints
 from rope_patch.recipes.watching import TrainingStopped
 
+BEGUN = {".lock", "identity.json", "log.jsonl", "recipe.yaml"}  # what every run leaves
 POISON = 500  # a token of one document only
 ROW = 17  # that document, and the row that is made of it: in step 5
 
@@ -86,7 +87,7 @@ def test_full_disk_leaves_the_checkpoint_before(
     assert "MB are free" in line
     whole = "There is no whole checkpoint" if left is None else f"checkpoint-{left} is whole"
     assert f"{whole}: make room, and start again with --resume auto" in line
-    there = {path.name for path in folder.iterdir()} - {"log.jsonl", "recipe.yaml"}
+    there = {path.name for path in folder.iterdir()} - BEGUN
     assert there == (set() if left is None else {f"checkpoint-{left}"})
     disk(50)
     run(recipe, folder, resume="auto")
@@ -102,7 +103,7 @@ def test_full_disk_leaves_no_half_model(recipe, method, disk):
     code, said = Child(recipe, folder, **changed).ended()
     assert code == 1
     assert f"the finished model could not be written to {folder}, where" in _error(said)
-    assert {path.name for path in folder.iterdir()} == {"log.jsonl", "recipe.yaml"}
+    assert {path.name for path in folder.iterdir()} == BEGUN
 
 
 def test_loss_that_is_no_number_stops(recipe, rows, tmp_path):

@@ -1,0 +1,48 @@
+"""The schedule of the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import get_scheduler
+
+
+def schedule(training: Any, optimizer: Any, steps: int) -> Any:
+    """Return the scheduler that a recipe asks for, as the Trainer makes it.
+
+    Args:
+        training: transformers' TrainingArguments.
+        optimizer: What it is for.
+        steps: Optimizer steps in all.
+    """
+    return get_scheduler(
+        training.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=training.get_warmup_steps(steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs=training.lr_scheduler_kwargs,
+    )
+
+
+def agree(training: Any, steps: int, other: int, done: int) -> bool:
+    """Return whether two runs of as many steps have the same learning rates up to a step.
+
+    Args:
+        training: transformers' TrainingArguments of both.
+        steps: Optimizer steps of one in all.
+        other: Those of the other.
+        done: The last step that is compared; both runs must reach it.
+    """
+    if done > min(steps, other):
+        return False
+    weight = torch.zeros(1, requires_grad=True)
+    factors = []
+    for number in (steps, other):
+        optimizer = torch.optim.SGD([weight], lr=training.learning_rate)
+        # A scheduler that reacts to losses has no rates that are known ahead.
+        functions = getattr(schedule(training, optimizer, number), "lr_lambdas", None)
+        if functions is None:
+            return False
+        factors.append([functions[0](step) for step in range(done)])
+    return factors[0] == factors[1]

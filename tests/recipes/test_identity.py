@@ -1,0 +1,235 @@
+"""A run goes on, or counts as finished, only as what it was; anything else changes no file."""
+
+import json
+import re
+import shutil
+
+import pytest
+import runs
+import torch
+from commands import here
+from runs import ASSETS, STEPS, arguments, curve, equal_tensors, require_same, run, stopped
+from runs import truth as truth
+from safetensors.torch import load_file, save_file
+
+from rope_patch.recipes import identity, schedule
+from rope_patch.recipes.documents import fingerprint
+from rope_patch.recipes.settings import known_keys, parse
+
+OTHERS = {
+    "method": ({"method": "linear"}, "method was yarn, got linear"),
+    "factor": ({"factor": 8}, "factor was 2.0, got 8.0"),
+    "options": ({"options": "{beta_fast: 16}"}, 'options was {}, got {"beta_fast": 16}'),
+    "rate": ({"learning_rate": 1e-5}, "learning_rate was 0.001, got 1e-05"),
+    "model": ({"model": ASSETS / "tiny-qwen3"}, "model was .*tiny-llama.*, got .*tiny-qwen3"),
+    "several": (
+        {"adam_beta2": 0.9, "lora_rank": 4, "seed": 7, "packing": "masked"},
+        "lora_rank was 0, got 4; .*packing was single, got masked; .*adam_beta2 was 0.95, got 0.9; "
+        ".*seed was 42, got 7",
+    ),
+    "rows": ({"gradient_accumulation_steps": 4}, "rows of a step was 4, got 8"),
+    "data": ({"data": "novels:emma"}, "data was .*documents.jsonl.*, got .*novels:emma"),
+    "steps": ({"max_steps": STEPS + 2}, "steps was 6, got 8"),
+}
+
+
+def snapshot(folder):
+    """Every path of a folder with its content and time of change."""
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        for path in [folder, *sorted(folder.rglob("*"))]
+    }
+
+
+@pytest.fixture
+def interrupted(truth, tmp_path):
+    return stopped(truth("finetune"), tmp_path / "run", 2)
+
+
+def refused(folder, *more, **changed):
+    """What the command says as it refuses, having left the folder as it was."""
+    before = snapshot(folder)
+    given = [*arguments(folder, resume="auto", **changed), *more]
+    done = here("finetune", *given)
+    assert done.returncode == 1
+    assert snapshot(folder) == before
+    assert done.stderr.count("error: ") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_another_recipe_is_refused_and_nothing_changes(state, truth, tmp_path):
+    folder = tmp_path / "run"
+    if state == "finished":
+        shutil.copytree(truth("finetune"), folder)
+    else:
+        stopped(truth("finetune"), folder, 2)
+    for changed, message in OTHERS.values():
+        error = refused(folder, **changed)
+        assert f"cannot resume {folder}" in error
+        assert re.search(message, error), error
+        assert "Set that back, or give another --output_dir" in error
+    assert "loop was false, got true" in refused(folder, "--loop")
+
+
+def test_the_loop_refuses_another_recipe_too(truth, tmp_path):
+    folder = stopped(truth("loop"), tmp_path / "run", 2)
+    before = snapshot(folder)
+    with pytest.raises(ValueError, match=r"cannot resume .*learning_rate was 0\.001, got 1e-05"):
+        run("loop", folder, resume=folder / "checkpoint-2", learning_rate=1e-5)
+    assert snapshot(folder) == before
+
+
+def test_contents_count_and_places_do_not(interrupted, truth, tmp_path):
+    model, data = tmp_path / "moved", tmp_path / "moved.jsonl"
+    shutil.copytree(ASSETS / "tiny-llama", model)
+    shutil.copy(runs.documents(tmp_path), data)
+    other = tmp_path / "other.jsonl"
+    other.write_text(data.read_text().replace("11", "12", 1))
+    assert other.stat().st_size == data.stat().st_size
+    assert "data was" in refused(interrupted, data=other)
+
+    weights = load_file(model / "model.safetensors")
+    changed = {name: tensor * (1.001 if "norm" in name else 1) for name, tensor in weights.items()}
+    save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
+    assert "model was" in refused(interrupted, model=model)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    config = (model / "config.json").read_text()
+    said = json.loads(config)
+    (model / "config.json").write_text(json.dumps(said | {"attention_dropout": 0.5}))
+    assert "config.attention_dropout was 0.0, got 0.5" in refused(interrupted, model=model)
+    (model / "config.json").write_text(config)
+
+    allowed = {"save_steps": 3, "logging_steps": 2, "save_total_limit": 1, "log_level": "error"}
+    allowed |= {"gradient_checkpointing": False, "run_name": "again"}
+    run("finetune", interrupted, resume="auto", model=model, data=data, **allowed)
+    require_same(interrupted, truth("finetune"))
+
+
+def test_rows_of_a_step_may_be_shared_in_another_way(interrupted, truth):
+    shape = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    run("finetune", interrupted, resume="auto", **shape)
+    expected = torch.tensor(curve(truth("finetune")))
+    torch.testing.assert_close(torch.tensor(curve(interrupted)), expected, rtol=1e-4, atol=0)
+
+
+def test_more_steps_go_on_at_a_constant_rate(truth, tmp_path):
+    constant = {"lr_scheduler_type": "constant"}
+    whole = truth("finetune", "constant", **constant)
+    folder = tmp_path / "run"
+    run("finetune", folder, max_steps=4, **constant)
+    assert "steps was 4, got 3 (step 4 is taken already)" in refused(
+        folder, max_steps=3, **constant
+    )
+    run("finetune", folder, resume="auto", **constant)
+    require_same(folder, whole)
+    assert json.loads((folder / identity.FILE).read_text())["identity"]["steps"] == STEPS
+
+
+@pytest.mark.parametrize("damage", ["cut", "edited", "missing", "another format"])
+def test_a_folder_that_does_not_say_what_it_holds_is_refused(damage, interrupted):
+    path = interrupted / identity.FILE
+    text = path.read_text()
+    if damage == "cut":
+        path.write_text(text[: len(text) // 2])
+    elif damage == "missing":
+        path.unlink()
+    else:
+        path.write_text(text.replace("yarn", "ntk"))
+    if damage == "another format":
+        body = json.loads(text)
+        del body["digest"]
+        body["format"] = "rope_patch.recipes/0"
+        path.write_text(json.dumps({**body, "digest": identity.key_of(body)}))
+    error = refused(interrupted)
+    expected = {"missing": "holds a run without identity.json", "another format": "expected format"}
+    assert expected.get(damage, f"{path} is damaged") in error
+    assert "give another --output_dir" in error
+
+
+def test_a_run_without_resume_leaves_a_finished_model_alone(tmp_path, truth):
+    folder = stopped(truth("finetune"), tmp_path / "run", 0)
+    shutil.copytree(truth("finetune") / "model", folder / "model")
+    before = snapshot(folder)
+    with pytest.raises(ValueError, match="holds the finished model of an earlier run"):
+        run("finetune", folder)
+    with pytest.raises(ValueError, match="method was yarn, got linear"):
+        run("finetune", folder, resume="auto", method="linear")
+    assert snapshot(folder) == before
+
+
+def test_what_an_earlier_run_logged_is_not_mixed_in(truth, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "log.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
+    (folder / "retrieval.jsonl").write_text('{"step": 2, "retrieval_hits": 1.0}\n{"st')
+    run("finetune", folder, max_steps=1, lr_scheduler_type="constant")
+    assert curve(folder) == curve(truth("finetune"))[:1]
+    assert (folder / "retrieval.jsonl").read_text() == ""
+    assert not equal_tensors(folder / "model", ASSETS / "tiny-llama")
+
+
+def test_checkpoints_without_an_optimizer_are_not_gone_on_from(tmp_path):
+    only = {"save_only_model": True, "max_steps": 1}
+    run("finetune", tmp_path / "run", **only)
+    assert "it lacks the state of the optimizer" in refused(tmp_path / "run", **only)
+
+
+def test_another_version_warns(truth, tmp_path, caplog):
+    folder = stopped(truth("finetune"), tmp_path / "run", STEPS)
+    path = folder / identity.FILE
+    body = json.loads(path.read_text())
+    del body["digest"]
+    body["versions"]["transformers"] = "5.0.0"
+    body["identity"]["group_by_length"] = False  # a key that 5.0.0 had
+    path.write_text(json.dumps({**body, "digest": identity.key_of(body)}))
+    assert "method was yarn, got linear" in refused(folder, method="linear")
+    run("finetune", folder, resume="auto")
+    assert "began with" in caplog.text
+    assert "transformers 5.0.0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "same"),
+    [
+        (["--lr_scheduler_type", "constant"], 90, True),
+        (["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "5"], 90, True),
+        (["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "0.2"], 90, False),
+        (["--lr_scheduler_type", "linear"], 90, False),
+        (["--lr_scheduler_type", "cosine"], 90, False),
+        (["--lr_scheduler_type", "constant"], 29, False),
+    ],
+)
+def test_schedules_agree_where_all_rates_do(words, steps, same):
+    given = ["--model", "x", "--method", "yarn", "--data", "x", "--max_steps", "60"]
+    training = parse([*given, "--use_cpu", "true", *words])[0].training
+    assert schedule.agree(training, 60, steps, 30) is same
+
+
+def test_keys_that_may_change_are_keys_and_the_command_says_which():
+    others = {  # of other versions of transformers
+        "logging_dir", "activation_checkpointing", "dataloader_in_order", "ddp_static_graph",
+        "dataloader_multiprocessing_context", "trackio_bucket_id", "trackio_static_space_id",
+        "enable_jit_checkpoint",
+    }  # fmt: skip
+    assert identity.MAY_CHANGE - others <= known_keys().keys()
+    listed = here("finetune", "--keys").stdout.splitlines()
+    marked = {
+        line.split()[0] for line in listed if line.endswith("(may change when a run goes on)")
+    }
+    assert marked == identity.MAY_CHANGE & {line.split()[0] for line in listed}
+
+
+def test_fingerprints_are_of_contents(tmp_path):
+    large = bytes(range(256)) * (80 << 10)  # 20 MiB
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_bytes(large)
+        (tmp_path / folder / "b.txt").write_text("b")
+        (tmp_path / folder / "picture.png").write_text(folder)
+    one, two = (str(tmp_path / folder) for folder in ("one", "two"))
+    assert fingerprint(one) == fingerprint(two) == fingerprint(f"{two}/*.txt")
+    for changed in (large[:-1] + b"!", b"!" + large[1:], large + b"!"):
+        (tmp_path / "two" / "a.txt").write_bytes(changed)
+        assert fingerprint(one) != fingerprint(two)
+    assert fingerprint("novels:emma") != fingerprint("novels:persuasion")
