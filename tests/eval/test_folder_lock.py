@@ -5,7 +5,7 @@ import time
 
 import pytest
 from evaluations import request
-from forked import FORK
+from forked import FORK, together
 
 from rope_patch.eval.evaluating import evaluate
 from rope_patch.eval.folder_lock import FolderLock, locked
@@ -37,6 +37,21 @@ def test_a_second_evaluation_is_refused_before_it_writes(tmp_path):
         with pytest.raises(ValueError, match="another process works in"):
             evaluate(request(tmp_path))
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_all_processes_of_a_second_run_end_and_all_of_a_single_one_work(tmp_path):
+    def work():
+        try:
+            with locked(tmp_path, Processes()):
+                return "works"
+        except ValueError as error:
+            return str(error)
+
+    with locked(tmp_path, Processes()):
+        first, second = together(work)
+    assert "another process works in" in first
+    assert second == first
+    assert together(work) == ["works", "works"]
 
 
 def test_the_lock_is_let_go_after_an_error(tmp_path):

@@ -12,6 +12,8 @@ from runs import ASSETS, STEPS, arguments, curve, equal_tensors, require_same, r
 from runs import truth as truth
 from safetensors.torch import load_file, save_file
 
+from rope_patch.eval.folder_lock import locked
+from rope_patch.eval.processes import Processes
 from rope_patch.recipes import identity, schedule
 from rope_patch.recipes.documents import fingerprint
 from rope_patch.recipes.settings import known_keys, parse
@@ -78,6 +80,14 @@ def test_the_loop_refuses_another_recipe_too(truth, tmp_path):
     with pytest.raises(ValueError, match=r"cannot resume .*learning_rate was 0\.001, got 1e-05"):
         run("loop", folder, resume=folder / "checkpoint-2", learning_rate=1e-5)
     assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("loop", [[], ["--loop"]])
+def test_a_second_run_in_a_folder_is_refused(loop, truth, tmp_path):
+    folder = stopped(truth("loop" if loop else "finetune"), tmp_path / "run", 2)
+    with locked(folder, Processes()):
+        error = refused(folder, *loop)
+    assert f"error: another process works in {folder}: wait for it to end" in error
 
 
 def test_contents_count_and_places_do_not(interrupted, truth, tmp_path):

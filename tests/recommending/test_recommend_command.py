@@ -9,6 +9,8 @@ from searches import questions
 from typer.testing import CliRunner
 
 from rope_patch.cli import app
+from rope_patch.eval.folder_lock import locked
+from rope_patch.eval.processes import Processes
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
@@ -95,6 +97,14 @@ def test_what_is_wrong_is_one_line(file, tmp_path, arguments, message):
     assert found.exit_code != 0
     assert message in str(found.exception)
     assert "\n" not in str(found.exception)
+
+
+def test_a_second_run_in_a_folder_is_refused(file, tmp_path):
+    with locked(tmp_path, Processes()):
+        found = run(TINY, "--length", 512, "--budget", 1, "--samples", file, "--folder", tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert found.exit_code != 0
+    assert f"another process works in {tmp_path}: wait for it to end" in str(found.exception)
 
 
 def test_a_length_and_a_budget_are_needed():
