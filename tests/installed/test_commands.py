@@ -55,7 +55,7 @@ def shell(tmp_path_factory):
         (wheel,) = Path(temporary, "dist").glob("*.whl")
         subprocess.run([sys.executable, "-m", "venv", f"{temporary}/venv"], check=True)
         constraints = ["--constraint", str(ROOT / "constraints.txt")]
-        pip = [f"{temporary}/venv/bin/pip", "install", "--quiet", *constraints]
+        pip = [f"{temporary}/venv/bin/pip", "install", "--quiet", "--no-compile", *constraints]
         subprocess.run([*pip, f"{wheel}[all]"], cwd=temporary, check=True)
         folder = tmp_path_factory.mktemp("folder")
         shutil.copytree(ROOT / "tests" / "assets" / "tiny-llama", folder / "tiny")
