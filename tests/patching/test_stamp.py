@@ -234,8 +234,8 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_generate_meets_no_refusal(model, way):
-    if OLD_TRANSFORMERS and way == "prompt lookup":
-        pytest.skip("transformers 5.0 itself fails without an eos token")
+    if OLD_TRANSFORMERS and way in ("prompt lookup", "chunks"):
+        pytest.skip("transformers 5.0 itself fails without an eos token, or without a cache")
     rope_patch.patch(model, "yarn", factor=4)
     said = model.generate(
         tokens(SHORT), max_new_tokens=8, return_dict_in_generate=True, **WAYS[way]
