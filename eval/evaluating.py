@@ -97,8 +97,11 @@ def _run(session: Session, started: float, show: Callable[[str], object] | None)
         **others.results(),
     }
     if session.processes.main:
-        write_report(results, request.folder, show)
+        overview: list[str] = []
+        write_report(results, request.folder, overview.append)
         _complain(results)
+        if show is not None:
+            show(*overview)
     return results
 
 

@@ -66,7 +66,7 @@ def test_rules(config, length, method, says):
     assert started == ('start="running"' in says)
     shell = parses(advice.shell)
     if method == "dynamic-yarn":
-        assert shell.params["methods"].split(",") == ["none", "yarn", "dynamic-yarn"]
+        assert ",".join(shell.params["method"]).split(",") == ["none", "yarn", "dynamic-yarn"]
         assert shell.params["length"] == length
     else:
         assert Path(shell.params["config"]).name == "yarn_64k.yaml"

@@ -196,6 +196,7 @@ def test_a_failure_is_told_and_tried_again(
         elif not isinstance(error, torch.OutOfMemoryError):  # which makes chunks smaller
             assert row == right[row["id"]]
     assert f"1 of 4 samples failed ({reason})" in caplog.text
+    caplog.clear()
     on.clear()
     again = evaluate(asked)
     assert all("error" not in row for row in again["retrieval"][0]["samples"]["none"])
