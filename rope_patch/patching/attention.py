@@ -137,6 +137,11 @@ class OurForward:
         assert self.form is not None
         return getattr(getattr(self.module, self.norm_names[0]), self.form.eps)
 
+    def retire(self) -> None:
+        """Rotate as the class does from now on: the patch is undone, but a wrapper calls this."""
+        self.kernels = "hf"
+        self._function = own_function(type(self.module))
+
     # -- copies ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -249,10 +254,18 @@ def install(
         return
     for name in forward.norm_names:
         norm = getattr(attention, name)
-        if forward_slot(norm) == "forward":  # offloaded weights are gone when the rotation runs
+        # Offloaded weights are gone when the rotation runs, and somebody else's norm is theirs.
+        if not {"_old_forward", "forward"} & vars(norm).keys():
             swaps.set(norm, "forward", DeferredNorm(forward, name, norm, norm.forward))
 
 
 def forward_slot(module: nn.Module) -> str:
     """Where a module's own forward is: accelerate's hooks keep it in another attribute."""
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def has_foreign_forward(attention: nn.Module) -> bool:
+    """Whether somebody has given an attention a forward that is neither its class's nor ours."""
+    forward = vars(attention).get(forward_slot(attention))
+    own = getattr(forward, "__func__", None) is type(attention).forward
+    return not (forward is None or own or isinstance(forward, OurForward))

@@ -77,5 +77,9 @@ class HandingOver:
             self._made[kind] = (inv_freq, scale, turns)
         return turns
 
+    def retire(self) -> None:
+        """Hand out cos and sin from now on: the patch is undone, but a wrapper calls this."""
+        self.kernels = "hf"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_made": {}}

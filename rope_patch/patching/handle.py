@@ -6,18 +6,17 @@ import logging
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
 from rope_patch.patching.configs import ConfigSwap
-from rope_patch.patching.find import Rotary, find_owner
+from rope_patch.patching.find import find_owner
 from rope_patch.patching.liger import watch_for_liger
 from rope_patch.patching.paged import guard_batching, require_no_manager
 from rope_patch.patching.parallel import Placed, require_places
 from rope_patch.patching.request import Plan, make_plan
-from rope_patch.patching.rotary import set_frequencies
+from rope_patch.patching.rotary import report_cast, set_frequencies
 from rope_patch.patching.rotations import put_ours, who_rotates
 from rope_patch.patching.softmax import unsharpened
 from rope_patch.patching.stamp import digest, require_static, stamp, stamp_caches
@@ -31,7 +30,9 @@ logger = logging.getLogger("rope_patch")
 class Patch:
     """A patched model's handle: what is in effect, and how to undo it.
 
-    Works as a context manager that undoes on exit, exception or not.
+    Works as a context manager. Leaving the block, exception or not, undoes whatever patch is in
+    effect then, and puts back what this one replaced: another patch, or the unpatched model. A
+    patch that was undone by its own handle is not put back.
 
     Attributes:
         method: The method with its options.
@@ -71,6 +72,12 @@ class Patch:
         self._rotation = digest(plan, self.frequencies)
         self._rotating = who_rotates(plan.kernels, plan.rotations)
         self._placed: list[Placed] = []
+        self._group: Any = None
+        # What leaving a `with` block needs, until the patch is over.
+        self._model: nn.Module | None = None
+        self._plan: Plan | None = None
+        self._before: Patch | None = None
+        self._entered = self._over = False
         self._swaps = Swaps()
         self._config = ConfigSwap()
         self._active = False
@@ -87,14 +94,16 @@ class Patch:
         return self._active
 
     def undo(self) -> None:
-        """Puts the model back, bit for bit; does nothing if the patch is not active.
+        """Puts the unpatched model back, bit for bit; leaves it alone if the patch is not active.
 
-        The model cannot refuse caches any more: those that the patch filled, and managers of
-        continuous batching, are not for the model after it.
+        What somebody has changed since is theirs and stays: settings in the config, and attributes
+        of modules, which a warning names. The model cannot refuse caches any more: those that the
+        patch filled, and managers of continuous batching, are not for the model after it.
         """
-        self._swaps.undo()
-        self._config.undo()
-        self._active = False
+        self._remove()
+        self._over = True
+        if not self._entered:
+            self._model = self._plan = self._before = None
 
     def frequencies_at(self, length: float) -> dict[str | None, Frequencies]:
         """The rotation of a sequence of `length` tokens, for each layer type that changed."""
@@ -143,10 +152,9 @@ class Patch:
         Args:
             group: The processes, a torch.distributed group; None ends it.
         """
-        for following in self._followings:
-            following.group = group
-        for placed in self._placed:
-            placed.group = group
+        self._group = group
+        for part in (*self._followings, *self._placed):
+            part.group = group
 
     def summary(self) -> str:
         """What is in effect, a few lines to print."""
@@ -211,20 +219,47 @@ class Patch:
         return f"<rope_patch.Patch {self}{'' if self.active else ' (undone)'}>"
 
     def __enter__(self) -> Patch:
+        self._entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
+        model, before = self._model, self._before
+        self._entered = False
         self.undo()
+        if model is None:  # it was over when the block began
+            return
+        if standing := current(model):
+            standing.undo()
+        if before is not None:
+            before._restore()
+
+    def _remove(self) -> None:
+        """Undo what was changed, so that it can be applied again."""
+        foreign = self._swaps.undo() + self._config.undo()
+        self._active = False
+        if foreign:
+            logger.warning(
+                "%s: replaced after the model was patched, so undoing leaves it as it is",
+                ", ".join(foreign),
+            )
+
+    def _restore(self) -> None:
+        """Apply the patch again after another one, unless it is over."""
+        if self._model is not None and self._plan is not None and not self._over:
+            self._apply(self._model, self._plan)
 
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         """Changes the model; leaves it as it was if anything goes wrong on the way."""
+        self._model, self._plan = model, plan
         try:
             rotaries = [rotary for rotary, _ in plan.rotaries]
             self._placed = require_places(model, rotaries, self._swaps)
             if not plan.followings:
                 stamp_caches(model, rotaries, self._rotation, self._swaps)
             guard_batching(model, self._followings, self._swaps)
-            _report_cast(rotaries)
+            for placed in self._placed:
+                placed.group = self._group
+            report_cast(rotaries)
             # Where the frequencies follow the sequence, hooks put others in their place.
             initial = self.frequencies_at(1)
             for rotary, before in plan.rotaries:
@@ -278,7 +313,7 @@ def patch(
     """Takes a live model to a longer context, in place.
 
     A model that is patched already gets the new patch instead; undoing still returns to the
-    original.
+    original. With `with`, leaving the block puts the replaced patch back.
 
     Args:
         model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
@@ -317,10 +352,18 @@ def patch(
         start=start,
         **options,
     )
-    if standing := current(model):
-        standing.undo()
     handle = Patch(plan)
-    handle._apply(model, plan)
+    if standing := current(model):
+        standing._remove()
+        handle._before = standing
+        if not standing._entered:  # nobody leaves it, so it need not know what it replaced
+            standing._before = None
+    try:
+        handle._apply(model, plan)
+    except BaseException:
+        if standing:
+            standing._restore()
+        raise
     if logger.isEnabledFor(logging.INFO):
         logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
     return handle
@@ -375,24 +418,6 @@ def unpatch(model: nn.Module) -> None:
     if handle is None:
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
     handle.undo()
-
-
-def _report_cast(rotaries: list[Rotary]) -> None:
-    cast = [
-        (f"{prefix}inv_freq", type(rotary.module).__name__, live.dtype)
-        for rotary in rotaries
-        for prefix in rotary.prefixes.values()
-        if (live := getattr(rotary.module, f"{prefix}inv_freq")).dtype != torch.float32
-    ]
-    if cast:
-        names, kinds, dtypes = (sorted({str(c[i]) for c in cast}) for i in range(3))
-        logger.warning(
-            "%s of %s had been cast to %s, which rotates far positions wrongly; while patched it "
-            "is exact again. To keep it exact, load with dtype=... instead of casting.",
-            " and ".join(names),
-            " and ".join(kinds),
-            " and ".join(dtypes).replace("torch.", ""),
-        )
 
 
 def _short(value: Any) -> str:

@@ -83,6 +83,25 @@ def unpatched(rotary: Rotary, config: Any) -> dict[str | None, Frequencies]:
     }
 
 
+def report_cast(rotaries: list[Rotary]) -> None:
+    """Warn if live frequencies had been cast to a narrower type."""
+    cast = [
+        (f"{prefix}inv_freq", type(rotary.module).__name__, live.dtype)
+        for rotary in rotaries
+        for prefix in rotary.prefixes.values()
+        if (live := getattr(rotary.module, f"{prefix}inv_freq")).dtype != torch.float32
+    ]
+    if cast:
+        names, kinds, dtypes = (sorted({str(c[i]) for c in cast}) for i in range(3))
+        logger.warning(
+            "%s of %s had been cast to %s, which rotates far positions wrongly; while patched it "
+            "is exact again. To keep it exact, load with dtype=... instead of casting.",
+            " and ".join(names),
+            " and ".join(kinds),
+            " and ".join(dtypes).replace("torch.", ""),
+        )
+
+
 def set_frequencies(
     rotary: Rotary,
     before: dict[str | None, Frequencies],

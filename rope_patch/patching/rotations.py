@@ -9,7 +9,12 @@ from typing import Any
 from torch import nn
 
 from rope_patch.ops import KERNELS, triton_problem
-from rope_patch.patching.attention import forward_slot, install, shared_norm_form
+from rope_patch.patching.attention import (
+    forward_slot,
+    has_foreign_forward,
+    install,
+    shared_norm_form,
+)
 from rope_patch.patching.find import Rotary, find_owner
 from rope_patch.patching.handing import HandingOver
 from rope_patch.patching.layout import (
@@ -63,11 +68,14 @@ def find_rotation(model: nn.Module, rotary: Rotary, config: Any, kept_tokens: in
     attentions = [m for m in modules if usage(type(m)).rotates]
     apply = getattr(sys.modules[type(rotary.module).__module__], APPLY, None)
     kinds = {type(m) for m in modules}
+    foreign = [type(m).__name__ for m in attentions if has_foreign_forward(m)]
     problems = [problem for kind in kinds if (problem := usage(kind).problem)]
     if not attentions:
         problems.append(f"{type(owner).__name__} does not call {APPLY}")
     elif any(own_function(type(m)).__globals__[APPLY] is not apply for m in attentions):
         problems.append(f"{type(owner).__name__} rotates by several functions")
+    elif foreign:
+        problems.append(f"the forward of {foreign[0]} was replaced")
     if problems:
         return Rotation(rotary, problem=sorted(problems)[0])
     try:

@@ -74,6 +74,10 @@ class KeptStart:
             return _chosen(first, kept, turned)
         return tuple(_chosen(first, k, t) for k, t in zip(kept, turned, strict=True))
 
+    def retire(self) -> None:
+        """Rotate all tokens alike from now on: the patch is undone, but a wrapper calls this."""
+        self.tokens = 0
+
     def _follow(self, device: torch.device) -> None:
         """Brings the second module to where the model is; some forwards do not do it themselves."""
         if next(self.start.buffers()).device != device:

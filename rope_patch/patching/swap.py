@@ -30,7 +30,8 @@ class Swaps:
         Args:
             owner: The object to change.
             attribute: Its attribute, which may be new or shadow one of the class.
-            value: The new value.
+            value: The new value. One with a method `retire` is told by it that it is undone but
+                still in use, because somebody has put something around it.
             old: What to put back, if not the value that stands there now.
         """
         standing = _own(owner, attribute)
@@ -56,8 +57,16 @@ class Swaps:
                 module.register_forward_hook(after, with_kwargs=True, always_call=True)
             )
 
-    def undo(self) -> None:
-        """Puts everything back, the latest change first. Calling it again does nothing."""
+    def undo(self) -> list[str]:
+        """Put everything back, the latest change first. Calling it again does nothing.
+
+        A value that somebody has replaced since stays: it is not ours to remove. Tensors are always
+        put back, because forwards, casts and moves of the model replace them, too.
+
+        Returns:
+            The names of the attributes that stay, as `Class.attribute`.
+        """
+        foreign = []
         while self._hooks:
             self._hooks.pop().remove()
         while self._changes:
@@ -67,13 +76,23 @@ class Swaps:
                 own = type(owner).forward.__get__(owner) if old is ABSENT else old
                 owner._old_forward = own
                 continue
+            present = _own(owner, attribute)
+            if not _is_still(present, value):
+                foreign.append(f"{type(owner).__name__}.{attribute}")
+                if hasattr(value, "retire"):
+                    value.retire()
+                continue
             if old is ABSENT:
-                if _own(owner, attribute) is not ABSENT:
-                    delattr(owner, attribute)
+                delattr(owner, attribute)
                 continue
             if isinstance(old, torch.Tensor):  # the model may have moved meanwhile
-                old = old.to(_own(owner, attribute).device)
+                old = old.to(present.device)
             setattr(owner, attribute, old)
+        return list(dict.fromkeys(foreign))
+
+    def forget(self) -> None:
+        """Leave the changes as they are: from now on there is nothing to undo."""
+        self._changes.clear()
 
 
 def _own(owner: Any, attribute: str) -> Any:
@@ -81,3 +100,12 @@ def _own(owner: Any, attribute: str) -> Any:
     if isinstance(owner, nn.Module) and attribute in owner._buffers:
         return owner._buffers[attribute]
     return vars(owner).get(attribute, ABSENT)
+
+
+def _is_still(present: Any, value: Any) -> bool:
+    """Whether an attribute holds what was set there, or a plain value or tensor in its place."""
+    if present is value:
+        return True
+    if isinstance(value, torch.Tensor):
+        return isinstance(present, torch.Tensor)
+    return isinstance(value, str | int | float | dict) and present == value

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from tiny_models import (
     FAMILIES,
     LONG_FACTOR,
@@ -221,3 +222,97 @@ def test_what_users_change_in_the_config_survives():
 
     with rope_patch.patch(model, "linear", factor=4):
         assert (model.config.use_cache, model.config.vocab_size) == (False, 130)
+
+
+def by_attention_kernel(model):
+    model.set_attn_implementation("eager")
+
+
+def by_experts_kernel(model):
+    model.config._experts_implementation = "eager"
+
+
+def by_new_attribute(model):
+    model.config.note = {"set by": ["a user"]}
+
+
+@pytest.mark.parametrize("change", [by_attention_kernel, by_experts_kernel, by_new_attribute])
+def test_settings_that_configs_do_not_compare_survive(change):
+    """Undoing, and a second patch in the place of the first, keep what the user has set."""
+    changed, model = make_model(), make_model()
+    change(changed)
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    change(model)
+    handle = rope_patch.patch(model, "linear", factor=4)
+    assert model.config.rope_parameters["rope_type"] == "linear"
+    handle.undo()
+    assert vars(model.config) == vars(changed.config)
+    assert model.model.config is model.config
+
+
+def test_settings_of_a_part_of_a_multimodal_model_survive():
+    sizes = make_config("gemma3").to_dict()
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=sizes, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with rope_patch.patch(model, "linear", factor=4):
+        model.set_attn_implementation({"text_config": "eager"})
+    assert model.config.text_config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert model.model.language_model.config is model.config.text_config
+    assert model.config.text_config.max_position_embeddings == 64
+    with rope_patch.patch(model, "linear", factor=4):
+        kept = model.config
+    assert model.config is not kept  # nothing was changed in this block
+
+
+def test_a_field_of_ours_that_somebody_else_has_set_stays_and_is_named(caplog):
+    model = make_model()
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    model.config.max_position_embeddings = 100
+    handle.undo()
+    assert model.config.max_position_embeddings == 100
+    assert model.config.rope_parameters == make_config().rope_parameters
+    assert "LlamaConfig.max_position_embeddings: replaced" in caplog.text
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize(("method", "options"), REQUESTS)
+def test_what_is_put_around_a_patched_forward_stays(method, options, kernels, caplog):
+    """A wrapper is somebody else's; what it calls rotates as the unpatched model again."""
+    model = make_model()
+    before = logits(model)
+    handle = rope_patch.patch(model, method, factor=4, kernels=kernels, **options)
+    patched, calls = logits(model), []
+
+    def wrap(module):
+        inner = module.forward
+        module.forward = lambda *args, **kwargs: calls.append(module) or inner(*args, **kwargs)
+        return module.forward
+
+    attention = model.model.layers[0].self_attn
+    wrappers = {module: wrap(module) for module in (attention, model.model.rotary_emb)}
+    assert logits(model).equal(patched)
+    handle.undo()
+    assert logits(model).equal(before)
+    assert all(module.forward is wrapper for module, wrapper in wrappers.items())
+    assert "LlamaAttention.forward" in caplog.text
+
+    calls.clear()
+    again = rope_patch.patch(model, method, factor=4, **options)
+    assert "the forward of LlamaAttention was replaced" in again.summary()
+    torch.testing.assert_close(logits(model), patched, rtol=0, atol=1e-5)
+    assert attention in calls  # nothing takes its place
+
+
+def test_modules_that_were_replaced_meanwhile_stay():
+    model, other = make_model(), make_model(seed=1)
+    handle = rope_patch.patch(model, "yarn", factor=4)
+    model.model.layers[0].self_attn.q_proj = other.model.layers[0].self_attn.q_proj
+    model.double()
+    handle.undo()
+    expected = make_model()
+    expected.model.layers[0].self_attn.q_proj = other.model.layers[0].self_attn.q_proj
+    assert logits(model).equal(logits(expected.double()))
