@@ -62,13 +62,22 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: expected a folder to save into")
     with disk.writing(folder.parent, folder.name, _ADVICE):
-        adapters, native = _save(model, handle, folder)
+        adapters, native, problem = _save(model, handle, folder)
     if adapters:
         logger.info(
             "%s: an adapter for a base patched with %s; load it with rope_patch.load or "
             "rope_patch.load_adapter, as PEFT alone patches nothing",
             folder,
             handle,
+        )
+    elif problem:
+        logger.warning(
+            "%s: plain transformers %s cannot load this folder at all (%s), and neither can "
+            "releases before it; load it with rope_patch.load, or with transformers %s or later",
+            folder,
+            version("transformers"),
+            problem,
+            _first_to_read(handle),
         )
     elif not native:
         logger.warning(
@@ -80,8 +89,13 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         )
 
 
-def _save(model: nn.Module, handle: Patch, folder: Path) -> tuple[list[Path], bool]:
-    """Write a patched model; return its adapters, and whether plain transformers loads it."""
+def _save(model: nn.Module, handle: Patch, folder: Path) -> tuple[list[Path], bool, str | None]:
+    """Write a patched model.
+
+    Returns:
+        Its adapters, whether plain transformers loads it to the same logits, and why it cannot load
+        it at all, if so.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         written = Path(temporary)
@@ -90,14 +104,15 @@ def _save(model: nn.Module, handle: Patch, folder: Path) -> tuple[list[Path], bo
         _require_apart(folder, adapters)
         if not adapters:
             _name_natively(written / "config.json", model)
-        native = not adapters and _loads_natively(written, model, handle)
+        problem = None if adapters else _loading_problem(written, model)
+        native = not adapters and not problem and _loads_natively(written, model, handle)
         sidecar = _sidecar(handle, native)
         if adapters:
             sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
         for place in {written, *adapters}:
             (place / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
         _move_into(written, folder)
-    return adapters, native
+    return adapters, native, problem
 
 
 def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -182,6 +197,27 @@ def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
     except (KeyError, ValueError, TypeError, AttributeError):
         return False
     return True
+
+
+def _loading_problem(folder: Path, model: nn.Module) -> str | None:
+    """Return why the installed transformers cannot load a folder by itself, or None if it can.
+
+    Its own code is asked: the config is read, and rotary modules like the model's are made of it.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        for rotary in find_rotaries(model):
+            unpatched(rotary, config)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        cause = error.__cause__ or error
+        return f"{type(cause).__name__}: {cause}"
+    return None
+
+
+def _first_to_read(handle: Patch) -> str:
+    """Return the first release of transformers that reads what a patch is spelled with."""
+    parameters = handle.method.rope_parameters(next(iter(handle.geometries.values())))
+    return "5.5" if parameters["rope_type"] == "proportional" else "5.1"
 
 
 def _text_config(model: Any) -> Any:

@@ -20,6 +20,7 @@ from tiny_models import (
     make_config,
     make_model,
 )
+from transformers import modeling_rope_utils
 
 import rope_patch
 
@@ -214,3 +215,21 @@ def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match=f"{file} is a file"):
         rope_patch.save(model, file)
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_folder_that_this_transformers_cannot_load_is_called_that(
+    family, tmp_path, caplog, monkeypatch
+):
+    """As under transformers 5.0, which has no such scaling: its own table is asked."""
+    monkeypatch.delitem(modeling_rope_utils.ROPE_INIT_FUNCTIONS, "proportional", raising=False)
+    saved(tmp_path, family, "proportional", partial_rotary_factor=0.5)
+    assert "cannot load this folder at all (KeyError: 'proportional')" in caplog.text
+    assert "rope_patch.load, or with transformers 5.5 or later" in caplog.text
+    assert sidecar(tmp_path)["native"] is False
+    with pytest.raises(KeyError):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    caplog.clear()
+    saved(tmp_path / "other", family, "dynamic-yarn")
+    assert "has no form of its own" in caplog.text
+    assert "at all" not in caplog.text
