@@ -17,6 +17,7 @@ import torch
 
 from rope_patch.ops import reference
 from rope_patch.ops.angles import cos_sin, turns_between
+from rope_patch.ops.modes import needs_plain_torch
 from rope_patch.ops.shapes import require_fit
 from rope_patch.ops.tables import rope_by_tables
 
@@ -83,7 +84,8 @@ def on_triton(x: torch.Tensor, kernels: str = "auto") -> bool:
         ValueError: It is demanded and cannot be.
     """
     if kernels == "auto":
-        return x.is_cuda and type(x) in _PLAIN and x.dtype in _DTYPES and triton_problem() is None
+        fits = x.is_cuda and type(x) in _PLAIN and x.dtype in _DTYPES and triton_problem() is None
+        return fits and (torch.compiler.is_compiling() or not needs_plain_torch())
     if kernels != "triton":
         return False
     if problem := triton_problem():

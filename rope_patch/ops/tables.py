@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rope_patch.ops.modes import needs_plain_torch
 from rope_patch.ops.reference import rotate
 
 # Numbers rotated at once: what lies between input and result stays in the cache, where the whole
@@ -68,6 +69,7 @@ def _is_for_reference(q: Any, k: Any, cos: Any, sin: Any) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
+        or needs_plain_torch()
         or not {type(q), type(k), type(cos), type(sin)} <= _PLAIN
         or not q.is_cpu
         or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))

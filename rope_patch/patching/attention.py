@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from rope_patch.ops import qk_norm_rope, rope
+from rope_patch.ops.modes import needs_plain_torch
 from rope_patch.ops.reference import rms_norm
 from rope_patch.ops.tables import rope_by_tables
+from rope_patch.patching.defaults import as_by_default
 from rope_patch.patching.handing import hands_over
 from rope_patch.patching.source import APPLY, own_function, usage
 from rope_patch.patching.swap import Swaps
@@ -40,7 +42,7 @@ class OurForward:
         self._bind()
 
     def _bind(self) -> None:
-        kind: Any = type(self.module)
+        kind: Any = self.module.__class__  # not type(), which is the proxy's for a replica
         function = own_function(kind)
         ours = self.rotate_one if usage(kind).single else self.rotate
         self._theirs = function.__globals__[APPLY]
@@ -107,7 +109,7 @@ class OurForward:
         heads_dim: int,
     ) -> Any:
         tensors = (q, cos, sin) if k is None else (q, k, cos, sin)
-        if q.device.type != "cpu" or torch.compiler.is_compiling():
+        if q.device.type != "cpu" or torch.compiler.is_compiling() or needs_plain_torch():
             return self._theirs(*tensors, unsqueeze_dim=heads_dim)
         if self.halved:
             cos, sin = (c[..., : c.shape[-1] // 2] for c in (cos, sin))
@@ -142,6 +144,13 @@ class OurForward:
         self.kernels = "hf"
         self._function = own_function(type(self.module))
 
+    def for_replica(self, replica: Any) -> OurForward:
+        """Return the forward for a replica of the module (`nn.DataParallel`)."""
+        made = OurForward.__new__(OurForward)
+        # Norms are made before the attention that they belong to: replicas defer none.
+        made.__setstate__({**self.__getstate__(), "module": replica, "form": None})
+        return made
+
     # -- copies ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,6 +174,10 @@ class DeferredNorm:
         if hands_over(hidden_states, self.forward.kernels) and self.forward.defers():
             return hidden_states
         return self.own(hidden_states)
+
+    def for_replica(self, replica: Any) -> Any:
+        """Return the norm's own forward for a replica, of which none is deferred."""
+        return functools.partial(self.own.__func__, replica)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredNorm:
         """A copy of the norm alone still belongs to the same attention (PEFT's modules_to_save)."""
@@ -224,7 +237,7 @@ def norm_form(kind: Any) -> NormForm | None:
 
 @functools.cache
 def _asked(kind: Any) -> NormForm | None:
-    with torch.device("cpu"), torch.no_grad():
+    with as_by_default():
         generator = torch.Generator().manual_seed(0)
         x, weight = (torch.randn(n, 8, generator=generator) for n in (4, 1))
         x = x * 1e-3  # so small that eps matters

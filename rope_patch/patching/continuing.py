@@ -15,7 +15,7 @@ from rope_patch.methods.linear import Linear
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.nope import NoPE
 from rope_patch.patching.wrapped import Wrapped
-from rope_patch.reading import own_scaling
+from rope_patch.reading import by_layer_type, own_scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,3 +156,23 @@ class Continued(Wrapped):
     def __str__(self) -> str:
         scalings = dict.fromkeys(own_scaling(said) for said in self.standing.values())
         return f"{self.inner} on the config's own {' and '.join(scalings)}"
+
+
+def describe_start(config: Any, geometries: dict[str | None, Geometry]) -> list[str]:
+    """Return lines that say what became of the config's own scaling, for each layer type."""
+    standing = by_layer_type(config.rope_parameters)
+    lines = []
+    for kind, geometry in geometries.items():
+        if (own := own_scaling(standing[kind])) == "default":
+            continue
+        where = "" if kind is None else f"{kind}: "
+        lines.append(
+            f"  {where}starts from "
+            + (
+                f"what the model runs with, the config's own {own}, at its full length"
+                if geometry.base
+                else f"the unscaled frequencies, in the place of the config's own {own}"
+            )
+            + f" ({geometry.trained_length:,} tokens)"
+        )
+    return lines

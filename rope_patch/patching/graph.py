@@ -67,3 +67,18 @@ def follow(
 @follow.register_fake
 def _(keys, slots, kinds, positions, bounds, sets, steps, serial):
     return positions.new_empty(sets.shape, dtype=torch.float32)
+
+
+class TraceRefusal:
+    """Ahead of a decoder's forward: refuses to trace frequencies that follow lengths."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+            raise ValueError(
+                f"torch.jit.trace would keep the frequencies of {self.method} for the length that "
+                "it sees, and use them for every other: use torch.export or torch.compile, or "
+                "patch with a method whose frequencies stay, such as yarn"
+            )

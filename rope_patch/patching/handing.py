@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from rope_patch.ops import make_turns, on_triton
+from rope_patch.ops.modes import needs_plain_torch
+from rope_patch.patching.replicas import for_replica
 
 
 def hands_over(x: torch.Tensor, kernels: str) -> bool:
@@ -19,6 +21,7 @@ def hands_over(x: torch.Tensor, kernels: str) -> bool:
 
     Compiled graphs keep transformers' own code unless kernels are demanded: Inductor fuses the
     rotation and the norms with what is around them, and keeps as little for the backward pass.
+    Traces and forward-mode AD always keep it, because kernels cannot take part in them.
 
     Args:
         x: What has the device, type and dtype of what is to be rotated.
@@ -26,7 +29,8 @@ def hands_over(x: torch.Tensor, kernels: str) -> bool:
     """
     if kernels == "auto" and torch.compiler.is_compiling():
         return False
-    return kernels == "reference" or on_triton(x, kernels)
+    ours = kernels == "reference" or on_triton(x, kernels)
+    return ours and (torch.compiler.is_compiling() or not needs_plain_torch())
 
 
 class HandingOver:
@@ -80,6 +84,13 @@ class HandingOver:
     def retire(self) -> None:
         """Hand out cos and sin from now on: the patch is undone, but a wrapper calls this."""
         self.kernels = "hf"
+
+    def for_replica(self, replica: Any) -> HandingOver:
+        """Return the forward for a replica of the module (`nn.DataParallel`)."""
+        made = HandingOver.__new__(HandingOver)
+        own = for_replica(self.own, replica)
+        made.__dict__.update(self.__getstate__(), module=replica, own=own)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_made": {}}

@@ -11,10 +11,14 @@ from torch import nn
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
 from rope_patch.patching.configs import ConfigSwap
+from rope_patch.patching.continuing import describe_start
+from rope_patch.patching.defaults import as_by_default
 from rope_patch.patching.find import find_owner
+from rope_patch.patching.graph import TraceRefusal
 from rope_patch.patching.liger import watch_for_liger
 from rope_patch.patching.paged import guard_batching, require_no_manager
 from rope_patch.patching.parallel import Placed, require_places
+from rope_patch.patching.replicas import support_replicas
 from rope_patch.patching.request import Plan, make_plan
 from rope_patch.patching.rotary import report_cast, set_frequencies
 from rope_patch.patching.rotations import put_ours, who_rotates
@@ -22,7 +26,6 @@ from rope_patch.patching.softmax import unsharpened
 from rope_patch.patching.stamp import digest, require_static, stamp, stamp_caches
 from rope_patch.patching.starting import keep_start
 from rope_patch.patching.swap import Swaps
-from rope_patch.reading import by_layer_type, own_scaling
 
 logger = logging.getLogger("rope_patch")
 
@@ -49,6 +52,7 @@ class Patch:
         sharpened: The attentions that have it there.
     """
 
+    @as_by_default()
     def __init__(self, plan: Plan) -> None:
         self.method = plan.method
         self.trained_length = plan.trained_length
@@ -153,8 +157,10 @@ class Patch:
             group: The processes, a torch.distributed group; None ends it.
         """
         self._group = group
-        for part in (*self._followings, *self._placed):
-            part.group = group
+        for following in self._followings:
+            following.group = group
+        for placed in self._placed:
+            placed.group = group
 
     def summary(self) -> str:
         """What is in effect, a few lines to print."""
@@ -178,7 +184,7 @@ class Patch:
             lines.append(
                 f"  positions below {kept:,} keep the rotation from before, in all of these"
             )
-        lines += self._started()
+        lines += describe_start(self.original_config, self.geometries)
         if self.sharpening != 1:
             lines.append(
                 f"  softmax scale ×{self.sharpening**2:.6g}: heads that rotate only in part have "
@@ -191,25 +197,6 @@ class Patch:
             lines.append("  options: " + ", ".join(f"{k}={_short(v)}" for k, v in options.items()))
         lines.append(f"  {self._rotating}")
         return "\n".join(lines)
-
-    def _started(self) -> list[str]:
-        """What became of the config's own scaling."""
-        standing = by_layer_type(self.original_config.rope_parameters)
-        lines = []
-        for kind, geometry in self.geometries.items():
-            if (own := own_scaling(standing[kind])) == "default":
-                continue
-            where = "" if kind is None else f"{kind}: "
-            lines.append(
-                f"  {where}starts from "
-                + (
-                    f"what the model runs with, the config's own {own}, at its full length"
-                    if geometry.base
-                    else f"the unscaled frequencies, in the place of the config's own {own}"
-                )
-                + f" ({geometry.trained_length:,} tokens)"
-            )
-        return lines
 
     def __str__(self) -> str:
         length = "any length" if self.length is None else f"{self.length:,} tokens"
@@ -248,6 +235,7 @@ class Patch:
         if self._model is not None and self._plan is not None and not self._over:
             self._apply(self._model, self._plan)
 
+    @as_by_default()
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         """Changes the model; leaves it as it was if anything goes wrong on the way."""
         self._model, self._plan = model, plan
@@ -274,12 +262,14 @@ class Patch:
                 scale = unsharpened(attention) * self.sharpening**2
                 self._swaps.set(attention, "scaling", scale)
             for decoder, rotary, following in plan.followings:
+                self._swaps.hook(decoder, before=TraceRefusal(str(self.method)))
                 following.attach(decoder, rotary, self._swaps)
             for rotation in plan.rotations:
                 put_ours(rotation, plan.kernels, self._swaps)
                 for _, rotary, following in plan.followings:
                     if rotary is rotation.rotary and rotation.hands_over:
                         following.kernels = plan.kernels
+            support_replicas(self._swaps)
             ours = {id(r.rotary.module): r.problem is None for r in plan.rotations}
             for rotary in rotaries:
                 here = ours.get(id(rotary.module), False)
@@ -369,6 +359,7 @@ def patch(
     return handle
 
 
+@as_by_default()
 def check(
     model: nn.Module,
     method: str,

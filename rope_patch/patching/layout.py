@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rope_patch.ops.reference import rotate
+from rope_patch.patching.defaults import as_by_default
 from rope_patch.patching.find import Rotary
 from rope_patch.patching.liger import is_ligers
 from rope_patch.patching.rotary import fresh, hand_out
@@ -28,6 +29,7 @@ _HARMLESS = {"self.is_kv_shared_layer"}
 _ALWAYS = ("falcon", "granitemoehybrid", "olmo_hybrid")
 
 
+@as_by_default()
 def is_interleaved(rotary: Rotary, config: Any) -> bool:
     """Whether a model's rotated pairs are neighbours, rather than halves apart.
 

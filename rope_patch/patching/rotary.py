@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rope_patch.methods import Frequencies, registered
+from rope_patch.patching.defaults import as_by_default
 from rope_patch.patching.find import Rotary
 from rope_patch.patching.swap import Swaps
 
@@ -50,6 +51,7 @@ def hand_out(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str | 
     return module(x, positions, *kinds)
 
 
+@as_by_default()
 def unpatched(rotary: Rotary, config: Any) -> dict[str | None, Frequencies]:
     """The frequencies that transformers itself computes from a config, whatever the live ones are.
 

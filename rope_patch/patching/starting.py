@@ -7,6 +7,7 @@ their rotation, so in a cache nothing is to be done about them but to leave them
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from rope_patch.patching.continuing import Continued
 from rope_patch.patching.find import Rotary, find_decoder
 from rope_patch.patching.layout import several_positions
 from rope_patch.patching.lengths import columns, require_documents
+from rope_patch.patching.replicas import for_replica
 from rope_patch.patching.rotary import fresh, set_frequencies
 from rope_patch.patching.softmax import InSoftmax
 from rope_patch.patching.swap import Swaps
@@ -73,6 +75,11 @@ class KeptStart:
         if isinstance(turned, torch.Tensor):
             return _chosen(first, kept, turned)
         return tuple(_chosen(first, k, t) for k, t in zip(kept, turned, strict=True))
+
+    def for_replica(self, replica: Any) -> KeptStart:
+        """Return the forward for a replica of the module (`nn.DataParallel`), on its own device."""
+        own = for_replica(self.own, replica)
+        return KeptStart(own, copy.deepcopy(self.start), self.kinds, self.tokens)
 
     def retire(self) -> None:
         """Rotate all tokens alike from now on: the patch is undone, but a wrapper calls this."""

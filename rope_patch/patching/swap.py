@@ -57,6 +57,10 @@ class Swaps:
                 module.register_forward_hook(after, with_kwargs=True, always_call=True)
             )
 
+    def owners(self, attribute: str) -> list[Any]:
+        """Return the objects of which an attribute has been set, each once."""
+        return list({id(o): o for o, name, _, _ in self._changes if name == attribute}.values())
+
     def undo(self) -> list[str]:
         """Put everything back, the latest change first. Calling it again does nothing.
 

@@ -1,0 +1,32 @@
+"""The state of torch that probes run in, whatever the caller has set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def as_by_default() -> Iterator[None]:
+    """Run with torch's own defaults: float32, on the CPU, without gradients, autocast or inference.
+
+    Probes compare numbers that modules compute, and must come to the same result under
+    `torch.set_default_dtype`, `torch.set_default_device` and any mode of the caller's.
+    """
+    dtype = torch.get_default_dtype()
+    with (
+        torch.device("cpu"),
+        torch.inference_mode(False),  # enables gradients, so no_grad comes after it
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        if dtype == torch.float32:
+            yield
+            return
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)

@@ -1,0 +1,48 @@
+"""Replicas of `nn.DataParallel`: each must rotate with weights and frequencies of its own.
+
+torch copies a module's attributes to its replicas as they are, and with them a forward that was put
+there for the original.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from rope_patch.patching.rotary import row_by_row
+from rope_patch.patching.swap import Swaps
+
+
+class Replicating:
+    """A module's `_replicate_for_data_parallel`, which binds its forward to the replica."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> nn.Module:
+        module: Any = self.module
+        replica = type(module)._replicate_for_data_parallel(module)
+        # Held strongly by its own forward, a replica and its weights would outlive the step.
+        replica.__dict__["forward"] = for_replica(module.forward, weakref.proxy(replica))
+        return replica
+
+
+def for_replica(forward: Any, replica: Any) -> Any:
+    """Return a module's forward for its replica; somebody else's forward is returned as it is."""
+    if isinstance(forward, MethodType):
+        return partial(forward.__func__, replica)
+    if isinstance(forward, partial) and forward.func is row_by_row:
+        names, _, own = forward.args
+        return partial(row_by_row, names, replica, for_replica(own, replica))
+    make = getattr(forward, "for_replica", None)
+    return forward if make is None else make(replica)
+
+
+def support_replicas(swaps: Swaps) -> None:
+    """Make replicas of all modules whose forward has been set right."""
+    for module in swaps.owners("forward"):
+        swaps.set(module, "_replicate_for_data_parallel", Replicating(module))

@@ -1,0 +1,111 @@
+"""Patched models under torch's other modes: traces, forward-mode AD, and other defaults."""
+
+import pytest
+import torch
+from tiny_models import LONG_FACTOR, forward, make_model, step_by_step, tokens
+from torch.autograd import forward_ad
+
+import rope_patch
+from rope_patch.patching import attention
+
+
+class LogitsOf(torch.nn.Module):
+    """A model of one tensor in and one out, as traces want it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_computes_what_the_model_does(family, kernels):
+    model = make_model(family)
+    rope_patch.patch(model, "yarn", factor=4, kernels=kernels)
+    with torch.no_grad():
+        traced = torch.jit.trace(LogitsOf(model), tokens(40))
+    for ids in (tokens(40, seed=5), tokens(70, seed=5)):
+        torch.testing.assert_close(traced(ids), forward(model, ids), rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_of_frequencies_that_follow_lengths_is_refused():
+    model = make_model()
+    rope_patch.patch(model, "dynamic-yarn", kernels="hf")
+    with pytest.raises(ValueError, match="trace would keep the frequencies"):
+        torch.jit.trace(LogitsOf(model), tokens(40))
+    plain = make_model()
+    rope_patch.patch(plain, "dynamic-yarn", kernels="hf")
+    assert forward(model, tokens(100)).equal(forward(plain, tokens(100)))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
+def test_forward_mode_derivatives_are_those_of_reverse_mode(method, kernels):
+    """<u, J v> = <J^T u, v> for any u and v, with v's side by forward mode."""
+    factor = {"factor": 4} if method == "yarn" else {}
+    model = make_model("qwen3", attn_implementation="eager")
+    rope_patch.patch(model, method, kernels=kernels, **factor)
+    embedded = model.get_input_embeddings()(tokens(80)).detach()
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(embedded.shape, generator=generator)
+    u = torch.randn(1, 80, 128, generator=generator)
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(embedded, v)
+        out = model(inputs_embeds=dual, use_cache=False).logits
+        tangent = forward_ad.unpack_dual(out).tangent
+    embedded.requires_grad_()
+    out = model(inputs_embeds=embedded, use_cache=False).logits
+    (gradient,) = torch.autograd.grad(out, embedded, u)
+    torch.testing.assert_close((u * tangent).sum(), (gradient * v).sum(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.fixture
+def torch_defaults():
+    """Puts torch's defaults back."""
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+METHODS = [
+    ("llama", "yarn", {"factor": 4}),
+    ("qwen3", "dynamic-yarn", {}),
+    ("llama", "longrope", {"factor": 4, "long_factor": LONG_FACTOR, "start_tokens": 4}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("family", "method", "options"), METHODS)
+def test_a_default_dtype_changes_nothing(family, method, options, dtype, torch_defaults):
+    expected, model = make_model(family), make_model(family)
+    reference = rope_patch.patch(expected, method, **options)
+    attention._asked.cache_clear()  # what was asked before would answer
+    state = torch.get_rng_state()
+    torch.set_default_dtype(dtype)
+    handle = rope_patch.patch(model, method, **options)
+    assert torch.get_default_dtype() == dtype
+    torch.set_default_dtype(torch.float32)
+    assert torch.get_rng_state().equal(state)
+    assert handle.summary() == reference.summary()
+    ids = tokens(70)
+    assert step_by_step(model, ids, 60).equal(step_by_step(expected, ids, 60))
+
+
+def test_a_default_device_and_modes_around_patch_change_nothing(torch_defaults):
+    expected, model = make_model("qwen3"), make_model("qwen3")
+    reference = rope_patch.patch(expected, "dynamic-yarn")
+    attention._asked.cache_clear()
+    torch.set_default_device("meta")
+    with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
+        handle = rope_patch.patch(model, "dynamic-yarn")
+    torch.set_default_device(None)
+    assert handle.summary() == reference.summary()
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    ids = tokens(70)
+    assert step_by_step(model, ids, 60).equal(step_by_step(expected, ids, 60))
