@@ -4,9 +4,10 @@ Ahead of each forward of the decoder the length of every row is known or looked 
 changes a row's frequencies, its cached keys are turned on to the new ones. So every query meets
 keys under its own frequencies, whatever was called before and whoever shares the batch.
 
-Where lengths come from: a single new token makes its row one longer, which is counted on the CPU.
-Only when the count leaves what the present frequencies serve, or several tokens come at once, are
-the positions read from the device.
+Where lengths come from: of a single new token its position alone is read, and not even that where
+it is certain: without position_ids, and in generate (see `generation_loop`). Only when it leaves
+what the present frequencies serve, or several tokens come at once, are all positions read from the
+device.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.patching import graph
 from rope_patch.patching.find import Rotary
+from rope_patch.patching.generation_loop import GenerationLoop
 from rope_patch.patching.layout import is_interleaved, rotated_layers, takes_rows
 from rope_patch.patching.lengths import context_parallel_group, positions_of, spans
 from rope_patch.patching.now import Now
@@ -84,6 +86,7 @@ class Following:
         self.parts = self.sets.parts
         self.width = self.sets.width
         self._names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+        self.loop = GenerationLoop()
         self._now = Now()
         self._turning = threading.RLock()
         self.serial = graph.announce(self)
@@ -126,7 +129,6 @@ class Following:
         record.append(past, new)
         if cache is not None:
             remember(cache, record)
-        steps = new.shape[1]
         if torch.compiler.is_compiling():
             cached = list(self._cached(cache, record, past))
             self._now.rows = torch.ops.rope_patch.follow(
@@ -134,22 +136,25 @@ class Following:
                 [slots for _, slots, _ in cached],
                 [list(self.parts).index(kind) for _, _, kind in cached],
                 record.positions,
+                new,
                 record.bounds,
                 record.sets,
-                steps,
+                torch.is_grad_enabled() and any(keys.requires_grad for keys, _, _ in cached),
                 self.serial,
             )
         else:
+            counted = given.get("position_ids") is None and isinstance(past, int)
             # A whole sequence without padding or gaps: its length needs no reading.
-            plain = given.get("position_ids") is None and given.get("attention_mask") is None
-            known = steps if plain and isinstance(past, int) and past == 0 else None
+            plain = counted and past == 0 and given.get("attention_mask") is None
+            at = self.loop.take(given.get("position_ids"))
             self._now.rows = self.settle(
                 record.bounds,
                 record.sets,
                 record.positions,
-                steps,
+                new,
                 lambda: self._cached(cache, record, past),
-                known,
+                new.shape[1] if plain else None,
+                [past] * len(new) if counted else at,
             )
         self._now.unrecorded = record if cache is None else None
 
@@ -170,7 +175,7 @@ class Following:
         if rows is None:  # called by itself: its positions are all there is to know
             positions = args[1] if len(args) > 1 else kwargs["position_ids"]
             own = Record.blank(self.owner, positions, self.width)
-            rows = self.settle(own.bounds, own.sets, positions, positions.shape[1], lambda: ())
+            rows = self.settle(own.bounds, own.sets, positions, positions, lambda: ())
         x = args[0] if args else kwargs["x"]
         inv_freq, scale = self.sets.split(rows, kind, x.device)
         name, scale_name = self.names[kind]
@@ -210,9 +215,10 @@ class Following:
         bounds: torch.Tensor,
         sets: torch.Tensor,
         positions: torch.Tensor,
-        steps: int,
+        new: torch.Tensor,
         cached: Callable[[], Iterable[Cached]],
         known: int | None = None,
+        at: list[float] | None = None,
     ) -> torch.Tensor:
         """Finds each row's frequencies, and turns its cached keys on where they changed.
 
@@ -220,20 +226,21 @@ class Following:
             bounds: See `Record`; brought up to date in place.
             sets: See `Record`; brought up to date in place.
             positions: Of all tokens, the new ones included, -1 where there is none, `[B, S]`.
-            steps: How many of them are new.
+            new: Of the new tokens, `[B, S]`.
             cached: The keys that are cached already.
             known: The rows' length in tokens, where it is the same for all and known.
+            at: Of a single new token in each row, where it is known; else it is read from `new`.
 
         Returns:
             Frequencies and attention factors in float32 on the positions' device, `[B, F]`, or
             `[1, F]` where all rows turn alike.
         """
-        if steps == 1 and self.fixed is None:
-            # In Python's and NumPy's numbers: for the few rows of a batch the quickest way.
-            known_bounds = bounds.tolist()
-            if all(last + 2 - first <= served for first, last, served in known_bounds):
-                bounds.numpy()[:, 1] += 1
-                return self.sets.to_device([row[2] for row in known_bounds], positions.device)
+        if new.shape[1] == 1 and self.fixed is None and self._group() is None:
+            if at is None:
+                at = new[:, 0].tolist()
+            self.loop.note(at)
+            if self._serves(bounds, at):
+                return self.sets.to_device(bounds[:, 2].tolist(), positions.device)
         if self.fixed is not None:
             bounds[:, :2] = UNKNOWN
             reaches = [self.sets.reach(self.fixed)] * len(bounds)
@@ -251,6 +258,19 @@ class Following:
             sets.copy_(wanted)
         bounds[:, 2] = torch.tensor(reaches, dtype=torch.float64, device="cpu")
         return self.sets.to_device(reaches, positions.device)
+
+    def _serves(self, bounds: torch.Tensor, at: list[float]) -> bool:
+        """Widen the rows' bounds to one more position each, if their frequencies serve that too."""
+        # In Python's and NumPy's numbers: for the few rows of a batch the quickest way.
+        spans, ends = [], bounds.tolist()
+        for (first, last, served), position in zip(ends, at, strict=True):
+            if position >= 0:  # not hidden by a mask
+                first, last = min(first, position), max(last, position)
+            if not last + 1 - first <= served:  # nor is it where bounds are unknown
+                return False
+            spans.append((first, last))
+        bounds.numpy()[:, :2] = spans
+        return True
 
     def frequencies(self, length: float) -> dict[str | None, Frequencies]:
         """What a sequence of `length` tokens is rotated by, for each layer type that changes."""
@@ -279,10 +299,11 @@ class Following:
     # -- copies ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_now", "_turning")}
+        return {k: v for k, v in vars(self).items() if k not in ("loop", "_now", "_turning")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.loop = GenerationLoop()
         self._now = Now()
         self._turning = threading.RLock()
         self.serial = graph.announce(self)

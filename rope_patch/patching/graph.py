@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ def follow(
     slots: list[torch.Tensor],
     kinds: list[int],
     positions: torch.Tensor,
+    new: torch.Tensor,
     bounds: torch.Tensor,
     sets: torch.Tensor,
-    steps: int,
+    differentiated: bool,
     serial: int,
 ) -> torch.Tensor:
     """`Following.settle` of the one that was announced as `serial`, for every row, `[B, F]`.
@@ -52,20 +54,36 @@ def follow(
         slots: Where they were rotated at, `[B, S]` each.
         kinds: Which layer types they belong to, as indices.
         positions: See `Following.settle`.
+        new: See `Following.settle`.
         bounds: See `Following.settle`.
         sets: See `Following.settle`.
-        steps: See `Following.settle`.
+        differentiated: Whether gradients flow through the keys.
         serial: What `announce` returned.
+
+    Raises:
+        ValueError: Keys have to be rotated again, which this operator does in place, and gradients
+            flow through them.
     """
     following = _alive[serial]
     names = list(following.parts)
-    cached = [(k, s, names[i]) for k, s, i in zip(keys, slots, kinds, strict=True)]
-    rows = following.settle(bounds, sets, positions, steps, lambda: cached)
+
+    def cached() -> Iterator[Any]:
+        if differentiated:
+            raise ValueError(
+                "the sequence outgrew the frequencies of its cached keys, and gradients flow "
+                "through these: a compiled graph rotates them again in place, which would lose "
+                "the gradients. Call the model uncompiled, or under torch.no_grad(), or say the "
+                "length beforehand (`handle.fix_length(...)`)"
+            )
+        yield from ((k, s, names[i]) for k, s, i in zip(keys, slots, kinds, strict=True))
+
+    at = following.loop.take(None)
+    rows = following.settle(bounds, sets, positions, new, cached, at=at)
     return rows.expand(positions.shape[0], -1).clone()
 
 
 @follow.register_fake
-def _(keys, slots, kinds, positions, bounds, sets, steps, serial):
+def _(keys, slots, kinds, positions, new, bounds, sets, differentiated, serial):
     return positions.new_empty(sets.shape, dtype=torch.float32)
 
 

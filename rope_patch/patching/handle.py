@@ -10,10 +10,12 @@ from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
+from rope_patch.patching.candidates import limit_candidates
 from rope_patch.patching.configs import ConfigSwap
 from rope_patch.patching.continuing import describe_start
 from rope_patch.patching.defaults import as_by_default
 from rope_patch.patching.find import find_owner
+from rope_patch.patching.generation_loop import watch_generate
 from rope_patch.patching.graph import TraceRefusal
 from rope_patch.patching.liger import watch_for_liger
 from rope_patch.patching.paged import guard_batching, require_no_manager
@@ -264,6 +266,8 @@ class Patch:
             for decoder, rotary, following in plan.followings:
                 self._swaps.hook(decoder, before=TraceRefusal(str(self.method)))
                 following.attach(decoder, rotary, self._swaps)
+            limit_candidates(model, plan.followings, self._swaps)
+            watch_generate(model, plan.followings, self._swaps)
             for rotation in plan.rotations:
                 put_ours(rotation, plan.kernels, self._swaps)
                 for _, rotary, following in plan.followings:
