@@ -203,7 +203,7 @@ def cached_keys(
         Index of a layer, its keys `[B, K, S, D]`, where they were rotated at `[B, S]`.
 
     Raises:
-        ValueError: The keys are not at hand to be changed.
+        ValueError: The keys are not at hand to be changed, or not without losing gradients.
     """
     require_turnable(cache)
     if getattr(cache, "offloading", False) and torch.cuda.is_available():
@@ -213,11 +213,19 @@ def cached_keys(
         if keys is None or keys.numel() == 0:
             continue
         if not torch.compiler.is_compiling():
-            layer.keys = keys = _writable(keys)
+            layer.keys = keys = _writable(layer, keys)
         end, held = past, keys.shape[2]
         if record.static:  # a window that is not full yet starts at the first slot
             end = max(layer.get_seq_length(), held) if layer.is_sliding else held
         yield index, keys, record.positions[:, end - held : end]
+
+
+def carries_gradients(cache: Any) -> bool:
+    """Return whether a backward pass may go through the keys that a cache holds now."""
+    if cache is None or not torch.is_grad_enabled():
+        return False
+    keys = [getattr(layer, "keys", None) for layer in cache.layers]
+    return any(key.requires_grad for key in keys if key is not None)
 
 
 def require_turnable(cache: Any) -> None:
@@ -248,10 +256,25 @@ def _capacity(cache: Any) -> int:
     return slots
 
 
-def _writable(keys: torch.Tensor) -> torch.Tensor:
-    """Keys that may be changed in place: what inference mode made may be only within it."""
+def _writable(layer: Any, keys: torch.Tensor) -> torch.Tensor:
+    """Return a layer's keys as a tensor that may be changed in place.
+
+    What inference mode made may be changed only within it, and what autograd has saved for a
+    backward pass not at all.
+
+    Raises:
+        ValueError: Gradients flow through keys of a static cache.
+    """
+    if keys.requires_grad and isinstance(layer, StaticLayer):
+        raise ValueError(
+            "the sequence outgrew the frequencies of its cached keys, and gradients flow through "
+            "these: a static cache cannot hand out other tensors in their place. Use a "
+            "DynamicCache, or torch.no_grad(), or say the length beforehand "
+            "(`handle.fix_length(...)`)"
+        )
     outside = keys.is_inference() and not torch.is_inference_mode_enabled()
-    return keys.clone() if outside else keys
+    saved = keys.requires_grad or torch.is_grad_enabled()
+    return keys.clone() if outside or saved else keys
 
 
 def _remembering(kind: type) -> type:

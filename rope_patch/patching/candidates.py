@@ -74,8 +74,8 @@ class _Row:
             positions = mask.long().cumsum(-1) - 1
         elif positions is None:
             positions = torch.arange(width, device=input_ids.device)[None]
-        cache = model_kwargs.get("past_key_values")
-        record = getattr(cache, "rotation", None)
+        cache: Any = model_kwargs.get("past_key_values")
+        record: Any = getattr(cache, "rotation", None)
         past = 0 if record is None else cache.get_seq_length()
         new = positions[:, -(width - past) :]
         if mask is not None:

@@ -30,7 +30,7 @@ class _Seen:
         self._tensor = weakref.ref(tensor)
         self._version = _version(tensor)
 
-    def is_still(self, tensor: Any) -> bool:
+    def is_still(self, tensor: torch.Tensor) -> bool:
         return self._tensor() is tensor and self._version == _version(tensor)
 
 
@@ -69,16 +69,18 @@ class GenerationLoop(threading.local):
         if source is None or given is None or given.ndim != 2 or given.shape[1] != 1:
             return
         positions = None
-        if last is not None and last.positions and following is not None:
-            if following.is_still(source):
-                positions = [position + 1 for position in last.positions]
+        linked = following is not None and following.is_still(source)
+        if linked and last is not None and last.positions:
+            positions = [position + 1 for position in last.positions]
         self._step = _Step(_Seen(source), _Seen(given), positions)
 
-    def update(self, before: Any, after: torch.Tensor | None, tokens: int) -> None:
+    def update(self, before: torch.Tensor | None, after: torch.Tensor | None, tokens: int) -> None:
         """Note what generate extends by the new tokens' positions, before and after it does."""
-        step = self._step
-        certain = step is not None and step.done and step.source.is_still(before) and tokens == 1
-        self._next = _Seen(after) if certain and after is not None else None
+        step, self._next = self._step, None
+        if step is None or not step.done or before is None or after is None or tokens != 1:
+            return
+        if step.source.is_still(before):
+            self._next = _Seen(after)
 
     def take(self, given: torch.Tensor | None) -> list[float] | None:
         """Return the positions that a decoder's forward is given, if they are certain.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ def follow(
     new: torch.Tensor,
     bounds: torch.Tensor,
     sets: torch.Tensor,
-    differentiated: bool,
     serial: int,
 ) -> torch.Tensor:
     """`Following.settle` of the one that was announced as `serial`, for every row, `[B, F]`.
@@ -57,33 +55,18 @@ def follow(
         new: See `Following.settle`.
         bounds: See `Following.settle`.
         sets: See `Following.settle`.
-        differentiated: Whether gradients flow through the keys.
         serial: What `announce` returned.
-
-    Raises:
-        ValueError: Keys have to be rotated again, which this operator does in place, and gradients
-            flow through them.
     """
     following = _alive[serial]
     names = list(following.parts)
-
-    def cached() -> Iterator[Any]:
-        if differentiated:
-            raise ValueError(
-                "the sequence outgrew the frequencies of its cached keys, and gradients flow "
-                "through these: a compiled graph rotates them again in place, which would lose "
-                "the gradients. Call the model uncompiled, or under torch.no_grad(), or say the "
-                "length beforehand (`handle.fix_length(...)`)"
-            )
-        yield from ((k, s, names[i]) for k, s, i in zip(keys, slots, kinds, strict=True))
-
+    cached = [(k, s, names[i]) for k, s, i in zip(keys, slots, kinds, strict=True)]
     at = following.loop.take(None)
-    rows = following.settle(bounds, sets, positions, new, cached, at=at)
+    rows = following.settle(bounds, sets, positions, new, lambda: cached, at=at)
     return rows.expand(positions.shape[0], -1).clone()
 
 
 @follow.register_fake
-def _(keys, slots, kinds, positions, new, bounds, sets, differentiated, serial):
+def _(keys, slots, kinds, positions, new, bounds, sets, serial):
     return positions.new_empty(sets.shape, dtype=torch.float32)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +56,41 @@ class Turning:
         # Layers of one type that hold the same slots turn by the same angles.
         together: dict[Any, list[Cached]] = {}
         for keys, slots, kind in cached:
-            together.setdefault((kind, slots.shape[1], keys.device), []).append((keys, slots, kind))
-        for layers in together.values():
-            _, slots, kind = layers[0]
+            graded = torch.is_grad_enabled() and keys.requires_grad
+            key = (kind, slots.shape[1], keys.device, graded)
+            together.setdefault(key, []).append((keys, slots, kind))
+        for (kind, _, _, graded), layers in together.items():
             start, end = self.parts[kind]
-            for block in blocks:
-                keys_of_all = [keys[block] for keys, _, _ in layers]
-                at = slots[block].clamp(min=0)
-                with left_alone(keys_of_all, at, self.kept_tokens):
-                    self._turn_on(keys_of_all, at, sets[block, start:end], wanted[block, start:end])
+            at = layers[0][1].clamp(min=0)
+            # A copy, since the record of the cache is changed later on.
+            change = (blocks, at, sets[:, start:end].clone(), wanted[:, start:end])
+            keys_of_all = [keys for keys, _, _ in layers]
+            if graded:
+                _Differentiable.apply(self, change, *keys_of_all)
+            else:
+                self.change(keys_of_all, *change)
+
+    def change(
+        self,
+        layers: Sequence[torch.Tensor],
+        blocks: list[slice],
+        at: torch.Tensor,
+        old: torch.Tensor,
+        new: torch.Tensor,
+    ) -> None:
+        """Re-rotate the keys of layers of one type in place.
+
+        Args:
+            layers: Keys, `[B, K, S, D]` each.
+            blocks: The rows that change.
+            at: Positions, `[B, S]`.
+            old: Frequencies and attention factor that they are rotated by, `[B, R / 2 + 1]`.
+            new: Those to rotate them by.
+        """
+        for block in blocks:
+            rows = [keys[block] for keys in layers]
+            with left_alone(rows, at[block], self.kept_tokens):
+                self._turn_on(rows, at[block], old[block], new[block])
 
     def _turn_on(
         self, layers: list[torch.Tensor], at: torch.Tensor, old: torch.Tensor, new: torch.Tensor
@@ -85,3 +111,29 @@ class Turning:
         rerotate_as_transformers_(
             layers, at, old[:, :-1], new[:, :-1], scale, interleaved=self.interleaved
         )
+
+
+class _Differentiable(torch.autograd.Function):
+    """`Turning.change`, through which gradients flow."""
+
+    @staticmethod
+    def forward(turning: Turning, change: Any, *layers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        turning.change(layers, *change)
+        return layers
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.turning, ctx.change = inputs[:2]
+        ctx.mark_dirty(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # A rotation's transpose turns back by the same angle, with the same factor.
+        blocks, at, old, new = ctx.change
+        back = torch.cat([new[:, :-1], old[:, -1:]], 1), torch.cat([old[:, :-1], new[:, -1:]], 1)
+        copies = [gradient.clone() for gradient in gradients]
+        if torch.is_grad_enabled():
+            copies = _Differentiable.apply(ctx.turning, (blocks, at, *back), *copies)
+        else:
+            ctx.turning.change(copies, blocks, at, *back)
+        return None, None, *copies
