@@ -33,20 +33,33 @@ def test_decoding_is_as_on_the_cpu(family):
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_step_without_growth_does_not_wait(no_waiting, static):
+def test_a_step_without_growth_does_not_wait(no_waiting):
     """From 77 to 90 tokens one step of growth serves: 64 * 2^(2/4) is 90.5."""
     model, ids = make_model().cuda(), tokens(LONG).cuda()
     rope_patch.patch(model, "dynamic-yarn")
-    size = {"max_cache_len": LONG} if static else {}
-    cache = (StaticCache if static else DynamicCache)(config=model.config, **size)
-    positions = torch.arange(LONG, device="cuda")[None]
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
         step_by_step(model, ids[:, : TRAINED + 15], SHORT, cache)
         with no_waiting:
             for i in range(TRAINED + 15, TRAINED + 25):
-                here = slice(i, i + 1)
-                model(ids[:, here], position_ids=positions[:, here], past_key_values=cache)
+                model(ids[:, i : i + 1], past_key_values=cache)
+
+
+def test_generate_does_not_wait_for_positions(no_waiting):
+    """generate itself waits, but the decoder's forward does not, from the third one on."""
+    model, ids = make_model().cuda(), tokens(TRAINED + 14).cuda()
+    rope_patch.patch(model, "dynamic-yarn")
+    forwards = []
+
+    def enter(*_):
+        forwards.append(1)
+        if len(forwards) > 2:
+            no_waiting.__enter__()
+
+    model.model.register_forward_pre_hook(enter, prepend=True)
+    model.model.register_forward_hook(lambda *_: no_waiting.__exit__(), always_call=True)
+    model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0)
+    assert len(forwards) == 10
 
 
 def test_an_offloaded_cache_is_turned_where_it_lies():
