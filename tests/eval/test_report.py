@@ -320,7 +320,15 @@ def test_heat_maps_show_each_depth_and_length() -> None:
 def test_runs_side_by_side(small: dict[str, Any], tmp_path: Path) -> None:
     other = json.loads(json.dumps(small))
     other["run"] |= {"name": "Other-2B", "trained_length": 2048, "weights": "others"}
-    page = Page(write_report([small, other], tmp_path))
+    shown: list[str] = []
+    page = Page(write_report([small, other], tmp_path, shown.append))
+    title, first, second, _, *table = "".join(shown).splitlines()
+    assert title == "2 evaluations: Tiny-1B, Other-2B"
+    assert first.startswith("Tiny-1B: ")
+    assert second.startswith("Other-2B: ")
+    rows = [line.strip() for line in table[2:]]
+    assert all(row.startswith(("Tiny-1B, ", "Other-2B, ")) for row in rows)
+    assert len(rows) == 2 * len(small["methods"])
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert bare(page.cells) == bare(markdown_cells(markdown))
     assert page.headings[0] == 1
