@@ -16,6 +16,7 @@ from rope_patch.eval.gaps import gaps, sentence
 from rope_patch.eval.perplexity_run import PerplexityRun
 from rope_patch.eval.request import BASELINE, SPEED, Request, check_request
 from rope_patch.eval.retrieval_run import RetrievalRun
+from rope_patch.eval.sanity import cautions
 from rope_patch.eval.session import Session
 from rope_patch.eval.tasks import short
 from rope_patch.loading import read_config, read_tokenizer
@@ -96,6 +97,7 @@ def _run(session: Session, started: float, show: Callable[[str], object] | None)
         "control": questions.controls,
         **others.results(),
     }
+    results["run"]["cautions"] = cautions(results, [d.tokens for d in documents.documents])
     if session.processes.main:
         overview: list[str] = []
         write_report(results, request.folder, overview.append)
@@ -234,6 +236,8 @@ def _complain(results: dict[str, Any]) -> None:
     ]
     failed = [row["error"] for row in rows if row["score"] is None]
     notes = results["run"]["not_run"]
+    for caution in results["run"]["cautions"]:
+        logger.warning("caution: %s", caution)
     if failed and len(failed) == len(rows):
         raise ValueError(f"not one of {len(rows)} samples could be answered: {failed[0]}")
     reasons = [*notes, *results["run"]["failed"]]

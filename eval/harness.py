@@ -17,6 +17,7 @@ from typing import Any
 from rope_patch.eval import retrieval
 from rope_patch.eval.language_model import LongContextLM
 from rope_patch.patching.swap import Swaps
+from rope_patch.reason import reason
 
 # Tasks that are made at a length, by lm-eval's folder, and how their metadata spells it. RULER puts
 # the samples of all lengths one after another, so that a limit takes the first length's alone;
@@ -182,11 +183,10 @@ def _read(manager: Any, name: str) -> dict[str, Any]:
             "install it, or leave the task out"
         ) from error
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise ValueError(
-            f"the data of lm-eval's task {name!r} cannot be had: {reason}. What comes from a "
-            "server must be there once: let it be downloaded (unset HF_HUB_OFFLINE), or leave the "
-            "task out; our own tasks (rp_ruler, rp_hard) need no data"
+            f"the data of lm-eval's task {name!r} cannot be had: {reason(error)}. What comes from "
+            "a server must be there once: let it be downloaded (unset HF_HUB_OFFLINE), or leave "
+            "the task out; our own tasks (rp_ruler, rp_hard) need no data"
         ) from error
     return found
 

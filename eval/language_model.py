@@ -17,6 +17,7 @@ from rope_patch.eval.processes import Processes
 from rope_patch.eval.reading import Reader, device, out_of_memory
 from rope_patch.patching import current
 from rope_patch.progress import progress_bar
+from rope_patch.reason import reason
 
 SHORT = 512  # tokens; what is not longer is read in batches
 _BATCH_TOKENS = {"cpu": 4096}
@@ -223,7 +224,7 @@ class LongContextLM(HFLM):
                     continue
                 reader.clear()  # whatever it left behind is not to be trusted
                 bar.update(len(job.ids))
-                found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+                found = {"error": reason(error)}
             self._answers.put(job.key, found)
             return
 
@@ -292,7 +293,7 @@ class LongContextLM(HFLM):
                 for half in (jobs[: len(jobs) // 2], jobs[len(jobs) // 2 :]):
                     self._answer_batch(half)
                 return
-            found = [{"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}]
+            found = [{"error": reason(error)}]
         for job, answer in zip(jobs, found, strict=True):
             if not self._answers.done(job.key):  # in a batch that a kill left half written
                 self._answers.put(job.key, answer)

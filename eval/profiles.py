@@ -9,8 +9,10 @@ from difflib import get_close_matches
 import torch
 
 from rope_patch import demo
+from rope_patch.eval import retrieval, tasks
 from rope_patch.eval.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
-from rope_patch.loading import read_config
+from rope_patch.eval.tasks.samples import TooShort
+from rope_patch.loading import read_config, read_tokenizer
 from rope_patch.reading import read_geometries
 
 logger = logging.getLogger("rope_patch")
@@ -35,6 +37,7 @@ class Profile:
 
 _THOROUGH: tuple[str, ...] = ("rp_ruler", "rp_hard", "rp_hard_ll", "rp_choice")
 _THOROUGH += (PERPLEXITY, KEY_TOKENS, SHORT, SPEED)
+_RECALL = ("rp_recall_ll", "rp_recall_mc")
 _NOVELS = ("emma", "mansfield_park", "pride_and_prejudice", "sense_and_sensibility")
 PROFILES = {
     "quick": Profile(
@@ -63,6 +66,41 @@ def choose(name: str | None) -> Profile:
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"unknown profile {name!r}{hint}; expected one of {', '.join(PROFILES)}")
     return PROFILES[name]
+
+
+def fitting(
+    chosen: tuple[str, ...], model: str, gguf_file: str | None, shortest: int
+) -> tuple[str, ...]:
+    """Return a profile's tasks; those without room in the shortest length give way to recall.
+
+    What gives way is then said on stderr.
+
+    Args:
+        chosen: Of a profile.
+        model: A folder, a name, or `demo`.
+        gguf_file: The GGUF file within the model's folder.
+        shortest: Of the lengths, in tokens.
+    """
+    expanded = tasks.expand(list(chosen))
+    tokenizer = read_tokenizer(demo.resolve(model), gguf_file=gguf_file)
+    least: dict[str, int] = {}
+    for name in expanded:
+        if name in tasks.names():
+            try:
+                retrieval.build(name, tokenizer, [shortest], 1, [50])
+            except TooShort as error:
+                least[name] = error.least
+    if not least:
+        return chosen
+    logger.warning(
+        "at %s tokens there is no room for %s (%s tokens or more): asking for word pairs instead "
+        "(%s)",
+        f"{shortest:,}",
+        ", ".join(least),
+        f"{min(least.values()):,}",
+        ", ".join(_RECALL),
+    )
+    return (*_RECALL, *(name for name in expanded if name not in least))
 
 
 def lengths(

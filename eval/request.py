@@ -10,7 +10,7 @@ from typing import Any
 
 from rope_patch.eval import tasks, texts
 from rope_patch.eval.tasks import short
-from rope_patch.loading import empty_model, require_dtype
+from rope_patch.loading import empty_model, require_device, require_dtype
 from rope_patch.methods import registered
 from rope_patch.patching import check
 from rope_patch.saving import read_sidecar
@@ -160,6 +160,7 @@ def check_request(request: Request, path: str, config: Any) -> None:
             f"such as 0.05; got {request.precision:g}"
         )
     require_dtype(request.dtype)
+    require_device(request.device_map)
     if SPEED in request.tasks and len(set(request.methods)) < 2:
         raise ValueError("speed is a ratio to the first method's: give at least two methods")
     for text in (*request.texts, *request.haystacks):

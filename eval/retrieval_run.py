@@ -7,6 +7,7 @@ from typing import Any
 from rope_patch.eval import files, retrieval, statistics
 from rope_patch.eval.request import BASELINE
 from rope_patch.eval.session import Session
+from rope_patch.eval.tasks.samples import TooShort
 
 _FIRST = 10  # samples at a length that a precision starts with
 _CONTROLS = 6  # samples without their answer, which should all fail
@@ -95,7 +96,13 @@ class RetrievalRun:
         if not planted:
             given["planted"] = False
         tokenizer, depths = self.session.tokenizer, list(request.depths)
-        return retrieval.build(name, tokenizer, [length], count, depths, **given)[0]
+        try:
+            return retrieval.build(name, tokenizer, [length], count, depths, **given)[0]
+        except TooShort as error:
+            raise ValueError(
+                f"{error}: give --lengths of at least {error.least} each, or other --tasks; "
+                "rp_recall_ll asks for word pairs, which fit into a few dozen tokens"
+            ) from error
 
     def _measure(self, wanted: list[tuple[str, int]], label: str, place: str) -> None:
         """Tasks at one length, together: some ask the same prompts, which are then read once."""

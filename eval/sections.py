@@ -121,9 +121,11 @@ def sections(found: Findings, pictures: dict[str, Picture], prefix: str = "") ->
     prices = _some(price_tables.short_table(found), price_tables.harness_table(found))
     answers = _some(perplexity_tables.answer_table(found))
     costs, controls = price_tables.cost_table(found), price_tables.control_table(found)
+    cautions = [one_line(line) for line in found.run.get("cautions") or []]
     failed = [one_line(line) for line in found.run.get("failed") or []]
     chance = _some(price_tables.chance_text(found))
     parts = [
+        Part(heading="Cautions", lines=cautions),
         Part(heading="Retention", notes=[_RETENTION], tables=retention),
         _accuracy(found, pictures),
         Part(heading="Accuracy by depth", notes=_heat_notes(found), heat_maps=_heat(found, prefix)),

@@ -22,6 +22,7 @@ from rope_patch.eval.request import BASELINE, Request
 from rope_patch.loading import load, read_model
 from rope_patch.patching import Patch, current, patch
 from rope_patch.reading import read_geometries
+from rope_patch.reason import reason
 from rope_patch.saving import read_sidecar
 
 logger = logging.getLogger("rope_patch")
@@ -181,7 +182,7 @@ class Session:
         except Exception as error:
             if self.processes.size > 1:
                 raise  # the others wait for this one
-            self.not_run.append(f"{name}: {one_line(error)}")
+            self.not_run.append(f"{name}: {reason(error)}")
             return None
 
     def identity(self, length: int, end: int) -> dict[str, Any]:
@@ -231,11 +232,6 @@ def _rotation(handle: Patch, length: int, end: int) -> Any:
     if found and handle.method.kept_tokens:
         found["kept tokens"] = handle.method.kept_tokens
     return found or None
-
-
-def one_line(error: BaseException) -> str:
-    """An error's kind and the start of what it says."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def _describe(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:

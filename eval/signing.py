@@ -12,6 +12,8 @@ import json
 import math
 from typing import Any
 
+from rope_patch.reason import parse_json
+
 FORMAT = "rope_patch.eval/2"
 _NAME = FORMAT.split("/")[0]
 
@@ -47,7 +49,7 @@ def verify(loaded: Any, where: str) -> dict[str, Any]:
     """
     if isinstance(loaded, str | bytes):
         try:
-            loaded = json.loads(loaded)
+            loaded = parse_json(loaded)
         except ValueError as error:
             raise ValueError(f"{where} is not JSON ({error}); expected a report.json") from error
     if not isinstance(loaded, dict) or not _ours(loaded):

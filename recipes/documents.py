@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rope_patch.eval import texts
+from rope_patch.reason import parse_json
 
 IGNORED = -100  # a label that transformers' losses leave out
 KINDS = ".txt, .md, .jsonl, .json (lines; these also as .gz) and .parquet"
@@ -225,7 +226,7 @@ def _lines(path: Path, column: str, start: int) -> Iterator[Entry]:
 def _record(line: bytes, where: str, offset: int) -> dict[str, Any]:
     text = _decode(line, where, offset)
     try:
-        record = json.loads(text)
+        record = parse_json(text)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{where}: broken JSON: {error.msg} at column {error.colno}; expected one object a "

@@ -16,6 +16,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments, integrations
 
+from rope_patch.reason import one_line
 from rope_patch.recipes import packaged
 from rope_patch.recipes.data import DataArguments
 
@@ -245,7 +246,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {_one_line(error)}") from error
+        raise ValueError(f"{path} is not YAML: {one_line(str(error))}") from error
     if not isinstance(said, dict):
         raise ValueError(f"{path}: expected keys and values, got {type(said).__name__}")
     for key in said:
@@ -341,16 +342,12 @@ def _mapping(value: Any) -> dict[str, Any]:
     try:
         said = yaml.safe_load(value) if isinstance(value, str) else value
     except yaml.YAMLError as error:
-        raise ValueError(f"options is not YAML: {_one_line(error)}") from error
+        raise ValueError(f"options is not YAML: {one_line(str(error))}") from error
     if not isinstance(said or {}, dict):
         raise ValueError(
             f"options must be keys and values, such as {{beta_fast: 16}}, got {value!r}"
         )
     return dict(said or {})
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _check(settings: Settings) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import warnings
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from rope_patch.agreeing import require_agreement
 from rope_patch.patching import current, patch
+from rope_patch.reason import parse_json
 from rope_patch.saving import ADAPTER, read_sidecar
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -107,7 +107,7 @@ def base_of(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
     require_adapter(folder)
     path = Path(folder) / ADAPTER
     try:
-        said = json.loads(path.read_text())
+        said = parse_json(path.read_text())
         base, revision = said.get("base_model_name_or_path"), said.get("revision")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): save the adapter again") from error

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rope_patch.reason import one_line
+
 _FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC,)
 # What torch and safetensors say instead of raising an OSError.
 _LIBRARY_WORDS = ("i/o error", "file write failed", "pytorchstreamwriter", "unexpected pos")
@@ -60,7 +62,7 @@ def writing(folder: str | os.PathLike[str], name: str, advice: Advice = "") -> I
             raise
         folder, full = Path(folder), _is_full(error)
         free = f", where {_free(folder) / 1e6:,.1f} MB are free" if full else ""
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or one_line(str(error))
         where = folder.absolute() if str(folder) == "." else folder
         raise NotWritten(
             f"{name} could not be written to {where}{free} ({reason})",

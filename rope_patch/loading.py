@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
+import traceback
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,16 @@ from rope_patch.agreeing import require_agreement
 from rope_patch.methods import registered
 from rope_patch.patching import check, patch
 from rope_patch.reading import require_sound
+from rope_patch.reason import one_line, parse_json, reason
 from rope_patch.registering import needs_registering
 from rope_patch.saving import SIDECAR, read_sidecar, recorded_request
 
 # What PEFT takes, and from_pretrained does not.
 _FOR_ADAPTERS = ("adapter_name", "is_trainable", "autocast_adapter_dtype")
+_UNKNOWN_CLASS = "Unrecognized configuration class"
+_READERS = ("torch.serialization", "torch._weights_only_unpickler")
+_MOST = 400  # characters of somebody else's error
+_PLACES = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -149,7 +154,17 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         return AutoConfig.from_pretrained(path, **kwargs)
     except OSError as error:
         raise _cannot_load(path, error) from error
-    except (ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
+    except RecursionError as error:
+        deep = ValueError("the lists or objects in its config are nested too deep")
+        raise _cannot_load(path, deep) from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        StrictDataclassError,
+    ) as error:
         try:
             require_sound(PreTrainedConfig.get_config_dict(path)[0])
         except ValueError as found:  # transformers' own words for it are about its code
@@ -169,7 +184,14 @@ def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None
     extra = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
         return AutoTokenizer.from_pretrained(path, **extra)
-    except (OSError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # parsers in Rust and Python, which raise whatever they stumble on
+        if gguf_file is None and not _has_tokenizer(path):
+            raise ValueError(
+                f"cannot load the tokenizer of {path}: the folder has none; save the model's there "
+                f"with tokenizer.save_pretrained({str(path)!r})"
+            ) from error
         raise _cannot_load(path, error, what="the tokenizer of ") from error
 
 
@@ -187,6 +209,8 @@ def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
     except ValueError as error:
+        if _UNKNOWN_CLASS in str(error):
+            raise _without_decoder(path, config) from error
         raise _cannot_load(path, _clearer(config, error)) from error
     except KeyError as error:
         if not needs_registering(error.args[0]):
@@ -220,6 +244,31 @@ def require_dtype(name: str) -> None:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
 
 
+def require_device(device_map: Any) -> None:
+    """Raise if a device map names a kind of device that this machine or torch lacks.
+
+    Raises:
+        ValueError: Such a device, or no device at all.
+    """
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    for place in places:
+        if place is None or place in _PLACES:
+            continue
+        try:
+            kind = torch.device(place).type
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"device_map must be {', '.join(sorted(_PLACES))}, or a device such as cpu or "
+                f"cuda:0, got {place!r}"
+            ) from error
+        module = getattr(torch, kind, None)
+        if kind not in ("cpu", "meta") and not (module and module.is_available()):
+            raise ValueError(
+                f"device_map names {place!r}, and torch {torch.__version__} finds no {kind} device "
+                "here: leave it out, or say cpu"
+            )
+
+
 def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     """Reads a model without patching it.
 
@@ -231,18 +280,26 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         ValueError: There is none, or it is damaged.
     """
     gguf_file = kwargs.get("gguf_file")
+    require_device(kwargs.get("device_map"))
     _require_folder(path, gguf_file)
     if gguf_file is None:
         _require_whole_shards(Path(path))
     try:
         model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _cannot_load(path, error) from error
-    except RuntimeError as error:
-        if "mismatched" not in str(error):  # no memory, say
-            raise
-        sizes = ValueError("its weights are not of the sizes in its config")
-        raise _cannot_load(path, sizes) from error
+    except Exception as error:
+        if "mismatched" in str(error):
+            sizes = ValueError("its weights are not of the sizes in its config")
+            raise _cannot_load(path, sizes) from error
+        if _UNKNOWN_CLASS in str(error):
+            config = kwargs.get("config") or read_config(path, gguf_file=gguf_file)
+            raise _without_decoder(path, config) from error
+        if _is_of_weights_file(error):
+            said = reason(error, _MOST).replace("WeightsUnpickler error: ", "")
+            broken = ValueError(f"its .bin file of weights is damaged or unsafe to read ({said})")
+            raise _cannot_load(path, broken) from error
+        if isinstance(error, OSError | ValueError | SafetensorError):
+            raise _cannot_load(path, error) from error
+        raise  # no memory, say
     # A GGUF's weights are dense once read, yet transformers still calls them quantized and refuses
     # to save or train them.
     if gguf_file is not None and (quantizer := getattr(model, "hf_quantizer", None)):
@@ -257,7 +314,7 @@ def _original_config(folder: Path, sidecar: dict[str, Any]) -> Any:
     """
     _require_folder(folder, None)
     try:
-        said = json.loads((folder / "config.json").read_text())
+        said = parse_json((folder / "config.json").read_text())
         said.get("text_config", said).update(sidecar["original"])
         return AutoConfig.for_model(**said)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -305,7 +362,7 @@ def _require_whole_shards(folder: Path) -> None:
     shards = [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
     if not shards and index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(parse_json(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged ({error}); download it again") from error
         shards = [folder / name for name in names]
@@ -326,8 +383,9 @@ def _require_whole_shards(folder: Path) -> None:
 
 
 def _cannot_load(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[:2]) or type(error).__name__
+    # A KeyError's text is the bare key.
+    said = reason(error, _MOST) if isinstance(error, KeyError) else one_line(str(error), _MOST)
+    said = said or type(error).__name__
     if Path(path).is_dir():
         return ValueError(f"cannot load {what}{path}: {said}")
     return ValueError(
@@ -335,3 +393,28 @@ def _cannot_load(path: str | os.PathLike[str], error: Exception, what: str = "")
         f"not give a model of that name ({said}); check the name, the network and "
         "HF_HUB_OFFLINE, or give a local folder"
     )
+
+
+def _without_decoder(path: str | os.PathLike[str], config: Any) -> ValueError:
+    """Return the error for a model that AutoModelForCausalLM has no class for."""
+    kind = getattr(config, "model_type", type(config).__name__)
+    return ValueError(
+        f"cannot load {path}: transformers has no plain causal language model of the type "
+        f"{kind!r}; load it in Python with its own class and call rope_patch.patch(model, ...) or "
+        "rope_patch.export(model, ...). `rope-patch diagnose` reads its config as it is"
+    )
+
+
+def _has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Return whether a model's folder has any file of a tokenizer; True for no folder."""
+    folder = Path(path)
+    return not folder.is_dir() or any(
+        "token" in p.name or p.name.startswith(("vocab", "spiece")) or p.suffix == ".model"
+        for p in folder.iterdir()
+    )
+
+
+def _is_of_weights_file(error: BaseException) -> bool:
+    """Return whether an error came up while torch read a .bin file of weights."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") in _READERS for frame, _ in frames)

@@ -19,6 +19,7 @@ from rope_patch.patching import Patch, current
 from rope_patch.patching.find import find_rotaries
 from rope_patch.patching.rotary import unpatched
 from rope_patch.patching.softmax import config_sharpening
+from rope_patch.reason import parse_json
 from rope_patch.registering import spelled_natively
 from rope_patch.versions import version
 
@@ -125,7 +126,7 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        sidecar = json.loads(path.read_text())
+        sidecar = parse_json(path.read_text())
         if missing := _NEEDED - dict(sidecar).keys():
             raise ValueError(f"no {', '.join(sorted(missing))}")
     except (ValueError, TypeError) as error:
@@ -226,7 +227,7 @@ def _text_config(model: Any) -> Any:
 
 def _name_natively(path: Path, model: nn.Module) -> None:
     """Spells what the model's own config calls by our names, which others lack, as they do."""
-    said = json.loads(path.read_text())
+    said = parse_json(path.read_text())
     text = said.get("text_config", said)
     native = spelled_natively(_text_config(model))
     if native != _text_config(model).rope_parameters:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rope_patch.eval.tasks import samples
 from rope_patch.eval.tasks.biographies import Encyclopaedia, Question
+from rope_patch.reason import parse_json
 
 ROOM = 32  # tokens that generation may take; they count towards the length
 
@@ -77,7 +78,7 @@ def read(path: str) -> list[Question]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read questions from {path}: {error}") from None
     try:
-        whole = json.loads(raw)
+        whole = parse_json(raw)
     except json.JSONDecodeError:
         whole = None
     if isinstance(whole, dict) and "data" in whole:
@@ -110,7 +111,7 @@ def _lines(raw: str, path: str) -> Iterator[Question]:
             continue
         at = f"{path}, line {i}"
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{at} is not JSON ({error}): expected SQuAD's format, or {_FIELDS} on each line"

@@ -17,6 +17,21 @@ from rope_patch.eval import texts
 DEPTHS = (10, 50, 90)
 
 
+class TooShort(ValueError):
+    """A length has no room for a task's own words.
+
+    Attributes:
+        least: Tokens that they take, with the answer.
+    """
+
+    def __init__(self, length: int, task: str, least: int) -> None:
+        super().__init__(
+            f"a length of {length} tokens is too short for {task}: the prompt's own words and the "
+            f"room for an answer take {least} with this tokenizer"
+        )
+        self.least = least
+
+
 @dataclass(frozen=True, kw_only=True)
 class Draft:
     """One sample before it has its length.
@@ -50,6 +65,7 @@ class Text:
         planted: False for the control: the same question, of a text without its answer.
         texts: Names or files that filler comes from.
         options: Further metadata of the task.
+        tokenizer: The model's.
     """
 
     rng: random.Random
@@ -58,6 +74,7 @@ class Text:
     planted: bool
     texts: tuple[str, ...]
     options: dict[str, Any]
+    tokenizer: Any = None
 
     def words(self) -> Callable[[int], list[str]]:
         """The first n words from some place in some text on, repeated where it is too short."""
@@ -139,6 +156,7 @@ def build(
                 planted=planted,
                 texts=sources,
                 options=options,
+                tokenizer=tokenizer,
             )
         )
         # All of a text's samples get the same filler, or they would not share it.
@@ -174,10 +192,7 @@ def _fit(tokenizer: Any, draft: Draft, room: int, length: int, task: str, most: 
     available = length - room
     smallest = _size(tokenizer, draft, 0)
     if smallest > available:
-        raise ValueError(
-            f"a length of {length} tokens is too short for {task}: the prompt's own words and the "
-            f"room for an answer take {smallest + room} with this tokenizer"
-        )
+        raise TooShort(length, task, smallest + room)
     most = available if most is None else most  # a unit takes at least a token
     # `most` fits as a rule where there is one; else some units say how many tokens a unit takes.
     guess = 64 if most == available else most

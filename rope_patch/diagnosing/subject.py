@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shlex
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from rope_patch.adapting import base_of, is_adapter
 from rope_patch.loading import empty_model, read_config
 from rope_patch.patching import Patch, current
 from rope_patch.patching.find import Rotary, find_rotaries
+from rope_patch.reason import parse_json, reason
 from rope_patch.saving import ADAPTER, read_sidecar
 
 
@@ -117,7 +117,7 @@ def _from_path(path: str, gguf_file: str | None, named: str | None) -> Subject:
     if is_adapter(path):
         base, revision = base_of(path)
         options |= {} if revision is None else {"revision": revision}
-        adapter = json.loads((Path(path) / ADAPTER).read_text())
+        adapter = parse_json((Path(path) / ADAPTER).read_text())
     config = read_config(base, **options)
     return _without_weights(
         config,
@@ -142,8 +142,7 @@ def _without_weights(whole: Any, *, path: str, **known: Any) -> Subject:
                 model, loads = AutoModel.from_config(copy.deepcopy(whole)), False
         rotaries, problem = _rotaries(model)
     except Exception as error:  # whatever a config that nobody has checked makes of a constructor
-        said = str(error).strip().splitlines()
-        problem = f"{type(error).__name__}" + (f": {said[0]}" if said else "")
+        problem = reason(error)
     config = whole.get_text_config(decoder=True)
     return Subject(
         config=config,

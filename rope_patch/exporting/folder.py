@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from rope_patch import disk
 from rope_patch.exporting.result import Export
+from rope_patch.reason import parse_json
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 # llama.cpp's converter takes model*.safetensors, sorted, and older ones guess the type to write
@@ -163,7 +164,7 @@ def _link(path: Path, to: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(parse_json(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): get the checkpoint again") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -255,6 +256,8 @@ def target(factor: float | None, length: int | None, trained: int) -> tuple[floa
         )
     if factor is not None:
         require_number("factor", factor)
+        if not math.isfinite(factor * trained):
+            raise ValueError(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
         return float(factor), round(factor * trained)
     require_tokens("length", length)
     assert length is not None

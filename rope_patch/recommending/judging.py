@@ -14,7 +14,7 @@ from rope_patch.recommending.planning import Costs
 from rope_patch.recommending.scores import answers, gap
 from rope_patch.recommending.standing import Row, contender
 from rope_patch.recommending.timed import look
-from rope_patch.searching.able import MOST
+from rope_patch.searching.able import MOST, unigram_loss
 from rope_patch.searching.candidates import Space
 from rope_patch.searching.keeping import Kept
 
@@ -84,6 +84,7 @@ class Judge:
         self._plain.short = plain
         informed = answers(plain, control)
         if informed.low > 0 and plain.mean <= MOST * control.mean:
+            self._leave_out_prose()
             return None
         reason = (
             f"within its trained length a token of a true answer costs the plain model "
@@ -91,6 +92,23 @@ class Judge:
             f"{informed.estimate:+.3f} ({informed.low:+.3f} to {informed.high:+.3f})"
         )
         return Choice(None, "cannot answer", informed=informed, reasons=(reason,))
+
+    def _leave_out_prose(self) -> None:
+        """Leave prose out where the plain model does not read it: its prices would be noise."""
+        if not self.bench.blocks(PROSE):
+            return
+        try:
+            plain = self.bench.scores(OWN, PROSE, 1, PLAIN).mean
+        except Failed:
+            return  # said of the plain model later
+        frequencies = unigram_loss(self.bench.samples(PROSE, 0))
+        control = sum(frequencies) / len(frequencies)
+        if plain >= control:
+            self.bench.leave_out(PROSE)
+            self.not_measured.append(
+                f"perplexity of documents: a token of prose costs the plain model {plain:.2f} nats "
+                f"within its trained length, and {control:.2f} by how frequent each token is"
+            )
 
     def _least(self) -> None:
         """The plain model and one method, or an error that says what budget they need."""

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.recommending.measuring import BLOCK
-from rope_patch.searching.samples import Sample, digest, document_samples, needle_samples, swapped
+from rope_patch.searching.samples import (
+    Sample,
+    digest,
+    document_samples,
+    needle_samples,
+    recall_samples,
+    swapped,
+)
 
 LONG, SHORT, PROSE, SEARCH = "long", "short", "prose", "search"
 CONTROL = {LONG: "long, control", SHORT: "short, control"}
@@ -47,25 +54,60 @@ def needles(
         seed: Another one makes others.
         texts: Names or files; those that come with the package unless given.
     """
+
+    def made(tokens: int, seed: int, planted: bool) -> Sequence[Sample]:
+        return needle_samples(tokenizer, tokens, BLOCK, seed, texts, planted=planted)
+
+    prose = _prose(tokenizer, short, most, seed, texts)
+    return Material(_blocks(made, length, short, most, seed) | prose, {"texts": _hashed(texts)})
+
+
+def recall(tokenizer: Any, length: int, short: int, most: int, seed: int) -> Material:
+    """Return pairs of words in noise, and prose: for models of a short context.
+
+    Args:
+        tokenizer: The model's.
+        length: Target length in tokens.
+        short: A length within the trained one.
+        most: Samples of each kind at most.
+        seed: Another one makes others.
+    """
+
+    def made(tokens: int, seed: int, planted: bool) -> Sequence[Sample]:
+        return recall_samples(tokenizer, tokens, BLOCK, seed, planted=planted)
+
+    prose = _prose(tokenizer, short, most, seed, None)
+    return Material(
+        _blocks(made, length, short, most, seed) | prose,
+        {"texts": None, "samples": "recall"},
+        (
+            f"needles in prose: they do not fit into {short:,} tokens, so all were asked for pairs "
+            "of words in noise",
+        ),
+    )
+
+
+def _blocks(
+    made: Callable[[int, int, bool], Sequence[Sample]],
+    length: int,
+    short: int,
+    most: int,
+    seed: int,
+) -> dict[str, tuple[Callable[[int], Sequence[Sample]], int]]:
+    """Return the sets of questions; `made` takes tokens, a seed, and whether answers are there."""
     blocks = max(1, most // BLOCK)
 
-    def made(tokens: int, kind: int, planted: bool = True) -> Callable[[int], Sequence[Sample]]:
+    def block_of(tokens: int, kind: int, planted: bool = True) -> Callable[[int], Sequence[Sample]]:
         first = (10 * seed + kind) * _BLOCKS
-        return lambda block: needle_samples(
-            tokenizer, tokens, BLOCK, first + block, texts, planted=planted
-        )
+        return lambda block: made(tokens, first + block, planted)
 
-    return Material(
-        {
-            LONG: (made(length, 0), blocks),
-            CONTROL[LONG]: (made(length, 0, planted=False), blocks),
-            SHORT: (made(short, 1), blocks),
-            CONTROL[SHORT]: (made(short, 1, planted=False), blocks),
-            SEARCH: (made(length, 2), _SEARCHED),
-            **_prose(tokenizer, short, most, seed, texts),
-        },
-        {"texts": _hashed(texts)},
-    )
+    return {
+        LONG: (block_of(length, 0), blocks),
+        CONTROL[LONG]: (block_of(length, 0, planted=False), blocks),
+        SHORT: (block_of(short, 1), blocks),
+        CONTROL[SHORT]: (block_of(short, 1, planted=False), blocks),
+        SEARCH: (block_of(length, 2), _SEARCHED),
+    }
 
 
 def given(

@@ -114,7 +114,7 @@ class Bench:
         clock: Clock,
         processes: Processes,
     ) -> None:
-        self._model, self._space, self._sets = model, space, sets
+        self._model, self._space, self._sets = model, space, dict(sets)
         self._asked, self._kept, self._clock = asked, kept, clock
         self._processes = processes
         self._samples: dict[tuple[str, int], list[Sample]] = {}
@@ -125,6 +125,10 @@ class Bench:
     def blocks(self, kind: str) -> int:
         """How many blocks of a kind there can be."""
         return self._sets[kind][1] if kind in self._sets else 0
+
+    def leave_out(self, kind: str) -> None:
+        """Take away all blocks of a kind."""
+        del self._sets[kind]
 
     def samples(self, kind: str, block: int) -> list[Sample]:
         """A block of samples, made when it is asked for first."""

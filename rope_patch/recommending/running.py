@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shlex
@@ -17,12 +18,14 @@ from rope_patch.searching import opening
 from rope_patch.searching.fitness import find_space
 from rope_patch.searching.found import Found
 from rope_patch.searching.keeping import Kept
-from rope_patch.searching.samples import Sample, read_samples
+from rope_patch.searching.samples import Sample, needles_refusal, read_samples
 from rope_patch.searching.state import State
 
 if TYPE_CHECKING:
     from rope_patch.recommending.material import Material
     from rope_patch.recommending.recommendation import Recommendation
+
+logger = logging.getLogger(__name__)
 
 MOST = 96  # samples of each kind, if there is time
 
@@ -52,7 +55,8 @@ def recommend(
     """Measures methods on this checkpoint and says which to use at a length, with the evidence.
 
     The plain model, the static methods, the same following the length, and what a search finds are
-    scored on needle questions of the target length. What each costs is measured within the trained
+    scored on needle questions of the target length (on pairs of words where the model was trained
+    on too few tokens for needles). What each costs is measured within the trained
     length, on questions and on prose, against the plain model. All are scored on a few samples, the
     best on more, until the budget is spent. The model is left as it was. Several processes
     (`accelerate launch`) share the samples.
@@ -66,7 +70,7 @@ def recommend(
         samples: Questions instead, or a file of them (JSON lines with input_ids and labels): those
             longer than the trained length are for the target, the others for the price.
         short_length: Tokens of what is measured within the trained length; half of that unless
-            given.
+            given, or all of it where needles need more than half.
         most: Samples of each kind at most.
         search: Whether to search as well, with what the known methods leave of the budget.
         trained_length: See `rope_patch.patch`.
@@ -103,7 +107,7 @@ def recommend(
     if folder is not None:
         disk.require_folder(folder, "the recommendation")
     processes = Processes()
-    model, tokenizer, name = opening.opened(
+    source = opening.opened(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
     asked: dict[str, Any] = {
@@ -111,24 +115,27 @@ def recommend(
         "layer_types": layer_types,
         "start": start,
     }
-    if (standing := current(model)) is not None:
+    if (standing := current(source.sketch)) is not None:
         raise ValueError(
             f"the model is patched already ({standing}): methods are measured on the model as it "
             "was, so call rope_patch.unpatch(model) first"
         )
-    space = find_space(model, length=length, **asked)
+    space = find_space(source.sketch, length=length, **asked)
     trained = space.geometry.trained_length
     short = trained // 2 if short_length is None else short_length
+    if samples is None and short_length is None and source.tokenizer is not None:
+        short = _room_for_needles(source.tokenizer, short, trained)
     if not 1 < short <= trained:
         raise ValueError(
             f"short_length must be at most the trained length of {trained:,} tokens, got "
             f"{short:,}: prices are what methods cost within it"
         )
-    sets = _material(samples, text, tokenizer, space.length, trained, short, most, seed)
+    sets = _material(samples, text, source.tokenizer, space.length, trained, short, most, seed)
+    live = source.read()
     identity = {
         "what": "recommend",
         "seed": seed,
-        **opening.identity(model, space),
+        **opening.identity(live, space),
         "short_length": short,
         "most": most,
         "block": BLOCK,
@@ -136,13 +143,13 @@ def recommend(
         "versions": opening.versions(),
     }
     kept_there = disk.advising(State.advice(folder))
-    with kept_there, opening.evaluating(model), Kept(folder, identity, processes) as kept:
+    with kept_there, opening.evaluating(live), Kept(folder, identity, processes) as kept:
         kept.lock()
         spent, searched = spent_before(kept)
         clock = Clock(budget, spent, processes, progress)
-        bench = Bench(model, space, sets.sets, asked, kept, clock, processes)
+        bench = Bench(live, space, sets.sets, asked, kept, clock, processes)
         bench.searched = searched
-        judge = Judge(model, space, asked, bench, clock, kept, seed, search)
+        judge = Judge(live, space, asked, bench, clock, kept, seed, search)
         judge.not_measured += sets.missing
         try:
             choice = judge.run()
@@ -154,10 +161,10 @@ def recommend(
         if choice.name is not None:
             row = judge.rows[choice.name]
             python = contenders.python(row.entry, space, asked, searched_in)
-            shell = contenders.shell(row.entry, space, asked, name, row.engines)
+            shell = contenders.shell(row.entry, space, asked, source.name, row.engines)
         looked = judge.searched
         found = Recommendation(
-            model=name,
+            model=source.name,
             weights=identity["weights"],
             length=space.length,
             trained_length=trained,
@@ -180,7 +187,7 @@ def recommend(
             found=None
             if looked is None
             else Found(
-                model=name,
+                model=source.name,
                 weights=identity["weights"],
                 strategy=looked.strategy,
                 seed=seed,
@@ -193,7 +200,7 @@ def recommend(
                 evaluations_per_minute=looked.rate,
                 versions=identity["versions"],
                 command=shlex.join(sys.argv) if command is None else command,
-                config=opening.config(model),
+                config=opening.config(live),
             ),
         )
         if processes.main and folder is not None:
@@ -209,6 +216,13 @@ def _require_sound(budget: float, most: int, fewest: int) -> None:
         raise ValueError(f"budget must be more than 0 minutes, got {budget!r}")
     if most < fewest:
         raise ValueError(f"most must be at least {fewest} samples, the fewest that tell anything")
+
+
+def _room_for_needles(tokenizer: Any, short: int, trained: int) -> int:
+    """Return the short length, or the trained one where only that has room for needles."""
+    if needles_refusal(tokenizer, short) and not needles_refusal(tokenizer, trained):
+        return trained
+    return short
 
 
 def _material(
@@ -229,7 +243,19 @@ def _material(
             "samples are made with the model's tokenizer: give it, or samples and no text"
         )
     if samples is None:
-        return material.needles(tokenizer, length, short, most, seed, texts)
+        why = needles_refusal(tokenizer, short)
+        if why is None:
+            return material.needles(tokenizer, length, short, most, seed, texts)
+        if texts is not None:
+            raise ValueError(
+                f"{why}, and what methods cost is measured on {short:,}: give a longer "
+                "short_length (--short-length) if the model was trained on as many, samples of "
+                "your own (--samples), or no text, to be asked for word pairs instead"
+            )
+        logger.warning(
+            "%s, %s are for what methods cost: asking for word pairs instead", why, f"{short:,}"
+        )
+        return material.recall(tokenizer, length, short, most, seed)
     if isinstance(samples, str | os.PathLike):
         samples = read_samples(Path(samples))
     longest = max((len(sample.ids) for sample in samples), default=0)

@@ -33,7 +33,7 @@ def judge(
     """Compares what the plain model makes of samples with their control.
 
     Args:
-        kind: "needles", "answers" or "documents".
+        kind: "needles", "recall", "answers" or "documents".
         length: The trained length, tokens.
         found: The model on samples of that length.
         control: Nats of the same samples' control, in the same order.
@@ -66,10 +66,13 @@ def require_able(said: dict[str, Any]) -> None:
         return
     control = {
         "needles": "the same questions of texts without the needles",
+        "recall": "the same questions of texts with other pairs",
         "answers": "wrong answers to the same questions",
         "documents": "how frequent each token is in these texts",
     }[said["kind"]]
-    what = "predict documents" if said["kind"] == "documents" else "find needles"
+    what = {"documents": "predict documents", "recall": "recall word pairs"}.get(
+        said["kind"], "find needles"
+    )
     raise ValueError(
         f"the model cannot {what} at its own trained length of {said['length']:,} tokens: a token "
         f"costs it {said['nll']:.3f} nats, and {said['control']:.3f} by {control}; expected at "

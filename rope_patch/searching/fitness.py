@@ -13,6 +13,7 @@ from typing import Any
 
 from rope_patch.eval.processes import Processes
 from rope_patch.patching import check, current, patch
+from rope_patch.reason import reason
 from rope_patch.searching.candidates import Candidate, Space
 from rope_patch.searching.hopeless import outlook
 from rope_patch.searching.samples import Sample
@@ -181,7 +182,7 @@ class Fitness:
                     self.model, candidate.method, factor=self.space.factor, **self._asked, **options
                 )
             except Exception as problem:
-                error = one_line(problem)
+                error = reason(problem)
         try:
             yield error
         finally:
@@ -209,7 +210,7 @@ class Fitness:
                 if not math.isfinite(score.nll):
                     raise ValueError(f"the loss of sample {i} is {score.nll}")
         except Exception as problem:
-            error = one_line(problem)
+            error = reason(problem)
         scores = dict(scores)
         errors = []
         for part, said in self._everyones((found, error)):
@@ -274,11 +275,6 @@ def find_space(
         )
     (geometry,) = plan.geometries.values()
     return Space(geometry, plan.method.factor)
-
-
-def one_line(error: BaseException) -> str:
-    """An error's kind and the start of what it says."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def _number(value: float | None) -> float:

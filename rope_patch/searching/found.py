@@ -14,6 +14,7 @@ from rope_patch.eval import files
 from rope_patch.eval.signing import digest, strict
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import STILL
+from rope_patch.reason import parse_json
 from rope_patch.searching.candidates import Candidate, Space
 
 FORMAT = "rope_patch.search/1"
@@ -246,7 +247,7 @@ class Found(Mapping[str, Any]):
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); expected a search's {FILE}") from error
     named = said.get("format") if isinstance(said, dict) else type(said).__name__

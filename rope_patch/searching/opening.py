@@ -6,13 +6,31 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.eval import provenance
 from rope_patch.eval.processes import Processes
 from rope_patch.searching.candidates import Space
 from rope_patch.versions import version
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to measure, live or not read yet.
+
+    Attributes:
+        name: To show.
+        tokenizer: None only with a live model.
+        sketch: The live model, or one without weights on which requests can be checked.
+        read: Returns the live model.
+    """
+
+    name: str
+    tokenizer: Any
+    sketch: Any
+    read: Callable[[], Any]
 
 
 def opened(
@@ -23,8 +41,8 @@ def opened(
     dtype: Any = None,
     device_map: Any = None,
     gguf_file: str | None = None,
-) -> tuple[Any, Any, str]:
-    """A live model, its tokenizer and its name.
+) -> Source:
+    """Return a model with its tokenizer and name; weights are not read yet.
 
     Args:
         model: A live model, which stays where it is, or a folder, a name on the Hub, or `demo`.
@@ -39,15 +57,24 @@ def opened(
         ValueError: There is no such model, it was saved with a patch, or no such dtype.
     """
     if not isinstance(model, str | os.PathLike):
-        return model, tokenizer, str(getattr(model.config, "_name_or_path", "") or "a live model")
+        name = str(getattr(model.config, "_name_or_path", "") or "a live model")
+        return Source(name, tokenizer, model, lambda: model)
     import torch
 
     from rope_patch import demo
-    from rope_patch.loading import read_model, read_tokenizer, require_dtype
+    from rope_patch.loading import (
+        empty_model,
+        read_config,
+        read_model,
+        read_tokenizer,
+        require_device,
+        require_dtype,
+    )
     from rope_patch.saving import read_sidecar
 
     if isinstance(dtype, str):
         require_dtype(dtype)
+    require_device(device_map)
     name, path = str(model), demo.resolve(str(model))
     if read_sidecar(path) is not None:
         raise ValueError(
@@ -64,8 +91,12 @@ def opened(
     where = device_map or ("auto" if gpu else None)
     if processes.device is not None and processes.device.type != "cpu":
         where = {"": processes.device}
-    live = read_model(path, dtype=dtype, device_map=where, gguf_file=gguf_file)
-    return live, tokenizer, name
+    sketch = empty_model(path, read_config(path, gguf_file=gguf_file))
+
+    def read() -> Any:
+        return read_model(path, dtype=dtype, device_map=where, gguf_file=gguf_file)
+
+    return Source(name, tokenizer, sketch, read)
 
 
 def identity(model: Any, space: Space) -> dict[str, Any]:

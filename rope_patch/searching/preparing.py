@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +15,18 @@ from rope_patch.searching.samples import (
     digest,
     document_samples,
     needle_samples,
+    needles_refusal,
     read_samples,
+    recall_samples,
     swapped,
 )
 
-FITNESS = ("needles", "documents", "both")
+FITNESS = ("needles", "documents", "both", "recall")
 COUNT = 8  # samples of each kind
 JUDGED = 2  # times as many, for the final numbers
 _ABLE = (4, 8)  # what the model must manage first: as many as are searched by, within these
+
+logger = logging.getLogger(__name__)
 
 Given = Sequence[Sample] | str | os.PathLike[str]
 
@@ -47,7 +52,7 @@ def prepare(
     space: Space,
     tokenizer: Any,
     *,
-    fitness: str,
+    fitness: str | None,
     count: int,
     text: str | Sequence[str] | None,
     samples: Given | None,
@@ -78,9 +83,42 @@ def prepare(
                 raise ValueError(f"{name} must be at least 1 sample, got {number}")
         if tokenizer is None:
             raise ValueError("needles and documents are made with the model's tokenizer: give it")
+        fitness = _chosen(space, tokenizer, fitness, text)
         sets = _made(space, tokenizer, fitness, count, judged, text, seed)
     _require_lengths(space, sets)
     return sets
+
+
+def _chosen(
+    space: Space, tokenizer: Any, fitness: str | None, text: str | Sequence[str] | None
+) -> str:
+    """Return what to search by: needles unless told, or recall where needles do not fit.
+
+    Raises:
+        ValueError: Needles were asked for and do not fit, or recall of a text.
+    """
+    if fitness == "recall" and text is not None:
+        raise ValueError(
+            "recall asks for pairs of the tokenizer's own words: leave the text out, or search by "
+            "needles or documents"
+        )
+    if fitness in ("documents", "recall"):
+        return fitness
+    trained = space.geometry.trained_length
+    why = needles_refusal(tokenizer, trained)
+    if why is None:
+        return fitness or "needles"
+    if fitness is not None or text is not None:
+        raise ValueError(
+            f"{why}, and the model was trained on {trained:,}: search by recall (--fitness recall, "
+            "without a text), by documents, or with samples of your own (--samples)"
+        )
+    logger.warning(
+        "%s, and the model was trained on %s: searching by recall of word pairs instead",
+        why,
+        f"{trained:,}",
+    )
+    return "recall"
 
 
 def _given(samples: Given, held_out: Given, short: Given | None) -> Sets:
@@ -118,6 +156,11 @@ def _made(
             into += needle_samples(tokenizer, space.length, number, of, texts)
         for asked, planted in ((sets.able, True), (sets.controls, False)):
             asked["needles"] = needle_samples(tokenizer, trained, able, seed, texts, planted)
+    if fitness == "recall":
+        for into, number, of in ((sets.search, count, seed), (sets.held_out, judged, seed + 1)):
+            into += recall_samples(tokenizer, space.length, number, of)
+        for asked, planted in ((sets.able, True), (sets.controls, False)):
+            asked["recall"] = recall_samples(tokenizer, trained, able, seed, planted)
     if fitness in ("documents", "both"):
         found = document_samples(tokenizer, space.length, count + judged, seed, texts)
         sets.search.extend(found[:count])

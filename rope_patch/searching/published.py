@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.reading import by_layer_type, own_scaling
+from rope_patch.reason import parse_json
 from rope_patch.searching.found import FILE, FORMAT, Found
 
 _NEWER = "read_factors reads .csv (or .txt) files of numbers, config.json, and what a search saved"
@@ -98,7 +98,7 @@ def _numbers(path: Path) -> list[float]:
 
 def _from_json(path: Path) -> dict[str, Any]:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): {_NEWER}") from error
     if not isinstance(said, dict):

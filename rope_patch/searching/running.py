@@ -33,7 +33,7 @@ def search(
     factor: float | None = None,
     method: str = "curve",
     budget: int = 200,
-    fitness: str = "needles",
+    fitness: str | None = None,
     text: str | Sequence[str] | None = None,
     samples: Given | None = None,
     held_out: Given | int | None = None,
@@ -66,7 +66,9 @@ def search(
         method: How to search, one of `rope_patch.searching.strategies.STRATEGIES`.
         budget: Candidates at most. YaRN, which is always measured first, is not counted.
         fitness: What a candidate is judged by, nats for a scored token: "needles" (the answers to
-            needle questions), "documents" (the end of long passages) or "both", in equal parts.
+            needle questions), "documents" (the end of long passages), "both" of them in equal
+            parts, or "recall" (of word pairs in noise, for models of a short context). Needles
+            unless given, or recall where needles do not fit into the trained length.
         text: Names or files that samples are made of; the novels of the package unless given.
         samples: Samples instead, or a file of them: JSON lines with input_ids and labels.
         held_out: How many samples, or which where `samples` are given, the final numbers come from.
@@ -107,7 +109,7 @@ def search(
         given = "neither" if length is None else f"length={length} and factor={factor}"
         raise ValueError(f"give exactly one of length and factor, got {given}")
     processes = Processes()
-    model, tokenizer, name = opening.opened(
+    source = opening.opened(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
     asked: dict[str, Any] = {
@@ -115,14 +117,10 @@ def search(
         "layer_types": layer_types,
         "start": start,
     }
-    space = find_space(model, factor=factor, length=length, **asked)
-
-    def measuring(chosen: Sequence[Sample]) -> Fitness:
-        return Fitness(model, chosen, factor=space.factor, processes=processes, **asked)
-
+    space = find_space(source.sketch, factor=factor, length=length, **asked)
     sets = preparing.prepare(
         space,
-        tokenizer,
+        source.tokenizer,
         fitness=fitness,
         count=count,
         text=text,
@@ -131,19 +129,24 @@ def search(
         short=short,
         seed=seed,
     )
+    live = source.read()
+
+    def measuring(chosen: Sequence[Sample]) -> Fitness:
+        return Fitness(live, chosen, factor=space.factor, processes=processes, **asked)
+
     on = measuring(sets.search)  # refuses a model that is patched
     identity = {
         "strategy": method,
         "options": options,
         "seed": seed,
-        **opening.identity(model, space),
+        **opening.identity(live, space),
         **preparing.identity(sets),
         "versions": opening.versions(),
     }
-    title = f"{name}: {method}"
+    title = f"{source.name}: {method}"
     shown = processes.main and progress
     kept_there = disk.advising(State.advice(folder))
-    with kept_there, opening.evaluating(model), Kept(folder, identity, processes) as kept:
+    with kept_there, opening.evaluating(live), Kept(folder, identity, processes) as kept:
         kept.require_budget(method, budget, strategy.continues)
         watch = Watch(
             space,
@@ -164,7 +167,7 @@ def search(
         labels |= {reference: kept.known(reference) for reference in comparing.REFERENCES}
         final = {label: kept.judged(judged, one) for label, one in labels.items()}
         found = Found(
-            model=name,
+            model=source.name,
             weights=identity["weights"],
             strategy=method,
             seed=seed,
@@ -177,7 +180,7 @@ def search(
             evaluations_per_minute=rate,
             versions=identity["versions"],
             command=shlex.join(sys.argv) if command is None else command,
-            config=opening.config(model),
+            config=opening.config(live),
         )
         if processes.main:
             watch.draw(history)
@@ -202,12 +205,12 @@ def _strategy(method: str, options: dict[str, Any]) -> Strategy:
     return STRATEGIES[method]
 
 
-def _require_sound(budget: int, fitness: str, folder: str | os.PathLike[str] | None) -> None:
+def _require_sound(budget: int, fitness: str | None, folder: str | os.PathLike[str] | None) -> None:
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise TypeError(f"budget must be a whole number of candidates, got {budget!r}")
     if budget < 1:
         raise ValueError(f"budget must be at least 1 candidate to measure, got {budget}")
-    if fitness not in FITNESS:
+    if fitness is not None and fitness not in FITNESS:
         raise ValueError(f"fitness must be one of {', '.join(FITNESS)}, got {fitness!r}")
     if folder is not None and list(Path(folder).glob("*.safetensors")):
         raise ValueError(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from rope_patch.reason import parse_json
 
 IGNORED = -100  # the label of a token that is not scored, as in transformers
 
@@ -97,6 +100,48 @@ def needle_samples(
         planted=planted,
         text=None if texts is None else tuple(texts),
     )["test"]
+    return _asked(tokenizer, rows, seed)
+
+
+def needles_refusal(tokenizer: Any, length: int) -> str | None:
+    """Return why a length has no room for `needle_samples`, or None where it has."""
+    from rope_patch.eval.tasks.samples import TooShort
+
+    try:
+        needle_samples(tokenizer, length, 1, seed=0)
+    except TooShort as error:
+        return f"needles in prose take {error.least:,} tokens with this tokenizer"
+    return None
+
+
+def recall_samples(
+    tokenizer: Any, length: int, count: int, seed: int, planted: bool = True
+) -> list[Sample]:
+    """Return pairs of words in noise, all eight keys asked for, the values scored.
+
+    For models whose training was too short for `needle_samples`, or that read no English: a sample
+    needs a few dozen tokens, and every word is one token of the model's own vocabulary.
+
+    Args:
+        tokenizer: The model's.
+        length: Tokens of each, in all.
+        count: How many; each has a text of its own.
+        seed: Another one makes other pairs.
+        planted: False builds the control: the same questions, of texts with other pairs.
+
+    Raises:
+        ValueError: A length without room for the pairs, or a tokenizer with too few words.
+    """
+    from rope_patch.eval.tasks.recall import multiquery
+
+    rows = multiquery(
+        tokenizer=tokenizer, length=length, samples=count, seed=seed, planted=planted
+    )["test"]
+    return _asked(tokenizer, rows, seed)
+
+
+def _asked(tokenizer: Any, rows: Any, seed: int) -> list[Sample]:
+    """Return samples of rows that ask for several answers in one target."""
     found = []
     for row in rows:
         prompt = f"{row['input']} {row['gen_prefix']}"
@@ -104,10 +149,11 @@ def needle_samples(
         ids = _encode(tokenizer, whole)
         answers, at = [], len(prompt)
         for value in row["answers"]:
-            start = whole.index(value, at)
-            at = start + len(value)
+            here = re.compile(rf"\b{re.escape(value)}\b").search(whole, at)
+            assert here is not None, f"{value!r} is not in its target"
             # The space before it is a part of its first token, or a token that tells nothing.
-            first = _common(ids, _encode(tokenizer, whole[:start]))
+            first = _common(ids, _encode(tokenizer, whole[: here.start()]))
+            at = here.end()
             answers.append((first, _common(ids, _encode(tokenizer, whole[:at]))))
         found.append(Sample(tuple(ids), tuple(answers), f"{seed}/{row['text']}"))
     return found
@@ -169,7 +215,7 @@ def read_samples(file: str | Path) -> list[Sample]:
         if not line.strip():
             continue
         try:
-            said = json.loads(line)
+            said = parse_json(line)
             ids, labels = said["input_ids"], said["labels"]
             if not all(type(token) is int for token in [*ids, *labels]):
                 raise TypeError("tokens are whole numbers")
