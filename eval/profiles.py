@@ -13,6 +13,7 @@ from rope_patch.eval import retrieval, tasks
 from rope_patch.eval.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
 from rope_patch.eval.tasks.samples import TooShort
 from rope_patch.loading import read_config, read_tokenizer
+from rope_patch.patching.request import target
 from rope_patch.reading import read_geometries
 
 logger = logging.getLogger("rope_patch")
@@ -118,10 +119,12 @@ def lengths(
     config = read_config(demo.resolve(model), gguf_file=gguf_file)
     geometries = read_geometries(config.get_text_config(decoder=True), trained_length, start)
     trained = next(iter(geometries.values())).trained_length
-    target = length or round((factor or 2) * trained)
-    found = {trained // 2, trained, target}
+    longest = 2 * trained
+    if factor is not None or length is not None:
+        _, longest = target(factor, length, trained)
+    found = {trained // 2, trained, longest}
     doubled = 2 * trained
-    while doubled < target:
+    while doubled < longest:
         found.add(doubled)
         doubled *= 2
     return tuple(sorted(found))

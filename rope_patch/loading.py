@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from rope_patch import demo
 from rope_patch.adapting import base_of, is_adapter, load_adapter
 from rope_patch.agreeing import require_agreement
 from rope_patch.methods import registered
@@ -27,6 +28,7 @@ from rope_patch.saving import SIDECAR, read_sidecar, recorded_request
 _FOR_ADAPTERS = ("adapter_name", "is_trainable", "autocast_adapter_dtype")
 _UNKNOWN_CLASS = "Unrecognized configuration class"
 _READERS = ("torch.serialization", "torch._weights_only_unpickler")
+_OF_FILES = (OSError, ValueError, SafetensorError, LookupError, AttributeError, ArithmeticError)
 _MOST = 400  # characters of somebody else's error
 _PLACES = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -55,7 +57,7 @@ def load(
     PEFT model: its base, patched as the adapter was trained, and the adapter on it.
 
     Args:
-        path: A folder, or a model's name on the Hub.
+        path: A folder, a model's name on the Hub, or `demo` (see `rope_patch.demo`).
         method: A name from `rope_patch.methods()`.
         factor: See `patch`.
         length: See `patch`.
@@ -76,6 +78,7 @@ def load(
     Raises:
         ValueError: No such model, a damaged one, or a request that cannot be met.
     """
+    path = demo.resolve(path) if isinstance(path, str) else path
     adapter = path if is_adapter(path) else None
     said = read_sidecar(path)
     if adapter is not None:
@@ -192,7 +195,8 @@ def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None
                 f"cannot load the tokenizer of {path}: the folder has none; save the model's there "
                 f"with tokenizer.save_pretrained({str(path)!r})"
             ) from error
-        raise _cannot_load(path, error, what="the tokenizer of ") from error
+        damaged = ValueError(f"its files are damaged or of no known kind ({reason(error, _MOST)})")
+        raise _cannot_load(path, damaged, what="the tokenizer of ") from error
 
 
 def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
@@ -277,7 +281,7 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         **kwargs: What `from_pretrained` takes.
 
     Raises:
-        ValueError: There is none, or it is damaged.
+        ValueError: There is none, or it is damaged or lacks tensors.
     """
     gguf_file = kwargs.get("gguf_file")
     require_device(kwargs.get("device_map"))
@@ -285,7 +289,9 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     if gguf_file is None:
         _require_whole_shards(Path(path))
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, **kwargs, output_loading_info=True
+        )
     except Exception as error:
         if "mismatched" in str(error):
             sizes = ValueError("its weights are not of the sizes in its config")
@@ -294,12 +300,20 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             config = kwargs.get("config") or read_config(path, gguf_file=gguf_file)
             raise _without_decoder(path, config) from error
         if _is_of_weights_file(error):
-            said = reason(error, _MOST).replace("WeightsUnpickler error: ", "")
-            broken = ValueError(f"its .bin file of weights is damaged or unsafe to read ({said})")
+            broken = ValueError(
+                "its .bin file of weights is damaged, or holds code, which is never run "
+                f"({type(error).__name__}); download it again, or use safetensors"
+            )
             raise _cannot_load(path, broken) from error
-        if isinstance(error, OSError | ValueError | SafetensorError):
+        if isinstance(error, (*_OF_FILES, RecursionError)):
             raise _cannot_load(path, error) from error
         raise  # no memory, say
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"cannot load {path}: its weights lack {len(missing)} tensors that its config asks for "
+            f"({', '.join(missing[:2])}{', ...' if len(missing) > 2 else ''}), which would be "
+            "random; download it again, or mend its config"
+        )
     # A GGUF's weights are dense once read, yet transformers still calls them quantized and refuses
     # to save or train them.
     if gguf_file is not None and (quantizer := getattr(model, "hf_quantizer", None)):
@@ -383,9 +397,8 @@ def _require_whole_shards(folder: Path) -> None:
 
 
 def _cannot_load(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
-    # A KeyError's text is the bare key.
-    said = reason(error, _MOST) if isinstance(error, KeyError) else one_line(str(error), _MOST)
-    said = said or type(error).__name__
+    meant = isinstance(error, ValueError | OSError | SafetensorError)  # for a reader, not by chance
+    said = (one_line(str(error), _MOST) if meant else "") or reason(error, _MOST)
     if Path(path).is_dir():
         return ValueError(f"cannot load {what}{path}: {said}")
     return ValueError(
@@ -400,8 +413,8 @@ def _without_decoder(path: str | os.PathLike[str], config: Any) -> ValueError:
     kind = getattr(config, "model_type", type(config).__name__)
     return ValueError(
         f"cannot load {path}: transformers has no plain causal language model of the type "
-        f"{kind!r}; load it in Python with its own class and call rope_patch.patch(model, ...) or "
-        "rope_patch.export(model, ...). `rope-patch diagnose` reads its config as it is"
+        f"{kind!r}; if it reads pictures or sound beside text, load it in Python with its own class "
+        "and call rope_patch.patch(model, ...). `rope-patch diagnose` reads its config as it is"
     )
 
 

@@ -240,7 +240,7 @@ def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
     if not _is_count(found):
         raise ValueError(
             f"{type(config).__name__} does not say on how many tokens the model was trained "
-            f"(max_position_embeddings is {full!r}); pass trained_length=..."
+            f"(max_position_embeddings is {full!r:.40}); pass trained_length=..."
         )
     assert isinstance(found, int)
     return found
@@ -272,11 +272,16 @@ def _require_spelled(parameters: dict[str, Any]) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**63
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def _number(parameters: dict[str, Any], name: str, *, least: float) -> float:

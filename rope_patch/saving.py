@@ -28,13 +28,20 @@ logger = logging.getLogger("rope_patch")
 SIDECAR = "rope_patch.json"
 ADAPTER = "adapter_config.json"
 _ADVICE = "What was in the folder before is still there: REMEDY, and save again"
-_NEEDED = {"method", "options", "trained_length", "layer_types", "original"}
+_KINDS: dict[str, Any] = {
+    "method": str,
+    "options": dict,
+    "original": dict,
+    "trained_length": int | None,
+    "layer_types": list | None,
+}
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Writes a patched model: safetensors, a native config, and the sidecar `rope_patch.json`.
 
-    Plain transformers loads the folder to the same logits where the method has a native form;
+    Plain transformers loads the folder to the same logits, to float32 rounding (it computes
+    frequencies in float32), where the method has a native form;
     where it has none a warning says so, and the sidecar's `native` is false. Dynamic methods other
     than `dynamic` have none: plain transformers then loads the unpatched model. Its own `dynamic`
     grows with every token and leaves cached keys behind, so it equals ours with growth="exact" in
@@ -127,8 +134,13 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     try:
         sidecar = parse_json(path.read_text())
-        if missing := _NEEDED - dict(sidecar).keys():
+        if missing := _KINDS.keys() - dict(sidecar).keys():
             raise ValueError(f"no {', '.join(sorted(missing))}")
+        for key, kind in _KINDS.items():
+            if not isinstance(sidecar[key], kind):
+                raise ValueError(f"{key} is {sidecar[key]!r:.60}")
+        if "factor" not in sidecar["options"]:
+            raise ValueError("no factor among its options")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): save the model again") from error
     return sidecar

@@ -96,7 +96,7 @@ def name_an_unknown_kind(folder):
 
 def hold_an_encoder(folder):
     transformers.ViTConfig().save_pretrained(folder)
-    return "ViTConfig"
+    return "of the type 'vit'"
 
 
 def be_empty(folder):

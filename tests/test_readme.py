@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.methods import registered
@@ -23,8 +22,8 @@ def test_snippets_run(snippet, tmp_path, monkeypatch, capsys):
     assert code != snippet or "HuggingFaceTB" not in snippet
     monkeypatch.chdir(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(TINY)
-    inputs = {"input_ids": torch.arange(3, 40)[None], "max_new_tokens": 4}
-    names = {"rope_patch": rope_patch, "model": model, "inputs": inputs}
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    names = {"rope_patch": rope_patch, "model": model, "tokenizer": tokenizer}
     exec(compile(code, "README.md", "exec"), names)
 
 

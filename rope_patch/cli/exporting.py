@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Annotated, Any
 
 import typer
@@ -89,6 +90,8 @@ def export(
     if write is not None:
         write_folder(said, path, write)
     print(json.dumps(said.to_dict(), indent=1) if as_json else said)
+    if engine == "vllm" and not as_json:
+        print(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *said.arguments])}")
 
 
 def _empty(path: str, engine: str, patched: bool) -> Any:

@@ -24,7 +24,7 @@ _IN_WINDOWS = re.compile(
 )
 
 _YARN = "arXiv:2309.00071"
-_MEASURED = "README, SmolLM2-135M at factor 2"
+_MEASURED = "README, SmolLM2-135M-Instruct Q4_1 at factor 2"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rope_patch.geometry import Geometry
+from rope_patch.reason import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -163,8 +164,12 @@ def require_number(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` is a finite real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}")
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        finite = False
+    if not finite:
+        raise ValueError(f"{name} must be finite, got {one_line(repr(value), 60)}")
 
 
 def require_tokens(name: str, value: Any) -> None:

@@ -42,7 +42,7 @@ _kernels: dict[str, Any] = {}
 
 
 def triton_problem() -> str | None:
-    """Why Triton's kernels cannot run here, or None; said once, as information."""
+    """Why Triton's kernels cannot run here, or None; logged once, where there is a GPU."""
     return _triton_problem()
 
 
@@ -59,7 +59,8 @@ def _triton_problem() -> str | None:
             return None
     except Exception as error:  # a broken installation can raise anything
         problem = f"Triton cannot be imported ({error})"
-    logger.info("%s: rotating in plain torch", problem)
+    if torch.cuda.is_available():  # on a CPU there is nothing to miss
+        logger.info("%s: rotating in plain torch", problem)
     return problem
 
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from rope_patch.ops import KERNELS, triton_problem
@@ -133,7 +134,8 @@ class Rotating:
             return "transformers' own rotation" + (f" ({self.problem})" if self.problem else "")
         who = {"reference": "rotation in plain torch", "triton": "rotation in Triton"}
         told = who.get(self.kernels, "rotation in Triton on a GPU, in plain torch on a CPU")
-        if self.kernels == "auto" and (missing := self.handing_problem or triton_problem()):
+        without = triton_problem() if torch.cuda.is_available() else None
+        if self.kernels == "auto" and (missing := self.handing_problem or without):
             return f"rotation in plain torch on a CPU, transformers' own elsewhere ({missing})"
         return f"{told}, norms of queries and keys with it" if self.normed else told
 

@@ -18,6 +18,7 @@ from rope_patch.searching.samples import (
     needles_refusal,
     read_samples,
     recall_samples,
+    require_long,
     swapped,
 )
 
@@ -104,6 +105,8 @@ def _chosen(
         )
     if fitness in ("documents", "recall"):
         return fitness
+    if text is not None:
+        require_long(tokenizer, [text] if isinstance(text, str) else text, space.length)
     trained = space.geometry.trained_length
     why = needles_refusal(tokenizer, trained)
     if why is None:

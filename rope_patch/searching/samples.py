@@ -90,7 +90,7 @@ def needle_samples(
     """
     from rope_patch.eval.tasks.needles import multiquery
 
-    _require_long(tokenizer, texts, length)
+    require_long(tokenizer, texts, length)
     rows = multiquery(
         tokenizer=tokenizer,
         length=length,
@@ -185,7 +185,7 @@ def document_samples(
     for name in names:
         available = len(_encode(tokenizer, library.read(name))) // length
         if not available:
-            _require_long(tokenizer, [name], length)
+            require_long(tokenizer, [name], length)
         excerpts += library.documents([name], tokenizer, length, available)
     if len(excerpts) < count:
         raise ValueError(
@@ -280,7 +280,7 @@ def _labelled(ids: list[int], labels: list[int], group: str) -> Sample:
     return Sample(tuple(ids), tuple(answers), group)
 
 
-def _require_long(tokenizer: Any, texts: Sequence[str] | None, length: int) -> None:
+def require_long(tokenizer: Any, texts: Sequence[str] | None, length: int) -> None:
     """Refuses texts that would have to be repeated to fill a sample."""
     from rope_patch.eval import texts as library
 

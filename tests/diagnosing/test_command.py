@@ -1,6 +1,7 @@
 """`rope-patch diagnose`: what it prints, what it writes, how it fails."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_a_picture_beside_the_text(tmp_path):
     done = run(TINY, "--length", "512", "--picture", tmp_path / "new" / "a.svg")
     assert done.stdout == f"{rope_patch.diagnose(TINY, length=512)}\n"
     assert "target 512 tokens" in (tmp_path / "new" / "a.svg").read_text()
+
+
+def test_a_diagnosis_does_not_wait_for_a_missing_library(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run(TINY, "--length", "512", "--picture", tmp_path / "a.svg")
+    assert done.exit_code == 1
+    assert done.stdout == f"{rope_patch.diagnose(TINY, length=512)}\n"
+    assert "pip install 'rope-patch[eval]'" in str(done.exception)
+    assert not (tmp_path / "a.svg").exists()
 
 
 def test_a_picture_of_another_kind_is_refused_before_anything_is_read(tmp_path):

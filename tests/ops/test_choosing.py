@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 from rotations import draw, frequencies
+from tiny_models import make_model
 
+import rope_patch
 from rope_patch import ops
 from rope_patch.ops import choosing
 
@@ -142,9 +144,10 @@ def test_what_triton_is_for(monkeypatch, triton_is):
     ],
 )
 def test_a_missing_triton_is_said_once_and_is_an_error_where_it_was_asked_for(
-    triton_is, caplog, version, problem
+    triton_is, caplog, monkeypatch, version, problem
 ):
     triton_is(version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.INFO, logger="rope_patch"):
         for _ in range(2):
             assert ops.triton_problem() == problem
@@ -156,6 +159,15 @@ def test_a_missing_triton_is_said_once_and_is_an_error_where_it_was_asked_for(
             call(kernels="triton")
         assert str(error.value).startswith('kernels="triton" was asked for')
         assert "pip install 'rope-patch[kernels]'" in str(error.value)
+
+
+def test_a_missing_triton_is_no_news_without_a_gpu(triton_is, caplog, monkeypatch):
+    triton_is(None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.INFO, logger="rope_patch"):
+        assert "cannot be imported" in ops.triton_problem()
+        handle = rope_patch.patch(make_model(), "yarn", factor=4)
+    assert "Triton cannot be imported" not in handle.summary() + caplog.text
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git1234", "3.9.9", "3.8.0rc1"])

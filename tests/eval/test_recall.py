@@ -1,0 +1,173 @@
+"""Recall of word pairs: what stands in a sample, who is asked, and what tiny models answer."""
+
+import json
+import logging
+import re
+
+import pytest
+import torch
+from commands import here
+from searches import ASSETS, load
+from transformers import AutoTokenizer
+
+import rope_patch
+from rope_patch.eval import profiles, retrieval, sanity, texts
+from rope_patch.eval.tasks import recall
+from rope_patch.recommending import contenders
+from rope_patch.recommending.running import recommend
+from rope_patch.searching.samples import recall_samples
+
+TINY = str(ASSETS / "tiny-llama")
+LENGTH, TRAINED = 1024, 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load()
+
+
+def accuracy(model, samples):
+    """By transformers' own forward and the argmax."""
+    right = []
+    for sample in samples:
+        ids = torch.tensor(sample.ids)
+        with torch.no_grad():
+            guesses = model(ids[None]).logits[0, :-1].argmax(-1)
+        right += [guesses[p - 1] == ids[p] for p in sample.positions]
+    return sum(right).item() / len(right)
+
+
+def test_words_are_one_token_each_and_none_is_a_key_and_a_value(tokenizer):
+    keys, values = recall.words(tokenizer)
+    assert len(keys) == len(values) >= 16
+    assert len({*keys, *values}) == 2 * len(keys)
+    for word in (*keys, *values):
+        assert len(tokenizer(f"# {word}#", add_special_tokens=False).input_ids) == 3
+
+
+def test_a_sample_holds_its_pairs_and_asks_for_them(tokenizer):
+    (sample,) = recall_samples(tokenizer, TRAINED, 1, seed=3)
+    assert TRAINED - 8 < len(sample.ids) <= TRAINED
+    text = tokenizer.decode(sample.ids)
+    words = re.findall("[a-z]+", text)
+    body, asked = words[:-16], words[-16:]
+    pairs = dict(zip(body[::2], body[1::2], strict=True))
+    assert len(pairs) == 8
+    assert dict(zip(asked[::2], asked[1::2], strict=True)) == pairs
+    answers = [tokenizer.decode(sample.ids[slice(*span)]).strip() for span in sample.answers]
+    assert answers == asked[1::2]
+    assert recall_samples(tokenizer, TRAINED, 1, seed=3) == [sample]
+    (control,) = recall_samples(tokenizer, TRAINED, 1, seed=3, planted=False)
+    without = re.findall("[a-z]+", tokenizer.decode(control.ids))
+    assert without[-16:] == asked
+    assert not {*without[:-16]} & {*asked}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_tiny_models_recall_within_their_length_and_under_yarn_beyond(name, tokenizer):
+    model = load(name).eval()
+    within = recall_samples(tokenizer, TRAINED, 6, seed=1)
+    beyond = recall_samples(tokenizer, LENGTH, 6, seed=1)
+    assert accuracy(model, within) > 0.85
+    assert accuracy(model, recall_samples(tokenizer, TRAINED, 6, seed=1, planted=False)) < 0.1
+    assert accuracy(model, beyond) < 0.7
+    with rope_patch.patch(model, "yarn", factor=4):
+        assert accuracy(model, beyond) > 0.8
+
+
+def test_choices_are_the_values_of_the_text(tokenizer):
+    (task,) = retrieval.build("rp_recall_mc", tokenizer, [128], 5, [10, 50, 90])
+    for doc in task.eval_docs:
+        assert len(doc["choices"]) == 8
+        assert doc["choices"][doc["gold"]] == doc["target"]
+        assert f" {doc['gen_prefix']} {doc['target']}" in doc["input"]
+        assert all(choice in doc["input"] for choice in doc["choices"])
+
+
+def test_a_search_for_a_short_model_goes_by_recall(model, tokenizer, caplog):
+    given = {"length": LENGTH, "budget": 1, "count": 2, "progress": False}
+    with caplog.at_level(logging.WARNING, logger="rope_patch"):
+        found = rope_patch.search(model, tokenizer, **given)
+    assert "needles in prose take 547 tokens" in caplog.text
+    assert found.held_out["found"]["accuracy"] > 0.8
+    assert found.held_out["none"]["accuracy"] < 0.6
+    with pytest.raises(ValueError, match=r"--fitness recall.*--samples"):
+        rope_patch.search(model, tokenizer, fitness="needles", **given)
+    with pytest.raises(ValueError, match="leave the text out"):
+        rope_patch.search(model, tokenizer, fitness="recall", text="emma", **given)
+
+
+def test_a_recommendation_for_a_short_model_goes_by_recall_and_without_prose(
+    model, tokenizer, monkeypatch
+):
+    known = contenders.known
+    few = ("plain", "linear", "yarn")
+    monkeypatch.setattr(texts, "names", lambda: ["persuasion"])  # six novels take seconds
+    monkeypatch.setattr(contenders, "known", lambda s: [e for e in known(s) if e.name in few])
+    found = recommend(model, tokenizer, length=512, budget=30, most=6, search=False, progress=False)
+    assert found.outcome == "use"
+    rows = {row["name"]: row for row in found.rows}
+    assert rows["yarn"]["long"]["accuracy"][0] > rows["linear"]["long"]["accuracy"][0]
+    assert all(row["prose"] is None for row in found.rows)
+    said = " ".join(found.not_measured)
+    assert "do not fit into 128 tokens" in said
+    assert "perplexity of documents: a token of prose costs the plain model" in said
+    with pytest.raises(ValueError, match=r"--short-length.*--samples.*no text"):
+        recommend(model, tokenizer, length=512, budget=30, text="emma")
+
+
+def test_a_comparison_takes_what_has_room(capsys):
+    chosen = profiles.PROFILES["quick"].tasks
+    expected = ("rp_recall_ll", "rp_recall_mc", "perplexity", "rp_short", "speed")
+    assert profiles.fitting(chosen, TINY, None, 128) == expected
+    assert "rp_niah_multikey_1_ll" in capsys.readouterr().err
+    assert profiles.fitting(chosen, TINY, None, 2048) == chosen
+
+
+def test_a_model_that_reads_no_prose_is_said_to_in_the_report(tmp_path):
+    words = ["--method", "none", "--lengths", "128", "--tasks", "rp_recall_ll,perplexity"]
+    done = here("eval", TINY, *words, "--control-context", "100", "--report", tmp_path)
+    assert done.returncode == 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("caution: ")]
+    assert "reads these documents no better than chance" in line
+    results = json.loads((tmp_path / "report.json").read_text())
+    assert results["run"]["cautions"] == [line.removeprefix("caution: ")]
+    assert "reads these documents no better than chance" in (tmp_path / "report.md").read_text()
+
+
+def test_a_length_without_room_names_options_before_weights_are_read(tmp_path):
+    done = here("eval", TINY, "--method", "none", "--lengths", "256", "--report", tmp_path / "new")
+    assert done.returncode == 1
+    assert "give --lengths of at least 329 each" in done.stderr
+    assert "rp_recall_ll" in done.stderr
+    assert "Loading weights" not in done.stderr
+
+
+def test_cautions_compare_with_chance():
+    documents = [[1, 2, 3, 4] * 8]  # log(4) = 1.386 nats
+    results = {
+        "run": {"trained_length": 256},
+        "perplexity": {"control": {"context": 128, "losses": [{"200": 1.3}]}},
+        "retrieval": [
+            {
+                "samples": {
+                    "none": [
+                        {"length": 128, "score": 1.0, "chance": 0.25},
+                        {"length": 512, "score": 0.0, "chance": 0.25},
+                        {"length": 128, "score": None},
+                    ]
+                }
+            }
+        ],
+    }
+    assert sanity.cautions(results, documents) == []
+    results["perplexity"]["control"]["losses"] = [{"200": 1.4}]
+    results["retrieval"][0]["samples"]["none"][0]["score"] = 0.25
+    reading, answering = sanity.cautions(results, documents)
+    assert "1.40 nats, and 1.39 by how frequent" in reading
+    assert "0.25 of 1 right" in answering

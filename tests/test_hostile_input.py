@@ -1,0 +1,199 @@
+"""Hostile command lines and damaged files: one clear line each, and no traceback."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import here
+
+import rope_patch
+from rope_patch import demo
+from rope_patch.loading import read_model, read_tokenizer, require_device
+from rope_patch.reason import one_line, reason
+
+TINY = Path(__file__).parent / "assets" / "tiny-llama"
+DEEP = "[" * 3000 + "]" * 3000
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Copies the tiny Llama with other files in it; None leaves a file out."""
+
+    def make(**files):
+        shutil.copytree(TINY, tmp_path / "model")
+        for name, content in files.items():
+            path = tmp_path / "model" / name.replace("__", ".")
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return tmp_path / "model"
+
+    return make
+
+
+def config(**changes):
+    return json.dumps(json.loads((TINY / "config.json").read_text()) | changes)
+
+
+def refused(*words):
+    """What a command says on its one line."""
+    done = here(*words)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--factor", "1e308"], "factor must be a ratio of two lengths in tokens, got 1e+308"),
+        (["--length", "9" * 400], "length must be finite, got"),
+        (["--factor", "4", "--option", "beta_fast='"], "--option beta_fast=': expected a number"),
+        (
+            ["--factor", "4", "--option", "beta_fast=!!python/object/apply:os.system ['x']"],
+            "could not determine a constructor",
+        ),
+        (["--factor", "4", "--option", f"beta_fast={'[' * 1200}"], "--option ..."),
+        (["--factor", "4", "--option", "beta_fast=2020-13-45"], "month must be in 1..12"),
+    ],
+)
+def test_numbers_and_options(words, message):
+    assert message in refused("diagnose", TINY, "--method", "yarn", *words)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, "the lists or objects in its config are nested too deep"),
+        ("7", "TypeError"),
+        (config(model_type=["llama"]), "TypeError: unhashable"),
+        (config(dtype="int99"), "AttributeError"),
+    ],
+)
+@pytest.mark.parametrize("command", ["diagnose", "export"])
+def test_configs(damaged, command, content, message):
+    folder = damaged(config__json=content)
+    rest = ["--engine", "vllm", "--method", "yarn", "--factor", "4"] if command == "export" else []
+    line = refused(command, folder, *rest)
+    assert message in line
+    assert str(folder) in line
+
+
+def test_a_trained_length_beyond_all_numbers(damaged):
+    folder = damaged(config__json=config(max_position_embeddings=10**400))
+    assert "does not say on how many tokens the model was trained" in refused("diagnose", folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, "nested too deep"),
+        (
+            json.dumps(
+                {
+                    "method": "yarn",
+                    "options": [],
+                    "original": 3,
+                    "trained_length": "x",
+                    "layer_types": 4,
+                }
+            ),
+            "options is []",
+        ),
+    ],
+)
+def test_sidecars(damaged, content, message):
+    folder = damaged(rope_patch__json=content)
+    line = refused("export", folder, "--engine", "vllm", "--method", "yarn", "--factor", "4")
+    assert f"{folder / 'rope_patch.json'} is damaged" in line
+    assert message in line
+
+
+def test_a_report_of_lists_in_lists(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text("[" * 100_000)
+    assert f"{path} is not JSON (its lists or objects are nested" in refused("report", path)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("hacked",)
+
+
+@pytest.mark.parametrize("content", [b"junkjunkjunk", b"", pickle.dumps(Hostile())])
+def test_weights_in_pickles(damaged, monkeypatch, tmp_path, content):
+    folder = damaged(model__safetensors=None, pytorch_model__bin=content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"its \.bin file of weights is damaged, or holds code"):
+        read_model(folder)
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config__json": config(num_hidden_layers=3)}, r"lack 9 tensors .*model\.layers\.2"),
+        ({"config__json": config(vocab_size=700)}, "not of the sizes in its config"),
+        ({"config__json": config(hidden_act="none")}, "KeyError: 'none'|KeyError: \"'none'\""),
+        ({"generation_config__json": DEEP}, "RecursionError"),
+        ({"model__safetensors": b"\2\0\0\0\0\0\0\0{}"}, "lack 21 tensors"),
+    ],
+)
+def test_weights_that_do_not_fit(damaged, files, message):
+    folder = damaged(**files)
+    with pytest.raises(ValueError, match=message) as refusal:
+        read_model(folder)
+    assert str(folder) in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", ["{}", "junk", "[]"])
+def test_tokenizers(damaged, content):
+    folder = damaged(tokenizer__json=content)
+    with pytest.raises(ValueError, match="its files are damaged or of no known kind") as refusal:
+        read_tokenizer(folder)
+    assert f"cannot load the tokenizer of {folder}" in str(refusal.value)
+
+
+def test_a_missing_tokenizer_says_how_to_save_one(damaged):
+    folder = damaged(tokenizer__json=None, tokenizer_config__json=None)
+    line = refused("search", folder, "--length", 512)
+    assert line.endswith(f"save the model's there with tokenizer.save_pretrained('{folder}')")
+
+
+@pytest.mark.parametrize("place", ["xpu", "nonsense", "mps:0", {"": "xpu:1"}])
+def test_devices_that_are_not_there(place):
+    with pytest.raises(ValueError, match=r"device_map (names|must be)"):
+        require_device(place)
+    for there in (None, "auto", "cpu", {"model": "cpu", "lm_head": "disk"}, {"": 0}):
+        if there != {"": 0}:
+            require_device(there)
+
+
+def test_a_device_is_asked_for_before_anything_is_read():
+    line = refused("search", TINY, "--length", 512, "--device-map", "xpu:0")
+    assert "device_map names 'xpu:0'" in line
+
+
+def test_a_vision_language_model_gets_a_sentence(damaged):
+    folder = damaged(config__json='{"model_type": "qwen2_5_vl"}')
+    line = refused("export", folder, "--engine", "vllm", "--method", "yarn", "--factor", "4")
+    assert "no plain causal language model of the type 'qwen2_5_vl'" in line
+    assert "rope-patch diagnose" in line
+    assert len(line) < 500
+
+
+def test_demo_is_a_name_in_python_too(monkeypatch):
+    monkeypatch.setattr(demo, "folder", lambda: TINY)
+    model = rope_patch.load("demo", "yarn", factor=2)
+    assert rope_patch.current(model).length == 512
+
+
+def test_reasons_are_one_whole_line():
+    error = OSError("one of: (1) a file,\n(2) a folder,\n  or (3) nothing")
+    assert reason(error) == "OSError: one of: (1) a file, (2) a folder, or (3) nothing"
+    assert reason(KeyError()) == "KeyError"
+    assert one_line("word " * 100, 20) == "word word word ..."
