@@ -63,19 +63,25 @@ def _evaluate(request: Request, show: Callable[[str], object] | None) -> dict[st
     tokenizer = read_tokenizer(path, gguf_file=request.gguf_file)
     tokenizer.model_max_length = 10**9  # lengths are ours to check; it would warn of each prompt
     session = Session(request, path, config, tokenizer)
+    documents, questions = PerplexityRun(session), RetrievalRun(session)
+    others = _Others(session)
     with locked(request.folder, session.processes):
-        return _run(session, started, show)
+        session.load()
+        return _measure(session, documents, questions, others, started, show)
 
 
-def _run(session: Session, started: float, show: Callable[[str], object] | None) -> dict[str, Any]:
+def _measure(
+    session: Session,
+    documents: PerplexityRun,
+    questions: RetrievalRun,
+    others: _Others,
+    started: float,
+    show: Callable[[str], object] | None,
+) -> dict[str, Any]:
     """Measure everything that is asked for, and write the report; return its results."""
     from rope_patch.eval.report import write_report
 
     request = session.request
-    documents, questions = PerplexityRun(session), RetrievalRun(session)
-    others = _Others(session)
-    session.load()
-
     documents.measure_plain()
     questions.measure_plain()
     begun = time.monotonic()

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from rope_patch import demo
+from rope_patch.cache import Record
 from rope_patch.eval import provenance
 from rope_patch.loading import empty_model, read_config, read_model, require_dtype
 from rope_patch.methods.registry import get
@@ -282,8 +283,8 @@ def weigh(contender: Contender, ids: torch.Tensor, start: int) -> dict[str, Any]
         cache = copy.deepcopy(contender.cache)
         for step in contender.decode(ids[:, :start], cache):
             step()
-        record = getattr(cache, "rotation", None)  # see rope_patch.cache
-        kept = {} if record is None else vars(record)
+        record = getattr(cache, "rotation", None)
+        kept = vars(record) if isinstance(record, Record) else {}
         held = {
             "cache": sum(_bytes(t) for layer in cache.layers for t in (layer.keys, layer.values)),
             "record": {k: _bytes(t) for k, t in kept.items() if isinstance(t, torch.Tensor)},

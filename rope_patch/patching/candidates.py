@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.generation.candidate_generator import UniversalSpeculativeDecodingGenerator
 
+from rope_patch.cache import Record
 from rope_patch.patching.lengths import spans
 from rope_patch.patching.swap import Swaps
 
@@ -75,12 +76,12 @@ class _Row:
         elif positions is None:
             positions = torch.arange(width, device=input_ids.device)[None]
         cache: Any = model_kwargs.get("past_key_values")
-        record: Any = getattr(cache, "rotation", None)
-        past = 0 if record is None else cache.get_seq_length()
+        record = getattr(cache, "rotation", None)
+        past = cache.get_seq_length() if isinstance(record, Record) else 0
         new = positions[:, -(width - past) :]
         if mask is not None:
             new = torch.where(mask[:, -new.shape[1] :].bool(), new, -1)
-        if past:
+        if isinstance(record, Record) and past:
             new = torch.cat([record.positions[:, :past].to(new.device), new], dim=1)
         self.first, self.largest = spans(new)[0].tolist()
         self.last = positions[0, -1].item()
