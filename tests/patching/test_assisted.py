@@ -52,7 +52,8 @@ def prompts(length, count=2):
 
 
 def generate(model, prompt, new, **way):
-    return model.generate(prompt, max_new_tokens=new, **{**GREEDY, **way})
+    ids = model.generate(prompt, max_new_tokens=new, **{**GREEDY, **way})
+    return ids[:, : prompt.shape[1] + new]  # transformers 5.0 may look up a few more
 
 
 def test_every_method_that_follows_lengths_is_here():
@@ -157,6 +158,7 @@ def test_sampling(model, together, way):
     assert_no_change_within(together, handle, 50)
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 itself fails to")
 def test_a_model_that_leaves_early_to_draft_for_itself():
     model = generator(layers=2)
     with rope_patch.patch(model, "mixed-yarn", factor=4):
