@@ -47,10 +47,11 @@ class Diagnosis:
         """Draws the wavelength of every pair against the lengths, before and after.
 
         Args:
-            path: An `.svg` or `.png` file.
+            path: An `.svg` or `.png` file, in a folder that exists.
 
         Raises:
-            ValueError: Another kind of file, or matplotlib is not installed.
+            ValueError: Another kind of file, no such folder, or matplotlib is not installed.
+            OSError: It could not be written.
         """
         from rope_patch.diagnosing.picture import write_picture
 

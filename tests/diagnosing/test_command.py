@@ -44,9 +44,9 @@ def test_start_and_layer_types_are_handed_on():
 
 def test_a_picture_beside_the_text(tmp_path):
     pytest.importorskip("matplotlib")
-    done = run(TINY, "--length", "512", "--picture", tmp_path / "new" / "a.svg")
+    done = run(TINY, "--length", "512", "--picture", tmp_path / "a.svg")
     assert done.stdout == f"{rope_patch.diagnose(TINY, length=512)}\n"
-    assert "target 512 tokens" in (tmp_path / "new" / "a.svg").read_text()
+    assert "target 512 tokens" in (tmp_path / "a.svg").read_text()
 
 
 def test_a_diagnosis_does_not_wait_for_a_missing_library(monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ TEXT = re.compile(r"<text[^>]*>([^<]*)</text>")
 
 def drawn(path, config, *arguments, **options):
     diagnosis = rope_patch.diagnose(config, *arguments, **options)
+    path.parent.mkdir(exist_ok=True)
     diagnosis.plot(path)
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # and nothing half-written
     return diagnosis, " ".join(TEXT.findall(path.read_text()))
