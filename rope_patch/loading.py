@@ -289,9 +289,8 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     if gguf_file is None:
         _require_whole_shards(Path(path))
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, **kwargs, output_loading_info=True
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **kwargs, output_loading_info=True)
+        model, report = loaded
     except Exception as error:
         if "mismatched" in str(error):
             sizes = ValueError("its weights are not of the sizes in its config")
@@ -413,8 +412,9 @@ def _without_decoder(path: str | os.PathLike[str], config: Any) -> ValueError:
     kind = getattr(config, "model_type", type(config).__name__)
     return ValueError(
         f"cannot load {path}: transformers has no plain causal language model of the type "
-        f"{kind!r}; if it reads pictures or sound beside text, load it in Python with its own class "
-        "and call rope_patch.patch(model, ...). `rope-patch diagnose` reads its config as it is"
+        f"{kind!r}; if it reads pictures or sound beside text, load it in Python with its own "
+        "class and call rope_patch.patch(model, ...). `rope-patch diagnose` reads its config as it "
+        "is"
     )
 
 
