@@ -28,6 +28,7 @@ def test_its_words_are_quoted_for_a_shell(tmp_path):
     said = json.loads(words[words.index("--hf-overrides") + 1])
     assert said["rope_parameters"]["beta_fast"] == 16
     assert words[words.index("--max-model-len") + 1] == "32768"
+    assert f"    vllm serve {tmp_path} {line.strip()}\n" in printed.stdout
     data = json.loads(run(*asked, "--json").stdout)
     assert data["config"] == said
     assert data["arguments"] == words
