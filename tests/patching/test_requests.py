@@ -47,7 +47,7 @@ BAD = {
         "trained_length",
     ),
     "trained-str": ("llama", "yarn", {"factor": 4, "trained_length": "64"}, TypeError, "a number"),
-    "unknown-method": ("llama", "yran", {"factor": 4}, ValueError, "did you mean 'yarn'.*`rope-patch methods` list all"),
+    "unknown-method": ("llama", "yran", {"factor": 4}, ValueError, "did you mean 'yarn'.*list all"),
     "unknown-option": (
         "llama",
         "yarn",
