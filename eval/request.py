@@ -8,9 +8,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from rope_patch.device_map import require_device
 from rope_patch.eval import tasks, texts
 from rope_patch.eval.tasks import short
-from rope_patch.loading import empty_model, require_device, require_dtype
+from rope_patch.loading import empty_model, require_dtype
 from rope_patch.methods import registered
 from rope_patch.patching import check
 from rope_patch.saving import read_sidecar

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import traceback
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from rope_patch import demo
 from rope_patch.adapting import base_of, is_adapter, load_adapter
 from rope_patch.agreeing import require_agreement
+from rope_patch.device_map import require_device
 from rope_patch.methods import registered
 from rope_patch.patching import check, patch
 from rope_patch.reading import require_sound
-from rope_patch.reason import one_line, parse_json, reason
+from rope_patch.reason import is_of_weights_file, one_line, parse_json, reason
 from rope_patch.registering import needs_registering
 from rope_patch.saving import SIDECAR, read_sidecar, recorded_request
 
 # What PEFT takes, and from_pretrained does not.
 _FOR_ADAPTERS = ("adapter_name", "is_trainable", "autocast_adapter_dtype")
 _UNKNOWN_CLASS = "Unrecognized configuration class"
-_READERS = ("torch.serialization", "torch._weights_only_unpickler")
 _OF_FILES = (OSError, ValueError, SafetensorError, LookupError, AttributeError, ArithmeticError)
 _MOST = 400  # characters of somebody else's error
-_PLACES = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -248,31 +246,6 @@ def require_dtype(name: str) -> None:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
 
 
-def require_device(device_map: Any) -> None:
-    """Raise if a device map names a kind of device that this machine or torch lacks.
-
-    Raises:
-        ValueError: Such a device, or no device at all.
-    """
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    for place in places:
-        if place is None or place in _PLACES:
-            continue
-        try:
-            kind = torch.device(place).type
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"device_map must be {', '.join(sorted(_PLACES))}, or a device such as cpu or "
-                f"cuda:0, got {place!r}"
-            ) from error
-        module = getattr(torch, kind, None)
-        if kind not in ("cpu", "meta") and not (module and module.is_available()):
-            raise ValueError(
-                f"device_map names {place!r}, and torch {torch.__version__} finds no {kind} device "
-                "here: leave it out, or say cpu"
-            )
-
-
 def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     """Reads a model without patching it.
 
@@ -298,7 +271,7 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         if _UNKNOWN_CLASS in str(error):
             config = kwargs.get("config") or read_config(path, gguf_file=gguf_file)
             raise _without_decoder(path, config) from error
-        if _is_of_weights_file(error):
+        if is_of_weights_file(error):
             broken = ValueError(
                 "its .bin file of weights is damaged, or holds code, which is never run "
                 f"({type(error).__name__}); download it again, or use safetensors"
@@ -425,9 +398,3 @@ def _has_tokenizer(path: str | os.PathLike[str]) -> bool:
         "token" in p.name or p.name.startswith(("vocab", "spiece")) or p.suffix == ".model"
         for p in folder.iterdir()
     )
-
-
-def _is_of_weights_file(error: BaseException) -> bool:
-    """Return whether an error came up while torch read a .bin file of weights."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") in _READERS for frame, _ in frames)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import textwrap
+import traceback
 from typing import Any
 
+_READERS = ("torch.serialization", "torch._weights_only_unpickler")
 _MOST = 300  # characters
 
 
@@ -35,3 +37,9 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("its lists or objects are nested too deep") from error
+
+
+def is_of_weights_file(error: BaseException) -> bool:
+    """Return whether an error came up while torch read a .bin file of weights."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") in _READERS for frame, _ in frames)

@@ -11,7 +11,8 @@ from commands import here
 
 import rope_patch
 from rope_patch import demo
-from rope_patch.loading import read_model, read_tokenizer, require_device
+from rope_patch.device_map import require_device
+from rope_patch.loading import read_model, read_tokenizer
 from rope_patch.reason import one_line, reason
 
 TINY = Path(__file__).parent / "assets" / "tiny-llama"

@@ -62,12 +62,12 @@ def opened(
     import torch
 
     from rope_patch import demo
+    from rope_patch.device_map import require_device
     from rope_patch.loading import (
         empty_model,
         read_config,
         read_model,
         read_tokenizer,
-        require_device,
         require_dtype,
     )
     from rope_patch.saving import read_sidecar
