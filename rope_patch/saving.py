@@ -230,7 +230,7 @@ def _loading_problem(folder: Path, model: nn.Module) -> str | None:
 def _first_to_read(handle: Patch) -> str:
     """Return the first release of transformers that reads what a patch is spelled with."""
     parameters = handle.method.rope_parameters(next(iter(handle.geometries.values())))
-    return "5.5" if parameters["rope_type"] == "proportional" else "5.1"
+    return "5.5" if parameters["rope_type"] == "proportional" else "5.9"  # nested by layer type
 
 
 def _text_config(model: Any) -> Any:

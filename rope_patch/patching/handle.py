@@ -10,6 +10,7 @@ from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
+from rope_patch.patching.arguments import named_after_method
 from rope_patch.patching.candidates import limit_candidates
 from rope_patch.patching.configs import ConfigSwap
 from rope_patch.patching.continuing import describe_start
@@ -292,6 +293,7 @@ class Patch:
             raise
 
 
+@named_after_method
 def patch(
     model: nn.Module,
     method: str,

@@ -1,5 +1,6 @@
 """Requests that cannot be met: a clear error, and a model that is as it was."""
 
+import inspect
 import math
 
 import pytest
@@ -303,3 +304,11 @@ def test_dynamic_says_what_it_does(capsys):
     )
     assert "dynamic-yarn, 64 → any length" in str(model)
     assert str(rope_patch.patch(model, "dynamic", factor=2)) == "dynamic, factor 2, 64 → 128 tokens"
+
+
+def test_a_factor_without_its_name_is_told_its_name():
+    model = make_model()
+    with pytest.raises(TypeError, match=r"write factor=4, or length="):
+        rope_patch.patch(model, "yarn", 4)
+    assert rope_patch.current(model) is None
+    assert "factor" in inspect.signature(rope_patch.patch).parameters  # as editors show it
