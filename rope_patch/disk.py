@@ -1,4 +1,4 @@
-"""The disk: whether a result can be written, and what to say if it cannot."""
+"""The disk: files written whole or not at all, and what to say of one that cannot be."""
 
 from __future__ import annotations
 
@@ -84,6 +84,32 @@ def advising(advice: Advice) -> Iterator[None]:
         if error.advised or not advice:
             raise
         raise NotWritten(error.reason, error.remedy, advice) from error.__cause__
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file so that readers see the old one or the new one, never half of it.
+
+    Raises:
+        NotWritten: The disk is full, read-only, or refuses for another reason.
+    """
+    with writing(path.parent, path.name):
+        _replace(path, content)
+
+
+def _replace(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+        # mkstemp's files are for their owner alone; a report is as public as umask says.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def require_folder(folder: str | os.PathLike[str], purpose: str) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rope_patch import disk
 from rope_patch.diagnosing.pairs import Rotation
 from rope_patch.drawing import PAPER, STYLE
-from rope_patch.eval.files import write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +66,7 @@ def write_picture(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
         metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
         drawn = BytesIO()
         figure.savefig(drawn, format=kind, dpi=144, facecolor="white", metadata=metadata)
-    write(file, drawn.getvalue())
+    disk.write(file, drawn.getvalue())
 
 
 def _draw(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: Rotation) -> None:

@@ -120,11 +120,13 @@ class Following:
         cache = getattr(cache, "self_attention_cache", cache)
         if torch.compiler.is_compiling() and carries_gradients(cache):
             # The operator of graphs re-rotates keys in place; so this breaks the graph instead.
-            self._prepare_outside_graph(given, tokens, cache)
-        else:
-            self._prepare(given, tokens, cache)
+            from rope_patch.patching.graph_break import prepare  # which imports the compiler
 
-    def _prepare(self, given: dict[str, Any], tokens: torch.Tensor, cache: Any) -> None:
+            prepare(self, given, tokens, cache)
+        else:
+            self.prepare(given, tokens, cache)
+
+    def prepare(self, given: dict[str, Any], tokens: torch.Tensor, cache: Any) -> None:
         past = cache.get_seq_length() if cache is not None else 0
         if isinstance(past, torch.Tensor) and given.get("cache_position") is not None:
             past = given["cache_position"][0]  # transformers 5.0 counts static slots by content
@@ -164,8 +166,6 @@ class Following:
                 [past] * len(new) if counted else at,
             )
         self._now.unrecorded = record if cache is None else None
-
-    _prepare_outside_graph = torch.compiler.disable(_prepare)
 
     def leave(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After the decoder's forward, failed ones too: a cache it made gets its record."""

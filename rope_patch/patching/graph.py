@@ -32,7 +32,7 @@ _tags: Any = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if t
     mutates_args=("keys", "bounds", "sets"),
     # torch 2.6 cannot infer a schema from list[torch.Tensor].
     schema="(Tensor(a!)[] keys, Tensor[] slots, SymInt[] kinds, Tensor positions, "
-    "Tensor(b!) bounds, Tensor(c!) sets, SymInt steps, SymInt serial) -> Tensor",
+    "Tensor new, Tensor(b!) bounds, Tensor(c!) sets, SymInt serial) -> Tensor",
     **({"tags": _tags} if _tags else {}),
 )
 def follow(
