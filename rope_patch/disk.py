@@ -53,13 +53,12 @@ def writing(folder: str | os.PathLike[str], name: str, advice: Advice = "") -> I
         NotWritten: The disk is full, read-only, or refuses for another reason.
     """
     try:
-        with advising(advice):
-            yield
-    except NotWritten:
-        raise
-    except Exception as error:
-        if not _is_about_disk(error):
+        yield
+    except Exception as raised:
+        if not _is_about_disk(raised) or (isinstance(raised, NotWritten) and not advice):
             raise
+        # What is written here, and how to go on, is known better than by what wrote a part of it.
+        error = (isinstance(raised, NotWritten) and raised.__cause__) or raised
         folder, full = Path(folder), _is_full(error)
         free = f", where {_free(folder) / 1e6:,.1f} MB are free" if full else ""
         reason = getattr(error, "strerror", None) or one_line(str(error))
