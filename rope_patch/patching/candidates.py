@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.generation.candidate_generator import UniversalSpeculativeDecodingGenerator
 
 from rope_patch.cache import Record
 from rope_patch.patching.lengths import spans
@@ -111,6 +110,10 @@ class _Limit:
         self, input_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens = input_ids.shape[1]
+        from transformers.generation.candidate_generator import (
+            UniversalSpeculativeDecodingGenerator,
+        )
+
         room = self.room(tokens)
         wanted = getattr(self.generator, "num_assistant_tokens", None)
         if wanted is not None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin
 
 from rope_patch.patching.swap import Swaps
 
@@ -122,6 +121,8 @@ def watch_generate(
 
 
 def _is_stock(module: nn.Module, name: str) -> bool:
+    from transformers import GenerationMixin  # which takes seconds, and models have done it
+
     own = getattr(type(module), name, None)
     return own is getattr(GenerationMixin, name) and name not in vars(module)
 
