@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.utils import logging
 
+from rope_patch import disk
 from rope_patch.recipes import checkpoints, planning
 from rope_patch.recipes.preparing import Prepared, prepare
 from rope_patch.recipes.running import Run, offloaded, opened
@@ -165,6 +166,7 @@ def finetune(settings: Settings) -> Path | None:
             run, or one at work; or the training went wrong.
         OSError: A checkpoint could not be written.
     """
+    disk.require_folder(str(settings.training.output_dir), "the run")
     planning.require_device(settings)
     with opened(settings) as resume:
         prepared = prepare(settings)

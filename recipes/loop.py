@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from rope_patch import disk
 from rope_patch.recipes import checkpoints, planning
 from rope_patch.recipes.preparing import add_liger, enable_checkpointing, prepare
 from rope_patch.recipes.running import Run, offloaded, opened, precision
@@ -54,6 +55,7 @@ def loop(settings: Settings) -> Path | None:
     """
     training = settings.training
     require_plain(settings)
+    disk.require_folder(str(settings.training.output_dir), "the run")
     planning.require_device(settings)
     with opened(settings) as resume:
         prepared = prepare(settings)  # ahead of accelerate: nobody shares sequences yet

@@ -20,7 +20,6 @@ import yaml
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from rope_patch import disk
 from rope_patch.eval import files
 from rope_patch.eval.folder_lock import locked
 from rope_patch.eval.processes import Processes
@@ -245,12 +244,11 @@ def opened(settings: Settings) -> Iterator[Path | None]:
     Raises:
         ValueError: Another run works in the folder, or it holds one and nobody said what to do; in
             every process.
-        OSError: Nothing can be written to the folder; in every process.
+        OSError: The folder cannot be locked; in every process.
     """
     folder, resume = Path(str(settings.training.output_dir)), settings.extension.resume
 
     def look() -> None:
-        disk.require_folder(folder, "the run")
         if resume == "no":
             checkpoints.require_none(folder)
         elif checkpoints.any_in(folder):
