@@ -13,7 +13,6 @@ from rope_patch.methods.base import require_tokens
 from rope_patch.patching.arguments import named_after_method
 from rope_patch.patching.candidates import limit_candidates
 from rope_patch.patching.configs import ConfigSwap
-from rope_patch.patching.continuing import describe_start
 from rope_patch.patching.defaults import as_by_default
 from rope_patch.patching.find import find_owner
 from rope_patch.patching.generation_loop import watch_generate
@@ -28,6 +27,7 @@ from rope_patch.patching.rotations import put_ours, who_rotates
 from rope_patch.patching.softmax import unsharpened
 from rope_patch.patching.stamp import digest, require_static, stamp, stamp_caches
 from rope_patch.patching.starting import keep_start
+from rope_patch.patching.summary import summarize
 from rope_patch.patching.swap import Swaps
 
 logger = logging.getLogger("rope_patch")
@@ -100,6 +100,11 @@ class Patch:
         """Whether the patch is in effect: neither undone nor replaced."""
         return self._active
 
+    @property
+    def follows(self) -> bool:
+        """Whether the frequencies follow the length of each sequence."""
+        return bool(self._followings)
+
     def undo(self) -> None:
         """Puts the unpatched model back, bit for bit; leaves it alone if the patch is not active.
 
@@ -167,39 +172,7 @@ class Patch:
 
     def summary(self) -> str:
         """What is in effect, a few lines to print."""
-        lines = [f"{self}" + ("" if self.active else " (undone)")]
-        shown, where = self.frequencies, ""
-        if self.method.grows and self._followings:
-            length = self.length or 2 * self.trained_length
-            shown, where = self.frequencies_at(length), f" at {length:,} tokens"
-        for kind, geometry in self.geometries.items():
-            changed = shown[kind]
-            stretch = geometry.inv_freq() / changed.inv_freq
-            pairs = int((stretch != 1).sum())
-            slowest = "no longer rotates" if stretch.isinf().any() else f"×{stretch.max():.4g}"
-            lines.append(
-                f"  {kind or 'all layers'}: theta {geometry.theta:g}, {pairs} of {len(stretch)} "
-                f"pairs changed{where} (slowest: {slowest}), "
-                f"attention factor {changed.attention_factor:.6g}"
-            )
-        lines += [f"  {kind}: unchanged" for kind in self._unchanged]
-        if kept := self.method.kept_tokens:
-            lines.append(
-                f"  positions below {kept:,} keep the rotation from before, in all of these"
-            )
-        lines += describe_start(self.original_config, self.geometries)
-        if self.sharpening != 1:
-            lines.append(
-                f"  softmax scale ×{self.sharpening**2:.6g}: heads that rotate only in part have "
-                "the attention factor there"
-            )
-        options = {
-            k: v for k, v in self.method.options().items() if k != "factor" and v is not None
-        }
-        if options:
-            lines.append("  options: " + ", ".join(f"{k}={_short(v)}" for k, v in options.items()))
-        lines.append(f"  {self._rotating}")
-        return "\n".join(lines)
+        return summarize(self, self._unchanged, self._rotating)
 
     def __str__(self) -> str:
         length = "any length" if self.length is None else f"{self.length:,} tokens"
@@ -415,7 +388,3 @@ def unpatch(model: nn.Module) -> None:
     if handle is None:
         raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
     handle.undo()
-
-
-def _short(value: Any) -> str:
-    return f"[{len(value)} numbers]" if isinstance(value, tuple | list) else str(value)

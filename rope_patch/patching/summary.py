@@ -1,0 +1,56 @@
+"""What a patch changed, in a few lines to print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rope_patch.patching.continuing import describe_start
+
+if TYPE_CHECKING:
+    from rope_patch.patching.handle import Patch
+    from rope_patch.patching.rotations import Rotating
+
+
+def summarize(handle: Patch, unchanged: Iterable[str | None], rotating: Rotating) -> str:
+    """Return what `Patch.summary` says.
+
+    Args:
+        handle: The patch.
+        unchanged: The layer types that it leaves alone.
+        rotating: Who applies the rotation; see `who_rotates`.
+    """
+    method = handle.method
+    lines = [f"{handle}" + ("" if handle.active else " (undone)")]
+    shown, where = handle.frequencies, ""
+    if method.grows and handle.follows:
+        length = handle.length or 2 * handle.trained_length
+        shown, where = handle.frequencies_at(length), f" at {length:,} tokens"
+    for kind, geometry in handle.geometries.items():
+        changed = shown[kind]
+        stretch = geometry.inv_freq() / changed.inv_freq
+        pairs = int((stretch != 1).sum())
+        slowest = "no longer rotates" if stretch.isinf().any() else f"×{stretch.max():.4g}"
+        lines.append(
+            f"  {kind or 'all layers'}: theta {geometry.theta:g}, {pairs} of {len(stretch)} "
+            f"pairs changed{where} (slowest: {slowest}), "
+            f"attention factor {changed.attention_factor:.6g}"
+        )
+    lines += [f"  {kind}: unchanged" for kind in unchanged]
+    if tokens := method.kept_tokens:
+        lines.append(f"  positions below {tokens:,} keep the rotation from before, in all of these")
+    lines += describe_start(handle.original_config, handle.geometries)
+    if handle.sharpening != 1:
+        lines.append(
+            f"  softmax scale ×{handle.sharpening**2:.6g}: heads that rotate only in part have "
+            "the attention factor there"
+        )
+    options = {k: v for k, v in method.options().items() if k != "factor" and v is not None}
+    if options:
+        lines.append("  options: " + ", ".join(f"{k}={_short(v)}" for k, v in options.items()))
+    lines.append(f"  {rotating}")
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    return f"[{len(value)} numbers]" if isinstance(value, tuple | list) else str(value)
