@@ -98,7 +98,8 @@ def require_same(
 ) -> None:
     """Raise unless a folder's run is of this identity.
 
-    The number of steps may differ where the steps taken would have had the same learning rates.
+    The number of steps may differ; a warning says so where the schedule of the learning rate, which
+    follows from it, would have been another one for the steps taken.
 
     Args:
         folder: The folder of a run.
@@ -110,6 +111,7 @@ def require_same(
         ValueError: Names each key that differs, with both values; or the folder's identity is
             missing or damaged.
     """
+    training = settings.training
     there, began_with = _read(folder)
     here_with = _versions()
     names = dict.fromkeys([*there, *identity])
@@ -129,15 +131,25 @@ def require_same(
         if name != "steps" and _compared(there.get(name)) != _compared(identity.get(name))
     ]
     before, now = there["steps"], identity["steps"]
-    if before != now and not (
-        done is not None and schedule.agree(settings.training, before, now, done)
-    ):
-        differences.append(f"steps was {before}, got {now}{_why(settings, now, done)}")
+    if before != now and (done is None or done > now):
+        taken = "there is no checkpoint to go on from" if done is None else f"{done} are taken"
+        differences.append(f"steps was {before}, got {now} ({taken})")
     if differences:
         raise ValueError(
             f"cannot resume {folder}, it holds the run of another recipe: "
             f"{'; '.join(differences)}. Set that back, or give another --output_dir; nothing was "
             "changed there"
+        )
+    if before != now and done is not None and not schedule.agree(training, before, now, done):
+        logger.warning(
+            "%s was begun for %s steps and goes on for %s: its %s steps had the learning rates of "
+            "the former, and the rest gets those of the latter (lr_scheduler_type %s), so the "
+            "result is that of neither",
+            folder,
+            f"{before:,}",
+            f"{now:,}",
+            f"{done:,}",
+            getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type),
         )
 
 
@@ -220,18 +232,6 @@ def _compared(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: item for key, item in value.items() if key != _NAME}
     return value
-
-
-def _why(settings: Settings, steps: int, done: int | None) -> str:
-    if done is None:
-        return ""
-    if done > steps:
-        return f" (step {done} is taken already)"
-    kind = settings.training.lr_scheduler_type
-    return (
-        f" (with lr_scheduler_type {getattr(kind, 'value', kind)}, the {done} steps taken would "
-        "have had other learning rates)"
-    )
 
 
 def _short(value: Any) -> str:

@@ -11,6 +11,7 @@ from commands import here
 from runs import ASSETS, STEPS, arguments, curve, equal_tensors, require_same, run, stopped
 from runs import truth as truth
 from safetensors.torch import load_file, save_file
+from transformers import get_scheduler
 
 from rope_patch.eval.folder_lock import locked
 from rope_patch.eval.processes import Processes
@@ -31,7 +32,6 @@ OTHERS = {
     ),
     "rows": ({"gradient_accumulation_steps": 4}, "rows of a step was 4, got 8"),
     "data": ({"data": "novels:emma"}, "data was .*documents.jsonl.*, got .*novels:emma"),
-    "steps": ({"max_steps": STEPS + 2}, "steps was 6, got 8"),
 }
 
 
@@ -128,12 +128,26 @@ def test_more_steps_go_on_at_a_constant_rate(truth, tmp_path):
     whole = truth("finetune", "constant", **constant)
     folder = tmp_path / "run"
     run("finetune", folder, max_steps=4, **constant)
-    assert "steps was 4, got 3 (step 4 is taken already)" in refused(
-        folder, max_steps=3, **constant
-    )
+    assert "steps was 4, got 3 (4 are taken)" in refused(folder, max_steps=3, **constant)
     run("finetune", folder, resume="auto", **constant)
     require_same(folder, whole)
     assert json.loads((folder / identity.FILE).read_text())["identity"]["steps"] == STEPS
+
+
+def test_more_steps_of_a_schedule_that_follows_from_them_are_warned_of(interrupted, caplog):
+    run("finetune", interrupted, resume="auto", max_steps=STEPS + 2)
+    assert (
+        f"was begun for {STEPS} steps and goes on for {STEPS + 2}: its 2 steps had" in caplog.text
+    )
+    rates = [json.loads(line)["learning_rate"] for line in (interrupted / "log.jsonl").open()]
+    training = parse(arguments(interrupted))[0].training
+    # The checkpoint holds the rate of the step after it.
+    for steps, part in ((STEPS, slice(0, 3)), (STEPS + 2, slice(3, STEPS + 2))):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
+        warmup = training.get_warmup_steps(steps)
+        whole = get_scheduler(training.lr_scheduler_type, optimizer, warmup, steps)
+        expected = [training.learning_rate * whole.lr_lambdas[0](step) for step in range(steps)]
+        assert rates[part] == pytest.approx(expected[part])
 
 
 @pytest.mark.parametrize("damage", ["cut", "edited", "missing", "another format"])
