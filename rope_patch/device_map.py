@@ -26,7 +26,7 @@ def require_device(device_map: Any) -> None:
                 f"device_map must be {', '.join(sorted(_PLACES))}, or a device such as cpu or "
                 f"cuda:0, got {place!r}"
             ) from error
-        module = getattr(torch, kind, None)
+        module = torch.backends.mps if kind == "mps" else getattr(torch, kind, None)
         if kind not in ("cpu", "meta") and not (module and module.is_available()):
             raise ValueError(
                 f"device_map names {place!r}, and torch {torch.__version__} finds no {kind} device "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 import traceback
 from typing import Any
 
@@ -22,9 +21,20 @@ def reason(error: BaseException, most: int = _MOST) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def one_line(text: str, most: int = _MOST) -> str:
-    """Return a text in one line of at most so many characters, cut at a word."""
-    return textwrap.shorten(text, most, placeholder=" ...")
+def one_line(text: object, most: int | None = _MOST) -> str:
+    """Return a text as one printable line.
+
+    Args:
+        text: The text, or what has one.
+        most: Characters; a longer text ends in "...", at a word if there is one. None cuts nothing.
+    """
+    printable = "".join(c if c.isprintable() else " " for c in str(text))
+    line = " ".join(printable.split())
+    if most is None or len(line) <= most:
+        return line
+    head = line[: most - 4]
+    words = head.rpartition(" ")[0]
+    return (words if len(words) >= most // 2 else head) + " ..."
 
 
 def parse_json(text: str | bytes) -> Any:

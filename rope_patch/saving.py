@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig
 
@@ -19,12 +20,14 @@ from rope_patch.patching import Patch, current
 from rope_patch.patching.find import find_rotaries
 from rope_patch.patching.rotary import unpatched
 from rope_patch.patching.softmax import config_sharpening
-from rope_patch.reason import parse_json
+from rope_patch.reason import parse_json, reason
 from rope_patch.registering import spelled_natively
 from rope_patch.versions import version
 
 logger = logging.getLogger("rope_patch")
 
+# What transformers raises for a config that it cannot read.
+_OF_CONFIGS = (KeyError, ValueError, TypeError, AttributeError)
 SIDECAR = "rope_patch.json"
 ADAPTER = "adapter_config.json"
 _ADVICE = "What was in the folder before is still there: REMEDY, and save again"
@@ -81,11 +84,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     elif problem:
         logger.warning(
             "%s: plain transformers %s cannot load this folder at all (%s), and neither can "
-            "releases before it; load it with rope_patch.load, or with transformers %s or later",
+            "releases before it; load it with rope_patch.load%s",
             folder,
             version("transformers"),
             problem,
-            _first_to_read(handle),
+            _or_a_release_that_reads(handle),
         )
     elif not native:
         logger.warning(
@@ -207,7 +210,7 @@ def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
         for attention in handle.sharpened:
             if abs(config_sharpening(attention, config) - handle.sharpening) > 1e-6:
                 return False
-    except (KeyError, ValueError, TypeError, AttributeError):
+    except _OF_CONFIGS:
         return False
     return True
 
@@ -221,16 +224,19 @@ def _loading_problem(folder: Path, model: nn.Module) -> str | None:
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
         for rotary in find_rotaries(model):
             unpatched(rotary, config)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        cause = error.__cause__ or error
-        return f"{type(cause).__name__}: {cause}"
+    except (*_OF_CONFIGS, OSError, StrictDataclassError) as error:
+        return reason(error.__cause__ or error)
     return None
 
 
-def _first_to_read(handle: Patch) -> str:
-    """Return the first release of transformers that reads what a patch is spelled with."""
-    parameters = handle.method.rope_parameters(next(iter(handle.geometries.values())))
-    return "5.5" if parameters["rope_type"] == "proportional" else "5.9"  # nested by layer type
+def _or_a_release_that_reads(handle: Patch) -> str:
+    """Return words about the first release of transformers that reads a patch, where known."""
+    if handle.method.rope_parameters(next(iter(handle.geometries.values())))["rope_type"] == (
+        "proportional"
+    ):
+        return ", or with transformers 5.5 or later"
+    by_layer_type = None not in handle.geometries
+    return ", or with transformers 5.9 or later" if by_layer_type else ""
 
 
 def _text_config(model: Any) -> Any:

@@ -29,7 +29,10 @@ class TooShort(ValueError):
             f"a length of {length} tokens is too short for {task}: the prompt's own words and the "
             f"room for an answer take {least} with this tokenizer"
         )
-        self.least = least
+        self.length, self.task, self.least = length, task, least
+
+    def __reduce__(self) -> Any:  # other processes raise it, too
+        return TooShort, (self.length, self.task, self.least)
 
 
 @dataclass(frozen=True, kw_only=True)

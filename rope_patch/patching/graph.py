@@ -25,6 +25,7 @@ def announce(following: Any) -> int:
 
 # CUDA graphs would replay what the numbers said when they were recorded.
 _tags: Any = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
+UNCAPTURED: dict[str, Any] = {"tags": _tags} if _tags else {}
 
 
 @torch.library.custom_op(
@@ -33,7 +34,7 @@ _tags: Any = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if t
     # torch 2.6 cannot infer a schema from list[torch.Tensor].
     schema="(Tensor(a!)[] keys, Tensor[] slots, SymInt[] kinds, Tensor positions, "
     "Tensor new, Tensor(b!) bounds, Tensor(c!) sets, SymInt serial) -> Tensor",
-    **({"tags": _tags} if _tags else {}),
+    **UNCAPTURED,
 )
 def follow(
     keys: list[torch.Tensor],

@@ -194,7 +194,11 @@ class Patch:
         if standing := current(model):
             standing.undo()
         if before is not None:
-            before._restore()
+            before._restore(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a module must not take along what was patched around it.
+        return {**vars(self), "_model": None}
 
     def _remove(self) -> None:
         """Undo what was changed, so that it can be applied again."""
@@ -206,10 +210,14 @@ class Patch:
                 ", ".join(foreign),
             )
 
-    def _restore(self) -> None:
-        """Apply the patch again after another one, unless it is over."""
-        if self._model is not None and self._plan is not None and not self._over:
-            self._apply(self._model, self._plan)
+    def _restore(self, model: nn.Module) -> None:
+        """Apply the patch again after another one, unless it is over.
+
+        Args:
+            model: What the other one was applied to; a copied handle knows no model of its own.
+        """
+        if self._plan is not None and not self._over:
+            self._apply(model if self._model is None else self._model, self._plan)
 
     @as_by_default()
     def _apply(self, model: nn.Module, plan: Plan) -> None:
@@ -331,7 +339,7 @@ def patch(
         handle._apply(model, plan)
     except BaseException:
         if standing:
-            standing._restore()
+            standing._restore(model)
         raise
     if logger.isEnabledFor(logging.INFO):
         logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))

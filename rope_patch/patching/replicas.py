@@ -33,7 +33,7 @@ class Replicating:
 
 def for_replica(forward: Any, replica: Any) -> Any:
     """Return a module's forward for its replica; somebody else's forward is returned as it is."""
-    if isinstance(forward, MethodType):
+    if isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module):
         return partial(forward.__func__, replica)
     if isinstance(forward, partial) and forward.func is row_by_row:
         names, _, own = forward.args

@@ -16,6 +16,7 @@ from torch import nn
 from rope_patch.cache import made_cache
 from rope_patch.methods import Frequencies
 from rope_patch.patching.find import Rotary
+from rope_patch.patching.graph import UNCAPTURED
 from rope_patch.patching.parallel import parameter_names
 from rope_patch.patching.request import Plan
 from rope_patch.patching.starting import kept_frequencies
@@ -50,7 +51,7 @@ class Stamp:
                 return None
         cache = getattr(cache, "self_attention_cache", cache)
         held = getattr(cache, "rotation", None)
-        if held == self.rotation or getattr(torch.compiler, "is_exporting", bool)():
+        if held == self.rotation or _is_exporting():
             return None  # an exported program is traced with an empty cache and serves all
         changed = None
         if hasattr(cache, "get_seq_length"):
@@ -167,7 +168,7 @@ def refusal(length: int | None, *, marked: bool) -> str:
     )
 
 
-@torch.library.custom_op("rope_patch::require_empty", mutates_args=())
+@torch.library.custom_op("rope_patch::require_empty", mutates_args=(), **UNCAPTURED)
 def require_empty(length: torch.Tensor) -> torch.Tensor:
     """Return 0 for an empty cache, and raise for others, when a compiled graph runs.
 
@@ -182,6 +183,11 @@ def require_empty(length: torch.Tensor) -> torch.Tensor:
 @require_empty.register_fake
 def _(length):
     return torch.zeros_like(length)
+
+
+def _is_exporting() -> bool:
+    ask = getattr(torch.compiler, "is_exporting", None)  # torch 2.6 has none
+    return ask is not None and ask()
 
 
 def _joined(

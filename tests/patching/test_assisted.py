@@ -3,6 +3,8 @@
 In float64, where a forward of several tokens does not round to another argmax than one token does.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -168,7 +170,8 @@ def test_a_model_that_leaves_early_to_draft_for_itself():
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_an_assistant_of_other_tokens(do_sample):
-    folders = "tests/assets/tiny-llama", "tests/assets/tiny-qwen3"
+    assets = Path(__file__).parents[1] / "assets"
+    folders = assets / "tiny-llama", assets / "tiny-qwen3"
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, assistant = (load(folder, dtype=torch.float64) for folder in folders)
     assistant.resize_token_embeddings(assistant.config.vocab_size + 8)  # as if other tokens

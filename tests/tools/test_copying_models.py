@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,22 @@ def test_a_copy_shares_nothing_with_the_original(family, method):
         for parameter in twin.parameters():
             parameter.zero_()
     assert logits(model).equal(expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_what_was_patched_through_a_wrapper_is_copied_without_it(copied):
+    model = make_model()
+    expected = {"none": logits(model)}
+    handle = rope_patch.patch(torch.compile(model, backend="eager"), "yarn", factor=4)
+    expected["yarn"] = logits(model)
+    twin = copied(model)
+    assert logits(twin).equal(expected["yarn"])
+    with rope_patch.patch(twin, "linear", factor=4):  # leaving it restores the copy's own patch
+        assert not logits(twin).equal(expected["yarn"])
+    assert logits(twin).equal(expected["yarn"])
+    rope_patch.unpatch(twin)
+    assert logits(twin).equal(expected["none"])
+    assert handle.active
 
 
 def test_copies_that_follow_lengths_do_so_by_themselves():

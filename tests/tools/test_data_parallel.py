@@ -81,3 +81,23 @@ def test_gradients_of_replicas_reach_the_original(replicas):
         sum(total).backward()
     for (name, got), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_method_of_something_else_stays_what_it_is(replicas):
+    model = make_model()
+    rope_patch.patch(model, "yarn", factor=4)
+    attention = model.model.layers[0].self_attn
+    calls = []
+
+    class Counter:
+        def __init__(self, own):
+            self.own = own
+
+        def forward(self, *args, **kwargs):
+            calls.append(1)
+            return self.own(*args, **kwargs)
+
+    attention.forward = Counter(attention.forward).forward
+    first, _ = replicas(model)
+    assert forward(first, tokens(20)).equal(forward(model, tokens(20)))
+    assert len(calls) == 2

@@ -1,0 +1,33 @@
+"""Reasons are one printable line, and keep what they can of a long one."""
+
+import pickle
+
+import pytest
+
+from rope_patch.disk import NotWritten
+from rope_patch.eval.tasks.samples import TooShort
+from rope_patch.reason import one_line, reason
+
+
+def test_a_long_text_ends_at_a_word_if_it_has_words():
+    assert one_line("one two three four", 14) == "one two ..."
+    assert one_line("one\ntwo\t\x1b[31mthree") == "one two [31mthree"
+    assert one_line("x" * 500, None) == "x" * 500
+    for text in ("/a/path/" + "x" * 500, repr(10**400), "長い文章" * 100):
+        line = one_line(text, 60)
+        assert len(line) == 60
+        assert line == text[:56] + " ..."
+
+
+def test_an_error_without_words_is_its_kind():
+    assert reason(KeyError()) == "KeyError"
+    assert reason(ValueError("a\nb")) == "ValueError: a b"
+
+
+@pytest.mark.parametrize(
+    "error", [TooShort(100, "rp_vt", 300), NotWritten("x was not written", "make room", "REMEDY")]
+)
+def test_errors_pass_from_one_process_to_another(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
