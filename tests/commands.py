@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -36,7 +37,9 @@ def here(*words):
     """In this process."""
     stdout, stderr = io.StringIO(), io.StringIO()
     status = 0
+    messages = logging.StreamHandler(stderr)  # pytest has set logging up, so the command does not
     with (
+        mock.patch.object(logging.root, "handlers", [*logging.root.handlers, messages]),
         mock.patch.object(sys, "argv", ["rope-patch", *map(str, words)]),
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),

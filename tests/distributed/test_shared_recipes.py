@@ -178,6 +178,10 @@ def apart(model, other):
     return max((model[name] - other[name]).abs().max() for name in model)
 
 
+def distance(model, other):
+    return torch.cat([(model[name] - other[name]).flatten() for name in model]).norm()
+
+
 @pytest.mark.parametrize(("mode", "recipe", "kind"), CASES)
 def test_losses_and_gradients_are_those_of_one_process(runs, mode, recipe, kind):
     folder, found = runs(mode)
@@ -193,8 +197,12 @@ def test_the_finished_model_is_that_of_one_process(runs, mode, recipe, kind):
     folder, _ = runs(mode)
     truth, _ = runs("one")
     made, expected = (weights(f / "model") for f in (folder / f"{recipe} {kind}", truth / kind))
-    assert apart(made, expected) < CLOSE
-    assert apart(expected, weights(RECIPE["model"])) > 10 * CLOSE
+    # Adam moves a weight as far for a small gradient as for a large one, so rounding decides over
+    # single weights whose gradient is near 0: all of them are held against what training changed.
+    before = weights(RECIPE["model"])
+    assert distance(made, expected) < 5 * CLOSE * distance(expected, before)
+    assert apart(made, expected) < RECIPE["learning_rate"]
+    assert apart(expected, before) > 10 * CLOSE
 
 
 @pytest.mark.parametrize("mode", ["one", *MODES])

@@ -187,7 +187,7 @@ def test_a_failure_is_told_and_tried_again(
     on = fail(monkeypatch, tokenizer, bad["target"], error)
     results = evaluate(asked)
     rows = results["retrieval"][0]["samples"]["none"]
-    reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     assert [row.get("error") for row in rows if row["id"] == bad["id"]] == [reason]
     right = {row["id"]: row for row in expected["retrieval"][0]["samples"]["none"]}
     for row in rows:
