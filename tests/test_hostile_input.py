@@ -58,7 +58,7 @@ def refused(*words):
             ["--factor", "4", "--option", "beta_fast=!!python/object/apply:os.system ['x']"],
             "could not determine a constructor",
         ),
-        (["--factor", "4", "--option", f"beta_fast={'[' * 1200}"], "--option ..."),
+        (["--factor", "4", "--option", f"beta_fast={'[' * 1200}"], "[[[ ...: expected"),
         (["--factor", "4", "--option", "beta_fast=2020-13-45"], "month must be in 1..12"),
     ],
 )
