@@ -43,6 +43,8 @@ class Record:
         sets: The frequencies of each row's keys, one layer type's after another's, `[B, F]`,
             float64, on the CPU; NaN where there are none yet.
         static: Whether `positions` has room for all that the cache will ever hold.
+        layout: What patches must have in common to re-rotate each other's keys: where each layer
+            type's numbers are in a set, and how many first positions keep their rotation.
     """
 
     owner: str
@@ -50,26 +52,30 @@ class Record:
     bounds: torch.Tensor
     sets: torch.Tensor
     static: bool
+    layout: tuple[Any, ...]
 
     @classmethod
-    def blank(cls, owner: str, positions: torch.Tensor, width: int) -> Record:
+    def blank(
+        cls, owner: str, positions: torch.Tensor, width: int, layout: tuple[Any, ...]
+    ) -> Record:
         """A record of rows of which nothing is known but where their tokens stand.
 
         Args:
             owner: See above.
             positions: See above.
             width: F, the numbers that a row's frequencies are.
+            layout: See above.
         """
         rows = positions.shape[0]
         with torch.inference_mode(False):  # a cache may be used outside of it later
             bounds = torch.full((rows, 3), UNKNOWN, dtype=torch.float64, device="cpu")
             sets = torch.full((rows, width), UNKNOWN, dtype=torch.float64, device="cpu")
-        return cls(owner, positions, bounds, sets, static=positions.shape[1] > 0)
+        return cls(owner, positions, bounds, sets, positions.shape[1] > 0, layout)
 
     def rearranged(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> Record:
         """The record of a cache whose rows went through `rows`, a function of `[B, ...]`."""
         moved = (rows(self.positions), rows(self.bounds), rows(self.sets))
-        return Record(self.owner, *moved, self.static)
+        return Record(self.owner, *moved, self.static, self.layout)
 
     def append(self, past: Any, new: torch.Tensor) -> None:
         """Writes down where new tokens stand.
@@ -128,14 +134,14 @@ def remember(cache: Any, record: Record) -> None:
     cache.rotation = record
 
 
-def recall(cache: Any, past: Any, batch: int, width: int, owner: str) -> Record | None:
+def recall(cache: Any, past: Any, batch: int, layout: tuple[Any, ...], owner: str) -> Record | None:
     """The record of a cache, brought to what the cache holds now; None for an empty cache.
 
     Args:
         cache: Any of transformers' caches, or None.
         past: How many slots are filled.
         batch: Rows that are about to be added to it.
-        width: Numbers that a row's frequencies are, under the patch that asks.
+        layout: See `Record`, of the patch that asks.
         owner: The patch that asks.
 
     Raises:
@@ -152,10 +158,10 @@ def recall(cache: Any, past: Any, batch: int, width: int, owner: str) -> Record 
                 "copy.deepcopy, which keeps the record"
             )
         return None
-    if record.sets.shape[1] != width:
+    if record.layout != layout:
         raise ValueError(
-            "the cache was filled under a patch of other layer types: expected an empty cache, or "
-            "one that was filled under this patch"
+            "the cache was filled under a patch of other layer types or start tokens: expected an "
+            "empty cache, or one that was filled under this patch"
         )
     rows, slots = record.positions.shape
     if rows != batch or (not record.static and slots < past):

@@ -9,6 +9,7 @@ import torch
 import transformers
 from tiny_models import (
     LONG,
+    LONG_FACTOR,
     OLD_TRANSFORMERS,
     SHORT,
     TRAINED,
@@ -314,3 +315,29 @@ def test_keys_are_turned_in_place(model):
     with torch.no_grad():
         model(tokens(1), past_key_values=cache)
     assert_differs(kept, before)
+
+
+STRETCHES = {"factor": 4, "long_factor": LONG_FACTOR}
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "first", "then"),
+    [
+        (
+            "gemma3",
+            "dynamic-yarn",
+            {"layer_types": ["sliding_attention"]},
+            {"layer_types": ["full_attention"]},
+        ),
+        ("llama", "longrope", {**STRETCHES, "start_tokens": 4}, STRETCHES),
+    ],
+)
+def test_keys_of_other_layers_or_start_tokens_are_refused(family, method, first, then):
+    model, ids = make_model(family), tokens(TRAINED + 20)
+    short = {} if method != "longrope" else {"short_factor": [1.0] * len(LONG_FACTOR)}
+    cache = DynamicCache(config=model.config)
+    rope_patch.patch(model, method, **first, **short)
+    step_by_step(model, ids[:, :TRAINED], TRAINED, cache)
+    rope_patch.patch(model, method, **then, **short)
+    with pytest.raises(ValueError, match="other layer types or start tokens"):
+        step_by_step(model, ids[:, TRAINED:], 20, cache)

@@ -86,6 +86,7 @@ class Following:
         self.sets = Sets(method, geometries, before, self.names)
         self.parts = self.sets.parts
         self.width = self.sets.width
+        self.layout = (tuple(self.parts.items()), method.kept_tokens)
         self._names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         self.loop = GenerationLoop()
         self._now = Now()
@@ -131,11 +132,11 @@ class Following:
         if isinstance(past, torch.Tensor) and given.get("cache_position") is not None:
             past = given["cache_position"][0]  # transformers 5.0 counts static slots by content
         new = positions_of(given, tokens, past, shared=self._group() is not None)
-        record = recall(cache, past, new.shape[0], self.width, self.owner)
+        record = recall(cache, past, new.shape[0], self.layout, self.owner)
         if record is None:
             if self.fixed is None:
                 require_turnable(cache)
-            record = Record.blank(self.owner, blank_positions(cache, new), self.width)
+            record = Record.blank(self.owner, blank_positions(cache, new), self.width, self.layout)
         record.append(past, new)
         if cache is not None:
             remember(cache, record)
@@ -183,7 +184,7 @@ class Following:
         rows = self._now.rows
         if rows is None:  # called by itself: its positions are all there is to know
             positions = args[1] if len(args) > 1 else kwargs["position_ids"]
-            own = Record.blank(self.owner, positions, self.width)
+            own = Record.blank(self.owner, positions, self.width, self.layout)
             rows = self.settle(own.bounds, own.sets, positions, positions, lambda: ())
         x = args[0] if args else kwargs["x"]
         inv_freq, scale = self.sets.split(rows, kind, x.device)

@@ -228,7 +228,7 @@ class Patch:
             self._placed = require_places(model, rotaries, self._swaps)
             if not plan.followings:
                 stamp_caches(model, rotaries, self._rotation, self._swaps)
-            guard_batching(model, self._followings, self._swaps)
+            guard_batching(model, self._rotation, self._followings, self._swaps)
             for placed in self._placed:
                 placed.group = self._group
             report_cast(rotaries)

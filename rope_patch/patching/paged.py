@@ -1,4 +1,4 @@
-"""Refuse paged attention where cached keys would have to be rotated again.
+"""Refuse paged attention where cached keys would have to be rotated again, or are of two rotations.
 
 Continuous batching keeps the keys of many requests in the blocks of one paged cache, which no
 method of ours can reach. Its forward calls run in a thread of their own, so a refusal there only
@@ -18,33 +18,48 @@ if TYPE_CHECKING:
 
 _ENTRY = "init_continuous_batching"  # `generate_batch` and the context manager call it, too
 _KEPT = "_cached_continuous_batching_manager"
+_MARK = "_rope_patch_rotation"
 
 
 class BatchingGuard:
-    """A model's `init_continuous_batching`, refused unless the rotation is constant."""
+    """A model's `init_continuous_batching`, refused where a paged cache would mix rotations."""
 
-    def __init__(self, own: Any, followings: list[Following]) -> None:
-        self.own = own
+    def __init__(self, module: nn.Module, rotation: str, followings: list[Following]) -> None:
+        self.module = module
+        self.own = getattr(module, _ENTRY)
+        self.rotation = rotation
         self.followings = followings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for following in self.followings:
             if following.fixed is None:
                 raise ValueError(refusal(following.method))
-        return self.own(*args, **kwargs)
+        lengths = [f"{following.fixed:g}" for following in self.followings]
+        rotation = " ".join([self.rotation, *lengths])
+        manager = vars(self.module).get(_KEPT)
+        if manager is not None and vars(manager).get(_MARK) != rotation:
+            raise ValueError(manager_refusal(self.module))
+        manager = self.own(*args, **kwargs)
+        setattr(manager, _MARK, rotation)
+        return manager
 
 
-def guard_batching(model: nn.Module, followings: list[Following], swaps: Swaps) -> None:
-    """Have a model refuse to start continuous batching while its frequencies follow lengths.
+def guard_batching(
+    model: nn.Module, rotation: str, followings: list[Following], swaps: Swaps
+) -> None:
+    """Have a model refuse continuous batching whose paged cache would mix rotations.
+
+    That is any while frequencies follow lengths, and a manager that was kept from another rotation.
 
     Args:
         model: The model.
+        rotation: The digest of the patch's rotation.
         followings: The parts of the patch that follow lengths.
         swaps: Where the changes are recorded.
     """
     for module in model.modules():
-        if followings and hasattr(type(module), _ENTRY):
-            swaps.set(module, _ENTRY, BatchingGuard(getattr(module, _ENTRY), followings))
+        if hasattr(type(module), _ENTRY):
+            swaps.set(module, _ENTRY, BatchingGuard(module, rotation, followings))
 
 
 def require_no_pages(given: dict[str, Any], method: object) -> None:
@@ -69,11 +84,16 @@ def require_no_manager(model: nn.Module) -> None:
     """
     for module in model.modules():
         if vars(module).get(_KEPT) is not None:
-            raise ValueError(
-                f"{type(module).__name__} keeps a manager of continuous batching "
-                "(persistent_manager=True), whose paged cache holds keys of the rotation so far: "
-                "call model.destroy_cached_continuous_batching_manager() first"
-            )
+            raise ValueError(manager_refusal(module))
+
+
+def manager_refusal(module: nn.Module) -> str:
+    """Say why a kept manager is refused, and how to let go of it."""
+    return (
+        f"{type(module).__name__} keeps a manager of continuous batching "
+        "(persistent_manager=True), whose paged cache holds keys of another rotation: call "
+        "model.destroy_cached_continuous_batching_manager() first"
+    )
 
 
 def refusal(method: object) -> str:

@@ -44,14 +44,14 @@ class Stamp:
         Raises:
             ValueError: The cache holds keys of another rotation. It is as it was.
         """
-        cache = kwargs.get(_CACHE)
-        if cache is None:
-            cache = args[self._at] if len(args) > self._at else None
-            if cache is None and (cache := kwargs.get("cache")) is None:  # a paged one
-                return None
-        cache = getattr(cache, "self_attention_cache", cache)
+        cache = self._given(args, kwargs)
+        if cache is None and (cache := kwargs.get("cache")) is None:  # a paged one
+            return None
         held = getattr(cache, "rotation", None)
-        if held == self.rotation or _is_exporting():
+        if held == self.rotation:
+            _require_unchanged(cache)
+            return None
+        if _is_exporting():
             return None  # an exported program is traced with an empty cache and serves all
         changed = None
         if hasattr(cache, "get_seq_length"):
@@ -67,11 +67,21 @@ class Stamp:
         return changed
 
     def mark(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Mark a cache that the decoder made itself; after the forward."""
-        if kwargs.get(_CACHE) is not None:
-            return
-        if (cache := made_cache(output)) is not None:
+        """Mark a cache that the decoder made itself, and note its length; after the forward."""
+        cache = self._given(args, kwargs)
+        if cache is None:
+            cache = made_cache(output)
+            if cache is None:
+                return
             cache.rotation = self.rotation
+        _note_length(cache)
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the cache that a forward call is given, or None."""
+        cache = kwargs.get(_CACHE)
+        if cache is None and len(args) > self._at:
+            cache = args[self._at]
+        return getattr(cache, "self_attention_cache", cache)
 
 
 class StampedPrompt:
@@ -113,7 +123,38 @@ def stamp(cache: Any, rotation: str) -> None:
     """
     if not hasattr(cache, "get_seq_length"):
         raise TypeError(f"expected a transformers cache, got {type(cache).__name__}")
-    getattr(cache, "self_attention_cache", cache).rotation = rotation
+    cache = getattr(cache, "self_attention_cache", cache)
+    cache.rotation = rotation
+    _note_length(cache)
+
+
+def _note_length(cache: Any) -> None:
+    """Note how many tokens a marked cache holds, where that takes no reading from a device."""
+    cache.rotated_tokens = None if torch.compiler.is_compiling() else _known_length(cache)
+
+
+def _require_unchanged(cache: Any) -> None:
+    """Raise if a marked cache holds tokens that came while the patch was not in effect.
+
+    Raises:
+        ValueError: It does.
+    """
+    if torch.compiler.is_compiling() or (rotated := getattr(cache, "rotated_tokens", None)) is None:
+        return
+    length = _known_length(cache)
+    if length is not None and length > rotated:
+        raise ValueError(
+            f"the cache holds {length} tokens, of which this rotation rotated {rotated}: the rest "
+            "came from the unpatched model, which cannot refuse. Expected a cache that was filled "
+            "under this rotation alone: read the text again into a new cache"
+        )
+
+
+def _known_length(cache: Any) -> int | None:
+    length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
+    if isinstance(length, torch.Tensor):
+        return int(length) if length.device.type == "cpu" else None
+    return length
 
 
 def require_static(method: object, followings: list[Any]) -> None:
@@ -159,7 +200,8 @@ def refusal(length: int | None, *, marked: bool) -> str:
         "another patch rotated their keys"
         if marked
         else "nothing says that this patch rotated their keys: the cache was filled before the "
-        "model was patched, or rebuilt from tensors"
+        "model was patched, or rebuilt from tensors, or is the prefix of a PEFT model that was put "
+        "around the patched one (patch the PEFT model instead)"
     )
     return (
         f"the cache holds {tokens}, and {why}. Expected an empty cache, or one that was filled "

@@ -158,3 +158,18 @@ def test_a_manager_that_is_kept_must_go_before_a_patch(model):
     model.destroy_cached_continuous_batching_manager()
     rope_patch.patch(model, "yarn", factor=4)
     assert together(model) == alone(model)
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 keeps no managers")
+def test_a_manager_of_another_rotation_is_refused_where_a_patch_comes_back(model):
+    with rope_patch.patch(model, "dynamic-yarn") as handle:
+        handle.fix_length(256)
+        with rope_patch.patch(model, "linear", factor=4):
+            together(model, persistent_manager=True)
+        with pytest.raises(ValueError, match="keys of another rotation"):
+            together(model, persistent_manager=True)
+        model.destroy_cached_continuous_batching_manager()
+        assert together(model, persistent_manager=True) == alone(model)
+        handle.fix_length(1024)
+        with pytest.raises(ValueError, match="keys of another rotation"):
+            together(model, persistent_manager=True)

@@ -203,6 +203,18 @@ def test_a_mark_does_not_outlive_another_filling(model):
         go_on(model, cache)
 
 
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_tokens_that_came_unpatched_are_found_out_by_the_length(model, kind):
+    sizes = {"max_cache_len": 200} if kind is StaticCache else {}
+    patch(model, "yarn")
+    cache = fill(model, kind(config=model.config, **sizes))
+    patch(model, "none")
+    go_on(model, cache)
+    patch(model, "yarn")
+    with pytest.raises(ValueError, match=f"{SHORT + MORE} tokens, of which .* rotated {SHORT}"):
+        go_on(model, cache, SHORT + MORE)
+
+
 @pytest.mark.parametrize("return_dict", [True, False])
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
 def test_a_cache_that_the_decoder_made(model, method, return_dict):
