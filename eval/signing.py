@@ -99,7 +99,7 @@ def unseal(text: str | bytes, **identity: Any) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError("it is damaged: it is not JSON") from error
     if not isinstance(sealed, dict) or "digest" not in sealed:
-        raise ValueError("it has no digest, as what earlier versions wrote")
+        raise ValueError("it has no digest: earlier versions wrote none")
     body = {key: value for key, value in sealed.items() if key != "digest"}
     if sealed["digest"] != digest(body):
         raise ValueError("it is damaged: its digest differs")

@@ -47,22 +47,27 @@ class State:
         self._whole = 0  # bytes of whole lines
         if folder is not None and folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file: expected a folder for the search's state")
-        if self._path is not None and self._path.exists():
+        if self._path is not None:
             self._read(self._path)
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What was kept under a key."""
+        """Return what was kept under a key."""
         return self._known.get(key)
 
     def put(self, key: str, value: dict[str, Any]) -> dict[str, Any]:
-        """Keeps a measurement.
+        """Keep a measurement.
 
         Returns:
             It, as JSON gives it back.
+
+        Raises:
+            ValueError: Another process works in the folder.
+            OSError: It could not be written, or the folder cannot be locked.
         """
+        self.lock()
         sealed = signing.seal({"search": self._mark, "key": key, "value": value})
         self._known[key] = sealed["value"]
         if self._path is not None:
@@ -79,12 +84,12 @@ class State:
         return f"What was measured is kept in {state}: REMEDY, and the same command goes on from it"
 
     def close(self) -> None:
-        """Lets others search in this folder."""
+        """Let others search in this folder."""
         if self._lock is not None:
             self._lock.release()
 
     def lock(self) -> None:
-        """Keeps others from working in this folder until `close`.
+        """Keep others from working in this folder until `close`, and read what they have added.
 
         Raises:
             ValueError: Another process does already.
@@ -93,14 +98,15 @@ class State:
         if self._path is None or self._lock is None or self._lock.held:
             return
         self._lock.acquire()
-        if self._path.exists():  # it may have grown since
-            self._read(self._path)
-        if self._mended is not None:
-            files.write(self._path, self._mended)
-            self._mended = None
+        try:
+            self._read(self._path)  # others may have written since
+            if self._mended is not None:
+                files.write(self._path, self._mended)
+        except BaseException:
+            self._lock.release()  # so that what comes next reads again before it writes
+            raise
 
     def _append(self, path: Path, line: str) -> None:
-        self.lock()
         new = not self._whole
         if new:
             header = signing.seal({"format": FORMAT, "identity": self._identity})
@@ -118,7 +124,8 @@ class State:
             os.close(folder)
 
     def _read(self, path: Path) -> None:
-        raw = path.read_bytes()
+        self._known, self._whole, self._mended = {}, 0, None
+        raw = path.read_bytes() if path.exists() else b""
         lines = raw.splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
@@ -127,7 +134,7 @@ class State:
         header = _parsed(path, lines[0])
         self._require_same(path, header)
         if header["format"] == _UNSEALED:
-            self._warn(path, [(1, "it has no digests, as what earlier versions wrote")])
+            self._warn(path, [(1, "it has no digests: earlier versions wrote none")])
             return
         whole, flaws = lines[:1], []
         for number, line in enumerate(lines[1:], start=2):

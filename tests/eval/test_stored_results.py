@@ -75,7 +75,7 @@ DAMAGES = [
     (flip_a_bit, "its digest differs"),
     (empty, "it is not JSON"),
     (write_junk, "it is not JSON"),
-    (write_as_before, "it has no digest, as what earlier versions wrote"),
+    (write_as_before, "it has no digest: earlier versions wrote none"),
 ]
 
 

@@ -140,6 +140,39 @@ def test_one_search_at_a_time(tmp_path):
     assert len(State(tmp_path, IDENTITY)) == 3
 
 
+@pytest.mark.parametrize("after", ["mended", "removed"])
+def test_what_another_search_did_to_the_file_since_it_was_read_counts(tmp_path, after):
+    path = filled(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"0.5", b"0.6"))
+    waiting = State(tmp_path, IDENTITY)
+    if after == "removed":
+        path.unlink()
+    else:
+        other = State(tmp_path, IDENTITY)
+        for number in (1, 3, 4):
+            other.put(f"search/{number}", {"fitness": 1 / (1 + number)})
+        other.close()
+    before = path.read_bytes() if path.exists() else None
+    waiting.put("search/5", {"fitness": 1 / 6})
+    waiting.close()
+    numbers = [5] if before is None else range(6)
+    again = State(tmp_path, IDENTITY)
+    assert len(again) == len(waiting) == len(numbers)
+    for number in numbers:
+        assert again.get(f"search/{number}") == {"fitness": 1 / (1 + number)}
+    assert path.read_bytes().startswith(before or b"{")
+    assert b"\0" not in path.read_bytes()
+
+
+def test_a_file_of_another_search_that_came_since_is_never_written_to(tmp_path):
+    waiting = State(tmp_path, IDENTITY | {"weights": "xyz"})
+    before = filled(tmp_path).read_bytes()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the state of another search"):
+            waiting.put("search/0", {"fitness": 0.1})
+    assert (tmp_path / FILE).read_bytes() == before
+
+
 def test_without_a_folder_it_is_in_memory():
     state = State(None, IDENTITY)
     assert state.put("a", {"b": (1, 2)}) == {"b": [1, 2]} == state.get("a")
