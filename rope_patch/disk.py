@@ -17,6 +17,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENO
 # What torch and safetensors say instead of raising an OSError.
 _LIBRARY_WORDS = ("i/o error", "file write failed", "pytorchstreamwriter", "unexpected pos")
 _SMALL = 4096  # bytes
+_MAKE_ROOM = "make room"
 
 Advice = str | Callable[[], str]
 
@@ -24,65 +25,61 @@ Advice = str | Callable[[], str]
 class NotWritten(OSError):
     """A file could not be written.
 
-    Attributes:
-        reason: What could not be written, where, and why.
+    Args:
+        what: What could not be written, and where.
+        reason: Why not, as the system says it.
         remedy: What to do about the disk: "make room", or "make it writable".
+        advice: What is left and how to go on.
     """
 
-    def __init__(self, reason: str, remedy: str, advice: Advice = "") -> None:
-        self.reason, self.remedy, self.advised = reason, remedy, bool(advice)
-        self._advice = advice if isinstance(advice, str) else advice()
-        text = self._advice.replace("REMEDY", remedy)
-        super().__init__(f"{reason}. {text}" if text else reason)
+    def __init__(self, what: str, reason: str, remedy: str, advice: str = "") -> None:
+        self.what, self.reason, self.remedy, self.advice = what, reason, remedy, advice
+        super().__init__(f"{what} ({reason})" + (f". {advice}" if advice else ""))
 
     def __reduce__(self) -> Any:  # other processes raise it, too
-        return NotWritten, (self.reason, self.remedy, self._advice)
+        return NotWritten, (self.what, self.reason, self.remedy, self.advice)
 
 
 @contextlib.contextmanager
 def writing(folder: str | os.PathLike[str], name: str, advice: Advice = "") -> Iterator[None]:
     """Raise what names the file if it cannot be written.
 
+    Where one of these is within another, the outer one gives the name and, if it has one, the
+    advice: it knows better what is written, and how to go on.
+
     Args:
         folder: Where it is written.
         name: What is written: a file's name, or words such as "the finished model".
-        advice: What is left and how to go on, one sentence without its full stop, in which REMEDY
-            stands for what to do about the disk; or a function that returns it.
+        advice: See `advising`.
 
     Raises:
         NotWritten: The disk is full, read-only, or refuses for another reason.
     """
-    try:
-        yield
-    except Exception as raised:
-        if not _is_about_disk(raised) or (isinstance(raised, NotWritten) and not advice):
-            raise
-        # What is written here, and how to go on, is known better than by what wrote a part of it.
-        error = (isinstance(raised, NotWritten) and raised.__cause__) or raised
-        folder, full = Path(folder), _is_full(error)
-        free = f", where {_free(folder) / 1e6:,.1f} MB are free" if full else ""
-        reason = getattr(error, "strerror", None) or one_line(str(error))
-        where = folder.absolute() if str(folder) == "." else folder
-        raise NotWritten(
-            f"{name} could not be written to {where}{free} ({reason})",
-            "make room" if full else "make it writable",
-            advice,
-        ) from error
+    with advising(advice):
+        try:
+            yield
+        except Exception as error:
+            if not _is_about_disk(error):
+                raise
+            raise _named(error, Path(folder), name) from error
 
 
 @contextlib.contextmanager
 def advising(advice: Advice) -> Iterator[None]:
-    """Add to a `NotWritten` from within what is left and how to go on.
+    """Add what is left and how to go on to a `NotWritten` from within.
 
     Args:
-        advice: See `writing`.
+        advice: One sentence without its full stop, in which REMEDY stands for what to do about the
+            disk; or a function that returns it. None is added if it is empty.
     """
     try:
         yield
     except NotWritten as error:
-        if error.advised or not advice:
+        if not advice:
             raise
-        raise NotWritten(error.reason, error.remedy, advice) from error.__cause__
+        text = advice if isinstance(advice, str) else advice()
+        text = text.replace("REMEDY", error.remedy)
+        raise NotWritten(error.what, error.reason, error.remedy, text) from error.__cause__
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -176,13 +173,23 @@ def _write_small(folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _is_about_disk(error: BaseException) -> bool:
-    words = str(error).lower()
-    return isinstance(error, OSError) or any(word in words for word in _LIBRARY_WORDS)
+def _is_about_disk(error: Exception) -> bool:
+    if isinstance(error, NotWritten) or getattr(error, "errno", None) is not None:
+        return True
+    # Libraries' own OSErrors without a number are about what a file says.
+    return any(word in str(error).lower() for word in _LIBRARY_WORDS)
 
 
-def _is_full(error: BaseException) -> bool:
-    return not isinstance(error, OSError) or error.errno in _FULL or error.errno is None
+def _named(error: Exception, folder: Path, name: str) -> NotWritten:
+    if isinstance(error, NotWritten):
+        reason, full, advice = error.reason, error.remedy == _MAKE_ROOM, error.advice
+    else:
+        reason = getattr(error, "strerror", None) or one_line(str(error))
+        full, advice = getattr(error, "errno", None) in (None, *_FULL), ""
+    free = f", where {_free(folder) / 1e6:,.1f} MB are free" if full else ""
+    where = folder.absolute() if str(folder) == "." else folder
+    what = f"{name} could not be written to {where}{free}"
+    return NotWritten(what, reason, _MAKE_ROOM if full else "make it writable", advice)
 
 
 def _free(folder: Path) -> int:

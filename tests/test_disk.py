@@ -1,6 +1,10 @@
 """Disks that are full or read-only, and paths that cannot be written to."""
 
+import errno
 import json
+import os
+import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -61,10 +65,64 @@ def test_what_libraries_say_of_a_full_disk_counts_as_such(tmp_path):
         raise RuntimeError("boom")
 
 
-def test_advice_is_given_once_by_who_is_nearest():
-    with pytest.raises(NotWritten) as error, advising("outer"), writing("x", "y", "inner"):
-        raise OSError("no")
-    assert str(error.value).endswith("(no). inner")
+def test_what_is_not_about_the_disk_stays_as_it_is(tmp_path, monkeypatch):
+    for error in (OSError("config.json is not a valid JSON file"), KeyError("I"), ValueError("no")):
+        with pytest.raises(type(error)) as raised, writing(tmp_path, "the model", "REMEDY"):
+            raise error
+        assert raised.value is error
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(OSError, match="cannot be locked") as raised:
+        State(tmp_path, {"seed": 1}).put("a", {})
+    assert not isinstance(raised.value, NotWritten)
+
+
+def test_the_outermost_gives_the_name_and_the_advice():
+    whole = writing("x", "the model", "Most is kept: REMEDY")
+    with pytest.raises(NotWritten) as error, advising("Now REMEDY"), whole, writing("x", "y", "No"):
+        raise OSError(errno.EACCES, "Permission denied")
+    assert str(error.value) == (
+        "the model could not be written to x (Permission denied). Now make it writable"
+    )
+    with pytest.raises(NotWritten) as error, writing("x", "the model"), writing("x", "y", "REMEDY"):
+        raise OSError(errno.EACCES, "Permission denied")
+    assert str(error.value).endswith(
+        "the model could not be written to x (Permission denied). make it writable"
+    )
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+@pytest.mark.parametrize("step", ["tempfile.mkstemp", "os.fdopen", "pathlib.Path.replace"])
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, number, step):
+    path = tmp_path / "results.json"
+    files.write(path, "before")
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(step, refuse)
+    with pytest.raises(NotWritten) as error, advising("All is kept: REMEDY, and try again"):
+        files.write(path, "after")
+    monkeypatch.undo()
+    full = number == errno.ENOSPC
+    words = r", where [\d,.]+ MB are free" if full else ""
+    remedy = "make room" if full else "make it writable"
+    message = (
+        rf"results\.json could not be written to {re.escape(str(tmp_path))}{words} "
+        rf"\({os.strerror(number)}\)\. All is kept: {remedy}, and try again"
+    )
+    assert re.fullmatch(message, str(error.value))
+    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
+    assert path.read_text() == "before"
+    # Other processes get it by pickle, without its cause.
+    with pytest.raises(NotWritten) as sent, writing(tmp_path, "the model", "Now REMEDY"):
+        raise pickle.loads(pickle.dumps(error.value))
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+    assert str(sent.value).startswith("the model could not be written to ")
+    assert str(sent.value).endswith(f" ({os.strerror(number)}). Now {remedy}")
 
 
 def test_checks_leave_nothing_behind(tmp_path):
@@ -83,11 +141,11 @@ FILED = "is a file: expected a folder for"
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["eval", NONE, "--method", "none", "--report", "file"], FILED),
-        (["eval", NONE, "--method", "none", "--report", "file/in"], f"file {FILED}"),
-        (["search", NONE, "--length", "512", "--folder", "file/in"], f"file {FILED}"),
+        (["eval", NONE, "--method", "none", "--out", "file"], FILED),
+        (["eval", NONE, "--method", "none", "--out", "file/in"], f"file {FILED}"),
+        (["search", NONE, "--length", "512", "--out", "file/in"], f"file {FILED}"),
         (["search", NONE, "--length", "512", "--picture", "file/x.svg"], "file is a file"),
-        (["recommend", NONE, "--length", "512", "--budget", "1", "--folder", "file"], FILED),
+        (["recommend", NONE, "--length", "512", "--minutes", "1", "--out", "file"], FILED),
         (["bench", NONE, "--method", "yarn", "--out", "file/x.json"], "folder of file/x.json"),
         (["bench", "--out", "file"], FILED),
         (["diagnose", NONE, "--picture", "no/dir/x.svg"], "there is no folder no/dir for x.svg"),
