@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import disk
+from rope_patch.reason import parse_json
 
 logger = logging.getLogger("rope_patch")
 
@@ -104,7 +105,7 @@ def newest_whole(folder: Path) -> Path | None:
 def what_is_wrong(checkpoint: Path) -> str | None:
     """What a checkpoint lacks, or None if it is whole."""
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text())
+        files = parse_json((checkpoint / MANIFEST).read_text())
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so it was not finished"
     except (OSError, ValueError) as error:

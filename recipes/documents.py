@@ -227,10 +227,12 @@ def _record(line: bytes, where: str, offset: int) -> dict[str, Any]:
     text = _decode(line, where, offset)
     try:
         record = parse_json(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
+        known = isinstance(error, json.JSONDecodeError)
+        damage = f"{error.msg} at column {error.colno}" if known else error
         raise ValueError(
-            f"{where}: broken JSON: {error.msg} at column {error.colno}; expected one object a "
-            "line: repair or remove it (`jq -c . FILE` rewrites an indented file)"
+            f"{where}: broken JSON: {damage}; expected one object a line: repair or remove it "
+            "(`jq -c . FILE` rewrites an indented file)"
         ) from None
     if not isinstance(record, dict):
         raise ValueError(

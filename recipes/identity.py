@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import demo
-from rope_patch.eval import files
-from rope_patch.eval.answers import key_of
+from rope_patch.eval import files, signing
 from rope_patch.eval.provenance import versions
 from rope_patch.loading import read_config
 from rope_patch.recipes import checkpoints, documents, schedule
@@ -168,13 +167,13 @@ def write(folder: Path, identity: dict[str, Any]) -> None:
     if path.is_file() and _read(folder)[0] == identity:
         return
     body = {"format": FORMAT, "versions": _versions(), "identity": identity}
-    files.write_json(path, {**body, "digest": key_of(body)})
+    files.write_json(path, signing.seal(body))
     checkpoints.sync(path)
     checkpoints.sync(folder)
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """A run's identity, and the versions that it began with."""
+    """Return a run's identity, and the versions that it began with."""
     path = folder / FILE
     another = "give another --output_dir; nothing was changed there"
     if not path.is_file():
@@ -184,18 +183,12 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"{another}"
         )
     try:
-        body = json.loads(path.read_bytes())
-        digest = body.pop("digest")
-        whole = digest == key_of(body)
-        read = (body["identity"], body["versions"])
-        format_ = body["format"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is damaged: bring it back from a copy, or {another}")
-    if format_ != FORMAT:
-        raise ValueError(f"{path}: expected format {FORMAT}, got {format_}: {another}")
-    return read
+        body = signing.unseal(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; bring it back from a copy, or {another}") from error
+    if body.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected format {FORMAT}, got {body.get('format')}: {another}")
+    return body["identity"], body["versions"]
 
 
 def _versions() -> dict[str, str]:

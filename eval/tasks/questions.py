@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -79,7 +78,7 @@ def read(path: str) -> list[Question]:
         raise ValueError(f"cannot read questions from {path}: {error}") from None
     try:
         whole = parse_json(raw)
-    except json.JSONDecodeError:
+    except ValueError:
         whole = None
     if isinstance(whole, dict) and "data" in whole:
         found = list(_squad(whole, path))
@@ -112,7 +111,7 @@ def _lines(raw: str, path: str) -> Iterator[Question]:
         at = f"{path}, line {i}"
         try:
             entry = parse_json(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ValueError(
                 f"{at} is not JSON ({error}): expected SQuAD's format, or {_FIELDS} on each line"
             ) from None

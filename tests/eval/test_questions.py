@@ -217,6 +217,7 @@ GOOD = {"question": "Q?", "answers": ["A"], "context": "The A."}
     ("content", "message"),
     [
         ("not json", "line 1 is not JSON"),
+        pytest.param("[" * 200_000, r"line 1 is not JSON \(its .* nested too deep", id="deep"),
         (lines([GOOD]) + "{broken", "line 2 is not JSON"),
         ("", "no question with an answer"),
         (lines([GOOD, {"answers": ["A"], "context": "C"}]), "line 2: expected 'question' as str"),

@@ -57,6 +57,7 @@ MANIFESTS = {
     "a list": "[]",
     "none": "{}",
     "odd": '{"a":1}',
+    "deep": "[" * 200_000,
 }
 
 pytestmark = pytest.mark.parametrize("recipe", RECIPES)

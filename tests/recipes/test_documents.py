@@ -206,6 +206,7 @@ def test_what_is_not_there(read, write, tmp_path):
             r"a\.jsonl:2 is not UTF-8 at byte 24 .*iconv -f latin1 -t utf-8",
         ),
         ("a.jsonl", '{"text": "a"}\n{"text"\n', r"a\.jsonl:2: broken JSON: .* column .*repair"),
+        pytest.param("a.jsonl", "[" * 200_000, r"a\.jsonl:1: .* nested too deep; .*", id="deep"),
         ("a.json", '{\n"text": "a"}\n', r"a\.json:1: broken JSON: .*jq -c \. FILE"),
         ("a.json", [[{"text": "a"}]], r"a\.json:1: expected an object .*list; .*jq -c"),
         ("a.jsonl", [{"id": 1, "txet": "a"}], r"a\.jsonl:1 has no column 'text' \(did you mean "

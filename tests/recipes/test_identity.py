@@ -13,6 +13,7 @@ from runs import truth as truth
 from safetensors.torch import load_file, save_file
 from transformers import get_scheduler
 
+from rope_patch.eval import signing
 from rope_patch.eval.folder_lock import locked
 from rope_patch.eval.processes import Processes
 from rope_patch.recipes import identity, schedule
@@ -150,12 +151,14 @@ def test_more_steps_of_a_schedule_that_follows_from_them_are_warned_of(interrupt
         assert rates[part] == pytest.approx(expected[part])
 
 
-@pytest.mark.parametrize("damage", ["cut", "edited", "missing", "another format"])
+@pytest.mark.parametrize("damage", ["cut", "edited", "deep", "missing", "another format"])
 def test_a_folder_that_does_not_say_what_it_holds_is_refused(damage, interrupted):
     path = interrupted / identity.FILE
     text = path.read_text()
     if damage == "cut":
         path.write_text(text[: len(text) // 2])
+    elif damage == "deep":
+        path.write_text("[" * 200_000)
     elif damage == "missing":
         path.unlink()
     else:
@@ -164,10 +167,10 @@ def test_a_folder_that_does_not_say_what_it_holds_is_refused(damage, interrupted
         body = json.loads(text)
         del body["digest"]
         body["format"] = "rope_patch.recipes/0"
-        path.write_text(json.dumps({**body, "digest": identity.key_of(body)}))
+        path.write_text(json.dumps(signing.seal(body)))
     error = refused(interrupted)
     expected = {"missing": "holds a run without identity.json", "another format": "expected format"}
-    assert expected.get(damage, f"{path} is damaged") in error
+    assert expected.get(damage, f"{path}: it is damaged") in error
     assert "give another --output_dir" in error
 
 
@@ -206,7 +209,7 @@ def test_another_version_warns(truth, tmp_path, caplog):
     del body["digest"]
     body["versions"]["transformers"] = "5.0.0"
     body["identity"]["group_by_length"] = False  # a key that 5.0.0 had
-    path.write_text(json.dumps({**body, "digest": identity.key_of(body)}))
+    path.write_text(json.dumps(signing.seal(body)))
     assert "method was yarn, got linear" in refused(folder, method="linear")
     run("finetune", folder, resume="auto")
     assert "began with" in caplog.text
