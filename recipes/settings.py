@@ -17,7 +17,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments, integrations
 
 from rope_patch.reason import one_line
-from rope_patch.recipes import packaged
+from rope_patch.recipes import recipe_files
 from rope_patch.recipes.data import DataArguments
 
 LOSSES = ("auto", "full", "torch", "liger")
@@ -237,12 +237,12 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the keys of a recipe, which `packaged.find` finds.
+    """Return the keys of a recipe, which `recipe_files.find` finds.
 
     Raises:
         ValueError: No such recipe, not flat YAML, or a key that nobody knows.
     """
-    path = packaged.find(path)
+    path = recipe_files.find(path)
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.methods import registered
-from rope_patch.recipes import packaged
+from rope_patch.recipes import recipe_files
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "assets" / "tiny-llama"
@@ -41,10 +41,10 @@ def test_what_it_says_to_type_needs_no_checkout(tmp_path, monkeypatch):
     recipes = re.findall(r"finetune .*?--config (\S+)", text)
     assert len(recipes) > 4
     for recipe in recipes:
-        assert packaged.find(Path(recipe)).is_file()
+        assert recipe_files.find(Path(recipe)).is_file()
     files = re.findall(r"rope-patch recipes ([a-z]\w+) > ", text)
     assert len(files) > 2
-    assert all(packaged.read(file) for file in files)
+    assert all(recipe_files.read(file) for file in files)
     assert re.findall(r"--include_path (\S+)", text) == ['"$(rope-patch'] * 2
     scripts = re.findall(r"`python recipes/(\w+)\.py`(,\s+in a clone)?", text)
     assert scripts

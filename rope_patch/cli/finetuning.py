@@ -77,17 +77,17 @@ def recipes(
       rope-patch recipes yarn_64k > my.yaml; rope-patch finetune --config my.yaml
       rope-patch recipes fsdp2 > fsdp2.yaml; accelerate launch --config_file fsdp2.yaml ...
     """
-    from rope_patch.recipes import packaged
+    from rope_patch.recipes import recipe_files
 
     if name is not None:
-        print(packaged.read(name), end="")
+        print(recipe_files.read(name), end="")
         return
     groups = {
-        "What to train (rope-patch finetune --config NAME):": packaged.recipes(),
-        "Where (accelerate launch --config_file FILE):": packaged.launches(),
+        "What to train (rope-patch finetune --config NAME):": recipe_files.recipes(),
+        "Where (accelerate launch --config_file FILE):": recipe_files.launches(),
     }
     width = max(len(name) for files in groups.values() for name in files)
     for heading, files in groups.items():
         print(heading)
         for name, path in files.items():
-            print(f"  {name:<{width}}  {packaged.about(path)}")
+            print(f"  {name:<{width}}  {recipe_files.about(path)}")

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from commands import here
 
-from rope_patch.recipes import packaged, settings
+from rope_patch.recipes import recipe_files, settings
 from rope_patch.recipes.settings import known_keys, parse
 
 LEAST = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
@@ -308,9 +308,9 @@ def test_an_error_is_one_line(words, message):
 def test_recipes_that_come_along_go_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pi_8k").mkdir()  # a folder is no recipe
-    for name, path in packaged.recipes().items():
+    for name, path in recipe_files.recipes().items():
         for spelling in (name, f"{name}.yaml", f"recipes/configs/{name}.yaml"):
-            assert packaged.find(Path(spelling)) == path
+            assert recipe_files.find(Path(spelling)) == path
         assert here("recipes", name).stdout == path.read_text()
     assert settings.read(Path("yarn_64k")) == yaml.safe_load(here("recipes", "yarn_64k").stdout)
     (tmp_path / "yarn_64k.yaml").write_text("method: linear\n")
@@ -331,8 +331,8 @@ def test_a_name_that_no_recipe_has_is_refused_with_the_closest(spelling, tmp_pat
 
 def test_recipes_and_launch_files_are_listed_with_what_they_do():
     listed = here("recipes").stdout
-    for name, path in (packaged.recipes() | packaged.launches()).items():
+    for name, path in (recipe_files.recipes() | recipe_files.launches()).items():
         line = next(line for line in listed.splitlines() if line.split()[0] == name)
         assert line.split(None, 1)[1] in " ".join(path.read_text().replace("\n# ", " ").split())
-    assert not packaged.recipes().keys() & packaged.launches().keys()  # one name, one file
+    assert not recipe_files.recipes().keys() & recipe_files.launches().keys()  # one name, one file
     assert "did you mean 'fsdp2'?" in here("recipes", "fsdp3").stderr
