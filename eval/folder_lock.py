@@ -13,7 +13,7 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """Keeps other runs out of a folder.
+    """Keep other runs out of a folder.
 
     The operating system holds the lock on the folder's empty file `.lock`, so it ends with the
     process, however that ends. The file stays.

@@ -1,4 +1,4 @@
-"""Seals what is read again, so that accidents and edits are found out before it is.
+"""Seal what is read again, so that accidents and edits are found out before it is.
 
 A digest beside the data tells that the data is what was written. It detects damage and changes by
 hand; it is no signature: whoever forges results can compute the digest of the forgery. `sign` and
@@ -19,7 +19,7 @@ _NAME = FORMAT.split("/")[0]
 
 
 def sign(results: dict[str, Any]) -> dict[str, Any]:
-    """The results with their format and digest.
+    """Return the results with their format and digest.
 
     Args:
         results: One run's results, or those of several as `{"runs": [...]}`.
@@ -34,7 +34,7 @@ def sign(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify(loaded: Any, where: str) -> dict[str, Any]:
-    """Checks what was read from a report's JSON.
+    """Check what was read from a report's JSON.
 
     Args:
         loaded: The file's text or bytes, or what `json.loads` made of it.
@@ -110,7 +110,7 @@ def unseal(text: str | bytes, **identity: Any) -> dict[str, Any]:
 
 
 def strict(value: Any) -> Any:
-    """JSON has no infinity: such numbers become strings that `float()` and `Number()` read."""
+    """Return data with infinities, which JSON lacks, as texts that `float()`, `Number()` read."""
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from rope_patch import reason
 from rope_patch.eval.statistics import Interval
 
 # Names of colours, next to m0, m1, ... for the methods.
@@ -77,9 +78,8 @@ def _noted(cell: Cell) -> str:
 
 
 def one_line(text: Any) -> str:
-    """Any text as one printable line."""
-    kept = "".join(c if c.isprintable() else " " for c in str(text))
-    return " ".join(kept.split())
+    """Return any text as one printable line, however long."""
+    return reason.one_line(text, most=None)
 
 
 def mark(text: str) -> str:

@@ -27,7 +27,7 @@ _ASIDE = ".writing"
 def writing(
     folder: Path, step: int, *, main: bool, wait: Callable[[], Any], keep: int | None = None
 ) -> Iterator[Path]:
-    """Lets a checkpoint be written, and makes it count once all of it is on the disk.
+    """Let a checkpoint be written, and make it count once all of it is on the disk.
 
     Args:
         folder: The run's folder.
@@ -48,7 +48,7 @@ def writing(
         shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
         aside.mkdir(parents=True)
     wait()
-    with told(folder, f"{PREFIX}{step}"):
+    with explaining_write_errors(folder, f"{PREFIX}{step}"):
         try:
             yield aside
             wait()
@@ -72,8 +72,8 @@ def writing(
 
 
 @contextlib.contextmanager
-def told(folder: Path, what: str) -> Iterator[None]:
-    """Where something cannot be written, says what is free and what is left to go on from.
+def explaining_write_errors(folder: Path, what: str) -> Iterator[None]:
+    """Say what is free, and what is left to go on from, if something cannot be written.
 
     Args:
         folder: The run's folder.

@@ -98,7 +98,7 @@ class Run:
             self.guard.recent.extend(said.get("losses", []))
         if self.main:
             text = yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True)
-            with checkpoints.told(self.folder, RESOLVED):
+            with checkpoints.explaining_write_errors(self.folder, RESOLVED):
                 files.write(self.folder / RESOLVED, f"# {_command()}\n{text}")
                 drop_scores(self.folder, self.done)
         self.watch = Watch(self.folder, self.steps, self.done, self.tokens_per_step, self.main)
@@ -169,7 +169,7 @@ class Run:
             self.prepared = prepare(replace(self.settings, extension=untried))
             self.prepared.model.load_state_dict(weights)
         whole = self.prepared.finish()
-        with checkpoints.told(self.folder, "the finished model"):
+        with checkpoints.explaining_write_errors(self.folder, "the finished model"):
             if self.prepared.handle is None:
                 with tempfile.TemporaryDirectory(
                     prefix=f".{checkpoints.MODEL}-", dir=self.folder

@@ -14,7 +14,7 @@ import torch
 from rope_patch.eval import files
 from rope_patch.patching import following, lengths
 from rope_patch.patching.swap import Swaps
-from rope_patch.recipes.checkpoints import told
+from rope_patch.recipes.checkpoints import explaining_write_errors
 from rope_patch.recipes.watching import read_lines
 
 SCORES = "retrieval.jsonl"
@@ -108,7 +108,10 @@ class Needles:
         if self.main:
             line = {"step": step, "length": self.length, "samples": len(rows), **scores}
             path = self.folder / SCORES
-            with told(self.folder, SCORES), path.open("a", encoding="utf-8") as file:
+            with (
+                explaining_write_errors(self.folder, SCORES),
+                path.open("a", encoding="utf-8") as file,
+            ):
                 file.write(json.dumps(line) + "\n")
         return scores
 

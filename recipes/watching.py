@@ -14,7 +14,7 @@ from typing import Any
 from rope_patch.eval import files
 from rope_patch.eval.provenance import peak_memory
 from rope_patch.progress import progress_bar
-from rope_patch.recipes.checkpoints import newest_whole, told
+from rope_patch.recipes.checkpoints import explaining_write_errors, newest_whole
 
 LOG = "log.jsonl"
 _WINDOW = 20  # steps whose mean loss a sudden rise is measured from
@@ -101,7 +101,7 @@ class Watch:
         )
         if main:
             kept = [line for line in read_log(folder) if line["step"] <= done]
-            with told(folder, LOG):
+            with explaining_write_errors(folder, LOG):
                 files.write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def step(self, step: int, **measured: float) -> dict[str, float]:
@@ -124,7 +124,10 @@ class Watch:
         }
         self.last = now
         if self.main:
-            with told(self.path.parent, LOG), self.path.open("a", encoding="utf-8") as log:
+            with (
+                explaining_write_errors(self.path.parent, LOG),
+                self.path.open("a", encoding="utf-8") as log,
+            ):
                 log.write(json.dumps(line) + "\n")
         shown = {
             "loss": f"{measured.get('loss', math.nan):.4f}",

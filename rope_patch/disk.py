@@ -42,7 +42,7 @@ class NotWritten(OSError):
 
 @contextlib.contextmanager
 def writing(folder: str | os.PathLike[str], name: str, advice: Advice = "") -> Iterator[None]:
-    """Raise what names the file if it cannot be written.
+    """Raise an error that names the file if it cannot be written.
 
     Where one of these is within another, the outer one gives the name and, if it has one, the
     advice: it knows better what is written, and how to go on.

@@ -77,7 +77,7 @@ class State:
 
     @staticmethod
     def advice(folder: str | os.PathLike[str] | None) -> str:
-        """Return what is left and how to go on if a file cannot be written: see `disk.writing`."""
+        """Return what is left and how to go on if a file cannot be written: see `disk.advising`."""
         if folder is None:
             return ""
         state = Path(folder) / FILE
