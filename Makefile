@@ -28,6 +28,7 @@ test-slow: $(VENV)/weights
 test-installed: $(VENV)/installed
 	$(BIN)/pytest -m installed tests/installed
 
+# Without extras first: some of them need newer versions of what the package itself needs.
 # PyPI's torch 2.6 brings 5 GB of CUDA along, so this is no part of .ci/run.
 test-oldest: $(VENV)/installed
 	$(PYTHON) -m venv $(OLDEST)
@@ -37,6 +38,11 @@ test-oldest: $(VENV)/installed
 	$(OLDEST)/bin/pytest tests/methods tests/test_loading.py tests/test_saving.py \
 		tests/patching/test_families.py tests/patching/test_undo.py \
 		tests/patching/test_following.py tests/patching/test_following_generate.py
+	$(BIN)/python tests/oldest/minima.py demo eval search train > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt \
+		".[demo,eval,search,train]"
+	$(OLDEST)/bin/pytest tests/test_cli.py tests/test_adapters.py tests/eval/test_compare_command.py \
+		tests/searching/test_search_command.py tests/recipes/test_identity.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
