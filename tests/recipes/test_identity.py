@@ -212,13 +212,13 @@ def test_another_version_warns(truth, tmp_path, caplog):
     path = folder / identity.FILE
     body = json.loads(path.read_text())
     del body["digest"]
-    body["versions"]["transformers"] = "5.0.0"
-    body["identity"]["group_by_length"] = False  # a key that 5.0.0 had
+    body["versions"]["transformers"] = "4.0.0"
+    body["identity"]["group_by_length"] = False  # a key of that time
     path.write_text(json.dumps(signing.seal(body)))
     assert "method was yarn, got linear" in refused(folder, method="linear")
     run("finetune", folder, resume="auto")
     assert "began with" in caplog.text
-    assert "transformers 5.0.0" in caplog.text
+    assert "transformers 4.0.0" in caplog.text
 
 
 @pytest.mark.parametrize(
