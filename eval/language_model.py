@@ -195,7 +195,7 @@ class LongContextLM(HFLM):
         identity = self._identity(len(ids) - 1, len(ids) + max(room, len(target)))
         key = key_of(identity, "generate", ids, target, room, until)
         job = _Job(key, ids, target, room, until, tuple(doc.get("answers", ())))
-        self._require_fit(job)
+        self._require_fit(job, f"{request.task_name}: ")
         return job
 
     def _work(self, jobs: list[_Job], answer: Callable[..., Any]) -> None:
@@ -345,12 +345,12 @@ class LongContextLM(HFLM):
             self.failures[request.task_name, request.doc_id] = error
         return error
 
-    def _require_fit(self, job: _Job) -> None:
+    def _require_fit(self, job: _Job, place: str = "") -> None:
         if job.tokens > self.max_length:
             raise ValueError(
-                f"a prompt and its answer take {job.tokens:,} tokens, {self.max_length:,} were set "
-                "as the longest: build the samples with this model's tokenizer, or set a longer "
-                "length"
+                f"{place}a prompt and its answer take {job.tokens:,} tokens, {self.max_length:,} "
+                "were set as the longest: build the samples with this model's tokenizer, or set a "
+                "longer length"
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rope_patch.eval.tasks import samples
 
-ROOM = 2  # tokens that an answer may take
+ROOM = 2  # tokens that an answer may take, as in rp_recall.yaml; they count towards the length
 PAIRS = 8  # in a text, or as many as are asked for
 NOISE = "!\"#$%&'()*+,-./"
 

@@ -11,7 +11,7 @@ from searches import ASSETS, load
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.eval import profiles, retrieval, sanity, texts
+from rope_patch.eval import profiles, retrieval, sanity, tasks, texts
 from rope_patch.eval.tasks import recall
 from rope_patch.recommending import contenders
 from rope_patch.recommending.running import recommend
@@ -87,6 +87,27 @@ def test_choices_are_the_values_of_the_text(tokenizer):
         assert doc["choices"][doc["gold"]] == doc["target"]
         assert f" {doc['gen_prefix']} {doc['target']}" in doc["input"]
         assert all(choice in doc["input"] for choice in doc["choices"])
+
+
+@pytest.mark.parametrize("name", [n for n in tasks.names() if not n.endswith(("_ll", "_mc"))])
+def test_generation_takes_the_room_that_samples_leave(name, tokenizer):
+    (task,) = retrieval.build(name, tokenizer, [8192], 1, [50])
+    (doc,) = task.eval_docs
+    prompt = len(tokenizer(f"{doc['input']} {doc['gen_prefix']}").input_ids)
+    assert prompt + task.config.generation_kwargs["max_gen_toks"] == doc["tokens"] <= 8192
+
+
+def test_values_are_generated_within_the_trained_length_and_not_beyond(tmp_path):
+    words = ["--method", "none", "--tasks", "rp_recall", "--lengths", f"128,{LENGTH}"]
+    done = here("eval", TINY, *words, "--samples", "10", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads((tmp_path / "report.json").read_text())["retrieval"]
+    rows = entry["samples"]["none"]
+    assert entry["task"] == "rp_recall"
+    assert [row["length"] for row in rows] == [128] * 10 + [LENGTH] * 10
+    within, beyond = (sum(r["score"] for r in rows if r["length"] == n) for n in (128, LENGTH))
+    assert within > beyond
+    assert within > 7
 
 
 def test_a_search_for_a_short_model_goes_by_recall(model, tokenizer, caplog):
