@@ -35,7 +35,7 @@ def evaluate(request: Request, show: Callable[[str], object] | None = None) -> d
 
     Args:
         request: What to evaluate.
-        show: Called with the verdict and the summary as plain text, in the main process.
+        show: Called with the verdict, the summary and cautions as plain text, in the main process.
 
     Returns:
         The results that the report shows (`report.json`).

@@ -51,7 +51,7 @@ def write_report(
         results: What the evaluation measured; of several runs to see side by side, a list. Runs
             that measured the same samples on the same weights are shown as one, with all methods.
         folder: Where to; made if missing.
-        show: Called with the verdict and the summary as plain text, such as `print`.
+        show: Called with the verdict, the summary and cautions as plain text, such as `print`.
 
     Returns:
         The path of `report.html`: one file that needs no other.
@@ -135,7 +135,7 @@ def _content(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, byte
 
 
 def _overview(page: dict[str, Any]) -> str:
-    """Return the title, the verdict and the summary to read in a terminal."""
+    """Return the title, the verdict, the summary and cautions to read in a terminal."""
     runs = page["runs"]
     if len(runs) == 1:
         verdict = runs[0]["verdict"][:_SHOWN]
@@ -144,6 +144,13 @@ def _overview(page: dict[str, Any]) -> str:
     parts = ["\n".join([page["title"], *verdict])]
     if page["summary"] is not None:
         parts.append(padded(page["summary"]))
+    cautions = [
+        f"caution: {caution}" if len(runs) == 1 else f"caution, {run['title']}: {caution}"
+        for run in runs
+        for caution in run["cautions"]
+    ]
+    if cautions:
+        parts.append("\n".join(cautions))
     return "\n\n".join(parts)
 
 
@@ -164,6 +171,7 @@ def _run(found: Findings, title: str, parts: list[Any]) -> dict[str, Any]:
         "title": title,
         "verdict": summary.sentences(found),
         "parts": parts,
+        "cautions": [one_line(line) for line in found.run.get("cautions") or []],
         "facts": _facts(found),
         "command": found.run.get("command"),
         "methods": [

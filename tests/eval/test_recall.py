@@ -159,6 +159,11 @@ def test_a_model_that_reads_no_prose_is_said_to_in_the_report(tmp_path):
     results = json.loads((tmp_path / "report.json").read_text())
     assert results["run"]["cautions"] == [line.removeprefix("caution: ")]
     assert "reads these documents no better than chance" in (tmp_path / "report.md").read_text()
+    again = here("report", tmp_path)
+    both = here("report", tmp_path, tmp_path, "--out", tmp_path / "both")
+    assert again.stdout.splitlines().count(line) == done.stdout.splitlines().count(line) == 1
+    assert again.stdout == done.stdout
+    assert line.removeprefix("caution: ") in both.stdout
 
 
 def test_a_length_without_room_names_options_before_weights_are_read(tmp_path):
