@@ -79,12 +79,28 @@ def test_help_teaches(command):
         (("methods", "yran"), "did you mean 'yarn'"),
         (("diagnose", "/no/such"), "no such folder: /no/such"),
         (("diagnose", TINY, "--option", "beta_fast"), "--option takes KEY=VALUE"),
-        (("diagnose", TINY, "--factor", "0.5"), "factor must be at least 1"),
+        (("diagnose", TINY, "--factor", "0.5"), "error: --factor must be at least 1"),
         (
             ("eval", TINY, "--method", "yarn", "--lengths", "many"),
             "--lengths must be whole numbers",
         ),
-        (("eval", TINY, "--method", "yarn"), "exactly one of factor and length"),
+        (
+            ("eval", TINY, "--method", "yarn"),
+            "expected exactly one of --factor and --length, got neither; for example --factor 4, "
+            "or --length 1024",
+        ),
+        (
+            ("eval", TINY, "--method", "yarn", "--factor", "2", "--length", "512"),
+            "exactly one of --factor and --length, got --factor 2.0 and --length 512;",
+        ),
+        (
+            ("recommend", TINY, "--length", "512", "--minutes", "0"),
+            "error: --minutes must be more than 0 minutes",
+        ),
+        (
+            ("eval", TINY, "--method", "yarn", "--length", "12"),
+            "error: --length must be at least the trained length, 256 tokens, got 12",
+        ),
     ],
 )
 def test_failures_are_one_clear_line_and_a_non_zero_exit(arguments, message, tmp_path, monkeypatch):
@@ -102,7 +118,7 @@ def test_a_process_fails_as_quietly(tmp_path):
     done = typed("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: factor must be at least 1")
+    assert line.startswith("error: --factor must be at least 1")
 
 
 def test_other_names_of_options_go_on_working():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated, Any
 
@@ -57,12 +58,40 @@ class Command(TyperCommand):
         return _ALIASES.get(self.name or "", {}).get(name, name) + equals + value
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command.
+
+        Raises:
+            ValueError: As the command raised it, with options for the library's parameters.
+        """
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             raise typer.Exit(EXIT_CODE) from None
+        except ValueError as error:
+            message = self._in_options(str(error))
+            if type(error) is not ValueError or message == str(error):
+                raise
+            raise ValueError(message) from error
+
+    def _in_options(self, message: str) -> str:
+        """Return an error's message with options for the parameters that it is about."""
+        choice = re.search(r"exactly one of (\w+) and (\w+)", message)
+        match = choice or re.match(r"(\w+) must ", message)
+        for name in match.groups() if match else ():
+            option = self._option(name)
+            message = re.sub(
+                rf"(?<![\w-]){name}\b(=?)",
+                lambda found, option=option: option + (" " if found[1] else ""),
+                message,
+                count=0 if choice else 1,
+            )
+        return message
+
+    def _option(self, parameter: str) -> str:
+        """Return the option that gives a parameter of the library, or the name if none does."""
+        option = self._renamed("--" + parameter.replace("_", "-"))
+        return option if any(option in each.opts for each in self.params) else parameter
 
 
 app = typer.Typer(

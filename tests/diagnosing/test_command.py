@@ -68,7 +68,7 @@ def test_a_picture_of_another_kind_is_refused_before_anything_is_read(tmp_path):
     ("arguments", "says"),
     [
         (("--factor", "0.5"), "factor must be at least 1"),
-        (("--factor", "2", "--length", "512"), "exactly one of factor and length"),
+        (("--factor", "2", "--length", "512"), "exactly one of --factor and --length"),
         (("--method", "yarn", "--length", "128"), "at least the trained length, 256 tokens"),
         (("--length", "0"), "length must be a whole number of tokens"),
         (("--method", "yran"), "did you mean 'yarn'"),

@@ -103,9 +103,9 @@ def test_the_help_names_every_way_to_search():
 
 
 BAD = [
-    ([TINY], "give exactly one of length and factor"),
-    ([TINY, "--length", "512", "--factor", "2"], "give exactly one of length and factor"),
-    ([TINY, "--length", "512", "--evaluations", "0"], "budget must be at least 1"),
+    ([TINY], "give exactly one of --length and --factor"),
+    ([TINY, "--length", "512", "--factor", "2"], "give exactly one of --length and --factor"),
+    ([TINY, "--length", "512", "--evaluations", "0"], "--evaluations must be at least 1"),
     ([TINY, "--length", "512", "--method", "longrop2"], "did you mean 'longrope2'?"),
     ([TINY, "--length", "512", "--fitness", "books"], "fitness must be one of needles"),
     ([TINY, "--length", "512", "--picture", "a.gif"], "an .svg or a .png file"),
@@ -121,8 +121,8 @@ BAD = [
         [TINY, "--length", "512", "--samples", "no.jsonl", "--held-out", "no2.jsonl"],
         "cannot read samples from no.jsonl",
     ),
-    ([TINY, "--length", "512", "--held-out", "0"], "held_out must be at least 1 sample"),
-    ([TINY, "--length", "512", "--count", "0"], "count must be at least 1 sample"),
+    ([TINY, "--length", "512", "--held-out", "0"], "--held-out must be at least 1 sample"),
+    ([TINY, "--length", "512", "--count", "0"], "--count must be at least 1 sample"),
     (["no/such/model", "--length", "512"], "no such folder"),
 ]
 
@@ -182,5 +182,5 @@ def test_a_refusal_is_one_line_and_exit_code_1(tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     said = done.stderr.splitlines()
-    assert said == ["error: budget must be at least 1 candidate to measure, got 0"]
+    assert said == ["error: --evaluations must be at least 1 candidate to measure, got 0"]
     assert not list(tmp_path.iterdir())
