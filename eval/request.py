@@ -166,6 +166,20 @@ def check_request(request: Request, path: str, config: Any) -> None:
         raise ValueError("speed is a ratio to the first method's: give at least two methods")
     for text in (*request.texts, *request.haystacks):
         texts.read(text)
+    check_methods(request, path, config)
+
+
+def check_methods(request: Request, path: str, config: Any) -> None:
+    """Refuse methods that the model cannot be patched with; their tasks may be unknown yet.
+
+    Args:
+        request: What is asked for.
+        path: The model's folder or name.
+        config: The model's config.
+
+    Raises:
+        ValueError: What was expected, what was got, and what to do.
+    """
     _check_saved(request, read_sidecar(path))
     model = None
     for method in request.methods:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def build(
     """
     from lm_eval.api.task import ConfigurableTask
 
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it tells how to give what is given here
     built = []
     for length in lengths:
         config = tasks.config(name)

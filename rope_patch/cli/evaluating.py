@@ -260,21 +260,34 @@ def compare(
       rope-patch compare demo --method none,linear,yarn --factor 2 --lengths 4096,8192,12288
       rope-patch compare ./my-model --factor 4 --precision 0.05 --out comparison
     """
+    from rope_patch import demo
+    from rope_patch.loading import read_config
+
     named = split(",".join(method or []))
     listed = tuple(numbers("lengths", lengths, minimum=1)) if lengths else ()
     answers_at = tuple(numbers("depths", depths, minimum=0))
     given = options(option)
     with installed("evaluation needs", "eval"):
         from rope_patch.eval import profiles
+        from rope_patch.eval.request import Request, check_methods
+    methods: dict[str, Any] = {
+        "methods": tuple(dict.fromkeys(["none", *(named or _COMPARED)])),
+        "factor": factor,
+        "length": length,
+        "trained_length": trained_length,
+        "start": start,
+        "options": given,
+    }
+    path = demo.resolve(model)
+    # First, before the machine's profile is said and a tokenizer is read.
+    check_methods(Request(model=model, **methods), path, read_config(path, gguf_file=gguf_file))
     chosen = profiles.choose(profile)
     at = listed or profiles.lengths(model, factor, length, trained_length, start, gguf_file)
     _run(
         out,
         as_json,
         model=model,
-        methods=tuple(dict.fromkeys(["none", *(named or _COMPARED)])),
-        factor=factor,
-        length=length,
+        **methods,
         lengths=at,
         tasks=tuple(split(tasks))
         if tasks
@@ -291,9 +304,6 @@ def compare(
         haystacks=tuple(haystack or []),
         questions=None if questions is None else str(questions),
         short_samples=chosen.short_samples,
-        trained_length=trained_length,
-        start=start,
-        options=given,
         dtype=dtype,
         device_map=device_map,
         gguf_file=gguf_file,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from typing import Annotated, Any
 
@@ -18,6 +19,8 @@ from rope_patch.cli.options import (
     TrainedLength,
     options,
 )
+
+logger = logging.getLogger("rope_patch")
 
 
 def export(
@@ -64,11 +67,12 @@ def export(
       rope-patch export ./my-model --engine llama.cpp --found out/search --write out/to-convert
     """
     from rope_patch import demo, patch
-    from rope_patch.exporting import export, write_folder
+    from rope_patch.exporting import export, require_engine, write_folder
     from rope_patch.exporting.folder import require_new_folder
     from rope_patch.searching.found import Found
     from rope_patch.searching.writing import exported
 
+    require_engine(engine)
     if write is not None:
         require_new_folder(write)
     path = demo.resolve(model)
@@ -77,18 +81,16 @@ def export(
     given = [name for name, value in asked.items() if value is not None]
     if found is not None and (method is not None or given):
         raise ValueError("--found says it all: leave --method and what goes with it out")
+    searched = None if found is None else Found.load(found)
     empty = _empty(path, engine, patched=method is None and found is None)
     if method is not None:
         patch(empty, method, start=start, kernels="hf", **asked)
     elif given:
         raise ValueError(f"{', '.join(given)} goes with a method: name it too, with --method")
-    said = (
-        export(empty, engine)
-        if found is None
-        else exported(Found.load(found), engine, empty.config)
-    )
+    said = export(empty, engine) if searched is None else exported(searched, engine, empty.config)
     if write is not None:
         write_folder(said, path, write)
+        logger.info("for llama.cpp's converter: %s", write)
     print(json.dumps(said.to_dict(), indent=1) if as_json else said)
     if engine == "vllm" and not as_json:
         print(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *said.arguments])}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -22,6 +23,8 @@ from rope_patch.cli.options import (
     options,
     split,
 )
+
+logger = logging.getLogger("rope_patch")
 
 
 def methods(
@@ -128,3 +131,4 @@ def diagnose(
     print(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) if as_json else diagnosis)
     if picture is not None:  # last: a library or a folder that is missing costs no diagnosis
         diagnosis.plot(picture)
+        logger.info("picture: %s", picture)

@@ -88,6 +88,7 @@ def recommend(
     hide_patches()
     with installed("recommending needs", "search"), stoppable():
         from rope_patch.recommending import recommend
+        from rope_patch.recommending.recommendation import MARKDOWN
 
         found = recommend(
             model,
@@ -108,4 +109,7 @@ def recommend(
             gguf_file=gguf_file,
             command=command_line(),
         )
-    print(json.dumps(found.to_dict(), indent=1) if as_json else found)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print(f"{found}\n\n{out / MARKDOWN}")

@@ -44,8 +44,13 @@ def export(model_or_config: Any, engine: str) -> Export:
             told: says why and what to do instead.
         TypeError: Neither a model nor a config.
     """
+    require_engine(engine)
+    return _EXPORTS[engine](Target.of(model_or_config))
+
+
+def require_engine(engine: str) -> None:
+    """Raise ValueError unless the engine is one of `ENGINES`."""
     if engine not in _EXPORTS:
         close = get_close_matches(str(engine), ENGINES, n=1, cutoff=0.5)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")
-    return _EXPORTS[engine](Target.of(model_or_config))

@@ -1,6 +1,7 @@
 """`rope-patch diagnose`: what it prints, what it writes, how it fails."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -42,9 +43,11 @@ def test_start_and_layer_types_are_handed_on():
         assert says in str(failed)
 
 
-def test_a_picture_beside_the_text(tmp_path):
+def test_a_picture_beside_the_text(tmp_path, caplog):
     pytest.importorskip("matplotlib")
-    done = run(TINY, "--length", "512", "--picture", tmp_path / "a.svg")
+    with caplog.at_level(logging.INFO, logger="rope_patch"):
+        done = run(TINY, "--length", "512", "--picture", tmp_path / "a.svg")
+    assert f"picture: {tmp_path / 'a.svg'}" in caplog.messages
     assert done.stdout == f"{rope_patch.diagnose(TINY, length=512)}\n"
     assert "target 512 tokens" in (tmp_path / "a.svg").read_text()
 

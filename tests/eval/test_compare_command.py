@@ -70,6 +70,23 @@ def test_changed_and_foreign_results_are_refused(compared, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "exactly one of --factor and --length, got neither"),
+        (["--method", "yran", "--factor", "2"], "did you mean 'yarn'"),
+        (["--factor", "2", "--option", "no_such=1"], "has the option 'no_such'"),
+    ],
+)
+def test_methods_are_checked_before_anything_is_said_or_read(tmp_path, arguments, message):
+    status, out, err = here("compare", TINY, *arguments, "--out", tmp_path / "new")
+    assert (status, out) == (1, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not list(tmp_path.iterdir())
+
+
 def test_json_goes_to_stdout_and_nothing_else(tmp_path):
     arguments = ["--method", "none,none", "--lengths", "128", "--tasks", "perplexity", "--json"]
     arguments += ["--control-context", "100", "--out", tmp_path]
@@ -111,7 +128,7 @@ def test_stopping_by_hand_says_how_to_go_on(tmp_path, monkeypatch):
         (["eval", TINY, "--method", "none", "--depths", "-1"], "--depths must be whole numbers"),
         (["eval", TINY, "--method", "none", "--tasks", ","], "at least one task"),
         (["eval", TINY, "--method", "none", "--option", "x"], "--option takes KEY=VALUE"),
-        (["compare", TINY, "--profile", "fast"], "unknown profile 'fast'"),
+        (["compare", TINY, "--factor", "2", "--profile", "fast"], "unknown profile 'fast'"),
         (["compare", TINY, "--methods", "yran", "--factor", "2", "--profile", "quick"], "'yarn'"),
         (["compare", "/no/such", "--factor", "2", "--profile", "quick"], "no such folder"),
         (["report", "/no/such/run"], "/no/such/run"),

@@ -143,10 +143,12 @@ def test_a_recommendation_for_a_short_model_goes_by_recall_and_without_prose(
 
 
 def test_a_comparison_takes_what_has_room(caplog):
+    logging.getLogger("lm_eval").setLevel(logging.NOTSET)  # as in a new process
     chosen = profiles.PROFILES["quick"].tasks
     expected = ("rp_recall_ll", "rp_recall_mc", "perplexity", "rp_short", "speed")
     assert profiles.fitting(chosen, TINY, None, 128) == expected
     assert "rp_niah_multikey_1_ll" in caplog.text
+    assert {record.name for record in caplog.records} == {"rope_patch"}  # nothing of lm-eval's
     assert profiles.fitting(chosen, TINY, None, 2048) == chosen
 
 

@@ -1,7 +1,9 @@
 """`rope-patch export`: what it prints, and what it takes for the model."""
 
 import json
+import logging
 import shlex
+from pathlib import Path
 
 from architectures import tiny_model
 from checkpoints import CHECKPOINTS
@@ -11,6 +13,8 @@ from typer.testing import CliRunner
 import rope_patch
 from rope_patch.cli import app
 from rope_patch.loading import read_config
+
+TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 
 def run(*words):
@@ -62,3 +66,25 @@ def test_a_saved_patch_that_no_config_says_is_refused(tmp_path):
         done = run(str(tmp_path / "saved"), "--engine", "vllm", *words)
         assert isinstance(done.exception, ValueError)  # a line on stderr: tests/test_cli.py
         assert "dynamic-yarn" in str(done.exception)
+
+
+def test_engines_and_searches_are_checked_before_a_model_is_made(monkeypatch):
+    made = []
+    monkeypatch.setattr("rope_patch.loading.empty_model", lambda *_: made.append(True))
+    for words, says in [
+        (("--engine", "vlm", "--method", "yarn", "--factor", "2"), "did you mean 'vllm'"),
+        (("--engine", "vllm", "--found", "nosuch"), "nosuch"),
+    ]:
+        done = run(TINY, *words)
+        assert isinstance(done.exception, ValueError), done.output
+        assert says in str(done.exception)
+    assert not made
+
+
+def test_a_folder_that_was_written_is_named(tmp_path, caplog):
+    words = ("--engine", "llama.cpp", "--method", "yarn", "--factor", "2")
+    with caplog.at_level(logging.INFO, logger="rope_patch"):
+        done = run(TINY, *words, "--write", str(tmp_path / "made"))
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "made" / "config.json").is_file()
+    assert f"for llama.cpp's converter: {tmp_path / 'made'}" in caplog.messages

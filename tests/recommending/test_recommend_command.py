@@ -50,6 +50,7 @@ def test_it_prints_the_verdict_and_writes_it(done):
     assert said["outcome"] == "use"
     assert said["verdict"] in first.stdout
     assert said["python"] in first.stdout
+    assert first.stdout.endswith(f"\n\n{Path('out') / 'recommendation.md'}\n")
     assert said["shell"].startswith(f"rope-patch export {TINY} --engine")
     page = (folder / "out" / "recommendation.md").read_text()
     assert said["verdict"] in page
