@@ -256,7 +256,7 @@ def _shell(facts: Facts, method: str, ratio: float, request: dict[str, Any]) -> 
         others = "yarn,dynamic-yarn" if method == "dynamic-yarn" else method
         return _compare(facts, f"none,{others}", request)
     return (
-        f"rope-patch finetune --config yarn_64k.yaml --model {facts.subject.named} "
+        f"rope-patch finetune --config yarn_64k --model {facts.subject.named} "
         f"--factor {ratio:g} --train_length {facts.length}"
     )
 
