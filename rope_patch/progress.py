@@ -39,6 +39,8 @@ class LogLines(tqdm):
     _latest = time.monotonic()  # when a line was written, or this module was imported
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        if style := options.get("bar_format"):  # its bar says in a log what the percentage says
+            options["bar_format"] = style.replace("|{bar}| ", "")
         # `gui` is how tqdm's subclasses say that they show progress by themselves.
         super().__init__(*args, **{**options, "gui": True})
 
