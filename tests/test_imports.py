@@ -19,7 +19,7 @@ HEAVY = [
 
 # Help, lists, versions and wrong options, which take no seconds.
 COMMANDS = ["methods", "diagnose", "eval", "compare", "report", "recommend", "search", "finetune"]
-COMMANDS += ["export", "bench", "env"]
+COMMANDS += ["export", "bench", "env", "tasks", "recipes"]
 INSTANT = [
     *(["--help"], ["--version"], ["methods"], ["methods", "yarn"], ["methods", "--json"]),
     *([name, "--help"] for name in COMMANDS),

@@ -18,6 +18,7 @@ from rope_patch.cli import (
     inspecting,
     recommending,
     searching,
+    tasks,
     verbosity,
 )
 from rope_patch.cli.interrupt import EXIT_CODE
@@ -143,7 +144,7 @@ app.command(cls=Command)(inspecting.diagnose)
 app.command("eval", cls=Command)(evaluating.evaluate)
 app.command(cls=Command)(evaluating.compare)
 app.command(cls=Command)(evaluating.report)
-app.command(cls=Command)(evaluating.tasks)
+app.command(cls=Command)(tasks.tasks)
 app.command(cls=Command)(recommending.recommend)
 app.command(cls=Command)(searching.search)
 app.command(

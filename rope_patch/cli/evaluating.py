@@ -1,4 +1,4 @@
-"""The commands `eval`, `compare`, `report` and `tasks`."""
+"""The commands `eval`, `compare` and `report`."""
 
 from __future__ import annotations
 
@@ -385,28 +385,3 @@ def _run(folder: Path, as_json: bool, engine: str | None = None, **request: Any)
         print(f"\n{folder / 'report.html'}")
     if gaps(results):  # the report and stderr name them
         raise typer.Exit(1)
-
-
-def tasks(
-    path: Annotated[
-        bool, typer.Option("--path", help="Print their folder, for lm_eval --include_path.")
-    ] = False,
-) -> None:
-    """List the retrieval tasks and their groups, which `eval` takes and lm-eval reads.
-
-    \b
-    Examples:
-      rope-patch tasks
-      lm_eval --include_path "$(rope-patch tasks --path)" --tasks rp_niah_single_2 ...
-    """
-    from rope_patch.eval import tasks
-
-    if path:
-        print(tasks.FOLDER)
-        return
-    with installed("the tasks need", "eval"):
-        groups, names = tasks.groups(), tasks.names()
-    for name in names:
-        print(name)
-    for group, members in groups.items():
-        print(f"{group}: {', '.join(members)}")

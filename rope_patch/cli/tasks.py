@@ -1,0 +1,34 @@
+"""The command `tasks`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rope_patch.cli.running import installed
+
+
+def tasks(
+    path: Annotated[
+        bool, typer.Option("--path", help="Print their folder, for lm_eval --include_path.")
+    ] = False,
+) -> None:
+    """List the retrieval tasks that eval and lm-eval take.
+
+    \b
+    Examples:
+      rope-patch tasks
+      lm_eval --include_path "$(rope-patch tasks --path)" --tasks rp_niah_single_2 ...
+    """
+    from rope_patch.eval import tasks
+
+    if path:
+        print(tasks.FOLDER)
+        return
+    with installed("the tasks need", "eval"):
+        groups, names = tasks.groups(), tasks.names()
+    for name in names:
+        print(name)
+    for group, members in groups.items():
+        print(f"{group}: {', '.join(members)}")
