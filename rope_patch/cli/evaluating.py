@@ -260,13 +260,13 @@ def compare(
       rope-patch compare demo --method none,linear,yarn --factor 2 --lengths 4096,8192,12288
       rope-patch compare ./my-model --factor 4 --precision 0.05 --out comparison
     """
-    from rope_patch import demo
-    from rope_patch.loading import read_config
-
     named = split(",".join(method or []))
     listed = tuple(numbers("lengths", lengths, minimum=1)) if lengths else ()
     answers_at = tuple(numbers("depths", depths, minimum=0))
     given = options(option)
+    from rope_patch import demo
+    from rope_patch.loading import read_config
+
     with installed("evaluation needs", "eval"):
         from rope_patch.eval import profiles
         from rope_patch.eval.request import Request, check_methods

@@ -69,7 +69,7 @@ def recipes(
         str | None, typer.Argument(help="Print this file, to be changed: NAME > my.yaml.")
     ] = None,
 ) -> None:
-    """List the recipes and launch files that come along, or print one.
+    """List or print the recipes and launch files that come along.
 
     \b
     Examples:
