@@ -343,12 +343,15 @@ def report(
     show = None if as_json else print
     with disk.advising("The saved results are as they were: REMEDY, or give another folder"):
         page = reporting.write_report(results[0] if len(results) == 1 else results, folder, show)
-    if missing := [gap for found in results for gap in gaps.gaps(found)]:
+    missing = [gap for found in results for gap in gaps.gaps(found)]
+    if missing:
         logger.error(gaps.sentence(missing))
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"))
     else:
         print(f"\n{page}")
+    if missing:
+        raise typer.Exit(1)
 
 
 def _saved(run: Path, verify: Any, check: Any) -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def test_a_missing_control_exits_non_zero_until_it_is_measured(tmp_path, monkeyp
     first = (tmp_path / "out" / "report.md").read_text().splitlines()[0]
     assert first.startswith(f"**{told}")
     status, out, err = here("report", tmp_path / "out", "--out", tmp_path / "again")
-    assert (status, out.splitlines()[-1]) == (0, f"{tmp_path / 'again' / 'report.html'}")
+    assert (status, out.splitlines()[-1]) == (1, f"{tmp_path / 'again' / 'report.html'}")
     assert err.startswith(told)
     assert (tmp_path / "again" / "report.md").read_text().splitlines()[0] == first
 
