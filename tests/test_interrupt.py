@@ -15,6 +15,8 @@ TINY = str(Path(__file__).parent / "assets" / "tiny-llama")
 DURING_IMPORTS = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Finder:
     def find_spec(self, name, *_):
         if name == "torch":
@@ -28,6 +30,14 @@ sys.argv = ["rope-patch", *sys.argv[1:]]
 from rope_patch.cli import main
 main()
 """
+
+
+@pytest.fixture(autouse=True)
+def heard():
+    """SIGINT as in a shell's foreground; in its background it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt(*_, **__):
