@@ -1,15 +1,19 @@
-"""Set what pyproject.toml cannot say: all packages, where to build, and the index's page."""
+"""Set what pyproject.toml cannot say: files outside the package, where to build, and the page."""
 
 import re
 import tempfile
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, find_packages, setup
 
-# eval/ and recipes/ are packages of rope_patch: pyproject.toml maps their names.
-outside = find_packages(include=["eval", "eval.*", "recipes", "recipes.*"])
+# Files of eval/ and recipes/ that the commands read are installed below rope_patch, beside its
+# modules: pyproject.toml maps the names of the folders.
+not_needed = ["eval.results*", "recipes.experiments*"]
+folders = find_namespace_packages(
+    include=["eval", "eval.*", "recipes", "recipes.*"], exclude=not_needed
+)
 packages = find_packages(include=["rope_patch", "rope_patch.*"])
-packages += [f"rope_patch.{name}" for name in outside]
+packages += [f"rope_patch.{name}" for name in folders]
 
 # setuptools would pack whatever an earlier build left in build/, deleted modules among it.
 build_folder = tempfile.TemporaryDirectory()

@@ -1,1 +1,1 @@
-"""Runnable recipes: short scripts that make what the tests and examples use."""
+"""Recipes as files, and `finetune.py`, which launchers start by this package's name."""

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from rope_patch.methods import frequencies, methods
 
 if TYPE_CHECKING:
-    from rope_patch.adapting import load_adapter
     from rope_patch.diagnosing import Diagnosis, diagnose
     from rope_patch.exporting import Export, export
-    from rope_patch.loading import load
     from rope_patch.patching import Patch, current, patch, unpatch
+    from rope_patch.pretrained.adapters import load_adapter
+    from rope_patch.pretrained.loading import load
+    from rope_patch.pretrained.saving import save
+    from rope_patch.pretrained.transformers_registry import register, unregister
     from rope_patch.recommending import recommend
-    from rope_patch.registering import register, unregister
-    from rope_patch.saving import save
     from rope_patch.searching import Found, search
 
     __version__: str
@@ -53,15 +53,15 @@ _MODULES = {
     "current": "patching",
     "diagnose": "diagnosing",
     "export": "exporting",
-    "load": "loading",
-    "load_adapter": "adapting",
+    "load": "pretrained.loading",
+    "load_adapter": "pretrained.adapters",
     "patch": "patching",
     "recommend": "recommending",
-    "register": "registering",
-    "save": "saving",
+    "register": "pretrained.transformers_registry",
+    "save": "pretrained.saving",
     "search": "searching",
     "unpatch": "patching",
-    "unregister": "registering",
+    "unregister": "pretrained.transformers_registry",
 }
 
 
@@ -72,7 +72,7 @@ if not TYPE_CHECKING:  # or type checkers would accept any name
         if name in _MODULES:
             value = getattr(import_module(f"rope_patch.{_MODULES[name]}"), name)
         elif name == "__version__":
-            from rope_patch.versions import own_version
+            from rope_patch.utils.versions import own_version
 
             value = own_version()
         elif name.startswith("_"):

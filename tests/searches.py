@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 from forked import FORK
+from train_tiny import recall_batch
 from transformers import AutoModelForCausalLM
 
-from rope_patch.recipes.train_tiny import recall_batch
-from rope_patch.searching import running
+from rope_patch.inference.samples import recalled
+from rope_patch.searching import pipeline
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.running import search
-from rope_patch.searching.samples import recalled
-from rope_patch.searching.state import FILE, State
-from rope_patch.searching.strategies import Strategy
+from rope_patch.searching.journal import FILE, State
+from rope_patch.searching.pipeline import search
+from rope_patch.searching.strategies.registry import Strategy
 
 ASSETS = Path(__file__).parent / "assets"
 TRAINED = 256
@@ -70,7 +70,7 @@ def arguments(**changes):
 def registered(propose=None, **changes):
     """The strategies, with the stand-in among them."""
     walking = WALK if propose is None else replace(WALK, propose=propose)
-    return running.STRATEGIES | {"walk": replace(walking, **changes)}
+    return pipeline.STRATEGIES | {"walk": replace(walking, **changes)}
 
 
 def lines(folder):
@@ -106,11 +106,11 @@ def _until(after, torn, given):
         append(self, path, line)
 
     State._append = counted
-    running.STRATEGIES = registered()
+    pipeline.STRATEGIES = registered()
     search(load(), **given)
 
 
 def one_of(**given):
     """What one of several processes that search together says of it."""
-    running.STRATEGIES = registered()
+    pipeline.STRATEGIES = registered()
     return numbers(search(load(), **given))

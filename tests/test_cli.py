@@ -136,10 +136,10 @@ def test_other_names_of_options_go_on_working():
 
 
 def test_out_is_where_a_recipe_writes(monkeypatch):
-    from rope_patch.recipes import finetune
+    from rope_patch.training import trainer
 
     given = []
-    monkeypatch.setattr(finetune, "main", given.extend)
+    monkeypatch.setattr(trainer, "main", given.extend)
     assert here("finetune", "--config", "smoke_cpu", "--out", "here", "--seed", "1").returncode == 0
     assert given == ["--config", "smoke_cpu", "--output_dir", "here", "--seed", "1"]
 

@@ -6,9 +6,10 @@ from tiny_models import step_by_step
 from unrotated import Reference
 
 import rope_patch
-from rope_patch import demo
-from rope_patch.eval import perplexity, texts
-from rope_patch.loading import read_model, read_tokenizer
+from rope_patch.evaluation.measures import perplexity
+from rope_patch.pretrained import demo
+from rope_patch.pretrained.loading import read_model, read_tokenizer
+from rope_patch.tasks import texts
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,16 @@ from small_disk import disk as disk
 from tiny_models import make_model
 
 import rope_patch
-from rope_patch.disk import NotWritten, advising, require_file, require_folder, writing
-from rope_patch.eval import files
-from rope_patch.eval.answers import Answers
-from rope_patch.searching.state import FILE, State
+from rope_patch.inference.answers import Answers
+from rope_patch.searching.journal import FILE, State
+from rope_patch.utils import atomic_files
+from rope_patch.utils.atomic_files import (
+    NotWritten,
+    advising,
+    require_file,
+    require_folder,
+    writing,
+)
 
 TINY = Path(__file__).parent / "assets" / "tiny-llama"
 NONE = "/no/such/model"  # what says so has looked for the model already
@@ -25,9 +31,9 @@ NONE = "/no/such/model"  # what says so has looked for the model already
 
 def test_a_full_disk_is_named_with_what_is_free_and_leaves_no_half_file(disk):
     path = disk(0.1) / "results.json"
-    files.write(path, "before")
+    atomic_files.write(path, "before")
     with pytest.raises(NotWritten) as error, advising("All is kept: REMEDY, and try again"):
-        files.write(path, b"x" * 200_000)
+        atomic_files.write(path, b"x" * 200_000)
     assert str(error.value) == (
         f"results.json could not be written to {path.parent}, where 0.1 MB are free (No space left "
         "on device). All is kept: make room, and try again"
@@ -41,7 +47,7 @@ def test_a_read_only_disk_is_to_be_made_writable(disk):
     disk(1, read_only=True)
     told = pytest.raises(NotWritten, match=r"\(Read-only file system\)\. Now make it writable$")
     with told, advising("Now REMEDY"):
-        files.write(folder / "x" / "y.json", "text")
+        atomic_files.write(folder / "x" / "y.json", "text")
     with pytest.raises(NotWritten, match=f"the report could not be written to {folder}/new"):
         require_folder(folder / "new", "the report")
     with pytest.raises(NotWritten, match=f"x.svg could not be written to {folder} "):
@@ -98,14 +104,14 @@ def test_the_outermost_gives_the_name_and_the_advice():
 @pytest.mark.parametrize("step", ["tempfile.mkstemp", "os.fdopen", "pathlib.Path.replace"])
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, number, step):
     path = tmp_path / "results.json"
-    files.write(path, "before")
+    atomic_files.write(path, "before")
 
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(step, refuse)
     with pytest.raises(NotWritten) as error, advising("All is kept: REMEDY, and try again"):
-        files.write(path, "after")
+        atomic_files.write(path, "after")
     monkeypatch.undo()
     full = number == errno.ENOSPC
     words = r", where [\d,.]+ MB are free" if full else ""

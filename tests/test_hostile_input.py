@@ -10,10 +10,10 @@ import pytest
 from commands import here
 
 import rope_patch
-from rope_patch import demo
-from rope_patch.device_map import require_device
-from rope_patch.loading import read_model, read_tokenizer
-from rope_patch.reason import one_line, reason
+from rope_patch.pretrained import demo
+from rope_patch.pretrained.device_map import require_device
+from rope_patch.pretrained.loading import read_model, read_tokenizer
+from rope_patch.utils.errors import one_line, reason
 
 TINY = Path(__file__).parent / "assets" / "tiny-llama"
 DEEP = "[" * 3000 + "]" * 3000

@@ -1,17 +1,14 @@
-"""The package imports light, and its modules only what lies below them."""
+"""The package imports light, and without circles; pyproject.toml has the layers."""
 
-import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from importlib import metadata
-from pathlib import Path
 
-import pytest
+import grimp
 
 import rope_patch
-import rope_patch.eval
 
-PACKAGE = Path(rope_patch.__file__).parent
 HEAVY = [
     *("lm_eval", "peft", "datasets", "matplotlib", "triton", "jinja2", "gguf", "wonderwords"),
     "optuna",
@@ -35,92 +32,13 @@ ORDERS = [
     "import rope_patch; import rope_patch.methods",
 ]
 
-# What each part of the package may import of it; whatever is not named here stands on top.
-CORE = {"geometry", "reading", "methods", "ops", "cache", "patching"}
-BELOW = {
-    "geometry": set(),
-    "reading": {"geometry"},
-    "methods": {"geometry"},
-    "ops": set(),
-    "cache": set(),
-    "patching": CORE - {"patching"},
-    "versions": set(),
-    "progress": set(),
-    "reason": set(),
-    "disk": {"reason"},
-    "device_map": set(),
-    "drawing": set(),
-    "registering": {"geometry", "methods", "reading"},
-    "saving": CORE | {"versions", "registering"},
-    "agreeing": CORE | {"saving"},
-    "adapting": CORE | {"saving", "agreeing"},
-    # The demo is made with what loads models, which it imports when it is made.
-    "loading": CORE | {"saving", "registering", "agreeing", "adapting", "demo", "device_map"},
-    "exporting": CORE | {"loading"},
-    "diagnosing": CORE | {"adapting", "agreeing", "loading", "saving", "registering", "drawing"},
-    # Whoever searches must measure, so the search stands above the evaluation.
-    "searching": CORE
-    | {"versions", "progress", "demo", "drawing", "saving", "loading", "exporting"}
-    | {"diagnosing", "eval", "device_map"},
-    "recommending": CORE | {"progress", "exporting", "searching", "eval"},
-}
-ON_TOP = {  # and who imports it
-    "eval": {"searching", "recommending", "cli"},
-    "recipes": {"cli"},
-    "cli": {"__main__"},
-}
 
-
-def modules():
-    """Every module of `rope_patch/` proper, by dotted name."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        yield name.removesuffix(".__init__"), path
-
-
-def imports(path):
-    """Dotted names of all that a file imports from this package, wherever it does."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (name for name in names if name.split(".")[0] == "rope_patch")
-
-
-def part(name):
-    """The file or folder right under `rope_patch/` that a dotted name lies in."""
-    return name.split(".")[1] if "." in name else ""
-
-
-MODULES = dict(modules())
-
-
-def test_the_modules_are_found():
-    assert {part(name) for name in MODULES} >= BELOW.keys()
-    assert "rope_patch.geometry.Geometry" in set(imports(MODULES["rope_patch.methods.base"]))
-    assert "rope_patch.patching.check" in set(imports(MODULES["rope_patch.loading"]))
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if part(name) in BELOW])
-def test_imports_point_down(name):
-    own = part(name)
-    reached = {part(imported) for imported in imports(MODULES[name])}
-    assert reached <= BELOW[own] | {own, "reason", "disk"}  # errors, which all may raise
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_only_the_command_line_imports_what_is_on_top(name):
-    for imported in {part(imported) for imported in imports(MODULES[name])} & ON_TOP.keys():
-        assert part(name) in ON_TOP[imported] | {imported}
-
-
-def test_the_evaluation_knows_nothing_of_the_search():
-    for path in Path(rope_patch.eval.__path__[0]).rglob("*.py"):
-        assert not {part(imported) for imported in imports(path)} & {"searching", "recommending"}
+def test_modules_import_in_no_circle():
+    """Imports inside of functions count, those for types alone do not."""
+    graph = grimp.build_graph("rope_patch", exclude_type_checking_imports=True)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    assert "rope_patch.geometry" in imports["rope_patch.methods.base"]
+    TopologicalSorter(imports).prepare()  # raises for a circle, and names it
 
 
 def loaded_by(statement):

@@ -55,17 +55,17 @@ def test_during_imports():
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("rope_patch.eval.speed.bench", ["bench", TINY, "--method", "none"]),
-        ("rope_patch.eval.kernels.measuring.bench", ["bench"]),
-        ("rope_patch.diagnosing.examining.examine", ["diagnose", TINY]),
+        ("rope_patch.evaluation.measures.speed.bench", ["bench", TINY, "--method", "none"]),
+        ("rope_patch.benchmarks.kernels.benchmark.bench", ["bench"]),
+        ("rope_patch.diagnosing.pipeline.examine", ["diagnose", TINY]),
         ("rope_patch.exporting.export", ["export", TINY, "--engine", "vllm"]),
         ("rope_patch.searching.search", ["search", TINY, "--length", 512]),
         (
             "rope_patch.recommending.recommend",
             ["recommend", TINY, "--length", 512, "--minutes", 1],
         ),
-        ("rope_patch.eval.evaluating.read_config", ["eval", TINY, "--method", "none"]),
-        ("rope_patch.cli.inspecting.json.dumps", ["methods", "--json"]),
+        ("rope_patch.evaluation.pipeline.read_config", ["eval", TINY, "--method", "none"]),
+        ("rope_patch.cli.info.json.dumps", ["methods", "--json"]),
     ],
 )
 def test_while_a_command_works(target, words, tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from rope_patch import progress
-from rope_patch.progress import progress_bar
+from rope_patch.utils import progress
+from rope_patch.utils.progress import progress_bar
 
 
 class Terminal(io.StringIO):
@@ -30,7 +30,7 @@ def stderr(monkeypatch):
 def clock(monkeypatch):
     """Stop the time; add seconds to the first element to let it go on."""
     seconds = [1000.0]
-    monkeypatch.setattr("rope_patch.progress.time.monotonic", lambda: seconds[0])
+    monkeypatch.setattr("rope_patch.utils.progress.time.monotonic", lambda: seconds[0])
     return seconds
 
 

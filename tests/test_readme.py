@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.methods import registered
-from rope_patch.recipes import recipe_files
+from rope_patch.training import recipe_files
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "assets" / "tiny-llama"

@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 
-from rope_patch.disk import NotWritten
-from rope_patch.eval.tasks.samples import TooShort
-from rope_patch.reason import one_line, reason
+from rope_patch.tasks.samples import TooShort
+from rope_patch.utils.atomic_files import NotWritten
+from rope_patch.utils.errors import one_line, reason
 
 
 def test_a_long_text_ends_at_a_word_if_it_has_words():

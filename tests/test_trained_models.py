@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from measure_tiny import answers, decode, requests, stale_keys
 from tiny_models import step_by_step
+from train_tiny import recall_accuracy, recall_batch
 from transformers import AutoModelForCausalLM
 from unrotated import Reference
 
 import rope_patch
 from rope_patch.methods import registered
 from rope_patch.methods.dynamic import Dynamic
-from rope_patch.recipes.measure_tiny import answers, decode, requests, stale_keys
-from rope_patch.recipes.train_tiny import recall_accuracy, recall_batch
 
 ASSETS = Path(__file__).parent / "assets"
 TRAINED = 256

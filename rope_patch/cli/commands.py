@@ -10,14 +10,14 @@ import typer
 from typer.core import TyperCommand
 
 from rope_patch.cli import (
-    benchmarking,
-    environment,
-    evaluating,
-    exporting,
-    finetuning,
-    inspecting,
-    recommending,
-    searching,
+    bench,
+    env,
+    evaluate,
+    export,
+    finetune,
+    info,
+    recommend,
+    search,
     tasks,
     verbosity,
 )
@@ -105,7 +105,7 @@ app = typer.Typer(
 
 def _print_version(on: bool) -> None:
     if on:
-        from rope_patch.versions import own_version
+        from rope_patch.utils.versions import own_version
 
         print(f"rope-patch {own_version()}")
         raise typer.Exit
@@ -139,18 +139,18 @@ def rope_patch(
     """Take a pretrained RoPE decoder to a longer context, and prove what that gained and cost."""
 
 
-app.command(cls=Command)(inspecting.methods)
-app.command(cls=Command)(inspecting.diagnose)
-app.command("eval", cls=Command)(evaluating.evaluate)
-app.command(cls=Command)(evaluating.compare)
-app.command(cls=Command)(evaluating.report)
+app.command(cls=Command)(info.methods)
+app.command(cls=Command)(info.diagnose)
+app.command("eval", cls=Command)(evaluate.evaluate)
+app.command(cls=Command)(evaluate.compare)
+app.command(cls=Command)(evaluate.report)
 app.command(cls=Command)(tasks.tasks)
-app.command(cls=Command)(recommending.recommend)
-app.command(cls=Command)(searching.search)
+app.command(cls=Command)(recommend.recommend)
+app.command(cls=Command)(search.search)
 app.command(
     cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(finetuning.finetune)
-app.command(cls=Command)(finetuning.recipes)
-app.command(cls=Command)(exporting.export)
-app.command(cls=Command)(benchmarking.bench)
-app.command(cls=Command)(environment.env)
+)(finetune.finetune)
+app.command(cls=Command)(finetune.recipes)
+app.command(cls=Command)(export.export)
+app.command(cls=Command)(bench.bench)
+app.command(cls=Command)(env.env)

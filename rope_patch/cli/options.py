@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from rope_patch.reason import one_line, reason
+from rope_patch.utils.errors import one_line, reason
 
 MODEL = (
     "A model's folder, its name on the Hugging Face Hub, or `demo` (SmolLM2-135M-Instruct, weights "

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.running import installed
+from rope_patch.cli.runtime import installed
 
 
 def tasks(
@@ -21,7 +21,7 @@ def tasks(
       rope-patch tasks
       lm_eval --include_path "$(rope-patch tasks --path)" --tasks rp_niah_single_2 ...
     """
-    from rope_patch.eval import tasks
+    from rope_patch import tasks
 
     if path:
         print(tasks.FOLDER)

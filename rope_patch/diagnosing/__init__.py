@@ -1,9 +1,9 @@
 """What a model's rotation can reach, whether transformers does what the config says, what to do."""
 
-from rope_patch.diagnosing.advising import Advice, Reason
+from rope_patch.diagnosing.advice import Advice, Reason
 from rope_patch.diagnosing.diagnosis import Diagnosis
-from rope_patch.diagnosing.examining import diagnose
 from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.pairs import Pair, Rotation
+from rope_patch.diagnosing.pipeline import diagnose
 
 __all__ = ["Advice", "Diagnosis", "Finding", "Pair", "Reason", "Rotation", "diagnose"]

@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rope_patch.diagnosing.advising import Advice
+from rope_patch.diagnosing.advice import Advice
 from rope_patch.diagnosing.finding import SEVERITIES, Finding, plain
 from rope_patch.diagnosing.pairs import Rotation
 
@@ -53,7 +53,7 @@ class Diagnosis:
             ValueError: Another kind of file, no such folder, or matplotlib is not installed.
             OSError: It could not be written.
         """
-        from rope_patch.diagnosing.picture import write_picture
+        from rope_patch.diagnosing.plot import write_picture
 
         write_picture(self, path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rope_patch.diagnosing.bounds import base_bound, critical_base
+from rope_patch.diagnosing.base_bounds import base_bound, critical_base
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies
 from rope_patch.methods.ntk_by_parts import attention_law

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig
 
-from rope_patch.adapting import base_of, is_adapter
-from rope_patch.loading import empty_model, read_config
 from rope_patch.patching import Patch, current
-from rope_patch.patching.find import Rotary, find_rotaries
-from rope_patch.reason import parse_json, reason
-from rope_patch.saving import ADAPTER, read_sidecar
+from rope_patch.patching.architecture.rotary_modules import Rotary, find_rotaries
+from rope_patch.pretrained.adapters import base_of, is_adapter
+from rope_patch.pretrained.loading import empty_model, read_config
+from rope_patch.pretrained.saving import ADAPTER, read_sidecar
+from rope_patch.utils.errors import parse_json, reason
 
 
 @dataclass(frozen=True, eq=False)

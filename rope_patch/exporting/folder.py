@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rope_patch import disk
 from rope_patch.exporting.result import Export
-from rope_patch.reason import parse_json
+from rope_patch.utils import atomic_files
+from rope_patch.utils.errors import parse_json
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 # llama.cpp's converter takes model*.safetensors, sorted, and older ones guess the type to write
@@ -64,7 +64,9 @@ def write_folder(
     weights = _weights(source)
     require_new_folder(folder)
     config = merged(_read(source / CONFIG), export.config)
-    with disk.writing(folder.parent, folder.name, "Nothing of it is left: REMEDY, and try again"):
+    with atomic_files.writing(
+        folder.parent, folder.name, "Nothing of it is left: REMEDY, and try again"
+    ):
         _make(export, source, folder, config, weights)
     return folder
 
@@ -79,7 +81,7 @@ def require_new_folder(folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty: expected a new folder, as nothing is overwritten")
-    disk.require_folder(folder, "the converter's files")
+    atomic_files.require_folder(folder, "the converter's files")
 
 
 def _make(

@@ -27,7 +27,7 @@ from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import Rotation
 from rope_patch.exporting.target import Target
 from rope_patch.methods.ntk_by_parts import attention_law
-from rope_patch.reading import own_scaling
+from rope_patch.rope_config import own_scaling
 
 NAME = "llama.cpp"
 

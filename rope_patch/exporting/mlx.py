@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rope_patch.exporting.pretending import pretended_length
+from rope_patch.exporting.longrope_length import pretended_length
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import Rotation
 from rope_patch.exporting.target import Target

@@ -9,7 +9,7 @@ import torch
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import STILL
-from rope_patch.reading import own_scaling
+from rope_patch.rope_config import own_scaling
 
 # Keys of `rope_parameters` that hold whatever the scaling is.
 _STAYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")

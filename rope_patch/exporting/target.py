@@ -10,15 +10,15 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rope_patch.exporting.rotation import Rotation
-from rope_patch.loading import empty_model
 from rope_patch.methods import Frequencies, Method
 from rope_patch.patching import Patch, current
-from rope_patch.patching.find import Rotary, find_owner, find_rotaries
-from rope_patch.patching.layout import is_interleaved
-from rope_patch.patching.request import Plan
-from rope_patch.patching.rotary import unpatched
-from rope_patch.patching.softmax import InSoftmax, find_sharpened
-from rope_patch.reading import LONGROPE_ONLY, by_layer_type, own_scaling
+from rope_patch.patching.architecture.layout import is_interleaved
+from rope_patch.patching.architecture.probe import unpatched
+from rope_patch.patching.architecture.rotary_modules import Rotary, find_owner, find_rotaries
+from rope_patch.patching.mla_scale import InSoftmax, find_sharpened
+from rope_patch.patching.plan import Plan
+from rope_patch.pretrained.loading import empty_model
+from rope_patch.rope_config import LONGROPE_ONLY, by_layer_type, own_scaling
 
 INSTEAD = "use a method whose frequencies stay, such as yarn, or transformers with rope_patch"
 
@@ -66,7 +66,8 @@ class Target:
         if not isinstance(model_or_config, nn.Module):
             raise TypeError(
                 "expected a model of transformers or a config, got "
-                f"{type(model_or_config).__name__}; rope_patch.loading.read_config reads a folder's"
+                f"{type(model_or_config).__name__}; "
+                "rope_patch.pretrained.loading.read_config reads a folder's"
             )
         handle = current(model_or_config)
         if handle is None:

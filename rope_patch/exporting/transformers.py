@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rope_patch.exporting.pretending import pretended_length
+from rope_patch.exporting.longrope_length import pretended_length
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import Rotation
 from rope_patch.exporting.target import INSTEAD, Target
-from rope_patch.reading import own_scaling
+from rope_patch.rope_config import own_scaling
 
 NAME, OLD = "transformers", "transformers4"
 

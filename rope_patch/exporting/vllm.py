@@ -19,7 +19,7 @@ from typing import Any
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.rotation import Rotation
 from rope_patch.exporting.target import Target
-from rope_patch.reading import own_scaling
+from rope_patch.rope_config import own_scaling
 
 NAME = "vllm"
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rope_patch.geometry import Geometry
-from rope_patch.reason import one_line
+from rope_patch.utils.errors import one_line
 
 if TYPE_CHECKING:
     import torch

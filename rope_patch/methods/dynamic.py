@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from rope_patch.geometry import Geometry
 from rope_patch.methods.abf import ABF
 from rope_patch.methods.base import Frequencies, option
-from rope_patch.methods.growing import Growing
+from rope_patch.methods.growth import Growing
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.llama3 import Llama3
 from rope_patch.methods.ntk import NTK

@@ -13,7 +13,7 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, option, require_number
-from rope_patch.methods.growing import Growing
+from rope_patch.methods.growth import Growing
 from rope_patch.methods.registry import register
 
 

@@ -10,25 +10,25 @@ from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
-from rope_patch.patching.arguments import named_after_method
-from rope_patch.patching.candidates import limit_candidates
-from rope_patch.patching.configs import ConfigSwap
+from rope_patch.patching.architecture.probe import report_cast, set_frequencies
+from rope_patch.patching.architecture.rotary_modules import find_owner
+from rope_patch.patching.config_copy import ConfigSwap
 from rope_patch.patching.defaults import as_by_default
-from rope_patch.patching.find import find_owner
-from rope_patch.patching.generation_loop import watch_generate
-from rope_patch.patching.graph import TraceRefusal
-from rope_patch.patching.liger import watch_for_liger
-from rope_patch.patching.paged import guard_batching, require_no_manager
-from rope_patch.patching.parallel import Placed, require_places
+from rope_patch.patching.dynamic.assisted_decoding import limit_candidates
+from rope_patch.patching.dynamic.batching_guard import guard_batching, require_no_manager
+from rope_patch.patching.dynamic.compile_op import TraceRefusal
+from rope_patch.patching.dynamic.generation_loop import watch_generate
+from rope_patch.patching.kernels.eligibility import put_ours, who_rotates
+from rope_patch.patching.kernels.liger import watch_for_liger
+from rope_patch.patching.mla_scale import unsharpened
+from rope_patch.patching.plan import Plan, make_plan
+from rope_patch.patching.position_guard import Placed, require_places
 from rope_patch.patching.replicas import support_replicas
-from rope_patch.patching.request import Plan, make_plan
-from rope_patch.patching.rotary import report_cast, set_frequencies
-from rope_patch.patching.rotations import put_ours, who_rotates
-from rope_patch.patching.softmax import unsharpened
+from rope_patch.patching.request_keywords import named_after_method
 from rope_patch.patching.stamp import digest, require_static, stamp, stamp_caches
-from rope_patch.patching.starting import keep_start
+from rope_patch.patching.start_tokens import keep_start
 from rope_patch.patching.summary import summarize
-from rope_patch.patching.swap import Swaps
+from rope_patch.patching.undo_log import Swaps
 
 logger = logging.getLogger("rope_patch")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.patching.rotary import row_by_row
-from rope_patch.patching.swap import Swaps
+from rope_patch.patching.architecture.probe import row_by_row
+from rope_patch.patching.undo_log import Swaps
 
 
 class Replicating:

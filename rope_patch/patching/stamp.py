@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.cache import made_cache
 from rope_patch.methods import Frequencies
-from rope_patch.patching.find import Rotary
-from rope_patch.patching.graph import UNCAPTURED
-from rope_patch.patching.parallel import parameter_names
-from rope_patch.patching.request import Plan
-from rope_patch.patching.starting import kept_frequencies
-from rope_patch.patching.swap import Swaps
+from rope_patch.patching.architecture.rotary_modules import Rotary
+from rope_patch.patching.dynamic.cache_record import made_cache
+from rope_patch.patching.dynamic.compile_op import UNCAPTURED
+from rope_patch.patching.plan import Plan
+from rope_patch.patching.position_guard import parameter_names
+from rope_patch.patching.start_tokens import kept_frequencies
+from rope_patch.patching.undo_log import Swaps
 
 _CACHE = "past_key_values"
 

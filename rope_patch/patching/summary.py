@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.patching.continuing import describe_start
+from rope_patch.patching.method_wrappers import describe_start
 
 if TYPE_CHECKING:
     from rope_patch.patching.handle import Patch
-    from rope_patch.patching.rotations import Rotating
+    from rope_patch.patching.kernels.eligibility import Rotating
 
 
 def summarize(handle: Patch, unchanged: Iterable[str | None], rotating: Rotating) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rope_patch.eval.statistics import Interval, accuracy, bootstrap_mean, paired_difference
+from rope_patch.statistics import Interval, accuracy, bootstrap_mean, paired_difference
 
 # A difference that does not matter, whatever its sign: nats a token, about 1% of perplexity.
 NEGLIGIBLE = 0.01

@@ -1,7 +1,7 @@
 """The best rotation for one checkpoint, found by measuring candidates on it."""
 
 from rope_patch.searching.candidates import Candidate, Space
-from rope_patch.searching.found import Found
-from rope_patch.searching.running import search
+from rope_patch.searching.pipeline import search
+from rope_patch.searching.result.search_result import Found
 
 __all__ = ["Candidate", "Found", "Space", "search"]

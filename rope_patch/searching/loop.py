@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.fitness import Evaluation, Fitness
-from rope_patch.searching.keeping import Kept, plain
-from rope_patch.searching.proposing import Proposals
-from rope_patch.searching.watching import Watch
+from rope_patch.searching.journal import Kept, plain
+from rope_patch.searching.measure.fitness import Evaluation, Fitness
+from rope_patch.searching.progress import Watch
+from rope_patch.searching.strategies.base import Proposals
 
 
 def run(

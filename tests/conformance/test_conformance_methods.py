@@ -9,7 +9,7 @@ from own_scalings import OWN_SCALINGS
 from published import ALL
 
 import rope_patch
-from rope_patch.reading import read_geometries
+from rope_patch.rope_config import read_geometries
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "assets" / "golden.json").read_text())
 

@@ -9,7 +9,7 @@ from published import DEEPSEEK3, GEMMA3_FULL, LLAMA2
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build
-from rope_patch.patching.softmax import InSoftmax
+from rope_patch.patching.mla_scale import InSoftmax
 
 
 def _sharpened(**options: float) -> float:

@@ -12,8 +12,8 @@ from architectures import TRAINED, mentions_rotation, tiny_model
 from torch import nn
 
 import rope_patch
-from rope_patch.patching.find import find_rotaries
-from rope_patch.reading import by_layer_type, own_scaling
+from rope_patch.patching.architecture.rotary_modules import find_rotaries
+from rope_patch.rope_config import by_layer_type, own_scaling
 
 FACTOR = 4
 SHORT, LONG = 40, 150

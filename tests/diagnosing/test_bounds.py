@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rope_patch.diagnosing.bounds import LONGEST, base_bound, critical_base, similarity_fails
+from rope_patch.diagnosing.base_bounds import LONGEST, base_bound, critical_base, similarity_fails
 
 
 def least(rotary_dim, base, length):

@@ -7,7 +7,7 @@ import pytest
 from tiny_models import TARGET, TRAINED, make_config
 
 import rope_patch
-from rope_patch.drawing import PALETTE
+from rope_patch.utils.plot_style import PALETTE
 
 pytest.importorskip("matplotlib")
 

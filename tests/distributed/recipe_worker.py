@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rope_patch import cli
-from rope_patch.recipes import finetune, loop
-from rope_patch.recipes.running import Run
-from rope_patch.recipes.settings import parse
+from rope_patch.training import loop, trainer
+from rope_patch.training.run import Run
+from rope_patch.training.settings import parse
 
 RANK = int(os.environ.get("RANK", 0))
-RECIPES = {"finetune": finetune.finetune, "loop": loop.loop}
+RECIPES = {"finetune": trainer.finetune, "loop": loop.loop}
 
 
 class Observed:

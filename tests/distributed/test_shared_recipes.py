@@ -21,10 +21,10 @@ from tiny_models import forward, tokens
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.eval import texts
-from rope_patch.recipes.checkpoints import MANIFEST, what_is_wrong
-from rope_patch.recipes.scoring import read_scores
-from rope_patch.recipes.watching import read_log
+from rope_patch.tasks import texts
+from rope_patch.training.checkpoints import MANIFEST, what_is_wrong
+from rope_patch.training.monitor import read_log
+from rope_patch.training.needle_callback import read_scores
 
 ASSETS = Path(__file__).parent.parent / "assets"
 CONFIGS = Path(__file__).parent.parent.parent / "recipes" / "accelerate"

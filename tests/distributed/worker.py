@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
 
 import rope_patch
-from rope_patch.patching import following
+from rope_patch.patching.dynamic import hooks
 
 # Of two processes, one gets both ends of a sequence and the other its middle: at this length the
 # one sees more than the trained length and the other does not, unless it is told.
@@ -209,7 +209,7 @@ def measure_training():
 
     for method in TRAINED_WITH:
         found[method]["split"] = measure_step(prepared(method), backward, into)
-        with mock.patch.object(following, "context_parallel_group", return_value=None):
+        with mock.patch.object(hooks, "context_parallel_group", return_value=None):
             found[method]["unknown"] = measure_step(prepared(method), backward, into)
     found["complaint"] = complaint(prepared("dynamic-yarn"), into)
     return found

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from forked import FORK
 
-from rope_patch.eval import files
-from rope_patch.eval.answers import Answers
-from rope_patch.eval.evaluating import evaluate
-from rope_patch.eval.request import Request
+from rope_patch.evaluation.pipeline import evaluate
+from rope_patch.evaluation.request import Request
+from rope_patch.inference.answers import Answers
+from rope_patch.utils import atomic_files
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 TASKS = ("rp_niah_single_2", "rp_json_kv_ll", "perplexity", "rp_short_cloze")
@@ -64,7 +64,7 @@ def killed(asked, answers=None, pieces=None):
 
 def _until(asked, answers, pieces):
     _count(Answers, "put", answers)
-    _count(files, "write_json", pieces)
+    _count(atomic_files, "write_json", pieces)
     evaluate(asked)
 
 

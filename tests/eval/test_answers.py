@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from rope_patch.eval.answers import Answers, key_of
+from rope_patch.inference.answers import Answers, key_of
 
 
 def lines(folder, rank=0):

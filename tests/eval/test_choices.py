@@ -3,9 +3,10 @@
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.eval import retrieval, tasks
-from rope_patch.eval.language_model import LongContextLM
-from rope_patch.eval.tasks import scoring
+from rope_patch import tasks
+from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.tasks import scoring
 
 NAMES = tasks.groups()["rp_choice"]
 TINY = "tests/assets/tiny-llama"
@@ -19,7 +20,7 @@ def tokenizer():
 
 def build(name, tokenizer, **kwargs):
     given = {"samples": 4, "depths": [10, 50, 90], "per_text": 4, **kwargs}
-    return retrieval.build(name, tokenizer, [LENGTH], **given)[0]
+    return lm_eval_tasks.build(name, tokenizer, [LENGTH], **given)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,8 +79,8 @@ def test_a_choice_costs_one_reading_of_the_prompt_and_knows_the_likelihood(token
     answers = {}
     for name in ("rp_niah_multikey_1_mc", "rp_niah_multikey_1_ll"):
         lm = LongContextLM(model, tokenizer, LENGTH, {})
-        results = retrieval.evaluate(lm, [build(name, tokenizer)])
-        rows = retrieval.scores(results, lm.failures)
+        results = lm_eval_tasks.evaluate(lm, [build(name, tokenizer)])
+        rows = lm_eval_tasks.scores(results, lm.failures)
         answers[name] = [row["log_likelihood"] for row in rows]
         assert lm.read < 2 * LENGTH  # of four prompts, and four choices each
     chosen, scored = answers.values()
@@ -90,5 +91,5 @@ def test_a_choice_costs_one_reading_of_the_prompt_and_knows_the_likelihood(token
 def test_chance_is_said_with_the_scores(tokenizer):
     model = AutoModelForCausalLM.from_pretrained(TINY)
     lm = LongContextLM(model, tokenizer, LENGTH, {})
-    results = retrieval.evaluate(lm, [build("rp_niah_multikey_1_mc", tokenizer)])
-    assert {row["chance"] for row in retrieval.scores(results, {})} == {1 / 4}
+    results = lm_eval_tasks.evaluate(lm, [build("rp_niah_multikey_1_mc", tokenizer)])
+    assert {row["chance"] for row in lm_eval_tasks.scores(results, {})} == {1 / 4}

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rope_patch.eval import texts
-from rope_patch.eval.tasks import copying
+from rope_patch.tasks import copying, texts
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rope_patch.eval.tasks import counting, samples, scoring
+from rope_patch.tasks import counting, samples, scoring
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 WORDS = dict(zip(scoring.NUMBERS, range(20), strict=True))

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.eval import engines, harness, retrieval
-from rope_patch.eval.language_model import LongContextLM
-from rope_patch.eval.request import Request
+from rope_patch.evaluation import vllm_commands
+from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks
+from rope_patch.evaluation.request import Request
 from rope_patch.methods import registered
 from rope_patch.patching import check
 
@@ -53,7 +54,9 @@ def runnable(lines):
 
 class TestCommands:
     def test_lm_eval_parses_what_is_meant(self, tmp_path, monkeypatch):
-        lines = engines.commands("vllm", request(tmp_path, depths=(20, 80), per_text=2, seed=7))
+        lines = vllm_commands.commands(
+            "vllm", request(tmp_path, depths=(20, 80), per_text=2, seed=7)
+        )
         assert len(lines) == 4  # two methods at two lengths
         read = [parsed(line, monkeypatch) for line in lines]
         assert [(c.model_args["max_model_len"], c.metadata["length"]) for c in read] == [
@@ -79,7 +82,7 @@ class TestCommands:
         from lm_eval.tasks import TaskManager
 
         asked = request(tmp_path, tasks=("rp_ruler", "rp_hard", "rp_short"))
-        lines = engines.commands("vllm", asked)
+        lines = vllm_commands.commands("vllm", asked)
         wanted = {task for line in lines for task in parsed(line, monkeypatch).tasks}
         path = parsed(lines[0], monkeypatch).include_path
         known = TaskManager(include_path=path, include_defaults=False).all_tasks
@@ -90,7 +93,7 @@ class TestCommands:
         import lm_eval.models
         from lm_eval.api import registry
 
-        assert set(engines.ENGINES) <= set(lm_eval.models.MODEL_MAPPING)
+        assert set(vllm_commands.ENGINES) <= set(lm_eval.models.MODEL_MAPPING)
         if importlib.util.find_spec("vllm") is None:
             with pytest.raises(ImportError, match="vllm"):  # known, and not installed here
                 registry.get_model("vllm")
@@ -112,14 +115,14 @@ class TestCommands:
             if isinstance(function, ast.FunctionDef) and function.name == "__init__"
         )
         named = {argument.arg for argument in init.args.args}
-        found = parsed(engines.commands("vllm", request(tmp_path))[0], monkeypatch)
+        found = parsed(vllm_commands.commands("vllm", request(tmp_path))[0], monkeypatch)
         # vLLM's own LLM gets the rest.
         assert set(found.model_args) - named == {"hf_overrides"}
         assert init.args.kwarg is not None
 
     def test_tasks_that_lm_eval_makes_at_a_length(self, tmp_path, monkeypatch):
         asked = request(tmp_path, methods=("none",), tasks=("niah_single_1", "arc_easy"), samples=3)
-        read = [parsed(line, monkeypatch) for line in engines.commands("vllm", asked)]
+        read = [parsed(line, monkeypatch) for line in vllm_commands.commands("vllm", asked)]
         assert [c.tasks for c in read] == [["niah_single_1"]] * 2 + [["arc_easy"]]
         assert [c.metadata.get("max_seq_lengths") for c in read] == [[512], [1024], None]
         assert all(c.limit == 3 and c.metadata["pretrained"] == LLAMA for c in read)
@@ -127,7 +130,7 @@ class TestCommands:
     def test_what_only_our_engine_measures_is_noted(self, tmp_path):
         tasks = ("perplexity", "speed", "rp_vt")
         asked = request(tmp_path, tasks=tasks, controls=True, precision=0.05)
-        lines = engines.commands("vllm", asked)
+        lines = vllm_commands.commands("vllm", asked)
         notes = [line for line in lines if line.startswith("#")]
         assert [note.split()[1] for note in notes] == [
             "perplexity",
@@ -140,18 +143,18 @@ class TestCommands:
     @pytest.mark.parametrize("task", ["perplexity", "key_tokens", "sliding", "speed"])
     def test_nothing_but_that_is_refused(self, tmp_path, task):
         with pytest.raises(ValueError, match=f"vllm cannot run {task}: .*transformers"):
-            engines.commands("vllm", request(tmp_path, tasks=(task,)))
+            vllm_commands.commands("vllm", request(tmp_path, tasks=(task,)))
 
     def test_unknown_engines_are_refused(self, tmp_path):
         with pytest.raises(ValueError, match=r"unknown engine 'sglang': expected vllm"):
-            engines.commands("sglang", request(tmp_path))
+            vllm_commands.commands("sglang", request(tmp_path))
 
     @pytest.mark.parametrize(
         "method", ["dynamic", "dynamic-yarn", "mixed-ntk", "mixed-yarn", "nope"]
     )
     def test_methods_that_vllm_reads_otherwise_are_refused(self, tmp_path, method):
         with pytest.raises(ValueError, match=rf"vllm cannot run {method}.*leave it out, or"):
-            engines.commands("vllm", request(tmp_path, methods=(method,)))
+            vllm_commands.commands("vllm", request(tmp_path, methods=(method,)))
 
     def test_a_saved_patch_that_no_config_says_is_refused(self, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
@@ -159,7 +162,7 @@ class TestCommands:
         rope_patch.save(model, tmp_path / "saved")
         asked = request(tmp_path, model=str(tmp_path / "saved"), methods=("none",), factor=None)
         with pytest.raises(ValueError, match=r"as it was saved.*dynamic-yarn"):
-            engines.commands("vllm", asked)
+            vllm_commands.commands("vllm", asked)
 
 
 def static():
@@ -184,7 +187,7 @@ class TestOverrides:
         for length in (512, 1024):  # 1,024 is beyond what vLLM lets YaRN reach
             config = AutoConfig.from_pretrained(path)
             plan = check(model, name, factor=2.0, **options)
-            found = json.loads(json.dumps(engines.overrides(config, plan, length)))
+            found = json.loads(json.dumps(vllm_commands.overrides(config, plan, length)))
             config.update(copy.deepcopy(found))
             assert config.max_position_embeddings >= length
             plain = AutoModelForCausalLM.from_pretrained(path, config=config).eval()
@@ -204,7 +207,7 @@ class TestOverrides:
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
         for method, options in (("yarn", {"attention_factor": 1.25}), ("ntk-by-parts", {})):
             plan = check(model, method, factor=4.0, **options)
-            rope = engines.overrides(model.config, plan, 512)["rope_parameters"]
+            rope = vllm_commands.overrides(model.config, plan, 512)["rope_parameters"]
             assert rope["rope_type"] == "longrope"
             wanted = options.get("attention_factor", 1.0)
             assert rope["short_mscale"] == rope["long_mscale"] == wanted
@@ -214,7 +217,9 @@ class TestOverrides:
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
         plan = check(model, "yarn", factor=2.0)
         kinds = {
-            length: engines.overrides(model.config, plan, length)["rope_parameters"]["rope_type"]
+            length: vllm_commands.overrides(model.config, plan, length)["rope_parameters"][
+                "rope_type"
+            ]
             for length in (512, 513)
         }
         assert kinds == {512: "yarn", 513: "longrope"}
@@ -225,7 +230,7 @@ class TestOverrides:
         text = json.loads((ASSETS / "tiny-gemma3" / "config.json").read_text())
         config = Gemma3Config(text_config=text)
         model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-gemma3")
-        found = engines.overrides(config, check(model, "linear", factor=2.0), 512)
+        found = vllm_commands.overrides(config, check(model, "linear", factor=2.0), 512)
         assert list(found) == ["text_config"]
         rope = found["text_config"]["rope_parameters"]
         assert rope["full_attention"]["rope_type"] == "linear"
@@ -233,7 +238,7 @@ class TestOverrides:
 
     def test_a_model_as_it_is_stays_as_it_is(self):
         config = AutoConfig.from_pretrained(LLAMA)
-        assert engines.overrides(config, None, 256) == {}
+        assert vllm_commands.overrides(config, None, 256) == {}
 
 
 class TestRun:
@@ -242,7 +247,7 @@ class TestRun:
         """In a process of its own, with transformers in vLLM's place."""
         names = ("rp_niah_single_1", "rp_niah_single_2_ll")
         asked = request(tmp_path, methods=("linear",), lengths=(512,), factor=2.0, tasks=names)
-        (line,) = engines.commands("vllm", asked)
+        (line,) = vllm_commands.commands("vllm", asked)
         words = shlex.split(line)
         arguments = json.loads(words[words.index("--model_args") + 1])
         changed = tmp_path / "model"
@@ -274,10 +279,10 @@ class TestRun:
         tokenizer = AutoTokenizer.from_pretrained(LLAMA)
         for name in names:
             lm = LongContextLM(model, tokenizer, 512, {})
-            built = retrieval.build(
+            built = lm_eval_tasks.build(
                 name, tokenizer, [512], 1, list(asked.depths), seed=42, per_text=1
             )
-            results = retrieval.evaluate(lm, built)
+            results = lm_eval_tasks.evaluate(lm, built)
             ((sample,),) = results["samples"].values()
             row = theirs[sample["doc"]["task"]]
             assert row["doc"]["id"] == sample["doc"]["id"]
@@ -290,4 +295,4 @@ class TestRun:
 
 
 def test_harness_spells_lengths_for_engines():
-    assert harness.spelled_length("ruler", 8192) == {"max_seq_lengths": [8192]}
+    assert external_tasks.spelled_length("ruler", 8192) == {"max_seq_lengths": [8192]}

@@ -10,9 +10,11 @@ from evaluations import TINY, killed, lines, numbers, request
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import rope_patch
-from rope_patch.eval import perplexity, retrieval, statistics, texts
-from rope_patch.eval.evaluating import evaluate
-from rope_patch.eval.language_model import LongContextLM
+from rope_patch import statistics
+from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation.measures import lm_eval_tasks, perplexity
+from rope_patch.evaluation.pipeline import evaluate
+from rope_patch.tasks import texts
 
 LABELS = ["none", "yarn ×4"]
 
@@ -67,9 +69,9 @@ def test_losses_and_answers_are_transformers_own(finished, tokenizer):
     _, results = finished
     model = AutoModelForCausalLM.from_pretrained(TINY)
     (document,) = texts.documents(["emma"], tokenizer, 448)
-    task = retrieval.build("rp_niah_single_2", tokenizer, [448], 2, [20, 80], seed=42, per_text=2)[
-        0
-    ]
+    task = lm_eval_tasks.build(
+        "rp_niah_single_2", tokenizer, [448], 2, [20, 80], seed=42, per_text=2
+    )[0]
     doc = task.dataset["test"][1]
     for label, arguments in zip(LABELS, [None, {"method": "yarn", "factor": 4}], strict=True):
         if arguments:
@@ -182,7 +184,9 @@ def test_a_failure_is_told_and_tried_again(
 ):
     _, expected = finished
     asked = request(tmp_path, methods=("none",), factor=None, tasks=("rp_niah_single_2",))
-    task = retrieval.build("rp_niah_single_2", tokenizer, [336], 2, [20, 80], seed=42, per_text=2)
+    task = lm_eval_tasks.build(
+        "rp_niah_single_2", tokenizer, [336], 2, [20, 80], seed=42, per_text=2
+    )
     bad = task[0].dataset["test"][1]
     on = fail(monkeypatch, tokenizer, bad["target"], error)
     results = evaluate(asked)

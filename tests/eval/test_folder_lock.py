@@ -7,9 +7,9 @@ import pytest
 from evaluations import request
 from forked import FORK, together
 
-from rope_patch.eval.evaluating import evaluate
-from rope_patch.eval.folder_lock import FolderLock, locked
-from rope_patch.eval.processes import Processes
+from rope_patch.evaluation.pipeline import evaluate
+from rope_patch.utils.folder_lock import FolderLock, locked
+from rope_patch.utils.processes import Processes
 
 
 def _hold(folder, ready):

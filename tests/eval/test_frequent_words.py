@@ -12,7 +12,7 @@ import pytest
 from scipy.special import zeta
 from transformers import AutoTokenizer
 
-from rope_patch.eval.tasks import frequent_words, scoring
+from rope_patch.tasks import frequent_words, scoring
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 BUILDERS = {"rp_cwe": frequent_words.common_words, "rp_fwe": frequent_words.frequent_words}

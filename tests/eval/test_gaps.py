@@ -7,11 +7,11 @@ from evaluations import TINY
 from report_results import results
 from transformers import LlamaForCausalLM
 
-from rope_patch.eval import perplexity
-from rope_patch.eval.gaps import gaps, sentence
-from rope_patch.eval.merging import merged
-from rope_patch.eval.report import write_report
-from rope_patch.eval.signing import sign
+from rope_patch.evaluation.measures import perplexity
+from rope_patch.evaluation.merging import merged
+from rope_patch.evaluation.report.gaps import gaps, sentence
+from rope_patch.evaluation.report.writer import write_report
+from rope_patch.utils.checksums import sign
 
 
 def whole():

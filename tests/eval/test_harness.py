@@ -8,8 +8,8 @@ import pytest
 import requests
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.eval import harness
-from rope_patch.eval.language_model import LongContextLM
+from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation.measures import external_tasks
 
 LLAMA = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
@@ -38,7 +38,7 @@ def language_model(model, longest):
 @pytest.fixture(scope="module")
 def single():
     """RULER's own builder, at two lengths; nltk's download is off while it is imported."""
-    return harness.load(["niah_single_1"], [512, 1024], LLAMA)
+    return external_tasks.load(["niah_single_1"], [512, 1024], LLAMA)
 
 
 class TestRuler:
@@ -58,7 +58,7 @@ class TestRuler:
             asked.append([request.doc["max_length"] for request in requests]),
             generate(requests, **kwargs),
         )[1]
-        measured = harness.evaluate(lm, single, limit=2)
+        measured = external_tasks.evaluate(lm, single, limit=2)
         assert asked == [[512, 512], [1024, 1024]]
         assert not lm.failures
         # An untrained model answers nothing; other lengths' metrics, which are -1, are left out.
@@ -75,40 +75,42 @@ class TestRuler:
             return [request.doc["outputs"][0] if next(said) else "no" for request in requests]
 
         lm.generate_until = generate
-        (measured,) = harness.evaluate(lm, single[:1], limit=4).values()
+        (measured,) = external_tasks.evaluate(lm, single[:1], limit=4).values()
         assert measured["512"]["value"] == 0.75
         # The standard error of a mean of 4 with a sample variance of 3/4 * 1/4 * 4/3.
         assert measured["512"]["stderr"] == pytest.approx(math.sqrt(0.25 / 4))
 
     def test_groups_and_tags_name_the_task_whose_data_is_missing(self, monkeypatch):
         seen = []
-        read = harness._read
+        read = external_tasks._read
         monkeypatch.setattr(
-            harness,
+            external_tasks,
             "_read",
             lambda manager, name: seen.append(name) or ({} if "1" in name else read(manager, name)),
         )
         with pytest.raises(ValueError, match=r"'niah_single_2' cannot be had.*HF_HUB_OFFLINE"):
-            harness.load(["ruler"], [1024], LLAMA)
+            external_tasks.load(["ruler"], [1024], LLAMA)
         assert seen == ["niah_single_1", "niah_single_2"]
-        assert harness.made_at_length("longcxt")
-        assert len(harness._members("ruler")) == len(harness._members("longcxt")) == 13
+        assert external_tasks.made_at_length("longcxt")
+        assert (
+            len(external_tasks._members("ruler")) == len(external_tasks._members("longcxt")) == 13
+        )
 
     def test_questions_are_not_fetched_offline(self):
         with pytest.raises(ValueError, match=r"rajpurkar\.github\.io.* was not asked"):
-            harness.load(["ruler_qa_squad"], [1024], LLAMA)
+            external_tasks.load(["ruler_qa_squad"], [1024], LLAMA)
 
     def test_lengths_at_which_it_would_never_end_are_refused(self):
         with pytest.raises(ValueError, match=r"cannot make ruler_vt at 512 tokens.*rp_vt"):
-            harness.load(["ruler_vt"], [512], LLAMA)
+            external_tasks.load(["ruler_vt"], [512], LLAMA)
 
     def test_lengths_at_which_there_is_no_answer_are_refused(self):
         with pytest.raises(ValueError, match="ruler_cwe makes samples without an answer"):
-            harness.load(["ruler_cwe"], [512], LLAMA)
+            external_tasks.load(["ruler_cwe"], [512], LLAMA)
 
     def test_restores_what_it_bounds(self):
         before = sys.modules["nltk"].download, requests.get
-        with harness._bounded():
+        with external_tasks._bounded():
             assert sys.modules["nltk"].download is not before[0]
         assert (sys.modules["nltk"].download, requests.get) == before
 
@@ -117,23 +119,23 @@ class TestOthers:
     @pytest.mark.parametrize("name", ["babilong_qa1", "arc_easy"])
     def test_missing_data_is_an_error_that_helps(self, name):
         with pytest.raises(ValueError, match=rf"'{name}' cannot be had: .*unset HF_HUB_OFFLINE"):
-            harness.load([name], [4096], LLAMA)
+            external_tasks.load([name], [4096], LLAMA)
 
     def test_longbench_lacks_its_packages_or_its_data(self):
         wanted = r"'longbench_2wikimqa' (needs a package.*install|cannot be had)"
         with pytest.raises(ValueError, match=wanted):
-            harness.load(["longbench_2wikimqa"], [4096], LLAMA)
+            external_tasks.load(["longbench_2wikimqa"], [4096], LLAMA)
 
     def test_babilong_is_asked_for_by_its_own_names_of_lengths(self):
-        assert harness.spelled_length("babilong", 4096) == {"max_seq_lengths": "4k"}
-        assert harness.spelled_length("niah_single_1", 4096) == {"max_seq_lengths": [4096]}
+        assert external_tasks.spelled_length("babilong", 4096) == {"max_seq_lengths": "4k"}
+        assert external_tasks.spelled_length("niah_single_1", 4096) == {"max_seq_lengths": [4096]}
 
     def test_unknown_names_get_a_hint(self):
         with pytest.raises(ValueError, match=r"'niah_singel_1' \(did you mean 'niah_single_1'"):
-            harness.load(["niah_singel_1"], [512], LLAMA)
+            external_tasks.load(["niah_singel_1"], [512], LLAMA)
 
     def test_nothing_asked_is_nothing_loaded(self):
-        assert harness.load([], [512], LLAMA) == []
+        assert external_tasks.load([], [512], LLAMA) == []
 
 
 def a_task(**generation):
@@ -161,11 +163,11 @@ class TestGenerationSettings:
     def test_a_temperature_without_sampling_means_nothing(self, model):
         # As LongBench's tasks spell it.
         task = a_task(do_sample=False, temperature=1)
-        harness._require_greedy("sums", task)
-        found = harness.evaluate(language_model(model, 64), [("sums", task)], None)
+        external_tasks._require_greedy("sums", task)
+        found = external_tasks.evaluate(language_model(model, 64), [("sums", task)], None)
         assert found["sums"]["exact_match"]["value"] == 0.0
 
     @pytest.mark.parametrize("settings", [{"do_sample": True}, {"temperature": 0.7}])
     def test_sampling_is_refused_when_tasks_are_loaded(self, settings):
         with pytest.raises(ValueError, match="'sums' samples its answers"):
-            harness._require_greedy("sums", a_task(**settings))
+            external_tasks._require_greedy("sums", a_task(**settings))

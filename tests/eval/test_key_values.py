@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 from transformers import AutoTokenizer
 
-from rope_patch.eval.tasks import key_values
+from rope_patch.tasks import key_values
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 

@@ -11,10 +11,11 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch.eval import language_model, reading
-from rope_patch.eval.answers import Answers
-from rope_patch.eval.language_model import LongContextLM
-from rope_patch.eval.tasks import scoring
+from rope_patch.evaluation import language_model
+from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.inference import prefix_reader
+from rope_patch.inference.answers import Answers
+from rope_patch.tasks import scoring
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 CONTEXT = "It is a truth universally acknowledged, that a single man in possession of a fortune"
@@ -62,7 +63,7 @@ def model(request, made):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(reading, "_CPU_CHUNK", 32)
+    monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 32)
 
 
 def lm_for(model, tokenizer, max_length=1024, **options):
@@ -456,7 +457,7 @@ def test_a_failure_does_not_change_the_answers_after_it(trained, tokenizer, monk
 
 def test_where_memory_runs_out_less_is_read_at_once(llama, tokenizer, monkeypatch):
     monkeypatch.setattr(language_model, "SHORT", 0)
-    monkeypatch.setattr(reading, "_CPU_CHUNK", 256)
+    monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 256)
     arguments = [(" ".join([CONTEXT] * 6), " of"), (" ".join([CONTEXT] * 7), SETTINGS)]
     expected = [
         ask(lm_for(llama, tokenizer), kind, [given])[0]

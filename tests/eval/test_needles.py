@@ -1,21 +1,21 @@
 """RULER's needle tasks: its prompts of exact lengths, the same every time."""
 
 import importlib
+import importlib.util
 import itertools
 import json
 import random
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
-from rope_patch.eval import tasks
-from rope_patch.eval.tasks import needles, scoring
+from rope_patch import tasks
+from rope_patch.tasks import needles, scoring
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 PROSE = ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")
@@ -332,7 +332,7 @@ def test_lm_eval_asks_what_was_built(tokenizer, task, ending):
 
 
 def tasks_folder():
-    return Path(next(iter(find_spec("rope_patch.eval.tasks").submodule_search_locations)))
+    return tasks.FOLDER
 
 
 def test_plain_lm_eval_runs_a_task_from_the_folder(tmp_path):
@@ -356,7 +356,7 @@ def test_the_group_has_rulers_thirteen_tasks(group):
     """As lm-eval's own group of them, which names six of them otherwise."""
     import yaml
 
-    (folder,) = find_spec("lm_eval.tasks.ruler").submodule_search_locations
+    (folder,) = importlib.util.find_spec("lm_eval.tasks.ruler").submodule_search_locations
     theirs = yaml.safe_load((Path(folder) / "ruler.yaml").read_text())["task"]
     renamed = {"ruler_qa_squad": "qa_1", "ruler_qa_hotpot": "qa_2"}
     ours = [f"rp_{renamed.get(name, name.removeprefix('ruler_'))}" for name in theirs]

@@ -2,15 +2,14 @@
 
 import random
 import re
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from rope_patch.eval import tasks, texts
-from rope_patch.eval.tasks import nonliteral
+from rope_patch import tasks
+from rope_patch.tasks import nonliteral, texts
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 HARD = ["rp_nonliteral", "rp_count", "rp_json_kv", "rp_copy"]
@@ -183,7 +182,7 @@ def test_plain_lm_eval_loads_both_yamls_and_builds_the_same_samples(tokenizer, t
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(
-        include_path=next(iter(find_spec("rope_patch.eval.tasks").submodule_search_locations)),
+        include_path=tasks.FOLDER,
         include_defaults=False,
         metadata={"pretrained": str(TINY), "length": 800, "samples": 2},
     )

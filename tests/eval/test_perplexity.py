@@ -8,7 +8,7 @@ from tiny_models import FAMILIES, make_model, tokens
 from torch import nn
 
 import rope_patch
-from rope_patch.eval import perplexity
+from rope_patch.evaluation.measures import perplexity
 
 
 def plain_losses(model, ids):

@@ -9,8 +9,8 @@ import torch
 from evaluations import lines, numbers, request
 from forked import together
 
-from rope_patch.eval.evaluating import evaluate
-from rope_patch.eval.processes import Processes
+from rope_patch.evaluation.pipeline import evaluate
+from rope_patch.utils.processes import Processes
 
 
 def parts(items, cost, size):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rope_patch.eval.tasks import questions, scoring
-from rope_patch.eval.tasks.biographies import Encyclopaedia
+from rope_patch.tasks import questions, scoring
+from rope_patch.tasks.synthetic_documents import Encyclopaedia
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 BUILDERS = {"rp_qa_1": questions.one_hop, "rp_qa_2": questions.two_hops}

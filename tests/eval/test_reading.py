@@ -8,7 +8,7 @@ from tiny_models import make_model, tokens
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 import rope_patch
-from rope_patch.eval.reading import Reader, out_of_memory
+from rope_patch.inference.prefix_reader import Reader, out_of_memory
 
 ASSETS = Path(__file__).parents[1] / "assets"
 CHUNK = 64

@@ -11,11 +11,13 @@ from searches import ASSETS, load
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.eval import profiles, retrieval, sanity, tasks, texts
-from rope_patch.eval.tasks import recall
-from rope_patch.recommending import contenders
-from rope_patch.recommending.running import recommend
-from rope_patch.searching.samples import recall_samples
+from rope_patch import tasks
+from rope_patch.evaluation import profiles, sanity
+from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.inference.samples import recall_samples
+from rope_patch.recommending import variants
+from rope_patch.recommending.pipeline import recommend
+from rope_patch.tasks import recall, texts
 
 TINY = str(ASSETS / "tiny-llama")
 LENGTH, TRAINED = 1024, 256
@@ -81,7 +83,7 @@ def test_tiny_models_recall_within_their_length_and_under_yarn_beyond(name, toke
 
 
 def test_choices_are_the_values_of_the_text(tokenizer):
-    (task,) = retrieval.build("rp_recall_mc", tokenizer, [128], 5, [10, 50, 90])
+    (task,) = lm_eval_tasks.build("rp_recall_mc", tokenizer, [128], 5, [10, 50, 90])
     for doc in task.eval_docs:
         assert len(doc["choices"]) == 8
         assert doc["choices"][doc["gold"]] == doc["target"]
@@ -91,7 +93,7 @@ def test_choices_are_the_values_of_the_text(tokenizer):
 
 @pytest.mark.parametrize("name", [n for n in tasks.names() if not n.endswith(("_ll", "_mc"))])
 def test_generation_takes_the_room_that_samples_leave(name, tokenizer):
-    (task,) = retrieval.build(name, tokenizer, [8192], 1, [50])
+    (task,) = lm_eval_tasks.build(name, tokenizer, [8192], 1, [50])
     (doc,) = task.eval_docs
     prompt = len(tokenizer(f"{doc['input']} {doc['gen_prefix']}").input_ids)
     assert prompt + task.config.generation_kwargs["max_gen_toks"] == doc["tokens"] <= 8192
@@ -126,10 +128,10 @@ def test_a_search_for_a_short_model_goes_by_recall(model, tokenizer, caplog):
 def test_a_recommendation_for_a_short_model_goes_by_recall_and_without_prose(
     model, tokenizer, monkeypatch
 ):
-    known = contenders.known
+    known = variants.known
     few = ("plain", "linear", "yarn")
     monkeypatch.setattr(texts, "names", lambda: ["persuasion"])  # six novels take seconds
-    monkeypatch.setattr(contenders, "known", lambda s: [e for e in known(s) if e.name in few])
+    monkeypatch.setattr(variants, "known", lambda s: [e for e in known(s) if e.name in few])
     found = recommend(model, tokenizer, length=512, budget=30, most=6, search=False, progress=False)
     assert found.outcome == "use"
     rows = {row["name"]: row for row in found.rows}

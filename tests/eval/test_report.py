@@ -19,10 +19,10 @@ image = pytest.importorskip("matplotlib.image")
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from rope_patch.eval.findings import Findings  # noqa: E402
-from rope_patch.eval.report import write_report  # noqa: E402
-from rope_patch.eval.ruler_table import heat_maps, tables  # noqa: E402
-from rope_patch.eval.signing import verify  # noqa: E402
+from rope_patch.evaluation.report.results.findings import Findings  # noqa: E402
+from rope_patch.evaluation.report.retrieval_tables import heat_maps, tables  # noqa: E402
+from rope_patch.evaluation.report.writer import write_report  # noqa: E402
+from rope_patch.utils.checksums import verify  # noqa: E402
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 PICTURES = {"accuracy", "answers", "perplexity", "sliding", "stretch"}

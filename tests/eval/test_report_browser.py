@@ -14,7 +14,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 playwright = pytest.importorskip("playwright.sync_api")
 
-from rope_patch.eval.report import write_report  # noqa: E402
+from rope_patch.evaluation.report.writer import write_report  # noqa: E402
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), "")

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from evaluations import TINY, request
 
-from rope_patch.eval import profiles
-from rope_patch.eval.evaluating import evaluate
-from rope_patch.eval.request import Request
-from rope_patch.eval.session import Session
+from rope_patch.evaluation import profiles
+from rope_patch.evaluation.pipeline import evaluate
+from rope_patch.evaluation.request import Request
+from rope_patch.evaluation.session import Session
 
 
 @pytest.mark.parametrize(

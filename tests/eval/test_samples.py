@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rope_patch.eval import texts
-from rope_patch.eval.tasks import samples
-from rope_patch.eval.tasks.samples import Draft
+from rope_patch.tasks import samples, texts
+from rope_patch.tasks.samples import Draft
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 

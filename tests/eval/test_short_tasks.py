@@ -3,7 +3,6 @@
 import random
 import re
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from lm_eval.tasks import TaskManager
 from tiny_models import make_model
 from transformers import AutoTokenizer
 
-from rope_patch.eval import texts
-from rope_patch.eval.tasks import short
-from rope_patch.eval.tasks.short import tables
+from rope_patch.tasks import short, texts
+from rope_patch.tasks.short import tables
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 NAMES = short.names()
@@ -42,8 +40,7 @@ def wrong(row):
 
 
 def test_the_group_has_every_task_that_has_a_file():
-    (folder,) = find_spec("rope_patch.eval.tasks.short").submodule_search_locations
-    assert sorted({f.stem for f in Path(folder).glob("*.yaml")} - {short.GROUP}) == NAMES
+    assert sorted({f.stem for f in short.FOLDER.glob("*.yaml")} - {short.GROUP}) == NAMES
 
 
 def test_an_unknown_task_is_refused_with_the_names_of_those_there_are():
@@ -163,8 +160,9 @@ def test_an_attractor_has_the_other_number_than_the_subject():
 
 @pytest.mark.parametrize(("name", "least"), [("facts", 150), ("induction", 100)])
 def test_tables_state_nothing_twice(name, least):
-    (folder,) = find_spec("rope_patch.eval.tasks.short").submodule_search_locations
-    _, *lines = (Path(folder) / f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    _, *lines = (
+        Path(tables.__file__).with_name(f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    )
     pairs = [tuple(line.split(",")[:2]) for line in lines]
     assert len(set(pairs)) == len(pairs) >= least
     assert all(value == value.strip() and value for line in lines for value in line.split(","))
@@ -205,8 +203,7 @@ def test_wrong_ways_on_are_the_word_itself_what_was_shown_and_what_was_not():
 
 
 def manager(**metadata):
-    (folder,) = find_spec("rope_patch.eval.tasks.short").submodule_search_locations
-    return TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
+    return TaskManager(include_path=short.FOLDER, include_defaults=False, metadata=metadata)
 
 
 def test_plain_lm_eval_loads_the_group_and_builds_the_same_questions():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rope_patch.eval.signing import FORMAT, sign, verify
+from rope_patch.utils.checksums import FORMAT, sign, verify
 
 RESULTS: dict[str, Any] = {
     "run": {"model": "tiny", "trained_length": 4096},

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app
-from rope_patch.eval import speed
+from rope_patch.evaluation.measures import speed
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"  # trained on 256 tokens
 SETTING = {"model": str(TINY), "decode": 4, "repeats": 2}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from evaluations import lines, numbers, request
 
-from rope_patch.eval import perplexity
-from rope_patch.eval.evaluating import evaluate
-from rope_patch.eval.signing import unseal
+from rope_patch.evaluation.measures import perplexity
+from rope_patch.evaluation.pipeline import evaluate
+from rope_patch.utils.checksums import unseal
 
 TASKS = ("rp_json_kv_ll", "perplexity")
 

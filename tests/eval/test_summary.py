@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from report_results import results, retrieval, samples
 
-from rope_patch.eval import summary
-from rope_patch.eval.findings import Findings
+from rope_patch.evaluation.report import summary
+from rope_patch.evaluation.report.results.findings import Findings
 
 
 def told(measured: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from rope_patch.eval import texts
+from rope_patch.tasks import texts
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 

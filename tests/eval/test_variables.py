@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rope_patch.eval.tasks import scoring, variables
+from rope_patch.tasks import scoring, variables
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 NOISE = variables.NOISE

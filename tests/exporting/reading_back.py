@@ -9,9 +9,9 @@ import readings
 import transformers
 from transformers import AutoConfig, Gemma3TextConfig
 
-from rope_patch.loading import empty_model
-from rope_patch.patching.find import find_rotaries
-from rope_patch.patching.rotary import unpatched
+from rope_patch.patching.architecture.probe import unpatched
+from rope_patch.patching.architecture.rotary_modules import find_rotaries
+from rope_patch.pretrained.loading import empty_model
 
 
 def needs_nested_yarn():

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app
-from rope_patch.loading import read_config
+from rope_patch.pretrained.loading import read_config
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
@@ -70,7 +70,7 @@ def test_a_saved_patch_that_no_config_says_is_refused(tmp_path):
 
 def test_engines_and_searches_are_checked_before_a_model_is_made(monkeypatch):
     made = []
-    monkeypatch.setattr("rope_patch.loading.empty_model", lambda *_: made.append(True))
+    monkeypatch.setattr("rope_patch.pretrained.loading.empty_model", lambda *_: made.append(True))
     for words, says in [
         (("--engine", "vlm", "--method", "yarn", "--factor", "2"), "did you mean 'vllm'"),
         (("--engine", "vllm", "--found", "nosuch"), "nosuch"),

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
-from rope_patch import demo
-from rope_patch.eval import texts
+from rope_patch.pretrained import demo
+from rope_patch.tasks import texts
 
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("xllamacpp")

@@ -9,8 +9,8 @@ from checkpoints import CHECKPOINTS, METHODS, patched
 from test_exporting import REFUSED
 
 import rope_patch
-from rope_patch.patching.find import find_rotaries
-from rope_patch.patching.rotary import unpatched
+from rope_patch.patching.architecture.probe import unpatched
+from rope_patch.patching.architecture.rotary_modules import find_rotaries
 
 mx = pytest.importorskip("mlx.core")
 mlx_lm = pytest.importorskip("mlx_lm.utils")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rope_patch import ops
-from rope_patch.ops.choosing import interpreted
+from rope_patch.ops.dispatch import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -12,7 +12,7 @@ from tiny_models import make_model
 
 import rope_patch
 from rope_patch import ops
-from rope_patch.ops import choosing
+from rope_patch.ops import dispatch
 
 TURNS = ops.make_turns(frequencies(8))
 POSITIONS = torch.arange(3)
@@ -54,11 +54,11 @@ def triton_is(monkeypatch):
         else:
             triton = pytest.importorskip("triton")
             monkeypatch.setattr(triton, "__version__", version)
-        choosing._triton_problem.cache_clear()
+        dispatch._triton_problem.cache_clear()
 
     yield as_
     monkeypatch.undo()
-    choosing._triton_problem.cache_clear()
+    dispatch._triton_problem.cache_clear()
 
 
 # -- which -----------------------------------------------------------------------------------------
@@ -66,8 +66,8 @@ def triton_is(monkeypatch):
 
 @pytest.fixture
 def no_launches(monkeypatch):
-    if choosing.triton_problem() is None:
-        launching = pytest.importorskip("rope_patch.ops.kernels.launching")
+    if dispatch.triton_problem() is None:
+        launching = pytest.importorskip("rope_patch.ops.kernels.launcher")
 
         def launch(*_):
             raise AssertionError("launched")
@@ -115,7 +115,7 @@ class OnGPU:
 def test_what_triton_is_for(monkeypatch, triton_is):
     """Plain tensors of three dtypes on a GPU, told from what else looks like one."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(choosing, "_PLAIN", frozenset((OnGPU,)))
+    monkeypatch.setattr(dispatch, "_PLAIN", frozenset((OnGPU,)))
     x = OnGPU()
     assert ops.on_triton(x)
     assert not ops.on_triton(x, "reference")
@@ -124,7 +124,7 @@ def test_what_triton_is_for(monkeypatch, triton_is):
         other = OnGPU()
         setattr(other, name, value)
         assert not ops.on_triton(other)
-    monkeypatch.setattr(choosing, "_PLAIN", frozenset((torch.Tensor,)))
+    monkeypatch.setattr(dispatch, "_PLAIN", frozenset((torch.Tensor,)))
     assert not ops.on_triton(x)
     monkeypatch.undo()
     triton_is(None)
@@ -179,7 +179,7 @@ def test_supported_versions(triton_is, version):
 @calls
 def test_tensors_on_a_cpu_are_an_error_without_the_interpreter(monkeypatch, call):
     pytest.importorskip("triton")
-    monkeypatch.setattr(choosing, "interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     with pytest.raises(ValueError, match='kernels="triton" needs tensors on a GPU, got cpu: move'):
         call(kernels="triton")
 
@@ -200,7 +200,7 @@ ops.rope(torch.ones(1, 1, 1, 8), None, torch.arange(1), turns, kernels="triton")
 
 def test_float64_is_an_error_where_triton_is_asked_for(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(choosing, "interpreted", lambda: True)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
     with pytest.raises(ValueError, match=r"takes bfloat16, float16 and float32, got torch.float64"):
         rope(heads(dtype=torch.float64), kernels="triton")
 

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from rope_patch.ops.kernels import launching, qk_norm_rope, rope
+from rope_patch.ops.kernels import launcher, qk_norm_rope, rope
 
 DTYPE = torch.bfloat16
 
@@ -44,7 +44,7 @@ class Compiled:
 @pytest.fixture
 def launched(monkeypatch):
     """Stands in for all three kernels; `launched.rope` and so on are what notes launches."""
-    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launcher, "INTERPRETED", False)
     noted = SimpleNamespace()
     for name, module, attribute in (
         ("rope", rope, "_launcher"),
@@ -53,7 +53,7 @@ def launched(monkeypatch):
     ):
         kernel = Kernel(getattr(module, attribute).kernel.fn)
         setattr(noted, name, kernel)
-        monkeypatch.setattr(module, attribute, launching.Launcher(kernel))
+        monkeypatch.setattr(module, attribute, launcher.Launcher(kernel))
     return noted
 
 
@@ -321,7 +321,7 @@ def test_few_tokens_are_shared_between_programs(launched, tokens, shares):
 )
 def test_tiles_hold_what_there_is_in_powers_of_two(sizes, heads):
     head_dim, rotary_dim = sizes
-    made = launching.tile(head_dim, rotary_dim, heads)
+    made = launcher.tile(head_dim, rotary_dim, heads)
     for name in ("PAIRS", "TAIL", "HEADS"):
         assert not made[name] & (made[name] - 1)
     assert rotary_dim // 2 <= made["PAIRS"] < rotary_dim

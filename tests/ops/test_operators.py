@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from rope_patch import ops
-from rope_patch.ops.choosing import triton_problem
+from rope_patch.ops.dispatch import triton_problem
 
 assert triton_problem() is None  # which registers the operators
 rope_op, norm_op, norm_back_op = (

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from rope_patch import ops
-from rope_patch.ops.choosing import may_save_output
-from rope_patch.ops.kernels import functions, launching
+from rope_patch.ops.dispatch import may_save_output
+from rope_patch.ops.kernels import autograd
+from rope_patch.ops.kernels import launcher as launching
 from rope_patch.ops.kernels import qk_norm_rope as launcher
 
 EPS = 1e-6
@@ -433,7 +434,7 @@ def by_output(rotation, given, rederive):
     """Gradients without the question whether weights allow it."""
     turns, positions = rotation.turns, rotation.positions.to(DEVICE)
     rest = (positions, turns, None, EPS, 0.0, rotation.interleaved, 2, rederive)
-    turned = functions.QKNormRope.apply(*given, *rest)
+    turned = autograd.QKNormRope.apply(*given, *rest)
     grads = [draw(*x.shape, dtype=x.dtype, seed=6) for x in turned]
     _, truth = truth_of(given, rotation, grads)
     got = torch.autograd.grad(turned, given, grads)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from rope_patch import ops
-from rope_patch.ops.kernels import functions, launching
+from rope_patch.ops.kernels import autograd
+from rope_patch.ops.kernels import launcher as launching
 from rope_patch.ops.kernels import rope as launcher
 
 layouts = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
@@ -458,7 +459,7 @@ def test_in_place(rotary_dim, interleaved):
     q, k = (x * 1 for x in leaves)
     was = [x._version for x in (q, k)]
     settings = (rotation.positions.to(DEVICE), rotation.turns, None, interleaved, 2, False, True)
-    turned = functions.Rope.apply(q, k, *settings)
+    turned = autograd.Rope.apply(q, k, *settings)
     grads = [draw(*x.shape, seed=5) for x in turned]
     back = torch.autograd.grad(turned, leaves, grads)
     for x, got, leaf, grad, into, version in zip(
@@ -475,7 +476,7 @@ def test_in_place_over_what_another_gradient_needs_is_an_error():
     leaf = draw_heads(2, 64, rotation, grad=True)
     needed = leaf.exp()
     settings = (rotation.positions.to(DEVICE), rotation.turns, None, False, 2, False, True)
-    turned, _ = functions.Rope.apply(needed, None, *settings)
+    turned, _ = autograd.Rope.apply(needed, None, *settings)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         turned.sum().backward()
 

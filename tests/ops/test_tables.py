@@ -5,9 +5,9 @@ import importlib
 import pytest
 import torch
 
-from rope_patch.ops import tables
+from rope_patch.ops import cpu
+from rope_patch.ops.cpu import rope_by_tables
 from rope_patch.ops.reference import rotate
-from rope_patch.ops.tables import rope_by_tables
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -18,8 +18,8 @@ LENGTHS = [0, 1, 5, 49]
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
     """16 tokens of 4 heads of 128 dimensions, so that small tensors take every way."""
-    monkeypatch.setattr(tables, "_BLOCK", 16 * 4 * 128)
-    monkeypatch.setattr(tables, "_FEW", 8 * 4 * 128)
+    monkeypatch.setattr(cpu, "_BLOCK", 16 * 4 * 128)
+    monkeypatch.setattr(cpu, "_FEW", 8 * 4 * 128)
 
 
 def heads(count, tokens, dim=128, batch=2, dtype=torch.float32, seed=0):
@@ -178,9 +178,9 @@ def test_blocks_leave_no_trace(dtype, monkeypatch):
     full = full_tables(49, batch=2)
     results = []
     for size in (1, 1000, 16 * 4 * 128, 2**30):
-        monkeypatch.setattr(tables, "_BLOCK", size)
+        monkeypatch.setattr(cpu, "_BLOCK", size)
         results.append(rope_by_tables(q, k, *full))
-    monkeypatch.setattr(tables, "_FEW", 2**30)
+    monkeypatch.setattr(cpu, "_FEW", 2**30)
     results.append(rope_by_tables(q, k, *full))
     for got in results[1:]:
         assert all(a.equal(b) for a, b in zip(got, results[0], strict=True))
@@ -193,8 +193,8 @@ def test_blocks_leave_no_trace(dtype, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("wanted", ["q", "k", "qk", "q alone"])
 def test_gradients(wanted, tokens, interleaved, monkeypatch):
-    monkeypatch.setattr(tables, "_BLOCK", 7 * 2 * 6)
-    monkeypatch.setattr(tables, "_FEW", 4 * 2 * 6)
+    monkeypatch.setattr(cpu, "_BLOCK", 7 * 2 * 6)
+    monkeypatch.setattr(cpu, "_FEW", 4 * 2 * 6)
     q, k = heads(2, tokens, 6, 1).double(), heads(1, tokens, 6, 1, seed=1).double()
     full = [c.double() for c in full_tables(tokens, 4, interleaved=interleaved)]
     given = [q, None] if wanted == "q alone" else [q, k]

@@ -6,7 +6,7 @@ from tiny_models import LONG_FACTOR, SHORT, TRAINED, make_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
-from rope_patch.patching.turning import Turning
+from rope_patch.patching.dynamic.rerotation import Turning
 
 START = 60  # tokens in the first chunk, and as many in the second
 METHODS = {

@@ -25,7 +25,7 @@ from unrotated import Reference, exact, stepped
 
 import rope_patch
 from rope_patch.methods import registered
-from rope_patch.patching import following
+from rope_patch.patching.dynamic import hooks
 
 LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 SHAPES = ["llama", "qwen3", "gemma3", "phi3"]
@@ -294,8 +294,8 @@ def fail(*_):
 def reads(monkeypatch):
     """How many times lengths were read from where the positions are."""
     count = []
-    spans = following.spans
-    monkeypatch.setattr(following, "spans", lambda *args: count.append(1) or spans(*args))
+    spans = hooks.spans
+    monkeypatch.setattr(hooks, "spans", lambda *args: count.append(1) or spans(*args))
     return count
 
 

@@ -93,7 +93,7 @@ def test_cached_keys_are_brought_along(model_type):
 
 
 def by_layer_type(model):
-    return rope_patch.reading.by_layer_type(model.config.rope_parameters)
+    return rope_patch.rope_config.by_layer_type(model.config.rope_parameters)
 
 
 def test_interleaved_pairs_are_followed():

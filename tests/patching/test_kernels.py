@@ -29,8 +29,8 @@ from unrotated import Reference
 
 import rope_patch
 from rope_patch import ops
-from rope_patch.patching.attention import DeferredNorm, OurForward, norm_form
-from rope_patch.patching.handing import HandingOver
+from rope_patch.patching.kernels.attention_forward import DeferredNorm, OurForward, norm_form
+from rope_patch.patching.kernels.position_passthrough import HandingOver
 
 pytest.importorskip("triton")
 
@@ -211,11 +211,11 @@ def test_rows_of_different_lengths_have_frequencies_of_their_own(kernels):
 
 
 def test_turns_are_made_once_while_frequencies_stay(monkeypatch):
-    from rope_patch.patching import handing
+    from rope_patch.patching.kernels import position_passthrough
 
     made = []
-    own = handing.make_turns
-    monkeypatch.setattr(handing, "make_turns", lambda *a: made.append(1) or own(*a))
+    own = position_passthrough.make_turns
+    monkeypatch.setattr(position_passthrough, "make_turns", lambda *a: made.append(1) or own(*a))
     model = make_model()
     patch(model, "reference")
     step_by_step(model, tokens(SHORT + 6), SHORT)
@@ -551,13 +551,15 @@ def test_unknown_kernels_name_the_known_ones():
 def test_triton_on_a_cpu_says_what_to_do(monkeypatch):
     model = make_model()
     patch(model, "triton")
-    monkeypatch.setattr("rope_patch.ops.choosing.interpreted", lambda: False)
+    monkeypatch.setattr("rope_patch.ops.dispatch.interpreted", lambda: False)
     with pytest.raises(ValueError, match=r"needs tensors on a GPU, got cpu.*auto"):
         logits(model)
 
 
 def test_without_triton_only_a_demand_is_an_error(monkeypatch):
-    monkeypatch.setattr("rope_patch.patching.rotations.triton_problem", lambda: "Triton is gone")
+    monkeypatch.setattr(
+        "rope_patch.patching.kernels.eligibility.triton_problem", lambda: "Triton is gone"
+    )
     model = make_model()
     with pytest.raises(ValueError, match=r"triton is gone.*pip install 'rope-patch\[kernels\]'"):
         patch(model, "triton")
@@ -585,7 +587,8 @@ def test_nothing_is_left_of_a_failed_patch(monkeypatch):
     model = make_model("qwen3")
     before = logits(model)
     monkeypatch.setattr(
-        "rope_patch.patching.rotations.HandingOver", lambda *a: (_ for _ in ()).throw(KeyError())
+        "rope_patch.patching.kernels.eligibility.HandingOver",
+        lambda *a: (_ for _ in ()).throw(KeyError()),
     )
     with pytest.raises(KeyError):
         patch(model, "reference")

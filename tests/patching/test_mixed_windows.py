@@ -25,7 +25,7 @@ from tiny_models import (
 from unrotated import Reference, exact, frequencies
 
 import rope_patch
-from rope_patch.patching.lengths import spans
+from rope_patch.patching.dynamic.sequence_lengths import spans
 
 INNER = {
     "linear": {},

@@ -15,7 +15,7 @@ from tiny_models import (
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
-from rope_patch.patching import following
+from rope_patch.patching.dynamic import hooks
 
 PAST = 50
 METHODS = {
@@ -119,7 +119,7 @@ def test_padded_rows(model):
 def reads(monkeypatch):
     """Shapes of the position tensors whose numbers were read."""
     shapes = []
-    tolist, spans = torch.Tensor.tolist, following.spans
+    tolist, spans = torch.Tensor.tolist, hooks.spans
 
     def counted_tolist(self):
         if self.dtype == torch.int64 and self.numel() and not torch.compiler.is_compiling():
@@ -131,7 +131,7 @@ def reads(monkeypatch):
         return spans(positions, *args)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted_tolist)
-    monkeypatch.setattr(following, "spans", counted_spans)
+    monkeypatch.setattr(hooks, "spans", counted_spans)
     return shapes
 
 

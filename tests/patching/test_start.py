@@ -158,7 +158,7 @@ def test_every_method_is_saved_natively_on_every_start(own, method, tmp_path):
     rope_patch.save(model, tmp_path)
     # LongRoPE has one attention factor for both of its sets: YaRN's would change the short one.
     native = not (own == "longrope" and method == "yarn")
-    assert rope_patch.saving.read_sidecar(tmp_path)["native"] is native
+    assert rope_patch.pretrained.saving.read_sidecar(tmp_path)["native"] is native
     if native:
         plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         for length, wanted in expected.items():
@@ -197,7 +197,7 @@ def test_a_config_that_knows_one_scaling_only_is_given_that(method, tmp_path):
     model = make_model("phi3")
     rope_patch.patch(model, method, **({} if method == "nope" else {"factor": 4}))
     rope_patch.save(model, tmp_path)
-    assert rope_patch.saving.read_sidecar(tmp_path)["native"]
+    assert rope_patch.pretrained.saving.read_sidecar(tmp_path)["native"]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     for length in (SHORT, LONG):
         assert_close(logits(plain, length), logits(model, length))

@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from unrotated import Reference
 
 import rope_patch
-from rope_patch.patching.attention import OurForward
-from rope_patch.patching.handing import HandingOver
-from rope_patch.patching.starting import KeptStart
+from rope_patch.patching.kernels.attention_forward import OurForward
+from rope_patch.patching.kernels.position_passthrough import HandingOver
+from rope_patch.patching.start_tokens import KeptStart
 
 START = 5  # tokens
 SCALE = math.sqrt(1 + math.log(FACTOR) / math.log(TRAINED))  # LongRoPE's law

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from rope_patch import cli
-from rope_patch.recipes import settings
+from rope_patch.training import settings
 
-RECIPES = ("finetune", "loop")
+RECIPES = {"finetune": "rope_patch.training.trainer", "loop": "rope_patch.training.loop"}
 STEPS = 6
 ASSETS = Path(__file__).parent.parent / "assets"
 TINY = {
@@ -68,7 +68,7 @@ def documents(folder):
 
 def run(recipe, folder, **changed):
     """Runs `finetune` or `loop` in this process; returns the finished model's folder."""
-    module = importlib.import_module(f"rope_patch.recipes.{recipe}")
+    module = importlib.import_module(RECIPES[recipe])
     return getattr(module, recipe)(settings.parse(arguments(folder, **changed))[0])
 
 
@@ -84,7 +84,7 @@ class Child:
 
     def __init__(self, recipe, folder, trap=None, **changed):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([f"rope_patch.recipes.{name}" for name in RECIPES])
+        context.set_forkserver_preload(list(RECIPES.values()))
         self.said_to = folder.parent / f"{folder.name}.stderr"
         self.process = context.Process(
             target=_in_child, args=(recipe, arguments(folder, **changed), trap, self.said_to)
@@ -115,7 +115,7 @@ def _in_child(recipe, given, trap, said_to):
     torch.set_num_threads(1)
     if trap is not None:
         trap()
-    module = importlib.import_module(f"rope_patch.recipes.{recipe}")
+    module = importlib.import_module(RECIPES[recipe])
     cli.run(lambda: module.main(given))
 
 
@@ -258,7 +258,7 @@ class Poison:
 
     def __call__(self):
         """Poisons the models that this process will train."""
-        module = importlib.import_module(f"rope_patch.recipes.{self.recipe}")
+        module = importlib.import_module(RECIPES[self.recipe])
         prepare = module.prepare
 
         def hook(embedding, inputs, output):

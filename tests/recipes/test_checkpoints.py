@@ -23,7 +23,7 @@ from runs import (
 )
 from runs import truth as truth
 
-from rope_patch.recipes import checkpoints
+from rope_patch.training import checkpoints
 
 CONSTANT = {"lr_scheduler_type": "constant"}  # whose rates do not follow from the steps
 DAMAGES = {

@@ -23,9 +23,9 @@ from transformers import LlamaForCausalLM, get_scheduler
 import rope_patch
 from rope_patch.geometry import Geometry
 from rope_patch.methods.registry import build
-from rope_patch.patching.request import aim
-from rope_patch.recipes import data
-from rope_patch.recipes.settings import parse
+from rope_patch.patching.plan import aim
+from rope_patch.training import packing
+from rope_patch.training.settings import parse
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "assets" / "tiny-llama"
@@ -268,11 +268,11 @@ def test_its_method_goes_with_its_model(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_its_rows_can_be_made_where_it_is_launched(name):
     settings, ours = read(name), said(name)
-    data.check(settings.data, ours["row_length"])
+    packing.check(settings.data, ours["row_length"])
     launch = yaml.safe_load(launcher(name).read_text())
     parallelism = launch.get("parallelism_config", {})
     if (shared := parallelism.get("parallelism_config_cp_size", 1)) > 1:
-        data.require_maskless(settings.data)
+        packing.require_maskless(settings.data)
         assert settings.extension.attention == "sdpa"
         assert ours["row_length"] % (2 * shared) == 0
     if parallelism.get("parallelism_config_sp_size", 1) > 1:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, HfArgumentParser, LlamaForCausalLM
 
-from rope_patch.recipes.data import DataArguments, Rows, collate, require_maskless
+from rope_patch.training.packing import DataArguments, Rows, collate, require_maskless
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 END = 1
@@ -346,7 +346,7 @@ def test_one_worker_gives_what_none_gives(tokenizer, source):
 def test_several_workers_are_refused(tokenizer, monkeypatch):
     rows = Rows(DataArguments(data=["novels:emma"]), tokenizer, **SETTINGS)
     worker = SimpleNamespace(num_workers=2)  # real ones that fail take torch 10 s to shut down
-    monkeypatch.setattr("rope_patch.recipes.data.get_worker_info", lambda: worker)
+    monkeypatch.setattr("rope_patch.training.packing.get_worker_info", lambda: worker)
     with pytest.raises(ValueError, match=r"dataloader_num_workers of 0 or 1, got 2"):
         next(iter(rows))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rope_patch.eval import texts
-from rope_patch.recipes.documents import encode, find
+from rope_patch.tasks import texts
+from rope_patch.training.documents import encode, find
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 END = 1

@@ -13,12 +13,12 @@ from runs import truth as truth
 from safetensors.torch import load_file, save_file
 from transformers import get_scheduler
 
-from rope_patch.eval import signing
-from rope_patch.eval.folder_lock import LOCK, locked
-from rope_patch.eval.processes import Processes
-from rope_patch.recipes import identity, schedule
-from rope_patch.recipes.documents import fingerprint
-from rope_patch.recipes.settings import known_keys, parse
+from rope_patch.training import identity, schedule
+from rope_patch.training.documents import fingerprint
+from rope_patch.training.settings import known_keys, parse
+from rope_patch.utils import checksums
+from rope_patch.utils.folder_lock import LOCK, locked
+from rope_patch.utils.processes import Processes
 
 OTHERS = {
     "method": ({"method": "linear"}, "method was yarn, got linear"),
@@ -172,7 +172,7 @@ def test_a_folder_that_does_not_say_what_it_holds_is_refused(damage, interrupted
         body = json.loads(text)
         del body["digest"]
         body["format"] = "rope_patch.recipes/0"
-        path.write_text(json.dumps(signing.seal(body)))
+        path.write_text(json.dumps(checksums.seal(body)))
     error = refused(interrupted)
     expected = {"missing": "holds a run without identity.json", "another format": "expected format"}
     assert expected.get(damage, f"{path}: it is damaged") in error
@@ -214,7 +214,7 @@ def test_another_version_warns(truth, tmp_path, caplog):
     del body["digest"]
     body["versions"]["transformers"] = "4.0.0"
     body["identity"]["group_by_length"] = False  # a key of that time
-    path.write_text(json.dumps(signing.seal(body)))
+    path.write_text(json.dumps(checksums.seal(body)))
     assert "method was yarn, got linear" in refused(folder, method="linear")
     run("finetune", folder, resume="auto")
     assert "began with" in caplog.text

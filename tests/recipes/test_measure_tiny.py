@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from rope_patch.recipes import measure_tiny, train_tiny
+import measure_tiny
+import train_tiny
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = [("one pass", "64"), ("cached", "288"), ("stale", "288"), ("change", "288")]

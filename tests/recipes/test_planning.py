@@ -4,15 +4,16 @@ import json
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import check_memory_plan
 import pytest
 import torch
 from transformers import Gemma3TextConfig, Qwen3Config
 
-from rope_patch.loading import empty_model, read_config
-from rope_patch.recipes import planning, planning_check
-from rope_patch.recipes.data import DataArguments
-from rope_patch.recipes.planning import GIB, RESERVE, Need, fits, plan, require_memory
-from rope_patch.recipes.settings import ExtensionArguments, Settings, TrainArguments
+from rope_patch.pretrained.loading import empty_model, read_config
+from rope_patch.training.memory import plan as planning
+from rope_patch.training.memory.plan import GIB, RESERVE, Need, fits, plan, require_memory
+from rope_patch.training.packing import DataArguments
+from rope_patch.training.settings import ExtensionArguments, Settings, TrainArguments
 
 LLAMA_8B = planning.SHAPES / "llama-3.1-8b"
 LLAMA_1B = planning.SHAPES / "llama-3.2-1b"
@@ -40,24 +41,24 @@ def settings(tmp_path):
 
 
 def assert_close(cases):
-    for name, need, peak in planning_check.compared(cases):
+    for name, need, peak in check_memory_plan.compared(cases):
         assert 0.99 <= need.total / peak <= 1.1, (name, need, peak)
 
 
 def test_plans_are_what_steps_take():
-    cases = planning_check.small_cases()
+    cases = check_memory_plan.small_cases()
     assert_close({name: cases[name] for name in QUICK})
 
 
 @pytest.mark.slow
 def test_plans_are_what_other_steps_take():
-    cases = planning_check.small_cases()
+    cases = check_memory_plan.small_cases()
     assert_close({name: case for name, case in cases.items() if name not in QUICK})
 
 
 @pytest.mark.slow
 def test_plans_are_what_long_steps_take():
-    assert_close(planning_check.large_cases())
+    assert_close(check_memory_plan.large_cases())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_plans_are_what_long_steps_take():
 )
 def test_plans_of_other_architectures_are_near(config):
     how = {"length": 512, "checkpointing": False, "loss": "full"}
-    peak = planning_check.measured_peak(config, **how)
+    peak = check_memory_plan.measured_peak(config, **how)
     assert 0.9 <= plan(config, **how).total / peak <= 1.2
 
 

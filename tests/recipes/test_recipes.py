@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.cli import main
-from rope_patch.recipes import preparing
-from rope_patch.recipes.finetune import finetune
-from rope_patch.recipes.loop import loop
-from rope_patch.recipes.settings import parse
-from rope_patch.recipes.watching import read_log
+from rope_patch.training import model_setup
+from rope_patch.training.loop import loop
+from rope_patch.training.monitor import read_log
+from rope_patch.training.settings import parse
+from rope_patch.training.trainer import finetune
 
 ASSETS = Path(__file__).parents[1] / "assets"
 BY = {"finetune": finetune, "loop": loop}
@@ -216,7 +216,7 @@ def test_tokens_say_how_many_steps(tmp_path):
 
 def test_ligers_rotation_stays_off_with_a_message(caplog):
     with caplog.at_level("WARNING", logger="rope_patch"):
-        config = preparing.beside_ours({"rope": True, "rms_norm": True})
+        config = model_setup.beside_ours({"rope": True, "rms_norm": True})
     assert config == {
         "rope": False,
         "rms_norm": True,

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import search_tiny
+import search_tiny_tables as tables
 import torch
+import train_tiny
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch.recipes import search_tiny, train_tiny
-from rope_patch.recipes import search_tiny_tables as tables
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 512

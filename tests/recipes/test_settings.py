@@ -8,8 +8,8 @@ import pytest
 import yaml
 from commands import here
 
-from rope_patch.recipes import recipe_files, settings
-from rope_patch.recipes.settings import known_keys, parse
+from rope_patch.training import recipe_files, settings
+from rope_patch.training.settings import known_keys, parse
 
 LEAST = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
 

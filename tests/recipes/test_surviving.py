@@ -9,8 +9,8 @@ from runs import RECIPES, Child, Hang, Poison, curve, equal_tensors, require_sam
 from runs import truth as truth
 from small_disk import disk as disk
 
-from rope_patch.recipes import checkpoints
-from rope_patch.recipes.watching import TrainingStopped
+from rope_patch.training import checkpoints
+from rope_patch.training.monitor import TrainingStopped
 
 BEGUN = {".lock", "identity.json", "log.jsonl", "recipe.yaml"}  # what every run leaves
 POISON = 500  # a token of one document only

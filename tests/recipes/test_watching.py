@@ -6,7 +6,7 @@ import math
 import pytest
 from runs import RECIPES, run
 
-from rope_patch.recipes.watching import LOG, Guard, TrainingStopped, Watch, read_log
+from rope_patch.training.monitor import LOG, Guard, TrainingStopped, Watch, read_log
 
 ROWS = [{"index": 8, "documents": ["a.txt", "b.txt"]}, {"index": 9, "documents": ["c.txt"]}]
 

@@ -9,8 +9,8 @@ from searches import questions
 from typer.testing import CliRunner
 
 from rope_patch.cli import app
-from rope_patch.eval.folder_lock import locked
-from rope_patch.eval.processes import Processes
+from rope_patch.utils.folder_lock import locked
+from rope_patch.utils.processes import Processes
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 

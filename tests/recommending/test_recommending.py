@@ -13,14 +13,14 @@ from searches import ASSETS, load, questions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
+from rope_patch.inference.scorer import Scorer
 from rope_patch.methods import build
-from rope_patch.recommending import contenders, material, measuring
-from rope_patch.recommending.contenders import OWN, Rotation
-from rope_patch.recommending.running import recommend
-from rope_patch.searching.fitness import find_space
-from rope_patch.searching.found import Found
-from rope_patch.searching.scoring import Scorer
-from rope_patch.searching.state import FILE, State
+from rope_patch.recommending import bench, sample_sets, variants
+from rope_patch.recommending.pipeline import recommend
+from rope_patch.recommending.variants import OWN, Rotation
+from rope_patch.searching.journal import FILE, State
+from rope_patch.searching.measure.fitness import find_space
+from rope_patch.searching.result.search_result import Found
 
 LENGTH, TRAINED = 1024, 256
 LONG_BLOCK = 6 * 1023 / 1000  # seconds on the machine below
@@ -44,7 +44,7 @@ class Machine:
             return score(scorer, unit)
 
         patch.setattr(Scorer, "score", timed)
-        patch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: self.now))
+        patch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_following_methods_are_the_static_ones_there_and_the_plain_model_here(wh
 def test_nothing_is_measured_twice_and_the_best_on_more(whole):
     found, folder, machine = whole
     keys = [json.loads(line)["key"] for line in (folder / FILE).read_text().splitlines()[1:]]
-    keys = [key for key in keys if key != measuring.CLOCK]
+    keys = [key for key in keys if key != bench.CLOCK]
     assert len(keys) == len(set(keys))
     first = [key for key in keys if key.startswith("long/0/")]
     assert len(first) == 6 + any(key.startswith("search/") for key in keys)
@@ -270,7 +270,7 @@ def test_a_model_that_cannot_answer_gets_no_recommendation(machine):
 
 
 def test_it_says_where_nothing_holds(model, machine, monkeypatch):
-    monkeypatch.setattr(contenders, "STATIC", ("linear",))
+    monkeypatch.setattr(variants, "STATIC", ("linear",))
     found = ask(model)
     assert (found.method, found.outcome, found.python) == (None, "nothing holds", "")
     assert "Nothing here holds at 1,024 tokens" in found.verdict
@@ -291,7 +291,7 @@ def test_the_model_is_as_before(model):
 
 
 def test_what_fails_is_out_and_said(model, machine, monkeypatch):
-    measure = measuring.Fitness.measure
+    measure = bench.Fitness.measure
 
     def failing(self, candidate, against=None):
         if candidate is not None and candidate.method == "yarn":
@@ -305,7 +305,7 @@ def test_what_fails_is_out_and_said(model, machine, monkeypatch):
             found = measure(self, None)
             return type(found)(**{**vars(found), "error": str(error), "complete": False})
 
-    monkeypatch.setattr(measuring.Fitness, "measure", failed)
+    monkeypatch.setattr(bench.Fitness, "measure", failed)
     found = ask(model)
     assert row(found, "yarn")["status"] == "failed: no memory"
     assert row(found, "dynamic-yarn")["long"] is None
@@ -316,7 +316,7 @@ def test_what_fails_is_out_and_said(model, machine, monkeypatch):
 def test_how_a_following_method_rotates(model, length):
     """At the target as the patched model itself does, and within the trained length not at all."""
     space = find_space(model, length=length)
-    for entry in contenders.known(space):
+    for entry in variants.known(space):
         if entry.method is None:
             assert (entry.long, entry.within) == (OWN, OWN)
             continue
@@ -328,8 +328,8 @@ def test_how_a_following_method_rotates(model, length):
         expected = plain if entry.dynamic else long
         assert short.close_to(expected), entry.name
         assert (entry.within == OWN) == entry.dynamic
-    followed = [entry.long.key for entry in contenders.known(space) if entry.dynamic]
-    static = [entry.long.key for entry in contenders.known(space) if not entry.dynamic]
+    followed = [entry.long.key for entry in variants.known(space) if entry.dynamic]
+    static = [entry.long.key for entry in variants.known(space) if not entry.dynamic]
     assert set(followed) <= set(static) if length == 512 else not set(followed) & set(static)
 
 
@@ -380,15 +380,15 @@ def test_a_patched_model_and_a_foreign_folder_are_refused(model, machine, tmp_pa
 @pytest.mark.slow
 def test_samples_are_made_in_blocks_that_share_nothing():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-llama")
-    made = material.needles(tokenizer, 1600, 1500, 12, 42, ["persuasion"]).sets
-    blocks = [made[kind][0](n) for kind in (material.LONG, material.SEARCH) for n in (0, 1)]
+    made = sample_sets.needles(tokenizer, 1600, 1500, 12, 42, ["persuasion"]).sets
+    blocks = [made[kind][0](n) for kind in (sample_sets.LONG, sample_sets.SEARCH) for n in (0, 1)]
     assert [len(block) for block in blocks] == [6] * 4
     assert len({sample.ids for block in blocks for sample in block}) == 24
     assert len({sample.group for block in blocks for sample in block}) == 24
-    control = made[material.CONTROL[material.LONG]][0](1)
+    control = made[sample_sets.CONTROL[sample_sets.LONG]][0](1)
     assert {s.group for s in control} == {s.group for s in blocks[1]}
     assert not {s.ids for s in control} & {s.ids for s in blocks[1]}
-    prose, count = made[material.PROSE]
+    prose, count = made[sample_sets.PROSE]
     assert count == 2
     assert len({sample.ids for n in (0, 1) for sample in prose(n)}) == 12
     assert {len(sample.ids) for sample in prose(0)} == {1500}
@@ -397,14 +397,14 @@ def test_samples_are_made_in_blocks_that_share_nothing():
 def test_given_samples_are_told_apart_by_length_and_the_search_gets_its_own():
     long, short = questions(LENGTH, 36, seed=1), questions(TRAINED, 13, seed=2)
     mixed = [sample for pair in zip(long, short, strict=False) for sample in pair] + long[13:]
-    made = material.given(mixed, TRAINED, None, 128, 96, 42, None)
+    made = sample_sets.given(mixed, TRAINED, None, 128, 96, 42, None)
     sets = made.sets
     counts = {kind: count for kind, (_, count) in sets.items()}
-    assert counts[material.LONG] == 4
-    assert counts[material.SEARCH] == 2
-    assert counts[material.SHORT] == 2
-    compared = {s.ids for n in range(4) for s in sets[material.LONG][0](n)}
-    searched = {s.ids for n in range(2) for s in sets[material.SEARCH][0](n)}
+    assert counts[sample_sets.LONG] == 4
+    assert counts[sample_sets.SEARCH] == 2
+    assert counts[sample_sets.SHORT] == 2
+    compared = {s.ids for n in range(4) for s in sets[sample_sets.LONG][0](n)}
+    searched = {s.ids for n in range(2) for s in sets[sample_sets.SEARCH][0](n)}
     assert compared | searched == {sample.ids for sample in long}
     assert not compared & searched
     assert "perplexity" in made.missing[0]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rope_patch.recommending import planning
-from rope_patch.recommending.choosing import Contender, choose
-from rope_patch.recommending.planning import Costs
+from rope_patch.recommending import budget
+from rope_patch.recommending.budget import Costs
+from rope_patch.recommending.decision_rule import Contender, choose
 from rope_patch.recommending.scores import Scores, answers, gap
 
 TEXTS = 24
@@ -194,26 +194,26 @@ def test_a_control_is_held_against_the_same_texts_in_any_order():
 @pytest.mark.parametrize("searchable", [0, 4])
 def test_a_plan_fits_into_its_time(left, within, searchable):
     costs = Costs(5.0, within)
-    plan = planning.make(left, costs, rotations=4, most=16, searchable=searchable)
+    plan = budget.make(left, costs, rotations=4, most=16, searchable=searchable)
     blocks = plan.samples // 6
     alive = [2 + plan.first + bool(plan.evaluations)]
     spent = plan.first * costs.both + plan.search + bool(plan.search) * costs.both + costs.long
     done = 1
     while done < blocks:
-        alive.append(planning.halved(alive[-1]))
+        alive.append(budget.halved(alive[-1]))
         new = min(2 * done, blocks)
         spent += (new - done) * (alive[-1] * costs.both + costs.within)
         done = new
     assert spent <= max(left, costs.long)
     assert plan.evaluations * plan.blocks * costs.long <= plan.search + 1e-9
-    assert plan.evaluations == 0 or plan.evaluations >= planning.SCAN
+    assert plan.evaluations == 0 or plan.evaluations >= budget.SCAN
     if left == 10**5:
         assert (plan.first, plan.samples) == (4, 96)
         assert (plan.blocks == 4) == bool(searchable)
 
 
 def test_more_time_never_plans_less():
-    plans = [planning.make(left, Costs(5.0, 1.0), 4, 16, 4) for left in range(0, 4000, 7)]
+    plans = [budget.make(left, Costs(5.0, 1.0), 4, 16, 4) for left in range(0, 4000, 7)]
     for a, b in pairwise(plans):
         assert (a.first, a.search) <= (b.first, b.search)
         assert a.blocks <= b.blocks
@@ -222,17 +222,17 @@ def test_more_time_never_plans_less():
 def test_a_search_gets_what_samples_do_not_need():
     """All is spent where there are no more samples, but for the margin that estimates need."""
     costs, left = Costs(5.0, 1.0), 10**4
-    plan = planning.make(left, costs, rotations=4, most=2, searchable=4)
+    plan = budget.make(left, costs, rotations=4, most=2, searchable=4)
     first, found, control = 4 * costs.both, costs.both, costs.long
     again = 4 * costs.both + costs.within  # the better half of seven, and the plain model
     assert plan.samples == 12
     assert plan.search + first + found + again + control == pytest.approx(left / 1.1)
-    assert planning.make(left, costs, 4, most=2, searchable=0).search == 0
+    assert budget.make(left, costs, 4, most=2, searchable=0).search == 0
 
 
 def test_the_least_is_two_methods_and_two_controls():
     costs = Costs(long=10.0, within=3.0)
-    whole = planning.least(costs, short=2.0) / 1.1
+    whole = budget.least(costs, short=2.0) / 1.1
     assert whole == pytest.approx(2 * (10 + 3) + 10 + 2)
-    assert planning.least(costs, short=2.0, done=1) / 1.1 == pytest.approx((10 + 3) + 10)
+    assert budget.least(costs, short=2.0, done=1) / 1.1 == pytest.approx((10 + 3) + 10)
     assert math.isfinite(whole)

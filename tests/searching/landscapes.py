@@ -5,7 +5,7 @@ import random
 
 from rope_patch.geometry import Geometry
 from rope_patch.searching.candidates import Space
-from rope_patch.searching.strategies import STRATEGIES
+from rope_patch.searching.strategies.registry import STRATEGIES
 
 GEOMETRIES = {
     "llama-2": Geometry(head_dim=128, theta=1e4, trained_length=4096),

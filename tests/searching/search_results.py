@@ -5,9 +5,9 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from rope_patch.reading import read_geometries
+from rope_patch.rope_config import read_geometries
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.found import Found
+from rope_patch.searching.result.search_result import Found
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 

@@ -8,9 +8,9 @@ from landscapes import GEOMETRIES, SPACES
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build
-from rope_patch.searching import scan
 from rope_patch.searching.candidates import Space
-from rope_patch.searching.proposing import critical_pair, critical_pairs
+from rope_patch.searching.strategies import critical_dimension
+from rope_patch.searching.strategies.base import critical_pair, critical_pairs
 
 models = pytest.mark.parametrize("model", GEOMETRIES)
 
@@ -44,7 +44,7 @@ def test_about_ten_pairs_span_down_to_the_lowest(model):
 def test_ntk_stretches_the_critical_pair_by_the_factor(model):
     space = SPACES[model]
     for pair in (p for p in critical_pairs(space) if p == int(p)):
-        stretch = scan.ntk_rcd(space, pair).stretch(space)
+        stretch = critical_dimension.ntk_rcd(space, pair).stretch(space)
         assert stretch[int(pair)] == pytest.approx(4.0, rel=1e-12)
         # All others by the same base: a power of the pair's index.
         expected = [4.0 ** (i / pair) for i in range(space.pairs)]
@@ -56,7 +56,7 @@ def test_yarn_ends_its_ramp_at_the_critical_pair(model):
     space, geometry = SPACES[model], GEOMETRIES[model]
     law = 0.1 * math.log(4) + 1
     for pair in critical_pairs(space):
-        candidate = scan.yarn_rcd(space, pair)
+        candidate = critical_dimension.yarn_rcd(space, pair)
         stretch = candidate.stretch(space)
         full = [s == pytest.approx(4.0, rel=1e-9) for s in stretch]
         assert full == [i >= pair for i in range(space.pairs)]
@@ -76,7 +76,7 @@ def test_a_ramp_never_inverts():
     space = Space(Geometry(head_dim=128, theta=1e6, trained_length=131072), 4.0)
     fast = []
     for pair in critical_pairs(space):
-        options = scan.yarn_rcd(space, pair).options
+        options = critical_dimension.yarn_rcd(space, pair).options
         fast.append(options["beta_fast"])
         assert options["beta_fast"] >= 2 * options["beta_slow"]
     assert min(fast) == 32
@@ -87,8 +87,8 @@ def test_turns_are_those_of_the_running_frequencies():
     start = build("llama3", factor=8).frequencies(GEOMETRIES["llama-3"]).inv_freq
     geometry = Geometry(head_dim=128, theta=5e5, trained_length=131072, base=tuple(start.tolist()))
     for pair in (0.5, 3.0, 20.25, 40.0, 63.0):
-        turns = scan.turns(geometry, pair)
+        turns = critical_dimension.turns(geometry, pair)
         assert geometry.pair_with_turns(turns) == pytest.approx(pair, abs=1e-9)
     for pair in (3, 20, 40, 63):
         expected = start[pair].item() * 131072 / (2 * math.pi)
-        assert scan.turns(geometry, pair) == pytest.approx(expected, rel=1e-12)
+        assert critical_dimension.turns(geometry, pair) == pytest.approx(expected, rel=1e-12)

@@ -10,12 +10,12 @@ from landscapes import GEOMETRIES, SPACES, Landscape, run
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build
-from rope_patch.searching import scan
 from rope_patch.searching.candidates import Candidate, Space
-from rope_patch.searching.curve import Curve, as_curve, bounds, propose, starts
-from rope_patch.searching.proposing import critical_pairs
-from rope_patch.searching.region import Region
-from rope_patch.searching.strategies import STRATEGIES
+from rope_patch.searching.strategies import critical_dimension
+from rope_patch.searching.strategies.base import critical_pairs
+from rope_patch.searching.strategies.curve import Curve, as_curve, bounds, propose, starts
+from rope_patch.searching.strategies.registry import STRATEGIES
+from rope_patch.searching.strategies.trust_region import Region
 
 optuna = pytest.importorskip("optuna")
 
@@ -61,7 +61,7 @@ def test_known_methods_are_members(model, factor):
 def test_yarn_with_another_critical_pair_is_a_member(model):
     space = SPACES[model]
     for pair in critical_pairs(space):
-        candidate = scan.yarn_rcd(space, pair)
+        candidate = critical_dimension.yarn_rcd(space, pair)
         curve = as_curve(space, candidate)
         assert curve.high == pytest.approx(pair, rel=1e-9)
         assert candidate.stretch(space) == stretches(curve, space.pairs)
@@ -69,7 +69,7 @@ def test_yarn_with_another_critical_pair_is_a_member(model):
 
 def test_ntk_with_another_critical_pair_is_a_member_up_to_it():
     space = SPACES["llama-3"]
-    ntk = scan.ntk_rcd(space, 28).stretch(space)
+    ntk = critical_dimension.ntk_rcd(space, 28).stretch(space)
     curve = Curve(high=28, width=28, top=4.0, shape=0.0, attention_factor=1.0).stretch(64)
     assert curve[:29] == pytest.approx(ntk[:29], rel=1e-12)
     assert curve[29:] == pytest.approx([4.0] * 35, rel=1e-12)
@@ -139,7 +139,7 @@ def test_optuna_is_loaded_late_and_left_as_it_was(capfd):
     finally:
         optuna.logging.set_verbosity(optuna.logging.INFO)
     assert capfd.readouterr().err == ""
-    module = sys.modules["rope_patch.searching.region"]
+    module = sys.modules["rope_patch.searching.strategies.trust_region"]
     assert not hasattr(module, "optuna")
 
 

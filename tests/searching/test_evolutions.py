@@ -6,10 +6,10 @@ import random
 import pytest
 from landscapes import GEOMETRIES, SPACES, Landscape, proposals, run
 
-from rope_patch.searching import evolution, longrope2
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.longrope import Stretches
-from rope_patch.searching.proposing import critical_pair
+from rope_patch.searching.strategies import evolution, longrope2
+from rope_patch.searching.strategies.base import critical_pair
+from rope_patch.searching.strategies.longrope import Stretches
 
 EVOLUTIONS = ("longrope2", "longrope")
 models = pytest.mark.parametrize("model", GEOMETRIES)

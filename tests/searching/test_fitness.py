@@ -11,12 +11,11 @@ from searches import LENGTH, TRAINED, load, questions, stretched
 from tiny_models import make_model
 
 import rope_patch
-from rope_patch.eval import reading
-from rope_patch.searching import fitness as fitting
-from rope_patch.searching import scoring
+from rope_patch.inference import prefix_reader, scorer
+from rope_patch.inference.samples import Sample
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.fitness import Evaluation, Fitness
-from rope_patch.searching.samples import Sample
+from rope_patch.searching.measure import fitness as fitting
+from rope_patch.searching.measure.fitness import Evaluation, Fitness
 
 CANDIDATES = {
     "plain": None,
@@ -98,7 +97,7 @@ def test_batches_and_single_samples_agree(model, monkeypatch):
     samples = questions()
     together = Fitness(model, samples, length=LENGTH)
     assert [len(unit) for unit in together.scorer.units] == [8]
-    monkeypatch.setattr(scoring, "_CPU_BATCH", LENGTH)
+    monkeypatch.setattr(scorer, "_CPU_BATCH", LENGTH)
     alone = Fitness(model, samples, length=LENGTH)
     assert [len(unit) for unit in alone.scorer.units] == [1] * 8
     for candidate in CANDIDATES.values():
@@ -111,7 +110,7 @@ def test_methods_that_follow_the_length_see_all_of_a_sample(llama, monkeypatch):
     """A prompt is rotated by the length it has with its answers, as in one pass."""
     samples = questions(count=3)
     found = Fitness(llama, samples, length=LENGTH).measure(Candidate("d", "dynamic-yarn"))
-    monkeypatch.setattr(scoring, "_CPU_BATCH", LENGTH)
+    monkeypatch.setattr(scorer, "_CPU_BATCH", LENGTH)
     alone = Fitness(llama, samples, length=LENGTH).measure(Candidate("d", "dynamic-yarn"))
     assert found.error is alone.error is None
     assert found.nll == pytest.approx(alone.nll, abs=1e-4)
@@ -121,8 +120,8 @@ def test_common_beginnings_are_read_once(llama, monkeypatch):
     long = questions(LENGTH, count=1)[0].ids
     samples = [Sample((*long[:500], 260, 390 + i), ((501, 502),), "text") for i in range(3)]
     samples += [Sample((*long[:505], 260, 390), ((506, 507),), "text")]
-    monkeypatch.setattr(scoring, "_CPU_BATCH", LENGTH)
-    monkeypatch.setattr(reading, "_CPU_CHUNK", 64)
+    monkeypatch.setattr(scorer, "_CPU_BATCH", LENGTH)
+    monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 64)
     on = Fitness(llama, samples, length=LENGTH)
     found = on.measure(CANDIDATES["yarn"])
     assert found.tokens < 2 * LENGTH

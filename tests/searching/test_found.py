@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app
-from rope_patch.reading import read_geometries
+from rope_patch.rope_config import read_geometries
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.found import Found
+from rope_patch.searching.result.search_result import Found
 
 
 def tiny(config=None):
@@ -288,7 +288,7 @@ def test_numbers_that_do_not_follow_from_the_candidate(tmp_path):
     said = json.loads(path.read_text())
     said["patch"]["long_factor"][3] *= 1.001
     del said["digest"]
-    from rope_patch.searching import found as module
+    from rope_patch.searching.result import search_result as module
 
     path.write_text(json.dumps({**said, "digest": module.digest(said)}))
     with pytest.raises(ValueError, match="gives other stretches with this version"):

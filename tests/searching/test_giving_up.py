@@ -4,9 +4,9 @@ import pytest
 import torch
 from searches import LENGTH, load, questions, stretched
 
-from rope_patch.searching import scoring
-from rope_patch.searching.fitness import Fitness
-from rope_patch.searching.hopeless import outlook
+from rope_patch.inference import scorer
+from rope_patch.searching.measure.early_stopping import outlook
+from rope_patch.searching.measure.fitness import Fitness
 
 
 def exhaustive(top):
@@ -15,7 +15,7 @@ def exhaustive(top):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_giving_up_never_changes_who_wins(name, monkeypatch):
-    monkeypatch.setattr(scoring, "_CPU_BATCH", 2 * LENGTH)  # so that there are rounds
+    monkeypatch.setattr(scorer, "_CPU_BATCH", 2 * LENGTH)  # so that there are rounds
     on = Fitness(load(name), questions(), length=LENGTH)
     whole = [on.measure(candidate) for candidate in exhaustive(2.0)]
     winner = min(range(len(whole)), key=lambda i: whole[i].fitness)

@@ -11,7 +11,7 @@ from tiny_models import make_config
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 import rope_patch
-from rope_patch.searching.published import read_factors
+from rope_patch.searching.result.published_factors import read_factors
 
 PUBLISHED = Path(__file__).parents[1] / "assets" / "longrope_published"
 FILES = sorted(path.stem for path in PUBLISHED.glob("*.csv"))

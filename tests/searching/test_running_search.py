@@ -20,10 +20,10 @@ from searches import (
 )
 
 import rope_patch
-from rope_patch.searching import running
-from rope_patch.searching.fitness import Fitness
-from rope_patch.searching.state import FILE
-from rope_patch.searching.strategies import STRATEGIES
+from rope_patch.searching import pipeline
+from rope_patch.searching.journal import FILE
+from rope_patch.searching.measure.fitness import Fitness
+from rope_patch.searching.strategies.registry import STRATEGIES
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +33,16 @@ def model():
 
 @pytest.fixture(autouse=True)
 def walking(monkeypatch):
-    monkeypatch.setattr(running, "STRATEGIES", registered())
+    monkeypatch.setattr(pipeline, "STRATEGIES", registered())
 
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
     """A search that nobody disturbed, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
-    before, running.STRATEGIES = running.STRATEGIES, registered()
+    before, pipeline.STRATEGIES = pipeline.STRATEGIES, registered()
     found = rope_patch.search(model, **arguments(folder=folder))
-    running.STRATEGIES = before
+    pipeline.STRATEGIES = before
     return found, folder
 
 
@@ -134,7 +134,7 @@ def test_a_larger_budget_goes_on(whole, model, tmp_path):
 def test_a_larger_budget_is_refused_where_the_strategy_plans_by_it(whole, model, monkeypatch):
     _, folder = whole
     before = (folder / FILE).read_bytes()
-    monkeypatch.setattr(running, "STRATEGIES", registered(continues=False))
+    monkeypatch.setattr(pipeline, "STRATEGIES", registered(continues=False))
     with pytest.raises(ValueError, match="walk plans by its budget, which was 6 when"):
         rope_patch.search(model, **arguments(folder=folder, budget=8))
     assert (folder / FILE).read_bytes() == before
@@ -185,7 +185,7 @@ def test_a_failing_candidate_is_recorded_and_the_search_goes_on(model, monkeypat
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(running, "STRATEGIES", registered(propose))
+    monkeypatch.setattr(pipeline, "STRATEGIES", registered(propose))
     monkeypatch.setattr(model.model.layers[0], "forward", fail)
     found = rope_patch.search(model, **arguments(folder=tmp_path))
     assert measured
@@ -206,7 +206,7 @@ def test_what_was_measured_is_not_measured_again(model, monkeypatch):
 
     told, measured = [], []
     measure = Fitness.measure
-    monkeypatch.setattr(running, "STRATEGIES", registered(propose))
+    monkeypatch.setattr(pipeline, "STRATEGIES", registered(propose))
     monkeypatch.setattr(
         Fitness, "measure", lambda *a, **k: measured.append(a[1]) or measure(*a, **k)
     )

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from commands import typed
+from train_tiny import recall_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app
-from rope_patch.recipes.train_tiny import recall_batch
-from rope_patch.searching.found import Found
-from rope_patch.searching.strategies import STRATEGIES
+from rope_patch.searching.result.search_result import Found
+from rope_patch.searching.strategies.registry import STRATEGIES
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 

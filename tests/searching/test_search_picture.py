@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 from search_results import entry, found, history
 
-from rope_patch.drawing import PALETTE
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.picture import best_of, draw
+from rope_patch.searching.result.plot import best_of, draw
+from rope_patch.utils.plot_style import PALETTE
 
 pytest.importorskip("matplotlib")
 

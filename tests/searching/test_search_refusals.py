@@ -6,7 +6,7 @@ from tiny_models import make_model
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.searching import running
+from rope_patch.searching import pipeline
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def walking(monkeypatch):
-    monkeypatch.setattr(running, "STRATEGIES", registered())
+    monkeypatch.setattr(pipeline, "STRATEGIES", registered())
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 from searches import ASSETS, questions
+from train_tiny import recall_batch
 from transformers import AutoTokenizer
 
-from rope_patch.eval import texts
-from rope_patch.recipes.train_tiny import recall_batch
-from rope_patch.searching.samples import (
+from rope_patch.inference.samples import (
     Sample,
     digest,
     document_samples,
@@ -18,6 +17,7 @@ from rope_patch.searching.samples import (
     recalled,
     swapped,
 )
+from rope_patch.tasks import texts
 
 LENGTH = 1400  # the tiny vocabulary takes many tokens for the questions' own words
 

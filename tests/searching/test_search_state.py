@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rope_patch.searching.state import FILE, State
+from rope_patch.searching.journal import FILE, State
 
 IDENTITY = {"weights": "abc", "factor": 4.0, "options": {}, "versions": {"torch": "2"}}
 

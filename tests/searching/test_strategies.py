@@ -10,8 +10,8 @@ from landscapes import GEOMETRIES, SPACES, Landscape, proposals, run
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build, registered
 from rope_patch.searching.candidates import Candidate, Space
-from rope_patch.searching.proposing import Tried
-from rope_patch.searching.strategies import STRATEGIES
+from rope_patch.searching.strategies.base import Tried
+from rope_patch.searching.strategies.registry import STRATEGIES
 
 EVOLUTIONS, SCANS = ("longrope2", "longrope"), ("yarn-rcd", "ntk-rcd")
 strategies = pytest.mark.parametrize("name", STRATEGIES)

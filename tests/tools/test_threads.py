@@ -21,7 +21,7 @@ from tiny_models import (
 )
 
 import rope_patch
-from rope_patch.patching.following import Following
+from rope_patch.patching.dynamic.hooks import Following
 
 LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 STATIC = {"linear": {"factor": 4}, "yarn": {"factor": 4}}

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rope_patch.ops.kernels.launching import (
+from rope_patch.ops.kernels.launcher import (
     Launcher,
     Plan,
     position_strides,
@@ -28,7 +28,7 @@ from rope_patch.ops.kernels.tile import (
     store_tail,
     turn,
 )
-from rope_patch.ops.shapes import require_fit
+from rope_patch.ops.validation import require_fit
 
 # Programs of the backward pass: enough to fill a large GPU, few enough that the weights' gradients,
 # of which each program writes its own part, are little beside the keys. The same everywhere, so

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rope_patch.ops.kernels.launching import (
+from rope_patch.ops.kernels.launcher import (
     Launcher,
     Plan,
     position_strides,
@@ -24,7 +24,7 @@ from rope_patch.ops.kernels.tile import (
     tail_at,
     turn,
 )
-from rope_patch.ops.shapes import require_fit
+from rope_patch.ops.validation import require_fit
 
 
 @triton.jit

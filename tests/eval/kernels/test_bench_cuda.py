@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rope_patch.eval.kernels import model_steps, timing
-from rope_patch.eval.kernels.measuring import Request, bench
+from rope_patch.benchmarks.kernels import model_steps, timing
+from rope_patch.benchmarks.kernels.benchmark import Request, bench
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

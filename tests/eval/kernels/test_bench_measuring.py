@@ -5,12 +5,23 @@ import math
 import pytest
 import torch
 
-from rope_patch.eval.kernels import checking, measuring, timing
-from rope_patch.eval.kernels.contenders import Contender, NotMeasured, own_and_transformers
-from rope_patch.eval.kernels.measuring import Request, bench
-from rope_patch.eval.kernels.running import Worker
-from rope_patch.eval.kernels.shapes import BHSD, PACKED, SHAPES, VIEWS, Problem, samples_needed
-from rope_patch.ops import choosing
+from rope_patch.benchmarks.kernels import benchmark, ground_truth, timing
+from rope_patch.benchmarks.kernels.benchmark import Request, bench
+from rope_patch.benchmarks.kernels.implementations import (
+    Contender,
+    NotMeasured,
+    own_and_transformers,
+)
+from rope_patch.benchmarks.kernels.shapes import (
+    BHSD,
+    PACKED,
+    SHAPES,
+    VIEWS,
+    Problem,
+    samples_needed,
+)
+from rope_patch.benchmarks.kernels.workers import Worker
+from rope_patch.ops import dispatch
 
 NAMES = ("hf", "ours", "ours-output", "ours-tables", "liger")
 
@@ -19,7 +30,7 @@ NAMES = ("hf", "ours", "ours-output", "ours-tables", "liger")
 def as_usual():
     """Not as in the kernels' own tests, where Triton is interpreted."""
     with pytest.MonkeyPatch.context() as patched:
-        for module in (choosing, measuring):
+        for module in (dispatch, benchmark):
             patched.setattr(module, "interpreted", lambda: False)
         yield
 
@@ -34,7 +45,7 @@ def contender(name):
 
 
 def run(case, *contenders):
-    rows = measuring._case(case, list(contenders), repeats=2)["rows"]
+    rows = benchmark._case(case, list(contenders), repeats=2)["rows"]
     return {row["contender"]: row for row in rows}
 
 
@@ -211,8 +222,8 @@ def test_a_phase_can_fail_alone():
 
 
 def test_what_does_not_fit_is_skipped_and_says_so(monkeypatch):
-    monkeypatch.setattr(measuring, "_free", lambda device: 1000)
-    case = measuring._case(problem(), [contender("hf")], repeats=1)
+    monkeypatch.setattr(benchmark, "_free", lambda device: 1000)
+    case = benchmark._case(problem(), [contender("hf")], repeats=1)
     assert case["rows"] == []
     assert case["not_measured"].endswith("and 0.0 GB are free")
 
@@ -237,7 +248,7 @@ def test_errors_are_the_same_in_pieces(monkeypatch):
     case = problem("gemma-3-12b", length=11)
     runner = Worker(contender("hf"), case, [case.sample(0)])
     whole = runner.check()
-    monkeypatch.setattr(checking, "_CHUNK", 2 * 16 * 256 * 4)  # 4 tokens
+    monkeypatch.setattr(ground_truth, "_CHUNK", 2 * 16 * 256 * 4)  # 4 tokens
     assert runner.check() == pytest.approx(whole, rel=1e-3)
 
 

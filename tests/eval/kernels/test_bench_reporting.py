@@ -10,11 +10,16 @@ from tiny_models import make_model
 from typer.testing import CliRunner
 
 import rope_patch
-from rope_patch.cli import app, benchmarking
-from rope_patch.eval.kernels import measuring, model_steps, reporting
-from rope_patch.eval.kernels.contenders import Contender, contender_of_auto, own_and_transformers
-from rope_patch.ops import choosing
-from rope_patch.patching import attention
+from rope_patch.benchmarks.kernels import benchmark, model_steps, report
+from rope_patch.benchmarks.kernels.implementations import (
+    Contender,
+    contender_of_auto,
+    own_and_transformers,
+)
+from rope_patch.cli import app
+from rope_patch.cli import bench as benchmarking
+from rope_patch.ops import dispatch
+from rope_patch.patching.kernels import attention_forward
 
 TINY = ("--shapes", "qwen3-8b", "--lengths", "1,8", "--repeats", "2")
 NAMES = ("--contenders", "hf,ours,flash-attn")
@@ -24,7 +29,7 @@ NAMES = ("--contenders", "hf,ours,flash-attn")
 def as_usual():
     """Not as in the kernels' own tests, where Triton is interpreted."""
     with pytest.MonkeyPatch.context() as patched:
-        for module in (choosing, measuring):
+        for module in (dispatch, benchmark):
             patched.setattr(module, "interpreted", lambda: False)
         yield
 
@@ -115,11 +120,11 @@ def test_who_is_wrong_is_shown_as_wrong(monkeypatch, tmp_path):
         return lambda q, k: tuple(torch.where(x > 3, torch.nan, x) for x in call(q, k))
 
     bad = Contender(name="hf-compile", title="The bad one", build=build)
-    monkeypatch.setattr(measuring, "own_and_transformers", lambda: [right, bad])
-    request = measuring.Request(shapes=("llama-3-8b",), lengths=(8,), repeats=1, steps=False)
-    results = measuring.bench(request)
-    reporting.write_all(results, tmp_path)
-    text = reporting.as_text(results)
+    monkeypatch.setattr(benchmark, "own_and_transformers", lambda: [right, bad])
+    request = benchmark.Request(shapes=("llama-3-8b",), lengths=(8,), repeats=1, steps=False)
+    results = benchmark.bench(request)
+    report.write_all(results, tmp_path)
+    text = report.as_text(results)
     line = next(line for line in text.splitlines() if line.strip().startswith("The bad one"))
     assert "wrong (error nan)" in line
     assert "The bad one" not in text.splitlines()[1]  # the verdict
@@ -128,13 +133,13 @@ def test_who_is_wrong_is_shown_as_wrong(monkeypatch, tmp_path):
 
 
 def test_nothing_measured_is_a_report_too(monkeypatch, tmp_path):
-    monkeypatch.setattr(measuring, "_free", lambda device: 0)
-    request = measuring.Request(shapes=("llama-3-8b",), lengths=(8,), contenders=("hf",))
+    monkeypatch.setattr(benchmark, "_free", lambda device: 0)
+    request = benchmark.Request(shapes=("llama-3-8b",), lengths=(8,), contenders=("hf",))
     monkeypatch.setattr(model_steps, "measure", lambda *_: [{"model": "x", "not_measured": "y"}])
-    results = measuring.bench(request)
-    reporting.write_all(results, tmp_path)
+    results = benchmark.bench(request)
+    report.write_all(results, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"bench.html", "bench.json", "bench.md"}
-    text = reporting.as_text(results)
+    text = report.as_text(results)
     assert "Nothing was measured" in text
     assert "whole model x: y" in text
 
@@ -148,7 +153,7 @@ def test_steps_of_whole_models():
         for what in ("token", "train"):
             assert row[what]["min"] <= row[what]["ratio"] <= row[what]["max"]
     assert rows[0]["token"]["ratio"] == rows[0]["train"]["ratio"] == 1
-    table = reporting.step_table({"steps": rows})
+    table = report.step_table({"steps": rows})
     assert [row.name for row in table.rows] == [
         "gemma-3-12b, transformers",
         "gemma-3-12b, rope_patch",
@@ -156,7 +161,7 @@ def test_steps_of_whole_models():
 
 
 def test_the_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
-    request = measuring.Request(
+    request = benchmark.Request(
         shapes=("qwen3-8b", "llama-3-8b"),
         lengths=(1,),
         batches=(1,),
@@ -164,7 +169,7 @@ def test_the_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
         contenders=("hf", "ours", "ours-tables"),
         steps=False,
     )
-    text = reporting.as_text(measuring.bench(request))
+    text = report.as_text(benchmark.bench(request))
     _, normed, plain, *lines = text.splitlines()
     assert normed.startswith("qwen3-8b, 1 token × 1, of a copy's speed: rope_patch, ")
     assert plain.startswith("llama-3-8b, 1 token × 1, of a copy's speed: rope_patch, ")
@@ -176,9 +181,9 @@ def test_the_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
 def test_auto_is_the_way_in_which_a_patched_model_rotates(monkeypatch):
     """On a CPU by transformers' tables, whether queries and keys are normed before or not."""
     calls = []
-    by_tables = attention.rope_by_tables
+    by_tables = attention_forward.rope_by_tables
     monkeypatch.setattr(
-        attention, "rope_by_tables", lambda *a, **k: calls.append(1) or by_tables(*a, **k)
+        attention_forward, "rope_by_tables", lambda *a, **k: calls.append(1) or by_tables(*a, **k)
     )
     for family in ("llama", "qwen3"):
         model = make_model(family)
@@ -216,9 +221,11 @@ def test_each_form_refuses_the_other_ones_options(arguments, message):
 
 def test_numbers_are_kept_where_nothing_can_draw(tmp_path, monkeypatch, capsys):
     results = {"cases": [1]}
-    monkeypatch.setattr("rope_patch.eval.kernels.measuring.bench", lambda request: dict(results))
-    monkeypatch.delattr("rope_patch.eval.kernels.reporting")
-    monkeypatch.setitem(sys.modules, "rope_patch.eval.kernels.reporting", None)
+    monkeypatch.setattr(
+        "rope_patch.benchmarks.kernels.benchmark.bench", lambda request: dict(results)
+    )
+    monkeypatch.delattr("rope_patch.benchmarks.kernels.report")
+    monkeypatch.setitem(sys.modules, "rope_patch.benchmarks.kernels.report", None)
     benchmarking._bench_kernels(True, tmp_path, lengths=(2,))
     told = capsys.readouterr()
     assert json.loads(told.out)["cases"] == [1]

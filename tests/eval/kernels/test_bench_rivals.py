@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rope_patch import ops
-from rope_patch.eval.kernels.contenders import own_and_transformers, why
-from rope_patch.eval.kernels.rivals import rivals
-from rope_patch.eval.kernels.running import Worker
-from rope_patch.eval.kernels.shapes import SHAPES, VIEWS, Problem
-from rope_patch.ops import choosing
+from rope_patch.benchmarks.kernels.implementations import own_and_transformers, why
+from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS, Problem
+from rope_patch.benchmarks.kernels.third_party import rivals
+from rope_patch.benchmarks.kernels.workers import Worker
+from rope_patch.ops import dispatch
 
 FLASH_ATTENTION = """
 import torch
@@ -78,7 +78,7 @@ def measure(name, shape, folder=None):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(choosing, "interpreted", lambda: True)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_liger_gets_what_it_takes(interpreted, monkeypatch):
         assert max(measure("liger", shape).values()) < 1e-6
 
 
-@pytest.mark.skipif(not choosing.interpreted(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(not dispatch.interpreted(), reason="needs TRITON_INTERPRET=1")
 def test_ours_is_interpreted_too(interpreted, monkeypatch):
     """Instead of plain torch, which nobody would set TRITON_INTERPRET for."""
     asked = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rope_patch.eval import statistics
+from rope_patch import statistics
 
 
 def test_many_documents_are_drawn_whole():

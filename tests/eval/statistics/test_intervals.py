@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rope_patch.eval import statistics
-from rope_patch.eval.statistics import Interval
+from rope_patch import statistics
+from rope_patch.statistics import Interval
 
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])

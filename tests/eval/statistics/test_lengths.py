@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from rope_patch.eval import statistics
-from rope_patch.eval.statistics import Interval
+from rope_patch import statistics
+from rope_patch.statistics import Interval
 
 
 @pytest.mark.parametrize(("a", "m", "b", "n"), [(40, 50, 48, 50), (9, 10, 10, 10), (3, 50, 60, 80)])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rope_patch.eval import statistics
+from rope_patch import statistics
 
 
 @pytest.mark.parametrize(("wins", "losses"), [(0, 0), (1, 0), (5, 0), (7, 2), (4, 4), (2, 9)])

@@ -1,0 +1,260 @@
+"""Measure what each strategy of search finds on the tiny models, and after how many evaluations.
+
+What: the models of train_tiny.py, trained on 256 tokens, are taken to 1,024 and 2,048 tokens by
+every strategy of `rope_patch.searching`. All are judged by the same recall sequences; what they
+found, and the methods that nobody has to search, are then asked others. It shows how many
+evaluations a strategy needs, and whether what it finds is worth anything beyond its own sequences.
+
+Why 24 keys a sequence, where training had at most 8: with 8, YaRN answers nearly all, and little is
+left to be gained. More keys are harder to tell from each other, at every length.
+
+How, from the repository root (deterministic on its one thread, about 90 minutes of a CPU core):
+
+    python recipes/experiments/search_tiny.py
+
+writes eval/results/tiny-search/24-keys: README.md with tables and definitions, results.json,
+history.png. `--keys 8` asks for what the models were trained on. Every measurement is kept in
+out/search_tiny, a folder a search, so a killed run goes on where it was. `--models` and `--lengths`
+measure a part; `--report` writes what is there without measuring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import search_tiny_picture as picture
+import search_tiny_tables as tables
+import torch
+import train_tiny as tiny
+from transformers import AutoModelForCausalLM
+
+from rope_patch.inference.samples import Sample, digest, recalled
+from rope_patch.searching import model as opening
+from rope_patch.searching.candidates import Candidate
+from rope_patch.searching.journal import Kept, plain
+from rope_patch.searching.loop import run
+from rope_patch.searching.measure.fitness import Evaluation, Fitness
+from rope_patch.searching.progress import Watch
+from rope_patch.searching.result import comparison
+from rope_patch.searching.strategies.registry import STRATEGIES
+from rope_patch.utils import atomic_files
+from rope_patch.utils.processes import Processes
+
+
+class Sizes(NamedTuple):
+    """How many sequences a length is measured on."""
+
+    search: int
+    held_out: int
+
+
+SIZES = {  # by the keys of a sequence, and its length
+    24: {1024: Sizes(24, 384), 2048: Sizes(24, 192)},
+    8: {1024: Sizes(24, 96), 2048: Sizes(12, 64)},
+}
+BUDGETS = {"curve": 100, "longrope2": 200, "longrope": 200, "yarn-rcd": 20, "ntk-rcd": 20}
+# Start tokens have no form in any engine's config: all strategies search what all engines can run.
+OPTIONS: dict[str, dict[str, Any]] = {"longrope": {"start_tokens": False}}
+SEED, HELD_OUT_SEED = 42, 43
+REFERENCES = {name: Candidate(name, name) for name in comparison.REFERENCES}
+
+
+class Case(NamedTuple):
+    """What is searched for.
+
+    Attributes:
+        name: Of a tiny model.
+        length: Tokens of a sequence.
+        keys: Of a sequence, all asked for.
+    """
+
+    name: str
+    length: int
+    keys: int
+
+    @property
+    def title(self) -> str:
+        """In tables."""
+        return f"{tiny.ARCHITECTURES[self.name].title}, {self.length:,}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """How many sequences."""
+        return SIZES[self.keys][self.length]
+
+    def questions(self, count: int, seed: int) -> list[Sample]:
+        """Recall sequences as samples; only the values that are asked for are scored."""
+        generator = torch.Generator().manual_seed(seed)
+        return recalled(*tiny.recall_batch(generator, count, self.length, self.keys))
+
+    def settings(self) -> dict[str, Any]:
+        """What its numbers depend on besides its model."""
+        found = {
+            "length": self.length,
+            "sizes": self.sizes._asdict(),
+            "keys": self.keys,
+            "budgets": BUDGETS,
+            "early": early(),
+            "options": OPTIONS,
+            "seeds": [SEED, HELD_OUT_SEED],
+            "versions": opening.versions(),
+        }
+        return json.loads(json.dumps(found))
+
+
+def kept(folder: Path, on: Fitness, more: dict[str, Any]) -> Kept:
+    """The memory of measurements on some sequences."""
+    depends = opening.identity(on.model, on.space) | {"samples": digest(on.samples)}
+    return Kept(folder, {**more, **depends, "versions": opening.versions()}, Processes())
+
+
+def searched(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[dict[str, Any]]]:
+    """What one strategy finds, and each of its evaluations; entry 0 is YaRN, to hold others to."""
+    options, budget = OPTIONS.get(strategy, {}), BUDGETS[strategy]
+    asked = {"strategy": strategy, "options": options, "seed": SEED, "budget": budget}
+    with kept(folder, on, asked) as known:
+        known.lock()
+        watch = Watch(on.space, budget, title=strategy)
+        try:
+            proposals = STRATEGIES[strategy].propose(on.space, budget, SEED, **options)
+            best, history, _ = run(on, proposals, budget, known, watch)
+        finally:
+            watch.close()
+    return best, history
+
+
+def judged(
+    on: Fitness, candidates: dict[str, Candidate | None], folder: Path
+) -> dict[str, dict[str, Any]]:
+    """By label: loss and recall on held-out sequences, and `against yarn` and others, paired."""
+    with kept(folder, on, {}) as known:
+        found = {label: known.judged(on, candidate) for label, candidate in candidates.items()}
+    others = {label: found[label] for label in ("yarn", *tables.EVOLUTIONS)}
+    return {label: beside(one, others, on.samples) for label, one in found.items()}
+
+
+def beside(
+    one: Evaluation, others: dict[str, Evaluation], samples: Sequence[Sample]
+) -> dict[str, Any]:
+    """An evaluation's own numbers, and how it compares with others'."""
+    numbers = comparison.compare({comparison.FOUND: one, **others}, samples)
+    against = {f"against {label}": numbers.get(f"against {label}") for label in others}
+    return {**numbers[comparison.FOUND], **against}
+
+
+def early() -> int:
+    """The evaluations after which curve is compared with an evolution's end."""
+    return min(BUDGETS[name] for name in tables.EVOLUTIONS) // tables.SHARE
+
+
+def best_of(history: list[dict[str, Any]]) -> Candidate:
+    """What a search would have returned, had it ended here."""
+    best = min((e for e in history if e["complete"]), key=lambda e: e["fitness"])
+    return Candidate(best["origin"], best["method"], best["options"])
+
+
+def measure(case: Case, folder: Path) -> dict[str, Any]:
+    """All searches of one model at one length, and what they are worth on other sequences."""
+    model = AutoModelForCausalLM.from_pretrained(f"tests/assets/tiny-{case.name}").eval()
+    on = Fitness(model, case.questions(case.sizes.search, SEED), length=case.length)
+    judge = Fitness(model, case.questions(case.sizes.held_out, HELD_OUT_SEED), length=case.length)
+    results, histories = {}, {}
+    for strategy in BUDGETS:
+        print(f"{folder.name}: {strategy}", file=sys.stderr)
+        results[strategy], histories[strategy] = searched(on, strategy, folder / strategy)
+    results[tables.EARLY] = best_of(histories["curve"][: early() + 1])
+    candidates = {**results, **REFERENCES, comparison.PLAIN: None}
+    return {
+        "settings": case.settings(),
+        "found": {strategy: plain(best) for strategy, best in results.items()},
+        "history": histories,
+        "held_out": judged(judge, candidates, folder / "held-out"),
+    }
+
+
+def finished(case: Case, file: Path) -> dict[str, Any] | None:
+    """What was measured, if all of the case was, with these settings."""
+    if not file.exists():
+        return None
+    known = json.loads(file.read_text(encoding="utf-8"))
+    if known["settings"] != case.settings():
+        return None
+    for history in known["history"].values():
+        for entry in history:  # JSON has no infinities
+            entry |= {k: math.inf for k in ("fitness", "best") if entry[k] is None}
+    return known
+
+
+def finite(value: Any) -> Any:
+    """With None for infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def without_options(case: dict[str, Any]) -> dict[str, Any]:
+    """A case without the stretches of every candidate, which are most of its size."""
+    short = {
+        strategy: [{k: v for k, v in entry.items() if k != "options"} for entry in history]
+        for strategy, history in case["history"].items()
+    }
+    return {**case, "history": short}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line, measures, writes, prints the tables."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="eval/results/tiny-search/KEYS-keys if left out")
+    parser.add_argument("--work", type=Path, default=Path("out/search_tiny"))
+    parser.add_argument(
+        "--models", nargs="+", choices=tiny.ARCHITECTURES, default=[*tiny.ARCHITECTURES]
+    )
+    lengths = list(dict.fromkeys(length for sizes in SIZES.values() for length in sizes))
+    parser.add_argument("--lengths", nargs="+", type=int, choices=lengths, default=lengths)
+    parser.add_argument("--keys", type=int, choices=SIZES, default=next(iter(SIZES)))
+    parser.add_argument("--report", action="store_true", help="of finished cases, measuring none")
+    options = parser.parse_args(arguments)
+    out = options.out or Path(f"eval/results/tiny-search/{options.keys}-keys")
+    torch.set_num_threads(1)
+    every = [Case(name, length, options.keys) for length in lengths for name in tiny.ARCHITECTURES]
+    cases: dict[str, dict[str, Any]] = {}
+    for case in every:
+        if case.name not in options.models or case.length not in options.lengths:
+            continue
+        folder = options.work / f"{case.name}-{case.length}-{case.keys}"
+        found = finished(case, folder / "case.json")
+        if found is None and not options.report:
+            found = measure(case, folder)
+            atomic_files.write_json(folder / "case.json", finite(found))
+        if found is not None:
+            cases[case.title] = found
+    if not cases:
+        sys.exit(f"error: no finished case in {options.work}: run without --report")
+    measuring = [argument for argument in arguments if argument != "--report"]
+    command = shlex.join(["python", "recipes/experiments/search_tiny.py", *measuring])
+    missing = [case.title for case in every if case.title not in cases]
+    text = tables.readme(cases, missing, command)
+    everything = {
+        "command": command,
+        "missing": missing,
+        "summary": tables.summary(cases),
+        "cases": {name: without_options(case) for name, case in cases.items()},
+    }
+    atomic_files.write_json(out / "results.json", finite(everything))
+    picture.draw(out / "history.png", cases)
+    atomic_files.write(out / "README.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""What search_tiny.py measured, as tables and statements; all computed from the numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from train_tiny import STAGES, TRAINED_LENGTH
+
+from rope_patch.methods.ntk_by_parts import attention_law
+
+AFTER = (10, 20, 40, 100, 200)  # evaluations
+EVOLUTIONS = ("longrope2", "longrope")
+SHARE = 5  # curve is to need at most a fifth of an evolution's evaluations
+EARLY = "curve early"  # its best of so many
+LEVEL = 0.05
+
+Case = dict[str, Any]
+History = list[dict[str, Any]]
+
+
+def best_after(history: History, count: int) -> float | None:
+    """The best fitness of a strategy's first evaluations; None where all of them were given up.
+
+    Entry 0 is YaRN, which the search measures for every strategy: it is left out.
+    """
+    whole = [e["fitness"] for e in history[1 : count + 1] if e["complete"]]
+    return min(whole, default=None)
+
+
+def reached(history: History, fitness: float | None) -> int | None:
+    """After how many evaluations a strategy was as good as that; None where it never was."""
+    if fitness is None:
+        return None
+    good = (e["number"] for e in history[1:] if e["complete"] and e["fitness"] <= fitness)
+    return next(good, None)
+
+
+def verdict(against: dict[str, Any] | None, kind: str) -> str:
+    """Whether something is "better" or "worse" than YaRN with 95% confidence, "same" or "open"."""
+    if against is None:
+        return "failed"
+    low, high = against["interval"]
+    if kind == "nll" and low == high == 0:
+        return "same"
+    if kind == "nll":
+        return "better" if high < 0 else "worse" if low > 0 else "open"
+    if against["p"] >= LEVEL:
+        return "open"
+    return "better" if against["accuracy"] > 0 else "worse"
+
+
+def summary(cases: dict[str, Case]) -> dict[str, Any]:
+    """By case: what the tables and statements are made of."""
+    found = {}
+    for title, case in cases.items():
+        strategies = {}
+        for name, history in case["history"].items():
+            own = len(history) - 1
+            best = best_after(history, own)
+            ended = next((n for n in AFTER if n >= own), own)
+            strategies[name] = {
+                "evaluations": own,
+                "given up": sum(not entry["complete"] for entry in history[1:]),
+                "best after": {n: best_after(history, n) for n in AFTER if n <= ended},
+                "best": best,
+                "best at": reached(history, best),
+            }
+        needed = {}
+        for name in EVOLUTIONS:
+            theirs = strategies[name]
+            count = reached(case["history"]["curve"], theirs["best"])
+            fifth = count is not None and SHARE * count <= theirs["evaluations"]
+            needed[name] = {"evaluations": count, "at most a fifth": fifth}
+        found[title] = {
+            "yarn": case["history"]["curve"][0]["fitness"],
+            "strategies": strategies,
+            "curve needs": needed,
+            "against yarn": {
+                name: {kind: verdict(row["against yarn"], kind) for kind in ("nll", "recall")}
+                for name, row in case["held_out"].items()
+                if name != "yarn"
+            },
+        }
+    return found
+
+
+def number(value: float | None) -> str:
+    """Nats."""
+    return "given up" if value is None else f"{value:.4f}"
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table; the first row is its head."""
+    lines = [rows[0], [":--"] + ["--:"] * (len(rows[0]) - 1), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def progress(said: dict[str, Any]) -> str:
+    """The best so far of each strategy, and how soon curve was as good."""
+    rows = [["", *(f"after {n}" for n in AFTER), "best", "at", "of", "given up", "curve needs"]]
+    for name, one in said["strategies"].items():
+        after = [number(one["best after"][n]) if n in one["best after"] else "" for n in AFTER]
+        needs = said["curve needs"].get(name)
+        needed = "" if needs is None else str(needs["evaluations"] or "not reached")
+        counts = [one["best at"] or "", one["evaluations"], one["given up"]]
+        rows.append([name, *after, number(one["best"]), *map(str, counts), needed])
+    return markdown(rows)
+
+
+def judged(case: Case) -> str:
+    """Held-out numbers of what each strategy found, and of the methods that are not searched."""
+    rows = [
+        ["", "nats", "95%", "right", "recall", "from YaRN, nats", "95%", "from YaRN, recall", "p"]
+    ]
+    for name, row in case["held_out"].items():
+        if "error" in row:
+            rows.append([name, row["error"]] + [""] * 7)
+            continue
+        low, high = row["interval"]
+        cells = [f"{row['nll']:.4f}", f"{low:.4f} to {high:.4f}"]
+        cells += [f"{row['hits']} of {row['answers']}", f"{row['accuracy']:.3f}"]
+        against = row["against yarn"]
+        if name == "yarn":
+            cells += [""] * 4
+        else:
+            low, high = against["interval"]
+            cells += [f"{against['nll']:+.4f}", f"{low:+.4f} to {high:+.4f}"]
+            cells += [f"{against['accuracy']:+.3f}", f"{against['p']:.2g}"]
+        rows.append([name, *cells])
+    return markdown(rows)
+
+
+def statements(cases: dict[str, Case], said: dict[str, Any]) -> str:
+    """What holds and what does not."""
+    lines = ["With 95% confidence, each comparison by itself:", ""]
+    for title, case in cases.items():
+        yarn = case["held_out"]["yarn"]
+        missed = yarn["answers"] - yarn["hits"]
+        parts = [f"YaRN misses {missed} of {yarn['answers']} held-out answers"]
+        for kind, name in (("nll", "loss"), ("recall", "recall")):
+            of = {s: said[title]["against yarn"][s][kind] for s in case["history"]}
+            for word in ("better", "worse"):
+                who = [s for s, one in of.items() if one == word]
+                parts.append(f"{name} {word} than YaRN's: {', '.join(who) or 'none'}")
+        lines.append(f"- **{title}**: {'; '.join(parts)}.")
+    curve = [said[title]["against yarn"]["curve"] for title in cases]
+    both = sum(set(one.values()) == {"better"} for one in curve)
+    lines.append(
+        f"- What curve found beats YaRN in loss and in recall, both with 95% confidence, in {both} "
+        f"of {len(curve)} cases."
+    )
+    pairs = [(title, name) for title, case in cases.items() for name in case["history"]]
+    ahead = []
+    for title, name in pairs:
+        best = said[title]["strategies"][name]["best"]
+        if best is not None and best < said[title]["yarn"]:
+            ahead.append((title, name))
+    against = [cases[title]["held_out"][name]["against yarn"] for title, name in ahead]
+    still = sum(one is not None and one["nll"] < 0 for one in against)
+    count = {
+        word: sum(said[title]["against yarn"][name]["nll"] == word for title, name in ahead)
+        for word in ("better", "worse")
+    }
+    lines.append(
+        f"- Of {len(pairs)} searches, {len(ahead)} found something with less loss than YaRN on the "
+        f"sequences they searched on. On held-out ones {still} of these have less loss than YaRN, "
+        f"{count['better']} with 95% confidence; {count['worse']} have more with 95% confidence."
+    )
+    for name in EVOLUTIONS:
+        needs = [said[title]["curve needs"][name] for title in cases]
+        counts = [
+            f"{one['evaluations'] or 'not reached'} ({title})"
+            for title, one in zip(cases, needs, strict=True)
+        ]
+        lines.append(
+            f"- Evaluations that curve needs to be as good as {name} ends: {', '.join(counts)}; at "
+            f"most a fifth of {name}'s in {sum(one['at most a fifth'] for one in needs)} of "
+            f"{len(needs)} cases."
+        )
+    lines += [f"- {early(cases, name)}" for name in EVOLUTIONS]
+    lines.append(f"- {attention(cases)}")
+    return "\n".join(lines)
+
+
+def early(cases: dict[str, Case], evolution: str) -> str:
+    """What a fifth of an evolution's evaluations found, beside what all of the evolution's did."""
+    who: dict[str, list[str]] = {"better": [], "worse": [], "open": [], "same": [], "failed": []}
+    for title, case in cases.items():
+        who[verdict(case["held_out"][EARLY][f"against {evolution}"], "nll")].append(title)
+    some = next(iter(cases.values()))["settings"]
+    return (
+        f"On held-out sequences, what curve found in its first {some['early']} evaluations has "
+        f"less loss than what {evolution} found in {some['budgets'][evolution]}, with 95% "
+        f"confidence: {listed(who['better'])}; more: {listed(who['worse'])}."
+    )
+
+
+def listed(titles: list[str]) -> str:
+    """Cases, or that there is none."""
+    return "; ".join(titles) or "in no case"
+
+
+def attention(cases: dict[str, Case]) -> str:
+    """The one number that only curve searches, beside the laws that the others follow."""
+    found = []
+    for title, case in cases.items():
+        factor = case["settings"]["length"] / TRAINED_LENGTH
+        yarn = attention_law(factor)
+        longrope = math.sqrt(1 + math.log(factor) / math.log(TRAINED_LENGTH))
+        ours = case["found"]["curve"]["options"].get("attention_factor", yarn)
+        found.append(f"{title}: {ours:.3f} ({yarn:.3f}, {longrope:.3f})")
+    return (
+        "Only curve searches the attention factor, so a part of its lead may be that number's. In "
+        "brackets YaRN's law, which the yarn scan takes, and LongRoPE's, which both evolutions "
+        f"take: {'; '.join(found)}."
+    )
+
+
+def readme(cases: dict[str, Case], missing: list[str], command: str) -> str:
+    """Tables, statements, and what their words mean."""
+    said = summary(cases)
+    by_length = {case["settings"]["length"]: case["settings"] for case in cases.values()}
+    some = next(iter(by_length.values()))
+    trained = STAGES[-1][1]
+    harder = f", more than the {trained} of training" if some["keys"] > trained else ""
+    sizes = "; ".join(
+        f"at {length:,} tokens {one['sizes']['search']} sequences to search on and "
+        f"{one['sizes']['held_out']} held-out ones"
+        for length, one in by_length.items()
+    )
+    budgets = ", ".join(f"{name} {budget}" for name, budget in some["budgets"].items())
+    sections = [
+        f"## {title} tokens\n\n"
+        f"YaRN on the sequences searched on: {said[title]['yarn']:.4f} nats.\n\n"
+        f"{progress(said[title])}\n\nOn held-out sequences:\n\n{judged(case)}"
+        for title, case in cases.items()
+    ]
+    absent = f" Not measured here: {'; '.join(missing)}." if missing else ""
+    return f"""# What searches find on the tiny models
+
+The models of `recipes/experiments/train_tiny.py`, trained on 256 tokens at once, are taken to
+4 and 8 times that by the strategies of `rope-patch search`. Every sequence has {some["keys"]}
+keys{harder}, that are asked for at its end, each query seeing the true earlier answers; a
+candidate's fitness is the loss of the values, nats, smaller is better. All strategies of a case
+search on the same sequences: {sizes}.
+
+Evaluations at most: {budgets}, of which the last two need
+fewer; seed {some["seeds"][0]}, held-out sequences of seed {some["seeds"][1]}. longrope searches
+without start tokens, which no engine's config can say. One seed: another
+may go otherwise.{absent}
+
+- **after n**: the best of a strategy's first n evaluations, by itself. YaRN, which every search
+  measures before anything else so that hopeless candidates are known, is not counted and left out.
+  Candidates without hope of beating the best so far, YaRN included, are given up after a quarter, a
+  half or three quarters of the sequences; **given up** in these columns means that all were.
+  Empty: the strategy had ended.
+- **best**, **at**, **of**, **given up**: the last of these, the evaluation it was found by, how
+  many there were, and how many of them were given up.
+- **curve needs**: curve's evaluations until it was as good as that evolution's best.
+- **On held-out sequences**: what each search returns, beside YaRN, NTK, PI (linear) and the plain
+  model (none). Intervals are 95% bootstrap intervals over sequences; the difference from YaRN is
+  paired. p is McNemar's, of recall, by sequences. Nothing is corrected for the number of
+  comparisons. A search that finds nothing better than YaRN returns YaRN: all differences are 0.
+- **{EARLY}**: the best of curve's first {some["early"]} evaluations.
+
+![best so far against evaluations](history.png)
+
+## What holds
+
+{statements(cases, said)}
+
+{(chr(10) * 2).join(sections)}
+
+Made by `{command}` with {", ".join(f"{name} {one}" for name, one in some["versions"].items())}.
+"""

@@ -1,0 +1,75 @@
+"""What is right: the norm and the rotation in float64, by exact angles."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rope_patch.benchmarks.kernels.shapes import Problem, Sample
+
+# How far results may be from float64, relative, by type: some times its rounding and that of cos
+# and sin. In float32 transformers' angles, products of that precision, are off by more than that.
+ALLOWED = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+
+_CHUNK = 2**24  # elements in float64 at once
+
+
+def errors(
+    problem: Problem,
+    sample: Sample,
+    rotated: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+) -> dict[str, float]:
+    """Relative errors, ‖got − right‖ / ‖right‖, of outputs and gradients by name.
+
+    Args:
+        problem: The problem.
+        sample: What was rotated.
+        rotated: Both outputs, `[B, H, S, D]`.
+        gradients: Of queries, keys and, if any, the weights.
+
+    Returns:
+        Of `q`, `k`, `dq`, `dk`, and of `dw` for both weights together.
+    """
+    off: dict[str, float] = defaultdict(float)
+    size: dict[str, float] = defaultdict(float)
+
+    def compare(name: str, got: torch.Tensor, right: torch.Tensor) -> None:
+        if got.shape != right.shape:
+            raise ValueError(f"{name} is {list(got.shape)}, expected {list(right.shape)}")
+        off[name] += float((got.double() - right).square().sum())
+        size[name] += float(right.square().sum())
+
+    weights = [weight.detach().double().requires_grad_() for weight in problem.weights]
+    for tokens, heads, out in _right(problem, sample, weights):
+        for i, name in enumerate("qk"):
+            compare(name, rotated[i].detach()[:, :, tokens], out[i])
+            compare(f"d{name}", gradients[i][:, tokens], heads[i].grad)
+    for got, weight in zip(gradients[2:], weights, strict=False):  # none of frozen ones
+        compare("dw", got, weight.grad)
+    return {name: (off[name] / size[name]) ** 0.5 for name in off}
+
+
+def _right(
+    problem: Problem, sample: Sample, weights: Sequence[torch.Tensor]
+) -> Iterator[tuple[slice, list[torch.Tensor], list[torch.Tensor]]]:
+    """Pieces of the sequence: tokens, queries and keys with their gradients, both rotated."""
+    shape = problem.shape
+    angles = problem.positions[0, :, None].double() * problem.inv_freq.double()
+    step = max(1, _CHUNK // (problem.batch * shape.heads * shape.head_dim))
+    for start in range(0, problem.length, step):
+        tokens = slice(start, start + step)
+        heads = [x.detach()[:, tokens].double().requires_grad_() for x in (sample.q, sample.k)]
+        cos, sin = angles[tokens].cos(), angles[tokens].sin()
+        out = []
+        for i, x in enumerate(heads):
+            if weights:
+                scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + shape.eps)
+                x = x * scale * (weights[i] + shape.offset)
+            first, second = x.transpose(1, 2).chunk(2, dim=-1)
+            out.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+        grads = [grad[:, :, tokens].double() for grad in sample.grads]
+        torch.autograd.backward(out, grads)
+        yield tokens, heads, [x.detach() for x in out]

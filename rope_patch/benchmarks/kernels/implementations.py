@@ -1,0 +1,165 @@
+"""Who rotates: transformers' own code, eager and compiled, and ours; see `rivals` for others."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rope_patch.benchmarks.kernels.shapes import Problem
+from rope_patch.evaluation.report.table import one_line
+
+# Takes queries and keys `[B, S, H, D]`, gives both rotated `[B, H, S, D]`, as attention wants them.
+Call = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+_LONGEST = 160  # characters of a reason
+
+
+class NotMeasured(Exception):
+    """Why a contender is not measured here."""
+
+
+def why(error: Exception) -> str:
+    """An error as one line of the results."""
+    if isinstance(error, NotMeasured):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    first = next(iter(str(error).strip().splitlines()), "")
+    return one_line(f"{type(error).__name__}: {first}")[:_LONGEST]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to rotate.
+
+    Attributes:
+        name: What `--contenders` takes.
+        title: What the report says.
+        build: Makes the call for one problem; raises `NotMeasured` or ImportError where it cannot.
+        in_place: Writes over the tensors that it is given, so it gets fresh ones every time.
+        frozen: Gives no gradients of the norms' weights.
+    """
+
+    name: str
+    title: str
+    build: Callable[[Problem], Call]
+    in_place: bool = False
+    frozen: bool = False
+
+
+def own_and_transformers() -> list[Contender]:
+    """Everything that needs no other package."""
+    return [
+        Contender(name="hf", title="HF eager", build=_transformers),
+        Contender(name="hf-compile", title="HF, torch.compile", build=_compiled),
+        Contender(name="ours", title="rope_patch, exact angles", build=_ours),
+        Contender(
+            name="ours-output",
+            title="rope_patch, exact angles, output saved",
+            build=_ours_saving_output,
+        ),
+        Contender(name="ours-tables", title="rope_patch, cos and sin given", build=_ours_by_tables),
+        Contender(name="ours-reference", title="rope_patch, reference", build=_reference),
+    ]
+
+
+def contender_of_auto(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the contender that rotates a model patched with `kernels="auto"` on a device."""
+    from rope_patch.ops.dispatch import on_triton
+
+    if device.type == "cpu":
+        return "ours-tables"
+    return "ours" if on_triton(torch.empty(0, device=device, dtype=dtype)) else "hf"
+
+
+def _transformers(problem: Problem) -> Call:
+    modeling = _modeling(problem)
+    rotate, norms = modeling.apply_rotary_pos_emb, _norms(problem, modeling)
+    cos, sin = problem.tables
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
+        return rotate(q, k, cos, sin)
+
+    return call
+
+
+def _modeling(problem: Problem) -> Any:
+    family = problem.shape.family
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def _norms(problem: Problem, modeling: Any) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """The modules that transformers norms heads with."""
+    if problem.shape.norm is None:
+        return [lambda x: x] * 2
+    modules = []
+    for weight in problem.weights:
+        module = getattr(modeling, problem.shape.norm)(problem.shape.head_dim, problem.shape.eps)
+        module.weight = weight
+        modules.append(module)
+    return modules
+
+
+def _compiled(problem: Problem) -> Call:
+    torch._dynamo.reset()  # or it would give up after a few sizes, and make the rest dynamic
+    return torch.compile(_transformers(problem), dynamic=False)
+
+
+def _ours(problem: Problem) -> Call:
+    from rope_patch import ops
+
+    return _exact(problem, ops.qk_norm_rope if problem.weights else ops.rope, kernels=_kernels())
+
+
+def _ours_saving_output(problem: Problem) -> Call:
+    from rope_patch import ops
+
+    if not problem.weights:
+        raise NotMeasured("a rotation without a norm saves neither input nor output")
+    return _exact(problem, ops.qk_norm_rope, save="output", kernels=_kernels())
+
+
+def _kernels() -> str:
+    """What a user gets; but where Triton is interpreted, to see that it is right, that."""
+    from rope_patch.ops.dispatch import interpreted
+
+    return "triton" if interpreted() else "auto"
+
+
+def _reference(problem: Problem) -> Call:
+    from rope_patch.ops import reference
+
+    return _exact(problem, reference.qk_norm_rope if problem.weights else reference.rope)
+
+
+def _exact(problem: Problem, op: Callable[..., Any], **options: Any) -> Call:
+    """A call of one of our ops, which take positions and turns."""
+    if problem.weights:
+        options |= {"eps": problem.shape.eps, "offset": problem.shape.offset}
+    given = (*problem.weights, problem.positions, problem.turns)
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return op(q.transpose(1, 2), k.transpose(1, 2), *given, heads_dim=1, **options)
+
+    return call
+
+
+def _ours_by_tables(problem: Problem) -> Call:
+    from rope_patch.ops.cpu import rope_by_tables
+
+    norms = _norms(problem, _modeling(problem))  # a model keeps its own on a CPU
+    cos, sin = problem.tables
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
+        return rope_by_tables(q, k, cos, sin, heads_dim=1)
+
+    return call

@@ -1,0 +1,173 @@
+"""What the kernels are worth in whole models: steps of decoding and of training.
+
+Random models with the shapes of real ones, few layers and a small vocabulary: what lies outside of
+the layers would only dilute what is asked for. Ours and transformers' own code share the weights
+and take turns, step by step, as in `speed`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from rope_patch.benchmarks.kernels import timing
+from rope_patch.benchmarks.kernels.implementations import why
+from rope_patch.evaluation.measures.speed import Contender, compare, seconds, time_decoding
+from rope_patch.patching import patch
+from rope_patch.utils.progress import progress_bar
+
+KERNELS = ("hf", "auto")  # what `patch` takes; the first is what the second is compared with
+FACTOR = 4
+
+_PROMPT, _DECODED = 64, 20  # tokens; the first few that are decoded do not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """A model's config; `sizes` are those of the real one's layers."""
+
+    config: str
+    sizes: dict[str, int]
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+_LLAMA_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+_GEMMA_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
+_FAMILIES = {
+    "llama-3-8b": _Family(
+        config="LlamaConfig",
+        sizes={"hidden_size": 4096, "intermediate_size": 14336, **_LLAMA_HEADS},
+    ),
+    "qwen3-8b": _Family(
+        config="Qwen3Config",
+        sizes={"hidden_size": 4096, "intermediate_size": 12288, **_LLAMA_HEADS},
+    ),
+    "gemma-3-12b": _Family(
+        config="Gemma3TextConfig",
+        sizes={"hidden_size": 3840, "intermediate_size": 15360, **_GEMMA_HEADS},
+        others={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024},
+    ),
+}
+_NARROW = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+_SHARED: dict[str, Any] = {
+    "vocab_size": 4096,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 8192,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+def measure(
+    names: tuple[str, ...], device: torch.device, dtype: torch.dtype, repeats: int
+) -> list[dict[str, Any]]:
+    """Steps of small random models, patched with our kernels and with transformers' code.
+
+    Args:
+        names: Shapes, see `shapes.SHAPES`.
+        device: Where. On a CPU the models are narrow and train on short texts.
+        dtype: Of the weights.
+        repeats: How often each is timed.
+
+    Returns:
+        A row for each model and kernels: times of a decoded token and of a training step, with
+        their ratios to those of transformers' code; the bytes that the training step holds at its
+        peak; and how many kernels a decoded token launches (None without a GPU). Or why there are
+        none.
+    """
+    rows: list[dict[str, Any]] = []
+    for name in progress_bar(names, desc="model steps", unit="model"):
+        try:
+            rows += _model(name, device, dtype, repeats)
+        except Exception as error:  # whatever it is, what was measured before is kept
+            rows.append({"model": name, "not_measured": why(error)})
+    return rows
+
+
+def _model(
+    name: str, device: torch.device, dtype: torch.dtype, repeats: int
+) -> list[dict[str, Any]]:
+    wide = device.type == "cuda"
+    length = 8192 if wide else 128
+    model = _make(name, wide, device, dtype)
+    contenders = [_contender(model, kernels) for kernels in KERNELS]
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(3, vocabulary, (1, max(length, _PROMPT + _DECODED)), device=device)
+    _time_tokens(contenders, ids[:, : _PROMPT + _DECODED], repeats)
+    steps = [partial(_train, c.model, ids[:, :length]) for c in contenders]
+    peaks = [timing.peak(step) for step in steps]
+    taken: list[list[list[float]]] = [[] for _ in steps]
+    for repeat in range(repeats):
+        for times, step in list(zip(taken, steps, strict=True))[:: -1 if repeat % 2 else 1]:
+            times.append([seconds(step)])
+    return [
+        {
+            "model": name,
+            "kernels": c.name,
+            "wide": wide,
+            "layers": model.config.num_hidden_layers,
+            "train_length": length,
+            "token": compare(c.token, contenders[0].token),
+            "train": compare(times, taken[0]),
+            "peak": peak,
+            "launches": _launches(c, ids) if wide else None,
+        }
+        for c, times, peak in zip(contenders, taken, peaks, strict=True)
+    ]
+
+
+def _make(name: str, wide: bool, device: torch.device, dtype: torch.dtype) -> Any:
+    family = _FAMILIES[name]
+    sizes = family.sizes if wide else _NARROW
+    config = getattr(transformers, family.config)(**_SHARED, **sizes, **family.others)
+    torch.manual_seed(0)
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def _contender(model: Any, kernels: str) -> Contender:
+    weights = {id(parameter): parameter for parameter in model.parameters()}
+    own = copy.deepcopy(model, weights)  # which takes the weights for copied already
+    handle = patch(own, "yarn", factor=FACTOR, kernels=kernels)
+    return Contender(name=kernels, model=own, handle=handle)
+
+
+@torch.no_grad()
+def _time_tokens(contenders: list[Contender], ids: torch.Tensor, repeats: int) -> None:
+    """Fills in the times of decoding."""
+    for contender in contenders:
+        contender.cache = contender.read(ids[:, :_PROMPT])
+    for _ in range(repeats):
+        time_decoding(contenders, ids)
+
+
+def _train(model: Any, ids: torch.Tensor) -> None:
+    """Forward and backward; an optimizer would do the same for all."""
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model.zero_grad()
+
+
+@torch.no_grad()
+def _launches(contender: Contender, ids: torch.Tensor) -> int:
+    """Kernels on the GPU while a token is decoded."""
+    step = next(contender.decode(ids[:, : _PROMPT + 1], copy.deepcopy(contender.cache)))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    events = profiled.profiler.kineto_results.events()
+    on_gpu = [e.name() for e in events if e.device_type() == DeviceType.CUDA]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu)

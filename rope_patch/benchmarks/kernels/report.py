@@ -1,0 +1,206 @@
+"""The kernel benchmark's results as JSON, text, Markdown, and one HTML page that needs no other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rope_patch.benchmarks.kernels import plot
+from rope_patch.benchmarks.kernels.benchmark import COPY
+from rope_patch.benchmarks.kernels.ground_truth import ALLOWED
+from rope_patch.benchmarks.kernels.shapes import LAYOUTS, SHAPES
+from rope_patch.benchmarks.kernels.tables import AT, shape_tables, step_table, views
+from rope_patch.benchmarks.kernels.workers import BACKWARD, BOTH, FORWARD, GRAPH, WALL
+from rope_patch.evaluation.report import writer
+from rope_patch.evaluation.report.table import one_line, padded
+from rope_patch.utils.atomic_files import write
+
+TEMPLATES = Path(__file__).parent / "templates"
+_OURS = ("ours-tables", "ours", "ours-reference")  # the fastest of them stands for us
+
+_NOTES = (
+    "Per cent are of the speed of a copy: the time that copying as many bytes as the queries and "
+    "keys together have takes, over the contender's, measured in turns with it; of two copies for "
+    "forward and backward. Beside it is the median time of a call. The norm's backward has to read "
+    "half as much again as a copy does, so about 67% is the most that it can reach.",
+    "Outputs and gradients of every contender are compared with float64 at exact angles in the "
+    "same run. Who is off by more than {allowed} in {dtype} is shown as wrong. Contenders that "
+    "take cos and sin get them as transformers computes and rounds them.",
+    "Each call gets other tensors than the one before it, as many as fill the last cache four "
+    "times, but 8 at most. Who writes over its inputs gets fresh ones, made while no clock runs.",
+    'The row with "(auto)" is what a model patched with kernels="auto", the default, does on this '
+    "machine. Exact angles are computed from positions in the call; the row that is given cos and "
+    "sin gets transformers' tables.",
+    "One token stands for decoding: forward alone, without gradients.",
+    "Kept for backward is what one layer's call keeps until its backward, without weights and "
+    "tables of cos and sin; beside outputs, without the rotated queries and keys, too, which "
+    "attention keeps in any case. It grows with the tokens, so it is scaled by them to a model's.",
+    "Unsloth's norm and rotation has no gradients of the norms' weights: its backward does less.",
+)
+_INTERPRETED = "Triton ran in its interpreter: times and speeds of its kernels say nothing."
+_WIDE = (
+    "Whole models are random, with {layers} layers of the real width, and train on {length:,} "
+    "tokens; they are patched with YaRN, and weights are shared."
+)
+_NARROW = (
+    "Whole models are random and, on a CPU, narrow: {layers} layers of a few hundred dimensions, "
+    "which train on {length:,} tokens. Real widths need a GPU."
+)
+
+
+def write_all(results: dict[str, Any], folder: Path) -> Path:
+    """Writes `bench.json`, `bench.md`, `bench.html` and `bench.png`.
+
+    The numbers first, because they took long; each file is replaced at once.
+
+    Args:
+        results: What `measuring.bench` returned.
+        folder: Where to; made if missing.
+
+    Returns:
+        The path of `bench.html`: one file that needs no other.
+    """
+    write(folder / "bench.json", as_json(results))
+    picture = plot.draw(results)
+    page = _content(results) | {"picture": picture}
+    files: dict[str, str | bytes] = {
+        "bench.md": writer.render(TEMPLATES / "page.md.jinja", page),
+        "bench.html": writer.render(TEMPLATES / "page.html", page),
+    }
+    if picture is not None:
+        files["bench.png"] = picture.png
+    for name, content in files.items():
+        write(folder / name, content)
+    return folder / "bench.html"
+
+
+def as_json(results: dict[str, Any]) -> str:
+    """The results as strict JSON."""
+    return writer.to_json(results, indent=1) + "\n"
+
+
+def as_text(results: dict[str, Any]) -> str:
+    """The results to read in a terminal."""
+    content = _content(results)
+    parts = ["\n".join([content["title"], *content["verdict"]])]
+    for title, tables in content["sections"]:
+        parts += [title, *map(padded, tables)]
+    parts += [f"not measured: {who}: {reason}" for who, reason in content["missing"]]
+    return "\n\n".join(parts)
+
+
+def _content(results: dict[str, Any]) -> dict[str, Any]:
+    """What all forms show."""
+    sections = [(str(SHAPES[shape]), shape_tables(results, shape)) for shape in results["shapes"]]
+    steps = [row for row in results["steps"] if "token" in row]
+    if steps:
+        sections.append(("Whole models", [step_table(results)]))
+    allowed = {str(dtype).removeprefix("torch."): limit for dtype, limit in ALLOWED.items()}
+    values = {"allowed": f"{allowed[results['dtype']]:g}", "dtype": results["dtype"]}
+    notes = [_INTERPRETED] * results["interpreted"] + [note.format(**values) for note in _NOTES]
+    notes += [f"Layout {name}: {meaning}." for name, meaning in LAYOUTS.items()]
+    for row in steps[:1]:
+        about = _WIDE if row["wide"] else _NARROW
+        notes.append(about.format(layers=row["layers"], length=row["train_length"]))
+    return {
+        "title": f"Rotating queries and keys on {results['device']}, in {results['dtype']}",
+        "verdict": list(_verdict(results)) or ["Nothing was measured."],
+        "sections": [section for section in sections if section[1]],
+        "missing": list(_missing(results)),
+        "notes": notes,
+        "facts": _facts(results),
+        "command": results.get("command"),
+    }
+
+
+def _verdict(results: dict[str, Any]) -> Iterator[str]:
+    """A sentence for each shape, at the length nearest to `AT`."""
+    for shape in results["shapes"]:
+        usual = views(results, shape)
+        cases = [case for case in usual if case["length"] > 1]
+        if not cases:
+            yield from _decoding(results, shape, usual)
+            continue
+        case = min(cases, key=lambda case: (abs(math.log(case["length"] / AT)), case["batch"]))
+        speeds = {
+            row["contender"]: [
+                row["times"][phase]["percent"] for phase in (BOTH, FORWARD, BACKWARD)
+            ]
+            for row in case["rows"]
+            if row["contender"] != COPY and BOTH in row["times"] and not row["wrong"]
+        }
+        told = _told(sorted(speeds, key=lambda name: speeds[name], reverse=True))
+        texts = [
+            f"{results['titles'][name]} forward {speeds[name][1]:.0f}%, backward "
+            f"{speeds[name][2]:.0f}%"
+            for name in told
+        ]
+        if texts:
+            size = f"{case['length']:,} tokens × {case['batch']}"
+            yield f"{shape}, {size}, of a copy's speed: {'; '.join(texts)}."
+
+
+def _decoding(results: dict[str, Any], shape: str, cases: list[dict[str, Any]]) -> Iterator[str]:
+    """A sentence for a shape of which nothing but single tokens was measured."""
+    for case in cases[:1]:
+        phase = next(phase for phase in (GRAPH, WALL) if phase in case["rows"][0]["times"])
+        speeds = {
+            row["contender"]: row["times"][phase]["percent"]
+            for row in case["rows"]
+            if row["contender"] != COPY and phase in row["times"] and not row["wrong"]
+        }
+        told = _told(sorted(speeds, key=lambda name: speeds[name], reverse=True))
+        texts = [f"{results['titles'][name]} {speeds[name]:.1f}%" for name in told]
+        if texts:
+            yield f"{shape}, 1 token × {case['batch']}, of a copy's speed: {'; '.join(texts)}."
+
+
+def _told(best: list[str]) -> list[str]:
+    """The fastest of ours, the fastest of the others, and transformers."""
+    names = [name for name in best if name in _OURS][:1]
+    names += [name for name in best if not name.startswith("ours")][:1]
+    return names + ["hf"] * ("hf" in best and "hf" not in names)
+
+
+def _missing(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Who was not measured and why; where, unless it was nowhere."""
+    cases = [case for case in results["cases"] if case["rows"]]
+    for case in results["cases"]:
+        if "not_measured" in case:
+            yield _place(case), case["not_measured"]
+    reasons: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for case in cases:
+        for row in case["rows"]:
+            title = results["titles"][row["contender"]]
+            if "not_measured" in row:
+                reasons.setdefault((title, row["not_measured"]), []).append(case)
+            for phase, reason in row.get("failed", {}).items():
+                reasons.setdefault((f"{title}, {phase}", reason), []).append(case)
+    for (who, reason), where in reasons.items():
+        shapes = [s for s in results["shapes"] if all(c in where for c in cases if c["shape"] == s)]
+        places = shapes + [_place(case) for case in where if case["shape"] not in shapes]
+        everywhere = len(where) == len(cases)
+        yield who if everywhere else f"{who} ({'; '.join(places)})", reason
+    for row in results["steps"]:
+        if "not_measured" in row:
+            yield f"whole model {row['model']}", row["not_measured"]
+
+
+def _place(case: dict[str, Any]) -> str:
+    return f"{case['shape']}, {case['length']:,} tokens × {case['batch']}, {case['layout']}"
+
+
+def _facts(results: dict[str, Any]) -> list[tuple[str, str]]:
+    copies = [case["rows"][0]["bytes_per_second"] for case in results["cases"] if case["rows"]]
+    facts = {
+        "Device": results["device"],
+        "Threads": results["threads"],
+        "Copy, fastest": f"{max(copies) / 1e9:,.0f} GB/s read and written" if copies else "",
+        "Repeats": results["repeats"],
+        "Versions": ", ".join(f"{k} {v}" for k, v in results["versions"].items()),
+        "Date": re.sub(r"T(\d\d:\d\d).*", r" \1 UTC", results["date"]),
+    }
+    return [(key, one_line(value)) for key, value in facts.items() if value]

@@ -1,0 +1,231 @@
+"""The kernel benchmark's results as tables, the same for every form that they are shown in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from rope_patch.benchmarks.kernels.benchmark import COPY
+from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS
+from rope_patch.benchmarks.kernels.workers import BACKWARD, BOTH, FORWARD, GRAPH, WALL
+from rope_patch.evaluation.report.table import NOTHING, Cell, Row, Table
+
+AT = 8192  # tokens at which memory is told, and near which the verdict is
+
+# Colours of figures and tables, by contender.
+COLOURS = {
+    "hf": "plain",
+    "ours": "m0",
+    "hf-compile": "m1",
+    "liger": "m2",
+    "unsloth": "m3",
+    "flash-attn": "m4",
+    "ours-output": "m5",
+    "fla": "m6",
+    "ours-tables": "m7",
+    "ours-reference": "control",
+}
+
+PHASES = {FORWARD: "Forward", BACKWARD: "Backward", BOTH: "Forward and backward"}
+_CLOCKS = {GRAPH: "in a CUDA graph", WALL: "launched one by one"}
+_ERRORS = {"q": "queries", "k": "keys", "dq": "d queries", "dk": "d keys", "dw": "d weights"}
+
+Case = dict[str, Any]
+
+
+class _Column(NamedTuple):
+    group: str
+    head: str
+    case: Case
+    phase: str
+
+
+def views(results: dict[str, Any], shape: str) -> list[Case]:
+    """A shape's measured cases in the usual layout."""
+    return [case for case in _measured(results, shape) if case["layout"] == VIEWS]
+
+
+def row_of(case: Case, contender: str) -> dict[str, Any]:
+    """A contender's row; one without anything where it has none."""
+    rows = (row for row in case["rows"] if row["contender"] == contender)
+    return next(rows, {"contender": contender, "times": {}})
+
+
+def shape_tables(results: dict[str, Any], shape: str) -> list[Table]:
+    """Everything measured of one shape."""
+    found = [*_speeds(results, shape), *_memory(results, shape), _kept(results, shape)]
+    return [table for table in (*found, _errors(results, shape)) if table.rows]
+
+
+def step_table(results: dict[str, Any]) -> Table:
+    """Steps of whole models."""
+    rows = []
+    for r in (row for row in results["steps"] if "token" in row):
+        name = f"{r['model']}, {'transformers' if r['kernels'] == 'hf' else 'rope_patch'}"
+        launches = NOTHING if r["launches"] is None else f"{r['launches']:,}"
+        cells = [_ratio(r["token"]), Cell(text=launches), _ratio(r["train"])]
+        cells.append(Cell(text=_bytes(r["peak"])))
+        rows.append(Row(name=name, key="plain" if r["kernels"] == "hf" else "m0", cells=cells))
+    return Table(
+        name="Steps, as multiples of the same step with transformers' own code",
+        corner="model, kernels",
+        columns=[Cell(text=head) for head in ("time", "kernels launched", "time", "peak memory")],
+        rows=rows,
+        groups=[(Cell(text="one token decoded"), 2), (Cell(text="one training step"), 2)],
+    )
+
+
+def _measured(results: dict[str, Any], shape: str) -> list[Case]:
+    return [case for case in results["cases"] if case["shape"] == shape and case["rows"]]
+
+
+def _speeds(results: dict[str, Any], shape: str) -> Iterator[Table]:
+    usual = views(results, shape)
+    for phase, title in PHASES.items():
+        columns = [
+            _Column(f"batch {case['batch']}", f"{case['length']:,}", case, phase)
+            for case in usual
+            if case["length"] > 1
+        ]
+        yield _speed_table(results, f"{title}, by tokens", columns)
+    columns = [
+        _Column(f"batch {case['batch']}", title, case, phase)
+        for case in usual
+        for phase, title in _CLOCKS.items()
+        if phase in case["rows"][0]["times"]
+    ]
+    yield _speed_table(results, "Forward of one token", columns)
+    others = [case for case in _measured(results, shape) if case["layout"] != VIEWS]
+    sizes = {(case["batch"], case["length"]) for case in others}
+    same = [case for case in usual if (case["batch"], case["length"]) in sizes]
+    columns = [
+        _Column(case["layout"], phase, case, phase)
+        for case in (same + others if others else [])
+        for phase in (FORWARD, BACKWARD)
+    ]
+    at = ", ".join(f"{length:,} tokens × {batch}" for batch, length in sizes)
+    yield _speed_table(results, f"Other layouts, {at}", columns)
+
+
+def _speed_table(results: dict[str, Any], name: str, columns: list[_Column]) -> Table:
+    rows = []
+    for contender, title in results["titles"].items():
+        cells = [_speed(row_of(column.case, contender), column.phase) for column in columns]
+        if any(cell.text != NOTHING for cell in cells):
+            rows.append(Row(name=title, key=COLOURS.get(contender, ""), cells=cells))
+    groups = groupby(columns, key=lambda column: column.group)
+    return Table(
+        name=name,
+        corner="of a copy's speed",
+        columns=[Cell(text=column.head) for column in columns],
+        rows=rows,
+        groups=[(Cell(text=group), len(list(members))) for group, members in groups],
+    )
+
+
+def _speed(row: dict[str, Any], phase: str) -> Cell:
+    if phase not in row["times"]:
+        return Cell(text=NOTHING, tip=row.get("failed", {}).get(phase, ""))
+    time = row["times"][phase]
+    if row.get("wrong"):
+        worst = max(row["errors"].values(), key=_or_inf)
+        return Cell(text="wrong", note=f"error {worst:.1g}", tip=_milliseconds(time["ms"]))
+    percent = f"{time['percent']:.{0 if time['percent'] >= 9.95 else 1}f}%"
+    tip = f"{time['min']:.1f} to {time['max']:.1f}% in the repeats"
+    return Cell(text=percent, note=_milliseconds(time["ms"]), tip=tip)
+
+
+def _memory(results: dict[str, Any], shape: str) -> Iterator[Table]:
+    """Of the longest case up to `AT` tokens."""
+    cases = [case for case in views(results, shape) if 1 < case["length"] <= AT]
+    if not cases:
+        return
+    case = max(cases, key=lambda case: (-case["batch"], case["length"]))
+    rows = []
+    for contender, title in results["titles"].items():
+        row = row_of(case, contender)
+        if "saved" in row:
+            sizes = [row["peak"][FORWARD], row["peak"][BOTH], row["saved"]["kept"]]
+            cells = [_in_n(size, case["bytes"]) for size in sizes]
+            rows.append(Row(name=title, key=COLOURS[contender], cells=cells))
+    heads = ("peak of forward", "peak of both", "kept for backward")
+    yield Table(
+        name=f"Memory of a call, {case['length']:,} tokens × {case['batch']}, "
+        f"N = {_bytes(case['bytes'])}",
+        corner="N: queries and keys",
+        columns=[Cell(text=head) for head in heads],
+        rows=rows,
+        groups=[],
+    )
+
+
+def _kept(results: dict[str, Any], shape: str) -> Table:
+    """Measured once for each shape, and scaled by tokens and layers to the whole model."""
+    case = next(case for case in results["kept"] if case["shape"] == shape)
+    layers = SHAPES[shape].layers
+    rows = []
+    for row in (row for row in case["rows"] if "kept" in row):
+        beside = row["kept"] - row["outputs"]
+        cells = [_in_n(row["kept"], case["bytes"]), _in_n(beside, case["bytes"])]
+        cells.append(Cell(text=_bytes(beside / case["length"] * AT * layers)))
+        name, key = results["titles"][row["contender"]], COLOURS[row["contender"]]
+        rows.append(Row(name=name, key=key, cells=cells))
+    heads = ("all", "beside outputs", f"beside outputs, {AT:,} tokens × {layers} layers")
+    scaled = "" if case["length"] == AT else f", scaled from {case['length']} tokens"
+    return Table(
+        name=f"Kept for backward in bfloat16, N = {_bytes(case['bytes'])}{scaled}",
+        corner="N: queries and keys",
+        columns=[Cell(text=head) for head in heads],
+        rows=rows,
+        groups=[],
+    )
+
+
+def _in_n(size: int, queries_and_keys: int) -> Cell:
+    return Cell(text=f"{size / queries_and_keys:.2f} N", note=_bytes(size))
+
+
+def _errors(results: dict[str, Any], shape: str) -> Table:
+    """The largest of any case; NaN is larger than everything."""
+    found = {
+        contender: [row_of(case, contender).get("errors", {}) for case in _measured(results, shape)]
+        for contender in results["titles"]
+        if contender != COPY
+    }
+    names = [n for n in _ERRORS if any(n in errors for all_ in found.values() for errors in all_)]
+    rows = []
+    for contender, errors in found.items():
+        worst = [max((e[n] for e in errors if n in e), key=_or_inf, default=None) for n in names]
+        if any(error is not None for error in worst):
+            cells = [Cell(text=NOTHING if e is None else f"{e:.1e}") for e in worst]
+            title, key = results["titles"][contender], COLOURS.get(contender, "")
+            rows.append(Row(name=title, key=key, cells=cells))
+    return Table(
+        name="Largest error against float64, of all sizes and layouts",
+        corner="relative",
+        columns=[Cell(text=_ERRORS[name]) for name in names],
+        rows=rows,
+        groups=[],
+    )
+
+
+def _ratio(times: dict[str, float]) -> Cell:
+    spread = f"{times['min']:.3f} to {times['max']:.3f}"
+    return Cell(text=f"×{times['ratio']:.3f}", note=f"{_milliseconds(times['ms'])}, {spread}")
+
+
+def _milliseconds(ms: float) -> str:
+    return f"{1e3 * ms:.3g} µs" if ms < 0.9995 else f"{ms:,.4g} ms"
+
+
+def _bytes(size: float) -> str:
+    for unit, each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= each:
+            return f"{size / each:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def _or_inf(error: float) -> float:
+    return math.inf if math.isnan(error) else error

@@ -1,0 +1,201 @@
+"""Who else rotates: packages if they are installed, and files that no package installs.
+
+No line of theirs is here, and none is to be: their licences are not ours. What is not installed is
+read from a folder that the user fills; the help of `rope-patch bench` says with what.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rope_patch.benchmarks.kernels.implementations import Call, Contender, NotMeasured
+from rope_patch.benchmarks.kernels.shapes import Problem
+
+_UNSLOTH = "_rope_patch_rival_unsloth"  # its files import from packages around them
+_WIDE = 2**31  # elements that 32-bit indices cannot reach
+
+
+def rivals(folder: Path | None) -> list[Contender]:
+    """All of them; whether one is there shows when it is built."""
+
+    def file(build: Callable[[Problem, Path], Call]) -> Callable[[Problem], Call]:
+        return lambda problem: build(problem, folder or Path())
+
+    return [
+        Contender(name="liger", title="Liger", build=_liger, in_place=True),
+        Contender(name="flash-attn", title="flash-attention", build=file(_flash_attention)),
+        Contender(
+            name="unsloth", title="Unsloth", build=file(_unsloth), in_place=True, frozen=True
+        ),
+        Contender(name="fla", title="FLA", build=_fla),
+    ]
+
+
+def _liger(problem: Problem) -> Call:
+    _require_triton(problem)
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm, LigerRMSNormForGemma3
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    shape, (cos, sin) = problem.shape, problem.tables
+    of = LigerRMSNormForGemma3 if shape.offset else LigerRMSNorm
+    norms: list[Any] = [of(shape.head_dim, eps=shape.eps) for _ in problem.weights]
+    for module, weight in zip(norms, problem.weights, strict=True):
+        module.weight = weight
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        if norms:
+            q, k = norms[0](q), norms[1](k)
+        return liger_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+    return call
+
+
+def _flash_attention(problem: Problem, folder: Path) -> Call:
+    _require_triton(problem)
+    _require_rotation_alone(problem)
+    apply_rotary = _load(folder / "rotary.py", "_rope_patch_rival_flash_attn").apply_rotary
+    if problem.batch * problem.length * problem.shape.heads * problem.shape.head_dim >= _WIDE:
+        raise NotMeasured("its indices have 32 bits, and there are 2^31 elements or more")
+    cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in problem.tables)
+
+    class Rotary(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            with _without_device(x):
+                return apply_rotary(x, cos, sin)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            with _without_device(grad):
+                return apply_rotary(grad, cos, sin, conjugate=True)
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return Rotary.apply(q).transpose(1, 2), Rotary.apply(k).transpose(1, 2)
+
+    return call
+
+
+def _unsloth(problem: Problem, folder: Path) -> Call:
+    _require_triton(problem)
+    shape, (cos, sin) = problem.shape, problem.tables
+    if shape.offset:
+        raise NotMeasured("its norm has no offset, which Gemma needs")
+    _stub_unsloth()
+    inside = f"{_UNSLOTH}.kernels"
+    rope = _load(folder / "rope_embedding.py", f"{inside}.rope_embedding").fast_rope_embedding
+    if not problem.weights:
+        return lambda q, k: rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    fused = _load(folder / "qk_norm_rope.py", f"{inside}.qk_norm_rope").Fast_QK_Norm_RoPE
+    weights = [weight.detach() for weight in problem.weights]
+    given = (cos[0], sin[0], cos.new_empty(1, dtype=torch.int32), shape.eps, shape.eps, False)
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        q, k = fused.apply(q, k, *weights, *given)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return call
+
+
+def _fla(problem: Problem) -> Call:
+    _require_triton(problem)
+    _require_rotation_alone(problem)
+    from fla.modules.rotary import rotary_embedding
+
+    cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in problem.tables)
+
+    def call(q: torch.Tensor, k: torch.Tensor) -> Any:
+        q, k = (rotary_embedding(x, cos, sin) for x in (q, k))
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return call
+
+
+def _require_triton(problem: Problem) -> None:
+    from rope_patch.ops.dispatch import interpreted
+
+    if problem.device.type == "cpu" and not interpreted():
+        raise NotMeasured("Triton needs a GPU, or TRITON_INTERPRET=1 and patience")
+
+
+def _require_rotation_alone(problem: Problem) -> None:
+    if problem.weights:
+        raise NotMeasured("it rotates, and norms nothing")
+
+
+@functools.cache  # a module of its own for each call would have its kernels compiled anew
+def _load(path: Path, name: str) -> Any:
+    """A file as a module."""
+    if not path.is_file():
+        raise NotMeasured(f"no {path.name} in the folder that --rivals names")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module
+
+
+def _without_device(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """On a CPU, without the CUDA device that flash-attention's launcher enters."""
+    if x.device.type == "cpu":
+        return mock.patch.object(torch.cuda, "device", nullcontext)
+    return nullcontext()
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Elements from the first to the last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _stub_unsloth() -> None:
+    """Puts in place the few names that Unsloth's files import from the rest of Unsloth."""
+    import triton
+
+    def device(of: torch.device) -> AbstractContextManager[Any]:
+        return torch.cuda.device(of) if of.type == "cuda" else nullcontext()
+
+    def long_indexing(*tensors: torch.Tensor, block: int = 0) -> bool:
+        ends = (
+            sum((n - 1) * by for n, by in zip(t.shape, t.stride(), strict=True)) for t in tensors
+        )
+        return max(ends) + block >= _WIDE
+
+    def same(kernel: Any) -> Any:
+        return kernel
+
+    stubs: dict[str, dict[str, Any]] = {
+        "": {},
+        ".kernels": {},
+        ".device_type": {"DEVICE_COUNT": 1, "DEVICE_TYPE": "cuda", "DEVICE_TYPE_TORCH": "cuda"},
+        ".kernels.utils": {
+            "DEVICE_TYPE": "cuda",
+            "long_indexing": long_indexing,
+            "next_power_of_2": triton.next_power_of_2,
+            "torch_gpu_device": device,
+            "torch_device_stream": torch.cuda.current_stream,
+        },
+        ".kernels.rms_layernorm": {
+            "_BF16_TRACEABLE": False,
+            "_TRACEABLE": False,
+            "_eager_kernel": same,
+            "_traced_kernel": same,
+            "_tag_compile_cache": str,
+            "fast_rms_layernorm": None,
+        },
+    }
+    for name, content in stubs.items():
+        module = ModuleType(_UNSLOTH + name)
+        module.__path__ = []
+        vars(module).update(content)
+        sys.modules.setdefault(module.__name__, module)

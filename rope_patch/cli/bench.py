@@ -1,0 +1,182 @@
+"""The command `bench`: methods on a model, or the kernels."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rope_patch.cli.options import MODEL, Dtype, Json, TrainedLength, names, numbers, split
+from rope_patch.cli.runtime import command_line
+
+# Options of the one form of `bench` that the other has no use for.
+_OF_MODELS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
+_OF_MODELS += ["random_weights"]
+_OF_KERNELS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
+
+
+def bench(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(help=f"{MODEL} Without one, kernels are measured.")
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With a MODEL: a method, or `none` for the model as it is; compared with the one "
+            "named first."
+        ),
+    ] = None,
+    factor: Annotated[
+        float,
+        typer.Option(help="Target length / trained length; dynamic methods follow up to there."),
+    ] = 4,
+    prompt: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the prompt; factor times the trained length if left out."),
+    ] = None,
+    decode: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32,
+    trained_length: TrainedLength = None,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="Count torch.compile's graph breaks and recompilations."),
+    ] = False,
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Read the config alone; times stay the same."),
+    ] = False,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="Without a MODEL: whose heads, by commas; llama-3-8b (rotation alone), qwen3-8b "
+            "and gemma-3-12b (norm and rotation) if left out."
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens, by commas; 1 is a decoding step.")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(help="Rows, by commas.")] = None,
+    contenders: Annotated[
+        str | None,
+        typer.Option(
+            help="Who, by commas, of hf, hf-compile, ours, ours-output, ours-tables, "
+            "ours-reference, liger, flash-attn, unsloth, fla; all if left out."
+        ),
+    ] = None,
+    rivals: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with files of others that are no wheels, any of: rotary.py (flash_attn/"
+            "ops/triton/ in the sdist of flash-attn 2.8), rope_embedding.py and qk_norm_rope.py "
+            "(unsloth/kernels/ in the wheel of unsloth). Liger (liger-kernel) and FLA (fla-core) "
+            "are imported if installed."
+        ),
+    ] = None,
+    model_steps: Annotated[
+        bool, typer.Option(help="Measure steps of small random models, too.")
+    ] = True,
+    dtype: Dtype = "auto",
+    repeats: Annotated[
+        int | None,
+        typer.Option(help="How often everything timed is done; 5, or 20 for kernels on a GPU."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="With a MODEL, a file for the results as JSON, too; without, the folder of the "
+            "report, out/bench if left out."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time methods on a model; without a model, the kernels.
+
+    Of a model: prompts, decoding, growth, memory, as ratios to the method named first, of times
+    taken in turns in this one run, because times of different runs do not compare. Growth is what
+    dynamic methods pay when the sequence outgrows their frequencies and all cached keys turn.
+
+    Without a model: the rotation of queries and keys by transformers, torch.compile, the kernels
+    of others and ours, forward and backward, beside a copy of as many bytes, each checked against
+    float64; and whole steps of small models. Writes bench.html, bench.md, bench.json, bench.png.
+
+    \b
+    Examples:
+      rope-patch bench demo --trained-length 1024 --method yarn,dynamic-yarn
+      rope-patch bench ./my-model --method none,yarn,dynamic-yarn --compile --out speed.json
+      rope-patch bench --shapes qwen3-8b --lengths 1,8192 --rivals ./rivals
+    """
+    for name in _OF_MODELS if model is None else _OF_KERNELS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "compile" if name == "compiled" else name.replace("_", "-")
+            form = "needs a MODEL" if model is None else "is for kernels, without a MODEL"
+            raise ValueError(f"--{option} {form}: `rope-patch bench --help` shows both forms")
+    if model is None:
+        _bench_kernels(
+            as_json,
+            out or Path("out/bench"),
+            shapes=names(shapes),
+            lengths=None if lengths is None else tuple(numbers("lengths", lengths, minimum=1)),
+            batches=None if batch is None else tuple(numbers("batch", batch, minimum=1)),
+            contenders=names(contenders),
+            rivals=rivals,
+            steps=model_steps,
+            dtype=dtype,
+            repeats=repeats,
+        )
+        return
+    from rope_patch.evaluation.measures import speed
+    from rope_patch.utils import atomic_files
+
+    if out is not None:
+        atomic_files.require_file(out, "the results", folder_exists=False)
+    results = speed.bench(
+        speed.Request(
+            model=model,
+            methods=tuple(split(",".join(method or []))),
+            factor=factor,
+            prompt=prompt,
+            decode=decode,
+            repeats=5 if repeats is None else repeats,
+            trained_length=trained_length,
+            dtype=dtype,
+            compiled=compiled,
+            random_weights=random_weights,
+        )
+    )
+    # Printed first, so that a disk that is full by now costs no measurement.
+    print(json.dumps(results, indent=1) if as_json else speed.table(results))
+    if out is not None:
+        with atomic_files.advising("The results are printed above"):
+            atomic_files.write_json(out, results)
+
+
+def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
+    from rope_patch.benchmarks.kernels import benchmark
+    from rope_patch.utils import atomic_files
+
+    atomic_files.require_folder(folder, "the report")
+    given = {name: value for name, value in request.items() if value is not None}
+    results = benchmark.bench(benchmark.Request(**given))
+    results["command"] = command_line()
+    try:
+        from rope_patch.benchmarks.kernels import report
+    except ImportError as error:  # numbers need less than pages do, and took longer
+        atomic_files.write_json(folder / "bench.json", results)
+        print(
+            f"{folder / 'bench.json'}: no page, because {error.name} is not installed: pip install "
+            "'rope-patch[eval]'",
+            file=sys.stderr,
+        )
+        if as_json:
+            print((folder / "bench.json").read_text(encoding="utf-8"), end="")
+        return
+    # Printed first, so that a disk that is full by now costs no measurement.
+    print(report.as_json(results) if as_json else f"{report.as_text(results)}\n")
+    with atomic_files.advising("The results are printed above"):
+        page = report.write_all(results, folder)
+    if not as_json:
+        print(page)

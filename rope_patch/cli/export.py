@@ -1,0 +1,125 @@
+"""`export`: what another engine is to be given."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from typing import Annotated, Any
+
+import typer
+
+from rope_patch.cli.options import (
+    Factor,
+    Json,
+    Length,
+    Model,
+    Option,
+    Start,
+    TrainedLength,
+    options,
+)
+
+logger = logging.getLogger("rope_patch")
+
+
+def export(
+    model: Model,
+    engine: Annotated[
+        str,
+        typer.Option(help="transformers (5), transformers4, vllm, sglang, llama.cpp or mlx."),
+    ],
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="What to apply; else what the model's own config or rope_patch.json says."
+        ),
+    ] = None,
+    factor: Factor = None,
+    length: Length = None,
+    trained_length: TrainedLength = None,
+    start: Start = "auto",
+    option: Option = None,
+    found: Annotated[
+        str | None,
+        typer.Option(help="What to apply: the folder of a `rope-patch search`, not a method."),
+    ] = None,
+    write: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Make this folder for llama.cpp's converter: links to the model's files, with the "
+            "fields, and the stretches pair by pair if there are any.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what makes another engine rotate alike.
+
+    Prints config fields and words for its command line. What the engine would read otherwise is
+    said in a form that it reads alike, or refused with the reason. Reads the config only, no
+    weights, and writes nothing unless asked to.
+
+    \b
+    Examples:
+      rope-patch export demo --engine vllm --method yarn --factor 4
+      rope-patch export path/of/a/saved/patch --engine llama.cpp
+      rope-patch export ./my-model --engine llama.cpp --found out/search --write out/to-convert
+    """
+    from rope_patch import patch
+    from rope_patch.exporting import export, require_engine, write_folder
+    from rope_patch.exporting.folder import require_new_folder
+    from rope_patch.pretrained import demo
+    from rope_patch.searching.result.artifacts import exported
+    from rope_patch.searching.result.search_result import Found
+
+    require_engine(engine)
+    if write is not None:
+        require_new_folder(write)
+    path = demo.resolve(model)
+    asked: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
+    asked |= options(option)
+    given = [name for name, value in asked.items() if value is not None]
+    if found is not None and (method is not None or given):
+        raise ValueError("--found says it all: leave --method and what goes with it out")
+    searched = None if found is None else Found.load(found)
+    empty = _empty(path, engine, patched=method is None and found is None)
+    if method is not None:
+        patch(empty, method, start=start, kernels="hf", **asked)
+    elif given:
+        raise ValueError(f"{', '.join(given)} goes with a method: name it too, with --method")
+    said = export(empty, engine) if searched is None else exported(searched, engine, empty.config)
+    if write is not None:
+        write_folder(said, path, write)
+        logger.info("for llama.cpp's converter: %s", write)
+    print(json.dumps(said.to_dict(), indent=1) if as_json else said)
+    if engine == "vllm" and not as_json:
+        print(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *said.arguments])}")
+
+
+def _empty(path: str, engine: str, patched: bool) -> Any:
+    """The model without weights.
+
+    Args:
+        path: Its folder or name.
+        engine: What it is for, for the error.
+        patched: Whether a patch that a folder was saved with is wanted, or the model before it.
+
+    Raises:
+        ValueError: The folder was saved with a patch that its config does not say.
+    """
+    from rope_patch.pretrained.loading import empty_model, read_config
+    from rope_patch.pretrained.saving import SIDECAR, read_sidecar
+
+    sidecar = read_sidecar(path)
+    if patched and sidecar is not None and not sidecar.get("native"):
+        raise ValueError(
+            f"{engine} cannot run {path} as it was saved: {SIDECAR} there names "
+            f"{sidecar['method']}, and config.json does not; load it with rope_patch.load, or name "
+            "another --method"
+        )
+    config = read_config(path)
+    if not patched and sidecar is not None:
+        for name, value in sidecar["original"].items():
+            setattr(config.get_text_config(decoder=True), name, value)
+    return empty_model(path, config)

@@ -1,0 +1,93 @@
+"""The commands `finetune` and `recipes`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rope_patch.cli.runtime import installed, stoppable
+
+
+def finetune(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="The recipe: a YAML file, or one of those that `recipes` lists."),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what memory it takes, and train nothing.")
+    ] = False,
+    loop: Annotated[
+        bool,
+        typer.Option("--loop", help="By the plain accelerate loop instead of the Trainer."),
+    ] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key a recipe can have.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout.")] = False,
+) -> None:
+    """Fine-tune a model for a longer context by a recipe.
+
+    Any key of a recipe goes on the command line as --key value: model, method, factor or length,
+    data, train_length, max_steps or tokens, learning_rate, lora_rank, loss, resume, output_dir (or
+    --out), report_to, retrieval_steps, ..., and those of TrainingArguments. The finished
+    model is in OUTPUT_DIR/model, the loss curve in OUTPUT_DIR/log.jsonl, everything that was
+    resolved in OUTPUT_DIR/recipe.yaml. For several GPUs give the same to accelerate launch:
+    rope-patch recipes fsdp2 > fsdp2.yaml
+    accelerate launch --config_file fsdp2.yaml -m rope_patch.recipes.finetune --config ...
+
+    With --resume auto a run goes on from its last whole checkpoint. It is refused if the weights,
+    the data or a key of the recipe is another than before; --keys says which keys may change. One
+    run at a time works in OUTPUT_DIR.
+
+    \b
+    Examples:
+      rope-patch finetune --config smoke_cpu
+      rope-patch finetune --config yarn_64k --plan
+      rope-patch finetune --config yarn_64k --resume auto
+    """
+    with installed("recipes need", "train"):
+        from rope_patch.training import trainer as recipe
+        from rope_patch.training.identity import MAY_CHANGE
+        from rope_patch.training.settings import usable_keys
+    if keys:
+        listed = usable_keys()
+        width = max(map(len, listed))
+        for key, about in listed.items():
+            change = " (may change when a run goes on)" if key in MAY_CHANGE else ""
+            print(f"{key:<{width}}  {about}{change}")
+        return
+    given = [] if config is None else ["--config", str(config)]
+    flags = {"--plan": plan, "--loop": loop, "--json": as_json}
+    given += [flag for flag, on in flags.items() if on]
+    with stoppable("--resume auto goes on from the last checkpoint"):
+        recipe.main([*given, *context.args])
+
+
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="Print this file, to be changed: NAME > my.yaml.")
+    ] = None,
+) -> None:
+    """List or print the recipes and launch files that come along.
+
+    \b
+    Examples:
+      rope-patch recipes
+      rope-patch recipes yarn_64k > my.yaml; rope-patch finetune --config my.yaml
+      rope-patch recipes fsdp2 > fsdp2.yaml; accelerate launch --config_file fsdp2.yaml ...
+    """
+    from rope_patch.training import recipe_files
+
+    if name is not None:
+        print(recipe_files.read(name), end="")
+        return
+    groups = {
+        "What to train (rope-patch finetune --config NAME):": recipe_files.recipes(),
+        "Where (accelerate launch --config_file FILE):": recipe_files.launches(),
+    }
+    width = max(len(name) for files in groups.values() for name in files)
+    for heading, files in groups.items():
+        print(heading)
+        for name, path in files.items():
+            print(f"  {name:<{width}}  {recipe_files.about(path)}")

@@ -1,0 +1,115 @@
+"""The command `recommend`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rope_patch.cli.options import (
+    GGUF,
+    Dtype,
+    Json,
+    Model,
+    Start,
+    TrainedLength,
+    split,
+)
+from rope_patch.cli.runtime import command_line, installed, stoppable
+from rope_patch.cli.verbosity import hide_patches
+
+
+def recommend(
+    model: Model,
+    length: Annotated[int, typer.Option(help="Target length in tokens.")],
+    minutes: Annotated[
+        float,
+        typer.Option(
+            help="Minutes for measuring, those of earlier runs in the same folder included.",
+        ),
+    ],
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What questions and documents are made of: a novel's name or a file; several. All "
+            "novels that come with the package if left out."
+        ),
+    ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            help="Questions of your own instead: JSON lines with input_ids and labels (-100 where "
+            "nothing is scored). Those longer than the trained length show what is gained, the "
+            "others what it costs."
+        ),
+    ] = None,
+    short_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of what is measured within the trained length; half of that if left out."
+        ),
+    ] = None,
+    most: Annotated[int, typer.Option(help="Samples of each kind, at most.")] = 96,
+    search: Annotated[
+        bool, typer.Option(help="Search as well, with what is left of the time.")
+    ] = True,
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the result, and for the state to continue from."),
+    ] = Path("out/recommend"),
+    trained_length: TrainedLength = None,
+    layer_types: Annotated[
+        str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
+    ] = None,
+    start: Start = "auto",
+    dtype: Dtype = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
+    ] = None,
+    gguf_file: GGUF = None,
+    seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
+    as_json: Json = False,
+) -> None:
+    """Measure on a model which method to use at a length.
+
+    The plain model, the static methods, the same following the length, and what a search finds
+    answer questions about text of the target length; what each costs is measured within the trained
+    length. Says first what fits into the time, and if the plain model and one method do not, how
+    many minutes they need. The same command continues a run that was stopped, with more --minutes
+    one that has ended. On several GPUs: accelerate launch --no_python rope-patch recommend ...
+
+    \b
+    Examples:
+      rope-patch recommend demo --length 16384 --minutes 60
+      rope-patch recommend ./my-model --length 32768 --minutes 20 --no-search
+    """
+    hide_patches()
+    with installed("recommending needs", "search"), stoppable():
+        from rope_patch.recommending import recommend
+        from rope_patch.recommending.result import MARKDOWN
+
+        found = recommend(
+            model,
+            length=length,
+            budget=minutes,
+            text=text,
+            samples=samples,
+            short_length=short_length,
+            most=most,
+            search=search,
+            trained_length=trained_length,
+            layer_types=None if layer_types is None else split(layer_types),
+            start=start,
+            seed=seed,
+            folder=out,
+            dtype=dtype,
+            device_map=device_map,
+            gguf_file=gguf_file,
+            command=command_line(),
+        )
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print(f"{found}\n\n{out / MARKDOWN}")

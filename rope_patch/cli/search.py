@@ -1,0 +1,171 @@
+"""The command `search`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rope_patch.cli.options import (
+    GGUF,
+    Dtype,
+    Factor,
+    Json,
+    Length,
+    Model,
+    Start,
+    TrainedLength,
+    options,
+    split,
+)
+from rope_patch.cli.runtime import command_line, installed, stoppable
+from rope_patch.cli.verbosity import hide_patches
+
+
+def search(
+    model: Model,
+    length: Length = None,
+    factor: Factor = None,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="How to search: curve (few numbers, Bayesian optimisation), longrope2 or longrope "
+            "(evolution, a number for each pair), yarn-rcd or ntk-rcd (about ten critical "
+            "dimensions)."
+        ),
+    ] = "curve",
+    evaluations: Annotated[int, typer.Option(help="Candidates to measure, at most.")] = 200,
+    fitness: Annotated[
+        str | None,
+        typer.Option(
+            help="What is to be small: the loss of answers to `needles`, of `documents`, `both`, "
+            "or of `recall`, word pairs for models of a short context. needles if left out, or "
+            "recall where they do not fit into the trained length."
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What samples are made of: a novel's name or a file; several. All novels that "
+            "come with the package if left out."
+        ),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(help="Samples that each candidate is measured on.")
+    ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER|FILE",
+            help="Other samples, for the final numbers: how many, or with --samples a file of "
+            "them. Twice --count if left out.",
+        ),
+    ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            help="Samples of your own instead: JSON lines with input_ids and labels (-100 where "
+            "nothing is scored), longer than the trained length."
+        ),
+    ] = None,
+    short: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --samples: others within the trained length, on which the model must show "
+            "that it can do the task at all."
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the result, and for the state to continue from."),
+    ] = Path("out/search"),
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="An .svg or .png file that is drawn again while the search runs."),
+    ] = None,
+    trained_length: TrainedLength = None,
+    layer_types: Annotated[
+        str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
+    ] = None,
+    start: Start = "auto",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="KEY=VALUE",
+            help="An option of the way to search: for longrope start_tokens=false, so that any "
+            "engine can be told what is found.",
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
+    ] = None,
+    gguf_file: GGUF = None,
+    seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
+    as_json: Json = False,
+) -> None:
+    """Search the best frequencies for one checkpoint at a length.
+
+    Candidates are measured on the model, without loading it again, by how well it answers questions
+    about text of the target length. YaRN is measured first, so nothing worse is chosen. What was
+    found is then compared with YaRN, NTK and PI on other samples. Writes found.json, a config.json
+    with the result, what vLLM, llama.cpp and other engines are to be given, and a picture. The same
+    command continues a search that was stopped; with more --evaluations one that has ended (but for
+    longrope and longrope2, which plan by them). On several GPUs: accelerate launch --no_python
+    rope-patch search ...
+
+    \b
+    Examples:
+      rope-patch search demo --length 16384
+      rope-patch search ./my-model --length 32768 --strategy yarn-rcd --evaluations 12
+      rope-patch search ./my-model --factor 4 --text book.txt --fitness both --out out/book
+    """
+    from rope_patch.diagnosing.plot import require_picture
+
+    if picture is not None:
+        require_picture(picture)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: expected a folder, made if it is missing")
+    hide_patches()
+    with installed("searching needs", "search"), stoppable():
+        from rope_patch.searching import search
+        from rope_patch.searching.measure.sample_sets import COUNT
+
+        found = search(
+            model,
+            length=length,
+            factor=factor,
+            method=strategy,
+            budget=evaluations,
+            fitness=fitness,
+            text=text or None,
+            samples=samples,
+            held_out=_held_out(held_out),
+            short=short,
+            count=COUNT if count is None else count,
+            trained_length=trained_length,
+            layer_types=None if layer_types is None else split(layer_types),
+            start=start,
+            seed=seed,
+            folder=out,
+            picture=picture,
+            dtype=dtype,
+            device_map=device_map,
+            gguf_file=gguf_file,
+            command=command_line(),
+            **options(option),
+        )
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+    else:
+        print(f"{found}\n\n{out / 'found.json'}")
+
+
+def _held_out(given: str | None) -> int | str | None:
+    """A number of samples, or a file of them."""
+    if given is None or not given.lstrip("+-").isdigit():
+        return given
+    return int(given)

@@ -1,0 +1,269 @@
+"""What to do for a target length: few rules, each with its source, and lines that were tried."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.diagnosing.finding import Finding
+from rope_patch.diagnosing.layer_facts import Facts
+from rope_patch.diagnosing.pairs import Rotation
+from rope_patch.patching import check
+from rope_patch.patching.architecture.attention_source import own_function, usage
+
+# Up to here methods are recommended without training: that is what this project measured without
+# it (SmolLM2, README). The YaRN paper's own models, x16 and x32, were trained.
+UNTRAINED = 2.0
+
+# How attentions say that only those with a sliding window rotate (Cohere 2, EXAONE 4, ...).
+_IN_WINDOWS = re.compile(
+    r"if self\.(?:sliding_window is not None|sliding_window is None or self\.is_sliding"
+    r"|is_local_attention)\b[^\n]*:\n(?:[^\n]*\n)?[^\n]*apply_rotary_pos_emb"
+)
+
+_YARN = "arXiv:2309.00071"
+_MEASURED = "README, SmolLM2-135M-Instruct Q4_1 at factor 2"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something is recommended, and who says so; some reasons are facts of the config."""
+
+    text: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do for a target length.
+
+    Attributes:
+        method: The method to use; None where none is needed or none can be had.
+        summary: What to do, in a sentence.
+        reasons: Why.
+        python: The line to type; empty where nothing is to be done. It was tried on the model,
+            or on one without weights.
+        shell: The command that measures or trains it.
+    """
+
+    method: str | None
+    summary: str
+    reasons: tuple[Reason, ...]
+    python: str = ""
+    shell: str = ""
+
+
+_UNKNOWN = Reason("how much of the longer text this model uses is not known: measure")
+
+
+def advise(
+    facts: Facts,
+    rotations: dict[str | None, Rotation],
+    findings: list[Finding],
+    request: dict[str, Any],
+) -> Advice:
+    """Recommends.
+
+    Args:
+        facts: What is known.
+        rotations: The layer types that a method would change, at the start it would take.
+        findings: What was found.
+        request: `trained_length`, `layer_types` and `start` of `patch`, where they are given.
+    """
+    trained = next(iter(rotations.values())).geometry.trained_length
+    length, reasons = facts.length, []
+    if wrong := [found for found in findings if found.severity == "error"]:
+        named = ", ".join(dict.fromkeys(found.code for found in wrong))
+        reasons.append(Reason(f"first put right what is found above ({named})"))
+    if length <= trained:
+        reasons.append(Reason(f"training went to {trained:,} tokens, {length:,} are within"))
+        return Advice(None, "no extension is needed", tuple(reasons))
+    if (window := _only_in_windows(facts)) and window <= trained:
+        reasons.append(
+            Reason(
+                f"only layers with a window of {window:,} tokens rotate, and the others not at "
+                "all: no distance is new to a pair, so nothing is to be stretched"
+            )
+        )
+        reasons.append(_UNKNOWN)
+        return Advice(
+            None,
+            "nothing is to be stretched",
+            tuple(reasons),
+            shell=_compare(facts, "none", request),
+        )
+    standing = [layer for layer in facts.layers.values() if layer.scaling != "default"]
+    if standing and length <= facts.full:
+        return _reached(facts, trained, reasons, request)
+    ratio = length / trained
+    wanted = ("dynamic-yarn", "yarn") if ratio <= UNTRAINED else ("yarn",)
+    refusal = facts.subject.problem
+    for method in wanted:
+        refusal = _refusal(facts, method, request)
+        if refusal is None:
+            reasons += _why(method, ratio, trained) + _circumstances(facts, rotations)
+            arguments = _arguments(length, request)
+            return Advice(
+                method,
+                f"{method}, ×{ratio:.4g}"
+                + ("" if ratio <= UNTRAINED else ", and fine-tune it at that length"),
+                tuple(reasons),
+                facts.subject.line(method, arguments),
+                _shell(facts, method, ratio, request),
+            )
+        reasons.append(Reason(f"{method} is refused here: {refusal}"))
+    return Advice(None, "this model cannot be extended as it is", tuple(reasons))
+
+
+def _reached(facts: Facts, trained: int, reasons: list[Reason], request: dict[str, Any]) -> Advice:
+    """The config's own scaling goes as far as is asked for."""
+    own = sorted({x.scaling for x in facts.layers.values()} - {"default"})
+    named = ", ".join(own)
+    reasons.append(
+        Reason(f"the config's own {named} reaches {facts.full:,} tokens, from {trained:,} trained")
+    )
+    advice = Advice(None, "the config already does it", tuple(reasons))
+    if own == ["dynamic"] or "yarn" not in own or _refusal(facts, "dynamic-yarn", request):
+        return advice
+    price = Reason(
+        f"it also stretches texts that fit into {trained:,} tokens, which dynamic-yarn leaves "
+        "unscaled; which is better depends on what the model was trained under: measure both",
+        f"{_YARN} section 3.3",
+    )
+    line = facts.subject.line("dynamic-yarn", _arguments(facts.length, request))
+    shell = _compare(facts, "none,dynamic-yarn", request)
+    return Advice(
+        None,
+        "the config already does it; if most texts are short, try dynamic-yarn",
+        (*reasons, price),
+        line,
+        shell,
+    )
+
+
+def _why(method: str, ratio: float, trained: int) -> list[Reason]:
+    if method.startswith("dynamic"):
+        return [
+            Reason(
+                f"texts of up to {trained:,} tokens are rotated as they were, bit for bit, and "
+                "longer ones no more than their length asks for",
+                f"{_YARN} section 3.3",
+            ),
+            Reason(f"×{ratio:.4g} may do without training", _MEASURED),
+            Reason(
+                "for fine-tuning, and for engines other than transformers (they run static methods "
+                'only, rope-patch export says how): "yarn" in its place',
+                "vllm-project/vllm issue 5093",
+            ),
+        ]
+    static = Reason("one rotation for all lengths, which every engine reads from the config")
+    if ratio <= UNTRAINED:
+        return [static, Reason(f"×{ratio:.4g} may do without training", _MEASURED)]
+    return [
+        Reason(
+            "its authors trained 400 steps at the length for ×16, and 200 more for ×32; what it "
+            f"does without training beyond ×{UNTRAINED:g} is not known for this model",
+            f"{_YARN} section 4",
+        ),
+        static,
+    ]
+
+
+def _circumstances(facts: Facts, rotations: dict[str | None, Rotation]) -> list[Reason]:
+    """What this model is like."""
+    reasons = []
+    for kind, rotation in rotations.items():
+        geometry, bound = rotation.geometry, rotation.base_bound
+        where = "" if kind is None else f" of {kind}"
+        if bound is not None and not geometry.base and geometry.theta < bound:
+            reasons.append(
+                Reason(
+                    f"theta {geometry.theta:,.0f}{where} is below {bound:,.0f}, a bound for "
+                    f"{facts.length:,} tokens, below which models were found to retrieve badly at "
+                    'a fine perplexity: test retrieval; "abf" and training raise theta',
+                    "arXiv:2405.14591",
+                )
+            )
+        if facts.layers[kind].scaling != "default":
+            reasons.append(_started(rotation, facts.layers[kind].scaling, where))
+    left = [str(kind) for kind in facts.layers if kind not in rotations]
+    if left:
+        windows = all("sliding" in kind or "chunked" in kind for kind in left)
+        stay = "see a window only, and stay as they are" if windows else "stay as they are"
+        reasons.append(Reason(f"{', '.join(left)} layers {stay}"))
+    rotating = getattr(facts.subject.config, "no_rope_layers", None)
+    if isinstance(rotating, list) and 0 in rotating:
+        reasons.append(
+            Reason(
+                f"{rotating.count(0)} of {len(rotating)} layers do not rotate at all, and no "
+                "method changes them; how far they carry is not known"
+            )
+        )
+    reasons.append(_UNKNOWN)
+    return reasons
+
+
+def _only_in_windows(facts: Facts) -> int | None:
+    """The window in tokens, of an architecture that rotates nowhere else; None of others."""
+    window = getattr(facts.subject.config, "sliding_window", None)
+    if facts.subject.model is None or not isinstance(window, int):
+        return None
+    kinds = {type(m) for m in facts.subject.model.modules() if usage(type(m)).rotates}
+    sources = [inspect.getsource(own_function(kind)) for kind in kinds]
+    return window if sources and all(_IN_WINDOWS.search(source) for source in sources) else None
+
+
+def _started(rotation: Rotation, scaling: str, where: str) -> Reason:
+    trained = rotation.geometry.trained_length
+    if rotation.geometry.base:
+        return Reason(
+            f"the config's own {scaling}{where} was trained in: it starts from what the model runs "
+            f'with and its full {trained:,} tokens (start="running")'
+        )
+    return Reason(
+        f"it replaces the config's own {scaling}{where}, from the {trained:,} tokens before "
+        '(start="unscaled")'
+    )
+
+
+def _refusal(facts: Facts, method: str, request: dict[str, Any]) -> str | None:
+    """Why `patch` would not do it; None where it would."""
+    if facts.subject.model is None:
+        return facts.subject.problem
+    try:
+        check(facts.subject.model, method, length=facts.length, **request)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def _arguments(length: int, request: dict[str, Any]) -> str:
+    said = [f"length={length}"]
+    said += [
+        f"{key}={value!r}".replace("'", '"')
+        for key, value in request.items()
+        if value is not None and not (key == "start" and value == "auto")
+    ]
+    return ", ".join(said)
+
+
+def _shell(facts: Facts, method: str, ratio: float, request: dict[str, Any]) -> str:
+    if not facts.subject.loads:
+        return ""  # the commands load models that only generate text
+    if ratio <= UNTRAINED:
+        others = "yarn,dynamic-yarn" if method == "dynamic-yarn" else method
+        return _compare(facts, f"none,{others}", request)
+    return (
+        f"rope-patch finetune --config yarn_64k --model {facts.subject.named} "
+        f"--factor {ratio:g} --train_length {facts.length}"
+    )
+
+
+def _compare(facts: Facts, methods: str, request: dict[str, Any]) -> str:
+    trained = request.get("trained_length")
+    return (
+        f"rope-patch compare {facts.subject.named} --method {methods} --length {facts.length}"
+        + (f" --trained-length {trained}" if trained else "")
+    )

@@ -1,0 +1,1 @@
+"""The checks of a diagnosis, by what they look at."""

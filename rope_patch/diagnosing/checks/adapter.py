@@ -1,0 +1,93 @@
+"""Whether an adapter and the model below it rotate alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rope_patch.diagnosing.finding import Finding
+from rope_patch.diagnosing.layer_facts import Facts
+from rope_patch.pretrained.adapters import require_agreement
+from rope_patch.pretrained.saving import SIDECAR
+
+
+def adapter_findings(facts: Facts) -> Iterator[Finding]:
+    """Looks at an adapter's folder, at the adapters on a live model, or at a saved folder."""
+    subject = facts.subject
+    if subject.adapter:
+        yield from _folder(facts)
+    elif subject.sidecar is not None:
+        yield from _saved(facts, subject.sidecar)
+    for name, config in (getattr(subject.model, "peft_config", None) or {}).items():
+        kind = getattr(getattr(config, "peft_type", None), "value", "adapter")
+        yield Finding(
+            "note",
+            "adapter-says-nothing",
+            f"the adapter {name!r} ({kind}) does not say under which rotation it was trained",
+            "PEFT's config has no field about the rotation; the model below rotates "
+            + (f"as it is patched, {subject.handle}" if subject.handle else "as its config says"),
+            f"rope_patch.save(model, folder) writes {SIDECAR} beside an adapter that is trained "
+            "on a patched model",
+        )
+
+
+def _folder(facts: Facts) -> Iterator[Finding]:
+    subject, sidecar = facts.subject, facts.subject.sidecar
+    if sidecar is None:
+        about = sorted(key for key in subject.adapter if "rope" in key or "position" in key)
+        scalings = ", ".join(sorted({layer.scaling for layer in facts.layers.values()}))
+        yield Finding(
+            "warning",
+            "adapter-says-nothing",
+            f"the adapter does not say under which rotation it was trained: no {SIDECAR} is beside "
+            "it",
+            f"adapter_config.json has {len(subject.adapter)} fields, {len(about)} of them about "
+            f"the rotation; its base, {subject.path}, rotates as {scalings!r} up to "
+            f"{facts.full:,} tokens",
+            "if it was trained on an extended model, extend the base in the same way: "
+            'rope_patch.patch(base, ...), then rope_patch.load_adapter(base, "...")',
+            numbers={"fields": len(subject.adapter), "about_rotation": len(about)},
+        )
+        return
+    trained = f"{sidecar['method']!r} from {sidecar['trained_length']:,} tokens"
+    try:
+        needed = subject.model and require_agreement(subject.model, subject.adapter_path)
+    except ValueError as error:
+        yield Finding(
+            "error",
+            "adapter-on-another-base",
+            "the adapter was trained under another rotation than its base can be given",
+            str(error),
+            "give the base that it was trained on",
+        )
+        return
+    if needed:
+        yield Finding(
+            "warning",
+            "adapter-trained-patched",
+            f"the adapter was trained under {trained}; PEFT alone puts it on a base that rotates "
+            "as before",
+            f"{SIDECAR} records {_recorded(sidecar)}",
+            f"model = rope_patch.load({subject.adapter_path!r}), or rope_patch.load_adapter(base, "
+            f"{subject.adapter_path!r})",
+        )
+
+
+def _saved(facts: Facts, sidecar: dict[str, Any]) -> Iterator[Finding]:
+    """A folder that rope_patch.save wrote."""
+    if sidecar.get("native", True):
+        return
+    yield Finding(
+        "warning",
+        "needs-rope-patch",
+        f"the folder was saved with {sidecar['method']!r}, which no config of transformers can "
+        "say: plain transformers loads the model without it",
+        f"{SIDECAR} records {_recorded(sidecar)}, native: false",
+        f"model = rope_patch.load({facts.subject.path!r})",
+    )
+
+
+def _recorded(sidecar: dict[str, Any]) -> str:
+    length = sidecar.get("length")
+    reached = f"{length:,} tokens" if isinstance(length, int) else "any length"
+    return f"{sidecar['method']}, {sidecar['trained_length']:,} → {reached}"

@@ -1,0 +1,232 @@
+"""Whether transformers does what a config says, from the config and fresh modules alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rope_patch.diagnosing.checks.length_dependent import dynamic_findings, longrope_findings
+from rope_patch.diagnosing.finding import Finding
+from rope_patch.diagnosing.layer_facts import Facts, Layers, apart, known_types
+from rope_patch.pretrained.transformers_registry import needs_registering
+from rope_patch.rope_config import own_scaling
+
+# What scalings are spelled with in transformers and elsewhere, and which of it each reads there.
+_YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_READ = {
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings", *_YARN},
+    "longrope": {"factor", "original_max_position_embeddings", "attention_factor"}
+    | {"short_factor", "long_factor"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor"}
+    | {"high_freq_factor"},
+    "proportional": {"factor"},
+    "default": set(),
+}
+_SPELLED = set().union(*_READ.values()) | {
+    "alpha",
+    "attn_factor",
+    "extrapolation_factor",
+    "finetuned",
+    "short_mscale",
+    "long_mscale",
+}
+
+
+def scaling_findings(facts: Facts) -> Iterator[Finding]:
+    """All that can be said without weights."""
+    yield from _flat(facts)
+    if facts.subject.problem is not None:
+        yield Finding(
+            "note",
+            "no-model",
+            "no rotation of transformers' could be made of the config here, so the config alone "
+            "was looked at",
+            facts.subject.problem,
+        )
+    if facts.assumed is not None:
+        yield Finding(
+            "note",
+            "original-length-unsaid",
+            "the config scales its rotation and does not say how many tokens the model was "
+            "trained on before",
+            f"{facts.assumed:,} tokens, its max_position_embeddings, are taken for it here",
+            "pass trained_length=... (--trained-length) if that is not so",
+            numbers={"assumed": facts.assumed},
+        )
+    for layer in facts.layers.values():
+        if layer.scaling not in known_types():
+            yield _unknown(layer)
+            continue
+        yield from _differs(facts, layer)
+        yield from _unread(facts, layer)
+        if layer.scaling == "dynamic":
+            yield from dynamic_findings(facts, layer)
+        if layer.scaling == "longrope":
+            yield from longrope_findings(facts, layer)
+        if layer.scaling == "yarn":
+            yield from _lengths(facts, layer)
+
+
+def _unknown(layer: Layers) -> Finding:
+    fix = "correct rope_type in the config"
+    if needs_registering(layer.scaling):
+        fix = (
+            "rope_patch.register() before it is loaded, or rope_type 'default' in the config and "
+            f"rope_patch.patch(model, {layer.scaling!r}, ...)"
+        )
+    return Finding(
+        "error",
+        "unknown-scaling",
+        f"transformers knows no rope_type {layer.scaling!r}: a model of this config cannot be made",
+        f"it knows {', '.join(sorted(known_types()))}",
+        fix,
+        layer.kind,
+    )
+
+
+def _flat(facts: Facts) -> Iterator[Finding]:
+    """A flat dict on a model whose layer types rotate apart: silently ignored."""
+    parameters = facts.subject.config.rope_parameters
+    if None in facts.layers:
+        return
+    flat = {key: value for key, value in parameters.items() if not isinstance(value, dict)}
+    asked = own_scaling(flat)
+    if asked == "default" or any(asked == layer.scaling for layer in facts.layers.values()):
+        return
+    kinds = list(facts.layers)
+    far = [kind for kind in kinds if kind and "sliding" not in kind and "chunked" not in kind]
+    kind = (far or kinds)[0]
+    layer = facts.layers[kind]
+    inner = {key: value for key, value in flat.items() if key != "type"} | {"rope_type": asked}
+    inner.setdefault("rope_theta", layer.parameters.get("rope_theta"))
+    factor = flat.get("factor")
+    pairs = layer.geometry.rotary_dim // 2
+    yield Finding(
+        "error",
+        "flat-on-layer-types",
+        f"rope_parameters asks for {asked!r} beside its layer types, where transformers does not "
+        "look: no layer is scaled",
+        f"layer types {', '.join(map(str, kinds))} run with "
+        f"{', '.join(sorted({found.scaling for found in facts.layers.values()}))}: 0 of {pairs} "
+        f"pairs stretched{f', instead of by up to {factor:g}' if _number(factor) else ''}",
+        f'config.rope_parameters["{kind}"] = {inner!r} before the model is made',
+        numbers={"pairs": pairs, "changed": 0},
+    )
+
+
+def _differs(facts: Facts, layer: Layers) -> Iterator[Finding]:
+    """Whether a fresh module turns as the config's formula says."""
+    asked = layer.asks(1)
+    if asked is None or layer.runs is None or asked.close_to(layer.runs):
+        return
+    count, farthest = apart(asked, layer.runs)
+    nested = layer.kind is not None and layer.parameters.get("truncate") is False
+    if layer.scaling == "yarn" and nested:
+        where = facts.subject.config.rope_parameters.get("truncate")
+        yield Finding(
+            "error",
+            "truncate-unread",
+            "truncate stands in the layer type's dict, and transformers reads it one level above",
+            f"there it is {where!r}, so the ramp's ends are rounded: {count} of "
+            f"{len(asked.inv_freq)} pairs differ, by up to {100 * (farthest - 1):.3g}%",
+            'config.rope_parameters["truncate"] = False before the model is made, if all layer '
+            "types mean it",
+            layer.kind,
+            {"pairs": len(asked.inv_freq), "changed": count, "ratio": farthest},
+        )
+        return
+    yield Finding(
+        "error",
+        "formula",
+        f"transformers computes other frequencies than {layer.scaling!r} as the config has it",
+        f"{count} of {len(asked.inv_freq)} pairs differ, by up to a factor of {farthest:.6g}; "
+        f"attention factor {layer.runs.attention_factor:.6g} instead of "
+        f"{asked.attention_factor:.6g}",
+        "",
+        layer.kind,
+        {"pairs": len(asked.inv_freq), "changed": count, "ratio": farthest},
+    )
+
+
+def _unread(facts: Facts, layer: Layers) -> Iterator[Finding]:
+    """Keys that mean something in other scalings or elsewhere, and nothing here."""
+    unread = [
+        key
+        for key, value in layer.parameters.items()
+        if key in _SPELLED - _READ.get(layer.scaling, _SPELLED) and value is not None
+    ]
+    if layer.scaling == "dynamic" and "original_max_position_embeddings" in unread:
+        unread.remove("original_max_position_embeddings")  # told apart, below
+    if not unread:
+        return
+    said = ", ".join(f"{key} = {_shown(layer.parameters[key])}" for key in unread)
+    fix = f"take {'it' if len(unread) == 1 else 'them'} out of the config"
+    if "attn_factor" in unread:
+        fix = "attention_factor is transformers' name for attn_factor"
+    if layer.scaling == "default":
+        fix = "name the scaling that they belong to (rope_type), or " + fix
+    yield Finding(
+        "note" if layer.scaling == "default" and unread == ["factor"] else "warning",
+        "unread-keys",
+        f"{layer.scaling!r} does not read {', '.join(unread)}",
+        f"the config has {said}, which change{'s' if len(unread) == 1 else ''} no frequency in "
+        "transformers",
+        fix,
+        layer.kind,
+    )
+
+
+def _lengths(facts: Facts, layer: Layers) -> Iterator[Finding]:
+    """YaRN's factor x original length against max_position_embeddings."""
+    full = getattr(facts.subject.config, "max_position_embeddings", None)
+    original, factor = layer.geometry.trained_length, layer.parameters["factor"]
+    if not isinstance(full, int):
+        return
+    reached = round(original * factor)
+    written = facts.subject.written
+    if full == original and factor > 1:
+        said = any(
+            isinstance(found, dict)
+            and (found.get(layer.kind) or found).get("original_max_position_embeddings")
+            for found in (written.get("rope_parameters"), written.get("rope_scaling"))
+        )
+        unsaid = bool(written) and not said
+        yield Finding(
+            "warning",
+            "promises-too-little" if not unsaid else "original-length-unsaid",
+            f"max_position_embeddings says {full:,}, the scaling reaches {reached:,} tokens"
+            + (
+                ", and the config does not say original_max_position_embeddings, for which "
+                "transformers takes max_position_embeddings"
+                if unsaid
+                else ""
+            ),
+            f"factor {factor:g} times {original:,}; what looks at max_position_embeddings "
+            "(tokenizers, lm-eval, serving engines) stops there",
+            f"max_position_embeddings {reached} and original_max_position_embeddings {original} "
+            f"in the config; if the model was trained on {full / factor:,.0f} tokens, "
+            f"original_max_position_embeddings {full / factor:.0f}",
+            layer.kind,
+            {"full": full, "reached": reached},
+        )
+    elif abs(full - reached) > 1:
+        yield Finding(
+            "warning",
+            "factor-and-lengths",
+            f"factor {factor:g} times {original:,} trained tokens is {reached:,}, and "
+            f"max_position_embeddings says {full:,}",
+            f"transformers goes by the factor; its own lengths would make it {full / original:g}",
+            f"factor {full / original:g} in the config for {full:,} tokens, or "
+            f"max_position_embeddings {reached}",
+            layer.kind,
+            {"full": full, "reached": reached, "factor": factor, "implied": full / original},
+        )
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    return f"[{len(value)} numbers]" if isinstance(value, list | tuple) else repr(value)

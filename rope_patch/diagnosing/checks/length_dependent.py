@@ -1,0 +1,103 @@
+"""Scalings that change with the text: where they begin, and what a cache makes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rope_patch.diagnosing.finding import Finding
+from rope_patch.diagnosing.layer_facts import Facts, Layers, apart
+from rope_patch.methods import Frequencies, build
+
+# They read the prompt again, without cached keys, when a text passes the original length.
+_RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")
+
+
+def dynamic_findings(facts: Facts, layer: Layers) -> Iterator[Finding]:
+    """transformers' own dynamic NTK."""
+    start = facts.subject.config.max_position_embeddings  # what transformers takes for trained
+    trained, factor = layer.geometry.trained_length, float(layer.parameters["factor"])
+    plain = Frequencies(layer.geometry.inv_freq())
+    if trained < start:
+        meant = build("dynamic", factor=factor, growth="exact").frequencies(layer.geometry, start)
+        count, farthest = apart(meant, plain)
+        said = layer.parameters.get("original_max_position_embeddings")
+        yield Finding(
+            "error",
+            "dynamic-starts-late",
+            "transformers' dynamic scaling begins at max_position_embeddings"
+            + (", and ignores original_max_position_embeddings" if said is not None else ""),
+            f"nothing is scaled up to {start:,} tokens, {start / trained:g} times the trained "
+            f"{trained:,}: there {count} of {len(plain.inv_freq)} pairs should be stretched, by "
+            f"up to {farthest:.4g}",
+            facts.subject.line("dynamic", f"factor={factor:g}, trained_length={trained}")
+            + f", or max_position_embeddings {trained} in the config",
+            layer.kind,
+            {"starts": start, "trained": trained, "ratio": farthest, "changed": count},
+        )
+    length = max(facts.length, 2 * start)
+    late = build("dynamic", factor=factor, growth="exact").frequencies(
+        layer.geometry, length * trained / start
+    )
+    pair, angle = _left_behind(plain, late, start)
+    yield Finding(
+        "warning",
+        "cached-keys-left-behind",
+        "with a key-value cache, transformers' dynamic scaling leaves cached keys under the "
+        "frequencies of their time",
+        f"a text that grows from {start:,} to {length:,} tokens: the key at {start - 1:,} is "
+        f"{angle:.3g} radians off in pair {pair}",
+        facts.subject.line("dynamic", f"factor={factor:g}, trained_length={trained}"),
+        layer.kind,
+        {"length": length, "pair": pair, "radians": angle},
+    )
+
+
+def longrope_findings(facts: Facts, layer: Layers) -> Iterator[Finding]:
+    """Two sets of frequencies, of which the longest row of a batch chooses one."""
+    short, long = layer.asks(1), layer.asks(math.inf)
+    if short is None or long is None or short.same_as(long):
+        return
+    original = layer.geometry.trained_length
+    pair, angle = _left_behind(short, long, original)
+    shown = (
+        f"a text that passes {original:,} tokens: the key at {original - 1:,} is {angle:.3g} "
+        f"radians off in pair {pair}"
+    )
+    numbers = {"length": original + 1, "pair": pair, "radians": angle}
+    if facts.subject.config.model_type in _RECOMPUTING:
+        yield Finding(
+            "note",
+            "prompt-read-again",
+            "where a text passes the original length, generate drops the cached keys of this "
+            "architecture and reads the text again",
+            shown + ", were they kept",
+            "",
+            layer.kind,
+            numbers,
+        )
+        return
+    factor = layer.asked.factor if layer.asked else 1.0
+    p = "model.config.rope_parameters" + ("" if layer.kind is None else f'["{layer.kind}"]')
+    own = ("long_factor", "short_factor", "attention_factor")
+    options = ", ".join(
+        f'{name}=p["{name}"]' for name in own if layer.parameters.get(name) is not None
+    )
+    yield Finding(
+        "warning",
+        "cached-keys-left-behind",
+        "with a key-value cache, transformers leaves the keys of a text that passes the original "
+        "length under the short factors",
+        shown,
+        f'p = {p}; rope_patch.patch(model, "longrope", factor={factor:g}, start="unscaled", '
+        f"{options})",
+        layer.kind,
+        numbers,
+    )
+
+
+def _left_behind(before: Frequencies, after: Frequencies, length: int) -> tuple[int, float]:
+    """The pair whose key at the last of `length` positions is off most, and by how many radians."""
+    angles = ((before.inv_freq - after.inv_freq).abs() * (length - 1)).tolist()
+    pair = max(range(len(angles)), key=angles.__getitem__)
+    return pair, angles[pair]

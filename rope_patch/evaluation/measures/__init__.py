@@ -1,0 +1,1 @@
+"""What an evaluation measures: tasks of lm-eval, perplexity, and speed."""

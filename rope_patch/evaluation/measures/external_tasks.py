@@ -1,0 +1,262 @@
+"""lm-eval's own tasks by name, such as `ruler`, `longbench` or `babilong`, where their data is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import math
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.patching.undo_log import Swaps
+from rope_patch.utils.errors import reason
+
+# Tasks that are made at a length, by lm-eval's folder, and how their metadata spells it. RULER puts
+# the samples of all lengths one after another, so that a limit takes the first length's alone;
+# asked for one length at a time, it gives each its share.
+_AT_LENGTH: dict[str, Callable[[int], Any]] = {
+    "ruler": lambda length: [length],
+    "babilong": lambda length: f"{length // 1024}k",
+}
+_PATIENCE = 60  # seconds without an answer from a server, where a builder sets no limit itself
+
+
+def load(
+    names: list[str], lengths: list[int], tokenizer: str, **metadata: Any
+) -> list[tuple[str, Any]]:
+    """Loads tasks of lm-eval, which reads their data from its cache or downloads it as set up.
+
+    RULER's are built here: 500 samples a length, however few are wanted, which takes lm-eval up to
+    two minutes for some of them at 4,096 tokens. Ours of the same kind build what is wanted.
+
+    Args:
+        names: Tasks, groups or tags of lm-eval.
+        lengths: For tasks that are made at a length.
+        tokenizer: The model's folder or name, which RULER wants.
+        **metadata: Further metadata for the tasks.
+
+    Returns:
+        Names and task objects; a task that is made at a length is there once for each.
+
+    Raises:
+        ValueError: lm-eval has no such task, its data is not at hand, or it wants to sample.
+    """
+    if not names:
+        return []  # listing all that lm-eval has takes seconds
+    given = {"tokenizer": tokenizer, "pretrained": tokenizer, **metadata}
+    loaded: dict[str, Any] = {}
+    for name in names:
+        for length in lengths if made_at_length(name) else [None]:
+            suffix = "" if length is None else f"{lm_eval_tasks.SUFFIX}{length}"
+            found = _load(name, length, given)
+            loaded |= {f"{task}{suffix}": found[task] for task in found}
+    for name, task in loaded.items():
+        _require_greedy(name, task)
+    return list(loaded.items())
+
+
+def made_at_length(name: str) -> bool:
+    """Whether lm-eval makes a task, or those of a group or tag, at a length that one asks for.
+
+    Raises:
+        ValueError: lm-eval has no such task.
+    """
+    return _folder(name).name in _AT_LENGTH
+
+
+def spelled_length(name: str, length: int) -> dict[str, Any]:
+    """The metadata with which lm-eval makes such a task at a length, in tokens."""
+    return {"max_seq_lengths": _AT_LENGTH[_folder(name).name](length)}
+
+
+def evaluate(
+    lm: LongContextLM, loaded: list[tuple[str, Any]], limit: int | None
+) -> dict[str, dict[str, Any]]:
+    """Runs loaded tasks.
+
+    Args:
+        lm: The model.
+        loaded: From `load`.
+        limit: Samples of each task, and of each length; all if None.
+
+    Returns:
+        By task: its metrics by name, each a dict of value and stderr (of the mean over samples;
+        None where the metric is no such mean, or where all samples score alike). RULER's metrics of
+        lengths that were not asked for are left out.
+    """
+    measured = {}
+    for name, task in loaded:
+        results = lm_eval_tasks.evaluate(lm, [task], limit=limit)
+        for key, found in results.get("results", {}).items():
+            metrics = {}
+            for spelled, value in found.items():
+                metric, _, kind = spelled.partition(",")
+                if kind and not metric.endswith("_stderr") and value != -1:
+                    error = _standard_error(results["samples"].get(key, []), metric, value)
+                    metrics[metric] = {"value": value, "stderr": error}
+            measured[name] = metrics
+    return measured
+
+
+def _standard_error(samples: list[dict[str, Any]], metric: str, value: Any) -> float | None:
+    """Of a mean over samples; -1 is RULER's mark of samples of another length."""
+    scores = [sample.get(metric, -1) for sample in samples]
+    if not all(isinstance(score, int | float) for score in scores):
+        return None
+    scores = [score for score in scores if score != -1]
+    if len(set(scores)) < 2 or not math.isclose(sum(scores) / len(scores), value):
+        return None
+    spread = sum((score - value) ** 2 for score in scores) / (len(scores) - 1)
+    return math.sqrt(spread / len(scores))
+
+
+@lru_cache(maxsize=1)
+def _index() -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def _folder(name: str) -> Path:
+    """Where lm-eval keeps a task, or the tasks of a group or tag."""
+    entry = _index().task_index.get(name)
+    if entry is None:
+        close = get_close_matches(name, _index().all_tasks, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(
+            f"neither we nor lm-eval have a task {name!r}{hint}; `lm-eval ls tasks` lists lm-eval's"
+        )
+    if entry.yaml_path is None:  # a tag
+        return _folder(min(entry.tags))
+    return Path(entry.yaml_path).parent
+
+
+def _members(name: str) -> list[str]:
+    """The tasks of a task that is made at a length, of a group of them or of a tag."""
+    entry = _index().task_index[name]
+    below = (entry.cfg or {}).get("task") if entry.yaml_path else sorted(entry.tags)
+    if isinstance(below, str):
+        return [name]
+    return [task for member in below for task in _members(member)]
+
+
+def _load(name: str, length: int | None, metadata: dict[str, Any]) -> dict[str, Any]:
+    """What a name stands for, at one length: task objects by their names."""
+    from lm_eval.tasks import TaskManager
+
+    if length is None and "group" in (_index().task_index[name].cfg or {"group": name}):
+        return _read(TaskManager(metadata=metadata), name)  # groups reach into other folders
+    where: dict[str, Any] = {"include_path": _folder(name), "include_defaults": False}
+    if length is None:
+        return _read(TaskManager(metadata=metadata, **where), name)
+    metadata = metadata | spelled_length(name, length)
+    manager = TaskManager(metadata=metadata, **where)
+    found: dict[str, Any] = {}
+    for member in _members(name):  # one at a time, to say which of them cannot be had
+        if member == "ruler_vt":
+            _require_room(length, metadata["tokenizer"])
+        found |= _read(manager, member)
+    for task, made in found.items():
+        if any(doc.get("outputs") == [] for doc in made.eval_docs):
+            raise ValueError(
+                f"lm-eval's {task} makes samples without an answer at {length:,} tokens: expected "
+                "a longer length, such as 4096, or our task of the same kind"
+            )
+    return found
+
+
+def _read(manager: Any, name: str) -> dict[str, Any]:
+    try:
+        with _bounded():
+            found: dict[str, Any] = manager.load([name])["tasks"]
+    except ImportError as error:
+        raise ValueError(
+            f"lm-eval's task {name!r} needs a package that is not installed: {error}; "
+            "install it, or leave the task out"
+        ) from error
+    except Exception as error:
+        raise ValueError(
+            f"the data of lm-eval's task {name!r} cannot be had: {reason(error)}. What comes from "
+            "a server must be there once: let it be downloaded (unset HF_HUB_OFFLINE), or leave "
+            "the task out; our own tasks (rp_ruler, rp_hard) need no data"
+        ) from error
+    return found
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Bounds what lm-eval's builders do on the network by themselves.
+
+    Some ask servers that know nothing of HF_HUB_OFFLINE: RULER's import downloads a tokenizer of
+    sentences for nltk, with no limit of time, and its questions come by plain HTTP.
+    """
+    from huggingface_hub import constants
+
+    swaps, before = Swaps(), socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_PATIENCE)
+    said: Any = sys.stderr  # standard output is for results
+    if constants.HF_HUB_OFFLINE:
+        said = io.StringIO()  # RULER says that it downloaded, whether it did or not
+        import requests
+
+        swaps.set(requests, "get", _refuse)
+        if importlib.util.find_spec("nltk") is not None:
+            import nltk
+
+            # What needs no sentences works without, so this must not raise.
+            swaps.set(nltk, "download", lambda *_, **__: False)
+    try:
+        with contextlib.redirect_stdout(said):
+            yield
+    finally:
+        swaps.undo()
+        socket.setdefaulttimeout(before)
+
+
+def _refuse(url: str, **_: Any) -> None:
+    raise ConnectionError(f"HF_HUB_OFFLINE is set, so {url} was not asked")
+
+
+def _require_room(length: int, tokenizer: str) -> None:
+    """Refuses a length at which lm-eval's variable tracking would be built for ever.
+
+    It tries until a sample fits, which never happens where its smallest is too long: its example is
+    made for 500 tokens, and the least noise is 10 sentences.
+    """
+    from lm_eval.tasks.ruler import common_utils, vt_utils
+
+    read = common_utils.get_tokenizer(tokenizer)
+
+    def tokens(noises: int, example: bool) -> int:
+        text, answer = vt_utils.generate_input_output(noises, 1, 4, is_icl=example)
+        return len(read(f"{text} {answer}").input_ids)
+
+    room = vt_utils.CONFIG["variable_tracking"]["tokens_to_generate"]
+    example = round(1.1 * tokens(5, True)) + room  # names are random, so sizes differ a little
+    least = round(1.1 * tokens(10, False)) + room + 500
+    if example > 500 or length < least:
+        needed = "another tokenizer" if example > 500 else f"a length of at least {least:,} tokens"
+        raise ValueError(
+            f"lm-eval cannot make ruler_vt at {length:,} tokens with this tokenizer, expected "
+            f"{needed}: give other --lengths, leave it out, or take our rp_vt"
+        )
+
+
+def _require_greedy(name: str, task: Any) -> None:
+    """Refuses tasks that sample; others say do_sample: false beside a temperature, and mean it."""
+    settings = getattr(task.config, "generation_kwargs", None) or {}
+    if settings.get("do_sample") is False:
+        settings["temperature"] = 0.0
+    if settings.get("do_sample") or settings.get("temperature"):
+        raise ValueError(
+            f"lm-eval's task {name!r} samples its answers (do_sample or temperature); answers here "
+            "are greedy, so that the same command gives the same ones: leave it out"
+        )

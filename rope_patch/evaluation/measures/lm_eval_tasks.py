@@ -1,0 +1,147 @@
+"""Tasks through lm-eval: one for each length, every sample's score kept."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from rope_patch import tasks
+from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.patching.undo_log import Swaps
+from rope_patch.utils import atomic_files
+
+SUFFIX = "@"  # rp_vt@4096 is the task rp_vt at 4,096 tokens
+
+
+def build(
+    name: str, tokenizer: Any, lengths: list[int], samples: int, depths: list[int], **metadata: Any
+) -> list[Any]:
+    """Builds a task once for each length; they serve for every method.
+
+    Args:
+        name: One of `tasks.names()`.
+        tokenizer: The model's tokenizer.
+        lengths: In tokens.
+        samples: Samples at each length.
+        depths: Where answers stand, in percent.
+        **metadata: What else the task's builder takes: seed, per_text, text, planted.
+
+    Returns:
+        lm-eval task objects.
+    """
+    from lm_eval.api.task import ConfigurableTask
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it tells how to give what is given here
+    built = []
+    for length in lengths:
+        config = tasks.config(name)
+        given = {"tokenizer": tokenizer, "length": length, "samples": samples, "depths": depths}
+        config |= {"task": f"{name}{SUFFIX}{length}"}
+        config |= {"metadata": {**config["metadata"], **given, **metadata}}
+        built.append(ConfigurableTask(config=config))
+    return built
+
+
+def evaluate(
+    lm: LongContextLM, built: list[Any], path: Path | None = None, limit: int | None = None
+) -> dict[str, Any]:
+    """Runs tasks on a model through lm-eval.
+
+    Args:
+        lm: The model; it keeps its answers and goes on where an earlier run stopped.
+        built: Tasks from `build`, or any task objects of lm-eval.
+        path: Where lm-eval's own results go, without prompts; nowhere if None.
+        limit: Samples of each task; all if None.
+
+    Returns:
+        lm-eval's results; empty on other processes than the main one, to which lm-eval gives none.
+    """
+    from lm_eval import evaluator
+    from lm_eval.api import task
+    from lm_eval.tasks import TaskManager
+
+    swaps = Swaps()
+    swaps.set(task, "tqdm", lambda docs, **_: docs)  # a bar of no time at all
+    # It would record the git commit of the folder that somebody happens to stand in.
+    swaps.set(evaluator, "get_git_commit_hash", lambda: None)
+    swaps.set(evaluator, "add_env_info", lambda _: None)  # a second each time; the report has it
+    try:
+        results: Any = evaluator.simple_evaluate(
+            model=lm,
+            tasks=built,
+            task_manager=TaskManager(include_defaults=False),
+            batch_size=1,
+            limit=limit,
+            bootstrap_iters=0,
+        )
+    finally:
+        swaps.undo()
+    if not results:
+        return {}
+    _slim(results)
+    if path is not None:
+        atomic_files.write_json(path, results)
+    return results
+
+
+def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[dict[str, Any]]:
+    """Every sample's score.
+
+    Args:
+        results: From `evaluate`, of one task at one length or several.
+        failures: `LongContextLM.failures`.
+
+    Returns:
+        Rows of id, text (samples with the same number share one), length (tokens), depth (percent
+        or None), score (0 to 1, None if it failed), log_likelihood (of the target in nats, or
+        None), target_tokens, and error where it failed.
+    """
+    rows = []
+    for task, samples in results.get("samples", {}).items():
+        for sample in samples:
+            doc = sample["doc"]
+            row = {key: doc[key] for key in ("id", "text", "length", "depth", "target_tokens")}
+            row["score"] = float(sample["score"])
+            if doc.get("choices"):
+                row["chance"] = 1 / len(doc["choices"])
+            row["log_likelihood"] = sample.get("target_log_likelihood")
+            if error := failures.get((task, sample["doc_id"])):
+                row |= {"score": None, "log_likelihood": None, "error": error}
+            rows.append(row)
+    # In the order in which they were built, whatever lm-eval's was.
+    return sorted(rows, key=lambda row: (row["length"], int(row["id"].rsplit("/", 1)[1])))
+
+
+def choices(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[int | None]:
+    """1 or 0 for each sample of a multiple-choice task, None where it failed."""
+    found: list[int | None] = []
+    for task, samples in results.get("samples", {}).items():
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+            failed = (task, sample["doc_id"]) in failures
+            found.append(None if failed else round(sample[sample["metrics"][0]]))
+    return found
+
+
+def answer_probability(rows: list[dict[str, Any]]) -> float | None:
+    """The probability per token of the right answers: geometric mean over tokens and samples.
+
+    Args:
+        rows: From `scores`.
+    """
+    known = [row for row in rows if row["log_likelihood"] is not None]
+    tokens = sum(row["target_tokens"] for row in known)
+    return math.exp(sum(row["log_likelihood"] for row in known) / tokens) if tokens else None
+
+
+def _slim(results: dict[str, Any]) -> None:
+    """Drops what JSON would carry twice or cannot carry: prompts, builders, tokenizers."""
+    for samples in results["samples"].values():
+        for sample in samples:
+            if isinstance(sample["doc"], dict):
+                sample["doc"].pop("input", None)
+            sample.pop("arguments", None)
+    for config in results["configs"].values():
+        config.pop("custom_dataset", None)
+        (config.get("metadata") or {}).pop("tokenizer", None)

@@ -1,0 +1,85 @@
+"""LongPPL: perplexity of those tokens alone that need the far past (arXiv:2410.23771).
+
+Most tokens of a text follow from the sentence they stand in, and the mean over all of them hides
+whether a model uses a long context. Here an evaluator tells the few that do need it: given a long
+context it expects them, given a short one it does not. The paper takes a large model for that; here
+it is the model to be extended, before the patch and never beyond the length it was trained on. What
+is found then needs up to a trained length of context, which says whether a patched model still uses
+what it could use before, far into a text. It cannot say whether it uses more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from rope_patch.evaluation.measures import perplexity
+from rope_patch.utils.progress import progress_bar
+
+GAIN = 2.0  # nats by which the long context must lower the loss: the paper's alpha
+KNOWN = 2.0  # nats of loss given the long context, at most: the paper's beta
+
+
+def default_short_context(trained_length: int) -> int:
+    """An eighth of the trained length, as the paper's 4,096 tokens of 32k; 32 for tiny models."""
+    return max(trained_length // 8, min(32, trained_length // 4))
+
+
+def find(
+    evaluator: Any, ids: list[int], trained_length: int, short_context: int, head: int = 0
+) -> list[int]:
+    """Positions of the tokens that the evaluator expects only if it sees far back.
+
+    The long context is all of the past, and beyond the trained length its last half to whole; the
+    short one is `short_context` tokens to twice as many. A document costs a pass over the trained
+    length for each half of it, and as many passes over two short contexts as there are short
+    contexts in it.
+
+    Args:
+        evaluator: A transformers model with the tokenizer of the models to measure, unpatched.
+        ids: The document's tokens.
+        trained_length: The evaluator's, in tokens.
+        short_context: Tokens, at most a quarter of the trained length.
+        head: As in `perplexity.part`.
+
+    Returns:
+        Positions in the document, ascending; none where nothing needs the far past.
+
+    Raises:
+        ValueError: The short context is not the shorter one everywhere.
+    """
+    if not 1 <= short_context <= trained_length // 4:
+        raise ValueError(
+            f"the short context must be 1 to {trained_length // 4} tokens, a quarter of the "
+            f"trained length, got {short_context}"
+        )
+    long = _losses(evaluator, ids, trained_length // 2, head, "long")
+    short = _losses(evaluator, ids, short_context, head, "short")
+    keys = (short - long > GAIN) & (long < KNOWN)
+    return [1 + i for i in keys.nonzero().flatten().tolist()]
+
+
+def losses_at(losses: torch.Tensor, positions: list[int]) -> list[float]:
+    """The losses of tokens at `positions`, from what `perplexity.document_losses` returns."""
+    return [losses[position - 1].item() for position in positions]
+
+
+def longppl(losses: list[float]) -> float:
+    """Perplexity of the key tokens of all documents together; NaN where there are none."""
+    return perplexity.perplexity(sum(losses) / len(losses)) if losses else math.nan
+
+
+def _losses(model: Any, ids: list[int], context: int, head: int, label: str) -> torch.Tensor:
+    """Losses of all tokens but the first, `[S - 1]`, each given the last `context` tokens or more.
+
+    Windows of `2 * context` tokens overlap by half; all but the first score their second half.
+    """
+    found = []
+    starts = range(0, max(len(ids) - context, 1), context)
+    for start in progress_bar(starts, desc=f"key tokens, {label} context", unit="pass"):
+        window = perplexity.part(ids, start, min(start + 2 * context, len(ids)), head)
+        scored = len(window) - (context if start else 1)
+        found.append(perplexity.token_losses(model, window, scored, label=f"from {start:,}"))
+    return torch.cat(found)

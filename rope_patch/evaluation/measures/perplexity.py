@@ -1,0 +1,227 @@
+"""Losses of a long document's tokens from one forward pass, and perplexity against position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from rope_patch.patching import current
+from rope_patch.patching.undo_log import Swaps
+from rope_patch.utils.progress import progress_bar
+
+BLOCK = 64  # positions whose mean loss is kept
+HEAD_CHUNK = 512  # positions whose logits exist at once
+PART = 2048  # tokens that models with windows read at once
+
+
+def default_window(length: int) -> int:
+    """The power of two nearest below a twelfth of the length: some sixteen points on a curve."""
+    return max(16, 2 ** int(math.log2(max(length // 12, 1))))
+
+
+def block_of(window: int) -> int:
+    """Tokens of a block, where points of `window` tokens are to be made of blocks.
+
+    Raises:
+        ValueError: The window is not made of whole blocks.
+    """
+    block = min(BLOCK, window)
+    if window < 2 or window % block:
+        raise ValueError(
+            f"the window must be a multiple of {BLOCK} tokens, or 2 to {BLOCK - 1}, got {window}: "
+            f"try {max(1, round(window / BLOCK)) * BLOCK}"
+        )
+    return block
+
+
+def document_losses(model: Any, ids: list[int], label: str) -> torch.Tensor:
+    """Losses of a document's tokens, each given all tokens before it.
+
+    Args:
+        model: A transformers model, patched or not.
+        ids: The document's tokens.
+        label: Says on the progress bar what runs.
+
+    Returns:
+        Negative log-likelihoods in nats, `[S - 1]`, float32: the i-th is of the token at position
+        i + 1, since the first token has nothing before it.
+    """
+    return token_losses(model, ids, scored=len(ids) - 1, label=label)
+
+
+def block_losses(losses: torch.Tensor, block: int) -> list[float]:
+    """Means over blocks of positions, to be kept in place of the losses of single tokens.
+
+    Args:
+        losses: What `document_losses` returns, `[S - 1]`.
+        block: Positions in a block.
+
+    Returns:
+        The mean loss of positions `k * block` to `(k + 1) * block - 1`, for every whole block. The
+        first block has one loss fewer than positions.
+    """
+    ends = range(block, len(losses) + 2, block)
+    return [losses[max(e - block - 1, 0) : e - 1].double().mean().item() for e in ends]
+
+
+def points(
+    documents: Sequence[Sequence[float]], block: int, window: int
+) -> list[dict[str, int | float]]:
+    """A curve of perplexity against position, pooled over documents.
+
+    Every token counts the same, whichever document it is from; a document that ends early counts in
+    the windows that it fills.
+
+    Args:
+        documents: What `block_losses` returned for each document.
+        block: Positions in a block.
+        window: Positions that make a point, a multiple of the block.
+
+    Returns:
+        Points with end (position, tokens), tokens (scored in the window), nll (mean, nats) and
+        perplexity.
+    """
+    size = window // block
+    found: list[dict[str, int | float]] = []
+    for stop in range(size, max(map(len, documents), default=0) + 1, size):
+        means = [
+            (block if k else block - 1, document[k])
+            for document in documents
+            if len(document) >= stop
+            for k in range(stop - size, stop)
+        ]
+        tokens = sum(count for count, _ in means)
+        nll = sum(count * mean for count, mean in means) / tokens
+        found.append(
+            {"end": stop * block, "tokens": tokens, "nll": nll, "perplexity": perplexity(nll)}
+        )
+    return found
+
+
+def perplexity(nll: float) -> float:
+    """`exp(nll)`, infinite where a float cannot hold it."""
+    return math.inf if nll >= 700 else math.exp(nll)
+
+
+def control_ends(length: int, window: int, context: int) -> list[int]:
+    """Where the control is measured: every second window beyond the first context."""
+    return [e for e in range(2 * window, length + 1, 2 * window) if e > context]
+
+
+def control_loss(
+    model: Any, ids: list[int], end: int, window: int, context: int, head: int = 0
+) -> float:
+    """Mean loss of the window that ends at `end`, given only the last `context` tokens.
+
+    One pass over `context` tokens, of which the last `window` are scored: what a model within its
+    trained length would say of the same text without the far past.
+
+    Args:
+        model: A transformers model, as it was trained.
+        ids: The document's tokens.
+        end: Position after the window.
+        window: Tokens scored.
+        context: Tokens of the pass, more than the window.
+        head: As in `part`.
+
+    Returns:
+        The mean negative log-likelihood, nats.
+    """
+    ids = part(ids, end - context, end, head)
+    return token_losses(model, ids, window, label=f"control {end:,}").double().mean().item()
+
+
+def part(ids: list[int], start: int, stop: int, head: int) -> list[int]:
+    """`stop - start` tokens of a document, as a text of their own.
+
+    Args:
+        ids: The document's tokens.
+        start: First position.
+        stop: Position after the last.
+        head: Tokens at the document's start that every text of this model starts with, such as a
+            beginning-of-sequence token. They take the place of the part's first tokens: some
+            models, Gemma above all, are lost without.
+    """
+    return ids[:head] + ids[start + head : stop]
+
+
+def token_losses(model: Any, ids: list[int], scored: int, label: str) -> torch.Tensor:
+    """Negative log-likelihoods of the last `scored` tokens, from one pass, `[scored]`, float32.
+
+    The decoder runs over everything once; the head, and whatever the model does to its logits, runs
+    over a few hundred positions at a time, so memory does not grow with length x vocabulary.
+
+    Args:
+        model: A transformers causal language model.
+        ids: Tokens, at least two.
+        scored: How many of them, from the end, to score.
+        label: Says on the progress bar what runs.
+    """
+    device = model.get_input_embeddings().weight.device
+    device = torch.device("cpu") if device.type == "meta" else device  # offloaded: hooks move it
+    tokens = torch.tensor([ids], device=device)
+    hidden = _hidden_states(model, tokens, label)
+    losses = []
+    first = len(ids) - scored - 1
+    for start in range(first, len(ids) - 1, HEAD_CHUNK):
+        stop = min(start + HEAD_CHUNK, len(ids) - 1)
+        logits = _head(model, tokens[:, start:stop], hidden[:, start:stop])[0].float()
+        targets = tokens[0, start + 1 : stop + 1].to(logits.device)
+        losses.append(nn.functional.cross_entropy(logits, targets, reduction="none").cpu())
+    return torch.cat(losses)
+
+
+def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor:
+    """The decoder's output `[1, S, hidden]`, with a progress bar that counts layers.
+
+    Where layers have a window, tokens are read in parts, so that such a layer only ever looks at
+    what its window holds: most of the time that a long text takes in one part is masked away.
+    """
+    length = tokens.shape[1]
+    config = model.config.get_text_config(decoder=True)
+    sliding = any(DynamicCache(config=config).is_sliding)
+    cache = DynamicCache(config=config) if sliding and length > PART else None
+    starts = range(0, length, length if cache is None else PART)
+    layers = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    handle, total = current(model), len(layers) * len(starts)
+    # leave=None: the bar goes when it runs within a bar that counts passes.
+    with progress_bar(total=total, desc=f"perplexity, {label}", unit="layer", leave=None) as bar:
+        hooks = [layer.register_forward_hook(lambda *_: bar.update() and None) for layer in layers]
+        try:
+            if handle is not None:
+                handle.fix_length(length)  # all parts are rotated as the whole is
+            parts = []
+            for start in starts:
+                part = tokens[:, start : start + starts.step]
+                with torch.no_grad():
+                    given = {"past_key_values": cache, "use_cache": cache is not None}
+                    parts.append(model.base_model(part, **given).last_hidden_state)
+            return torch.cat(parts, dim=1)
+        finally:
+            if handle is not None:
+                handle.fix_length(None)
+            for hook in hooks:
+                hook.remove()
+
+
+def _head(model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The model's own logits for hidden states, `[1, n, vocabulary]`.
+
+    The model's forward runs whole, with a decoder that hands out what it computed before: so soft
+    caps and scales of logits are the model's own, in every architecture.
+    """
+    swaps = Swaps()
+    output = BaseModelOutputWithPast(last_hidden_state=hidden)
+    swaps.set(model.base_model, "forward", lambda *_, **__: output)
+    try:
+        with torch.no_grad():
+            return model(tokens, use_cache=False).logits
+    finally:
+        swaps.undo()

@@ -1,0 +1,277 @@
+"""The evaluation: methods x tasks x lengths on one model, continued where it stopped, reported."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks, speed
+from rope_patch.evaluation.perplexity_run import PerplexityRun
+from rope_patch.evaluation.report.gaps import gaps, sentence
+from rope_patch.evaluation.request import BASELINE, SPEED, Request, check_request
+from rope_patch.evaluation.retrieval_run import RetrievalRun
+from rope_patch.evaluation.sanity import cautions
+from rope_patch.evaluation.session import Session
+from rope_patch.pretrained import demo
+from rope_patch.pretrained.loading import read_config, read_tokenizer
+from rope_patch.tasks import short
+from rope_patch.utils import atomic_files, provenance
+from rope_patch.utils.folder_lock import locked
+
+logger = logging.getLogger("rope_patch")
+
+_SPEED_PROMPT = 2048  # tokens
+_ANY = 10**9  # tokens: lm-eval's own tasks are as long as they are
+
+
+def evaluate(request: Request, show: Callable[[str], object] | None = None) -> dict[str, Any]:
+    """Evaluates and writes the report.
+
+    Everything finished is kept in the folder, so the same request continues where it was stopped.
+    Under `accelerate launch` all processes take part, each with the whole model.
+
+    Args:
+        request: What to evaluate.
+        show: Called with the verdict, the summary and cautions as plain text, in the main process.
+
+    Returns:
+        The results that the report shows (`report.json`).
+
+    Raises:
+        ValueError: A request that cannot be met, found out before weights are read; or a run in
+            which not one sample could be answered; or another run works in the folder.
+        OSError: The folder cannot be written to or locked, found out before the model is loaded; or
+            a file could not be written, with how to go on.
+    """
+    atomic_files.require_folder(request.folder, "the report")
+    advice = (
+        f"What was measured is kept in {request.folder / 'cache'}: REMEDY, and the same command"
+    )
+    with atomic_files.advising(f"{advice} goes on from there"):
+        return _evaluate(request, show)
+
+
+def _evaluate(request: Request, show: Callable[[str], object] | None) -> dict[str, Any]:
+    started = time.monotonic()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant here
+    path = demo.resolve(request.model)
+    config = read_config(path, gguf_file=request.gguf_file)
+    check_request(request, path, config)
+    tokenizer = read_tokenizer(path, gguf_file=request.gguf_file)
+    tokenizer.model_max_length = 10**9  # lengths are ours to check; it would warn of each prompt
+    session = Session(request, path, config, tokenizer)
+    documents, questions = PerplexityRun(session), RetrievalRun(session)
+    others = _Others(session)
+    with locked(request.folder, session.processes):
+        session.load()
+        return _measure(session, documents, questions, others, started, show)
+
+
+def _measure(
+    session: Session,
+    documents: PerplexityRun,
+    questions: RetrievalRun,
+    others: _Others,
+    started: float,
+    show: Callable[[str], object] | None,
+) -> dict[str, Any]:
+    """Measure everything that is asked for, and write the report; return its results."""
+    from rope_patch.evaluation.report.writer import write_report
+
+    request = session.request
+    documents.measure_plain()
+    questions.measure_plain()
+    begun = time.monotonic()
+    for number, method in enumerate(request.methods, start=1):
+        with session.patched(method) as label:
+            place = f"{label} ({number} of {len(request.methods)})"
+            documents.measure(label)
+            questions.measure(label, place)
+            others.measure(label, place)
+        _say_progress(number, len(request.methods), time.monotonic() - begun)
+    questions.measure_more()
+    others.measure_speed()
+
+    results = {
+        "run": _about(session, time.monotonic() - started),
+        "methods": list(session.methods.values()),
+        "perplexity": documents.results(),
+        "retrieval": questions.results(),
+        "control": questions.controls,
+        **others.results(),
+    }
+    results["run"]["cautions"] = cautions(results, [d.tokens for d in documents.documents])
+    if session.processes.main:
+        overview: list[str] = []
+        write_report(results, request.folder, overview.append)
+        _complain(results)
+        if show is not None:
+            show(*overview)
+    return results
+
+
+class _Others:
+    """Ordinary short tasks, lm-eval's own tasks, speed and memory."""
+
+    def __init__(self, session: Session) -> None:
+        from lm_eval.api.task import ConfigurableTask
+
+        self.session = session
+        request = session.request
+        self.short = {}
+        for name in request.short:
+            config = short.config(name)
+            config["metadata"] |= {"samples": request.short_samples, "seed": request.seed}
+            self.short[name] = ConfigurableTask(config=config)
+        self.loaded = external_tasks.load(request.harness, list(request.lengths), session.path)
+        self.choices: dict[str, dict[str, list[int | None]]] = {}
+        self.metrics: dict[str, dict[str, Any]] = {}
+        self.cost: dict[str, Any] = {}
+
+    def measure(self, label: str, place: str) -> None:
+        """Short tasks and lm-eval's under the method that the model has now."""
+        session = self.session
+        for name, task in self.short.items():
+            with session.timed("short tasks"), session.language_model(f"{place}, {name}") as lm:
+                found = lm_eval_tasks.choices(lm_eval_tasks.evaluate(lm, [task]), lm.failures)
+            self.choices.setdefault(name, {})[label] = found
+            self._note(f"{name}'s samples", label, lm.failures, session.failed)
+        if not self.loaded:
+            return
+        with session.timed("lm-eval"), session.language_model(f"{place}, lm-eval", _ANY) as lm:
+            for name, task in self.loaded:
+                measure = partial(
+                    external_tasks.evaluate, lm, [(name, task)], session.request.samples
+                )
+                for metrics in (session.attempt(f"{name}, {label}", measure) or {}).values():
+                    self.metrics.setdefault(name, {})[label] = metrics
+        # lm-eval counts a sample that failed as wrong, so the number is none of the model's.
+        self._note("lm-eval's samples", label, lm.failures, session.not_run)
+
+    def measure_speed(self) -> None:
+        """Times and memory, in the main process alone: others would slow it down."""
+        session, request = self.session, self.session.request
+        if SPEED in request.tasks and session.processes.main:
+            patches = {
+                label: None if method == BASELINE else request.patch_arguments(method)
+                for label, method in zip(session.methods, request.methods, strict=True)
+            }
+            with session.timed(SPEED):
+                prompt = min(_SPEED_PROMPT, request.longest)
+                measure = partial(speed.side_by_side, session.model, patches, prompt)
+                self.cost = session.attempt(SPEED, measure) or {}
+        session.processes.wait()
+
+    def _note(self, of: str, label: str, failures: dict[Any, str], notes: list[str]) -> None:
+        if failures:
+            reason = next(iter(failures.values()))
+            notes.append(f"{len(failures)} of {of}, {label}: {reason}")
+
+    def results(self) -> dict[str, Any]:
+        """The parts `short`, `cost` and `harness` of the results."""
+        return {
+            "short": [
+                {
+                    "task": name,
+                    "n": max(map(len, by_label.values())),
+                    "chance": short.config(name)["metadata"]["chance"],
+                    "samples": by_label,
+                }
+                for name, by_label in self.choices.items()
+            ],
+            "cost": self.cost,
+            "harness": [{"task": name, "metrics": by} for name, by in self.metrics.items()],
+        }
+
+
+def _about(session: Session, total: float) -> dict[str, Any]:
+    """The part `run` of the results: enough to run it again and to tell two runs apart."""
+    request, model = session.request, session.model
+    return {
+        "model": request.model,
+        "name": demo.NAME if request.model == "demo" else Path(request.model).name,
+        "architecture": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": model.config._attn_implementation,
+        "device": str(model.device),
+        "trained_length": session.trained_length,
+        "geometry": {
+            kind or "all": {
+                "head_dim": g.head_dim,
+                "rotary_dim": g.rotary_dim,
+                "theta": g.theta,
+                "trained_length": g.trained_length,
+            }
+            for kind, g in session.geometries.items()
+        },
+        "seed": request.seed,
+        "precision": request.precision,
+        "per_text": request.per_text,
+        "processes": session.processes.size,
+        "date": provenance.now(),
+        "seconds": {**session.seconds, "total": total},
+        "continued": session.continued,
+        "prompt_tokens": session.tokens,
+        "peak_memory": provenance.peak_memory(),
+        "hardware": provenance.hardware(),
+        "weights": session.weights,
+        "versions": provenance.versions(),
+        "git_revision": provenance.git_revision(),
+        "command": request.command,
+        "not_run": session.not_run,
+        "failed": session.failed,
+    }
+
+
+def _say_progress(done: int, of: int, seconds: float) -> None:
+    if done < of:
+        left = seconds / done * (of - done) / 60
+        text = f"about {left:,.0f} min" if left > 1 else "less than a minute"
+        logger.info("%d of %d methods done, %s left", done, of, text)
+
+
+def _complain(results: dict[str, Any]) -> None:
+    """Say what failed; raise if nothing worked."""
+    rows = [
+        row
+        for entry in results["retrieval"]
+        for found in entry["samples"].values()
+        for row in found
+    ]
+    failed = [row["error"] for row in rows if row["score"] is None]
+    notes = results["run"]["not_run"]
+    for caution in results["run"]["cautions"]:
+        logger.warning("caution: %s", caution)
+    if failed and len(failed) == len(rows):
+        raise ValueError(f"not one of {len(rows)} samples could be answered: {failed[0]}")
+    reasons = [*notes, *results["run"]["failed"]]
+    if reasons and not rows and not _anything(results):
+        raise ValueError(f"nothing could be measured: {reasons[0]}")
+    if missing := gaps(results):
+        logger.error(sentence(missing))
+    if failed:
+        logger.warning(
+            "%d of %d samples failed (%s); the report lists them, and the same command tries them "
+            "again",
+            len(failed),
+            len(rows),
+            failed[0],
+        )
+    for note in notes:
+        logger.warning("not run: %s", note)
+    for note in results["run"]["failed"]:
+        logger.warning("failed: %s", note)
+
+
+def _anything(results: dict[str, Any]) -> bool:
+    """Whether there is any result besides retrieval."""
+    long = results["perplexity"] or {}
+    kinds = (long, long.get("key_tokens") or {}, long.get("sliding") or {})
+    short = [s for entry in results["short"] for found in entry["samples"].values() for s in found]
+    known = any(kind.get("losses") for kind in kinds) or any(s is not None for s in short)
+    return bool(known or results["cost"] or results["harness"])

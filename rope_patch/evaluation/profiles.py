@@ -1,0 +1,131 @@
+"""How thorough a comparison is, and at which lengths."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+
+from rope_patch import tasks
+from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.evaluation.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
+from rope_patch.patching.plan import target
+from rope_patch.pretrained import demo
+from rope_patch.pretrained.loading import read_config, read_tokenizer
+from rope_patch.rope_config import read_geometries
+from rope_patch.tasks.samples import TooShort
+
+logger = logging.getLogger("rope_patch")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a comparison runs unless told otherwise.
+
+    Attributes:
+        tasks: See `Request.tasks`.
+        samples: Of each retrieval task at each length.
+        short_samples: Of each ordinary short task.
+        texts: The long documents.
+    """
+
+    tasks: tuple[str, ...]
+    samples: int
+    short_samples: int
+    texts: tuple[str, ...]
+
+
+_THOROUGH: tuple[str, ...] = ("rp_ruler", "rp_hard", "rp_hard_ll", "rp_choice")
+_THOROUGH += (PERPLEXITY, KEY_TOKENS, SHORT, SPEED)
+_RECALL = ("rp_recall_ll", "rp_recall_mc")
+_NOVELS = ("emma", "mansfield_park", "pride_and_prejudice", "sense_and_sensibility")
+PROFILES = {
+    "quick": Profile(
+        # What the first is scored by is among what the second chooses from: one costs no more.
+        ("rp_niah_multikey_1_ll", "rp_niah_multikey_1_mc", PERPLEXITY, SHORT, SPEED),
+        samples=10,
+        short_samples=60,
+        texts=("emma",),
+    ),
+    "standard": Profile(_THOROUGH, samples=50, short_samples=200, texts=_NOVELS),
+    "paper": Profile((*_THOROUGH, SLIDING), samples=500, short_samples=500, texts=_NOVELS),
+}
+
+
+def choose(name: str | None) -> Profile:
+    """The profile of that name, or the one for this machine, which is then logged.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name is None:
+        name = "standard" if torch.cuda.is_available() else "quick"
+        logger.info("profile: %s (--profile %s)", name, " | ".join(PROFILES))
+    if name not in PROFILES:
+        close = get_close_matches(name, PROFILES, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"unknown profile {name!r}{hint}; expected one of {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def fitting(
+    chosen: tuple[str, ...], model: str, gguf_file: str | None, shortest: int
+) -> tuple[str, ...]:
+    """Return a profile's tasks; those without room in the shortest length give way to recall.
+
+    What gives way is then said on stderr.
+
+    Args:
+        chosen: Of a profile.
+        model: A folder, a name, or `demo`.
+        gguf_file: The GGUF file within the model's folder.
+        shortest: Of the lengths, in tokens.
+    """
+    expanded = tasks.expand(list(chosen))
+    tokenizer = read_tokenizer(demo.resolve(model), gguf_file=gguf_file)
+    least: dict[str, int] = {}
+    for name in expanded:
+        if name in tasks.names():
+            try:
+                lm_eval_tasks.build(name, tokenizer, [shortest], 1, [50])
+            except TooShort as error:
+                least[name] = error.least
+    if not least:
+        return chosen
+    logger.warning(
+        "at %s tokens there is no room for %s (%s tokens or more): asking for word pairs instead "
+        "(%s)",
+        f"{shortest:,}",
+        ", ".join(least),
+        f"{min(least.values()):,}",
+        ", ".join(_RECALL),
+    )
+    return (*_RECALL, *(name for name in expanded if name not in least))
+
+
+def lengths(
+    model: str,
+    factor: float | None,
+    length: int | None,
+    trained_length: int | None,
+    start: str,
+    gguf_file: str | None,
+) -> tuple[int, ...]:
+    """Half the trained length, the trained length, its doubles up to the target, and the target.
+
+    Without a factor or length (methods that follow the length need none) up to twice of it.
+    """
+    config = read_config(demo.resolve(model), gguf_file=gguf_file)
+    geometries = read_geometries(config.get_text_config(decoder=True), trained_length, start)
+    trained = next(iter(geometries.values())).trained_length
+    longest = 2 * trained
+    if factor is not None or length is not None:
+        _, longest = target(factor, length, trained)
+    found = {trained // 2, trained, longest}
+    doubled = 2 * trained
+    while doubled < longest:
+        found.add(doubled)
+        doubled *= 2
+    return tuple(sorted(found))

@@ -1,0 +1,1 @@
+"""The report on an evaluation: its statistics, tables, figures and pages."""

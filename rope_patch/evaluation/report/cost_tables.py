@@ -1,0 +1,237 @@
+"""What a longer context costs, and what shows that the measurement holds, as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rope_patch.evaluation.report.results.findings import Findings, task_name
+from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANT
+from rope_patch.evaluation.report.table import (
+    NOTHING,
+    Cell,
+    Row,
+    Table,
+    counted,
+    mark,
+    one_line,
+    p_text,
+    percent,
+    percent_range,
+    points_range,
+    points_text,
+    ratio_cell,
+)
+
+_MANY = 50  # failures that are listed one by one
+
+
+def short_table(found: Findings) -> Table | None:
+    """Perplexity up to the trained length and ordinary short tasks, against the plain model."""
+    tasks = found.results.get("short") or []
+    columns = [Cell(text=one_line(task["task"])) for task in tasks]
+    if len(tasks) > 1:
+        columns.append(Cell(text="all tasks"))
+    priced = found.plain in found.losses and len(found.losses) > 1
+    if priced:
+        columns.append(Cell(text=f"perplexity up to {found.trained:,}"))
+    rows = []
+    for label in found.labels:
+        cells = [_short_cell(found, task, label) for task in tasks]
+        if len(tasks) > 1:
+            cells.append(_overall_cell(found, label))
+        if priced and found.plain is not None:
+            plain = label == found.plain
+            cells.append(
+                ratio_cell(None if plain else found.ratio(label, found.plain, beyond=False))
+            )
+        if any(cell.text != NOTHING for cell in cells):
+            rows.append(_row(found, label, cells))
+    if not rows:
+        return None
+    name = "The price within the trained length"
+    return Table(name=name, corner="method", columns=columns, rows=rows, groups=[])
+
+
+def chance_text(found: Findings) -> str:
+    """What guessing gets at the ordinary tasks."""
+    tasks = [task for task in found.results.get("short") or [] if task.get("chance") is not None]
+    texts = [f"{one_line(t['task'])} {percent(float(t['chance']))}" for t in tasks]
+    return f"By chance: {', '.join(texts)}." if texts else ""
+
+
+def cost_table(found: Findings) -> Table | None:
+    """Time and memory of each method."""
+    rows = []
+    costs = found.results.get("cost") or {}
+    for label in found.labels:
+        if cost := costs.get(label):
+            cells = [
+                _time_cell(cost.get("prompt_seconds"), cost.get("prompt_tokens")),
+                times_cell(cost.get("prompt_ratio")),
+                _time_cell(cost.get("token_seconds"), 1),
+                times_cell(cost.get("token_ratio")),
+                Cell(text=size_text(cost.get("cache_bytes"))),
+                Cell(text=size_text(cost.get("peak_bytes"))),
+            ]
+            rows.append(_row(found, label, cells))
+    if not rows:
+        return None
+    first = next(label for label in found.labels if costs.get(label))
+    heads = ("time", f"of {found.names[first]}", "time", f"of {found.names[first]}")
+    return Table(
+        name="Medians of time, and bytes",
+        corner="method",
+        columns=[Cell(text=head) for head in (*heads, "cache", "peak")],
+        rows=rows,
+        groups=[
+            (Cell(text="reading the prompt"), 2),
+            (Cell(text="writing a token"), 2),
+            (Cell(text="memory"), 2),
+        ],
+    )
+
+
+def harness_table(found: Findings) -> Table | None:
+    """Tasks of lm-eval's own, with the standard errors that it gives."""
+    entries = found.results.get("harness") or []
+    columns = [
+        (entry, metric)
+        for entry in entries
+        for metric in dict.fromkeys(m for values in entry["metrics"].values() for m in values)
+    ]
+    rows = []
+    for label in found.labels:
+        values = [(entry["metrics"].get(label) or {}).get(metric) for entry, metric in columns]
+        if any(values):
+            rows.append(_row(found, label, [_harness_cell(value) for value in values]))
+    if not rows:
+        return None
+    return Table(
+        name="Tasks of lm-eval, ± standard error",
+        corner="method",
+        columns=[
+            Cell(text=one_line(entry["task"]), note=one_line(metric)) for entry, metric in columns
+        ],
+        rows=rows,
+        groups=[],
+    )
+
+
+def control_table(found: Findings) -> Table | None:
+    """What must fail: the plain model beyond its length, and questions without their needle."""
+    rows = []
+    for label in found.labels:
+        if label == found.plain and found.far:
+            far = found.accuracy(label, lengths=found.far)
+            if far is not None:
+                name = f"plain model beyond {found.trained:,} tokens"
+                rows.append(Row(name=name, cells=_control_cells(far, "falls"), key="plain"))
+    for task, length, interval, chance in found.controls:
+        expected = f"about {chance:.0%}"
+        name = f"{task_name(task)} without its needle, {length:,} tokens"
+        rows.append(Row(name=name, cells=_control_cells(interval, expected), task=mark(task)))
+    if not rows:
+        return None
+    columns = [Cell(text="accuracy"), Cell(text="expected")]
+    return Table(
+        name="Accuracy where none is expected",
+        corner="control",
+        columns=columns,
+        rows=rows,
+        groups=[],
+    )
+
+
+def failure_lines(found: Findings) -> list[str]:
+    """The samples that failed, with the reason; the same reason once."""
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for task, label, sample, reason in found.failures:
+        grouped.setdefault((task, label, reason), []).append(sample)
+    lines = []
+    for (task, label, reason), samples in grouped.items():
+        count = f"{len(samples)} sample{'s' if len(samples) > 1 else ''}"
+        shown = ", ".join(samples[:3]) + (", …" if len(samples) > 3 else "")
+        lines.append(
+            one_line(f"{task_name(task)}, {found.names[label]}: {count} ({shown}): {reason}")
+        )
+    return lines[:_MANY] + [f"{len(lines) - _MANY} more"] * (len(lines) > _MANY)
+
+
+def size_text(size: Any) -> str:
+    """A number of bytes."""
+    if not size:
+        return NOTHING
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _row(found: Findings, label: str, cells: list[Cell]) -> Row:
+    return Row(name=found.names[label], key=found.keys[label], cells=cells, method=mark(label))
+
+
+def _short_cell(found: Findings, task: dict[str, Any], label: str) -> Cell:
+    measured = found.short(task, label)
+    if measured is None:
+        return Cell(text=NOTHING, tip="not measured")
+    accuracy, against = measured
+    text, span = percent(accuracy.estimate), percent_range(accuracy)
+    tip = f"{text} right, 95% interval {span}, {counted(accuracy)}"
+    if against is not None:
+        change, p = against.difference, against.p_value
+        tip += f"; against the plain model {points_text(change.estimate)} points "
+        tip += f"({points_range(change)}), {p_text(p)}"
+        text += _star(p)
+    return Cell(text=text, note=span, tip=tip)
+
+
+def _overall_cell(found: Findings, label: str) -> Cell:
+    against = found.short_overall(label)
+    if against is None:
+        return Cell(text=NOTHING)
+    change, p = against.difference, against.p_value
+    span = points_range(change)
+    text = f"{points_text(change.estimate)} points"
+    tip = f"{text} against the plain model, 95% interval {span}, {counted(change)}, {p_text(p)}"
+    return Cell(text=text + _star(p), note=span, tip=tip)
+
+
+def _star(p: float) -> str:
+    return " *" if p < SIGNIFICANT else ""
+
+
+def _time_cell(seconds: Any, tokens: Any) -> Cell:
+    if seconds is None:
+        return Cell(text=NOTHING)
+    text = f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    note = f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds else ""
+    return Cell(text=text, note=note)
+
+
+def times_cell(ratio: Iterable[float] | None) -> Cell:
+    """A ratio of times: the smallest, the median and the largest over the repeats."""
+    if not ratio:
+        return Cell(text=NOTHING)
+    low, middle, high = (float(value) for value in ratio)
+    if not math.isfinite(middle):
+        return Cell(text=NOTHING)
+    span = f"{low:.2f}–{high:.2f}"
+    return Cell(
+        text=f"×{middle:.2f}",
+        note=span,
+        tip=f"median ×{middle:.2f}, from {low:.2f} to {high:.2f} over the repeats",
+    )
+
+
+def _harness_cell(value: dict[str, Any] | None) -> Cell:
+    if value is None or value.get("value") is None:
+        return Cell(text=NOTHING)
+    error = value.get("stderr")
+    note = "" if error in (None, "N/A") else f"± {float(str(error)):.3g}"
+    return Cell(text=f"{float(value['value']):.4g}", note=note)
+
+
+def _control_cells(interval: Any, expected: str) -> list[Cell]:
+    text, span = percent(interval.estimate), percent_range(interval)
+    tip = f"{text} right, 95% interval {span}, {counted(interval)}"
+    return [Cell(text=text, note=f"{span}, {counted(interval)}", tip=tip), Cell(text=expected)]

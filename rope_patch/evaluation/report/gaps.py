@@ -1,0 +1,63 @@
+"""What a run was asked for and has no number for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rope_patch.evaluation.report.table import one_line
+
+_MANY = 6  # of a sentence
+
+
+def gaps(results: dict[str, Any]) -> list[str]:
+    """Return what is missing from one run's results, each with the reason.
+
+    A part that failed is missing, and so is the score of a task at a length under a method if all
+    of its samples failed. A sample that failed among others is not: it is listed and not counted.
+
+    Args:
+        results: What the evaluation measured.
+    """
+    missing = [one_line(note) for note in results["run"].get("not_run") or []]
+    for part, name in (("retrieval", "{}"), ("control", "the control of {}")):
+        for entry in results.get(part) or []:
+            for label, rows in entry["samples"].items():
+                task = f"{name.format(entry['task'])}, {label}"
+                missing += _failed(task, rows)
+    for entry in results.get("short") or []:
+        for label, scores in entry["samples"].items():
+            if scores and all(score is None for score in scores):
+                missing.append(one_line(f"{entry['task']}, {label}: all of its samples failed"))
+    return missing
+
+
+def _failed(task: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lengths at which no sample has a score; one entry if that is so at all lengths."""
+    by_length: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_length.setdefault(row["length"], []).append(row)
+    empty = {
+        length: at[0].get("error")
+        for length, at in by_length.items()
+        if all(row["score"] is None for row in at)
+    }
+    if len(empty) == len(by_length) > 1:
+        return [one_line(f"{task}: {next(iter(empty.values()))}")]
+    return [
+        one_line(f"{task}, {length:,} tokens: {reason}") for length, reason in sorted(empty.items())
+    ]
+
+
+def sentence(missing: list[str]) -> str:
+    """Return one sentence that names what is missing and how to have it measured.
+
+    Args:
+        missing: From `gaps`; not empty.
+    """
+    names = [note.partition(": ")[0] for note in missing]
+    shown = names[:_MANY] + [f"{len(names) - _MANY} more"] * (len(names) > _MANY)
+    parts = "1 part was" if len(names) == 1 else f"{len(names)} parts were"
+    return (
+        f"Incomplete: {parts} not measured ({'; '.join(shown)}); the same command tries again, and "
+        "keeps what was measured."
+    )

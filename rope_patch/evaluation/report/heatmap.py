@@ -1,0 +1,66 @@
+"""Retrieval heat maps as pictures: the cells of the report's tables, to attach elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from rope_patch.evaluation.report.figures import PALETTE, heat_colours
+from rope_patch.evaluation.report.results.findings import Findings
+from rope_patch.evaluation.report.retrieval_tables import heat_maps
+from rope_patch.evaluation.report.table import Table
+
+_INK, _MUTED = PALETTE["ink"][0], PALETTE["muted"][0]
+_CELL, _ROW = 0.85, 0.5  # inches
+
+
+def draw(found: Findings) -> dict[str, bytes]:
+    """One PNG for each task with depths, by file name without ending: a panel for each method."""
+    maps = {task: heat_maps(found, task) for task in found.tasks}
+    return {name(task): _png(tables) for task, tables in maps.items() if tables}
+
+
+def name(task: str) -> str:
+    """The name of a task's picture, whatever characters the task's own name has."""
+    return "retrieval-" + re.sub(r"[^\w-]", "_", str(task))
+
+
+def _png(heat_maps: list[Table]) -> bytes:
+    columns, rows = len(heat_maps[0].columns), len(heat_maps[0].rows)
+    panel, margin = _CELL * columns + 0.35, 0.65
+    height = _ROW * rows + 1.0
+    width = panel * len(heat_maps) + margin
+    figure = Figure(figsize=(width, height))
+    for i, heat_map in enumerate(heat_maps):
+        left = (margin + panel * i) / width
+        box = (left, 0.5 / height, _CELL * columns / width, _ROW * rows / height)
+        _panel(figure.add_axes(box), heat_map, labelled=i == 0)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=144, facecolor="white")
+    return file.getvalue()
+
+
+def _panel(axes: Axes, heat_map: Table, *, labelled: bool) -> None:
+    for y, row in enumerate(heat_map.rows):
+        for x, cell in enumerate(row.cells):
+            fill, text = ("#ffffff", _MUTED) if cell.share is None else heat_colours(cell.share)
+            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=fill, edgecolor="white", lw=1.5))
+            axes.text(x + 0.5, y + 0.42, cell.text, ha="center", va="center", color=text)
+            axes.text(x + 0.5, y + 0.74, cell.note, ha="center", va="center", color=text, size=7)
+    axes.set(xlim=(0, len(heat_map.columns)), ylim=(len(heat_map.rows), 0))
+    axes.set_xticks([x + 0.5 for x in range(len(heat_map.columns))])
+    axes.set_xticklabels([cell.text for cell in heat_map.columns], color=_MUTED, size=9)
+    beyond = [x for x, cell in enumerate(heat_map.columns) if cell.beyond]
+    if (first := min(beyond, default=0)) > 0:
+        axes.axvline(first, color=_INK, lw=2)  # the trained length lies between these columns
+    axes.set_yticks([y + 0.5 for y in range(len(heat_map.rows))])
+    names = [row.name for row in heat_map.rows] if labelled else [""] * len(heat_map.rows)
+    axes.set_yticklabels(names, color=_MUTED, size=9)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_title(heat_map.name, loc="left", color=_INK, size=11, parse_math=False)

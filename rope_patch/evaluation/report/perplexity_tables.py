@@ -1,0 +1,178 @@
+"""Perplexity as tables: by position, averages, LongPPL, sliding windows, answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from rope_patch.evaluation.report.results.findings import Findings
+from rope_patch.evaluation.report.results.perplexity import Curve
+from rope_patch.evaluation.report.table import (
+    CONTROL,
+    NOTHING,
+    Cell,
+    Row,
+    Table,
+    length_groups,
+    lengths_head,
+    mark,
+    perplexity_cell,
+    perplexity_text,
+    ratio_cell,
+)
+from rope_patch.statistics import Interval
+
+
+def tables(found: Findings) -> list[Table]:
+    """What was measured of perplexity over whole documents."""
+    if not found.losses:
+        return []
+    return [_by_position(found), _averages(found)]
+
+
+def key_token_table(found: Findings) -> Table | None:
+    """LongPPL up to and beyond the trained length."""
+    return _near_and_far(
+        found,
+        "LongPPL: perplexity of the tokens that need far context",
+        lambda label, beyond: found.key_tokens(label, beyond=beyond),
+    )
+
+
+def sliding_table(found: Findings) -> Table | None:
+    """Perplexity of the same tokens by the length of context before them."""
+    curves = {label: found.sliding(label) for label in found.labels}
+    if not any(curves.values()):
+        return None
+    lengths = found.sliding_lengths
+    return _by_length(found, "Perplexity by length of context, sliding", lengths, curves)
+
+
+def answer_table(found: Findings) -> Table | None:
+    """How probable the right answers are, as perplexity."""
+    rows = []
+    columns = lengths_head(found.lengths, found.trained)
+    for label in found.labels:
+        nlls = [found.answer_nll(label, (length,)) for length in found.lengths]
+        if any(nll is not None for nll in nlls):
+            cells = [
+                Cell(text=NOTHING if nll is None else _exp_text(nll), beyond=head.beyond)
+                for nll, head in zip(nlls, columns, strict=True)
+            ]
+            rows.append(_row(found, label, cells))
+    if not rows:
+        return None
+    return Table(
+        name="Perplexity of the right answers, all tasks together",
+        corner="method",
+        columns=columns,
+        rows=rows,
+        groups=length_groups(columns, found.trained),
+    )
+
+
+def shown_ends(found: Findings) -> list[int]:
+    """A few positions that every method has: around the trained length and on to the end."""
+    curves = [set(found.curve(label)) for label in found.losses]
+    ends = sorted(set.intersection(*curves) or set.union(*curves))
+    far = [end for end in ends if end > found.trained]
+    wanted = [ends[-1] * k / 4 for k in range(1, 5)]
+    if far:  # quarters of the way from the trained length to the last position
+        step = (far[-1] - found.trained) / 4
+        wanted = [found.trained / 2, found.trained]
+        wanted += [found.trained + step * k for k in range(1, 5)]
+    return sorted({min(ends, key=lambda end: abs(end - want)) for want in wanted})
+
+
+def _exp_text(nll: float) -> str:
+    return perplexity_text(math.exp(nll) if nll < 700 else math.inf)
+
+
+def _row(found: Findings, label: str, cells: list[Cell]) -> Row:
+    return Row(name=found.names[label], key=found.keys[label], cells=cells, method=mark(label))
+
+
+def _control_name(found: Findings) -> str:
+    return f"control (last {found.perplexity['control']['context']:,} tokens)"
+
+
+def _by_position(found: Findings) -> Table:
+    curves = {label: found.curve(label) for label in found.losses}
+    name = "Perplexity of the window that ends at a position"
+    return _by_length(found, name, shown_ends(found), curves, found.control)
+
+
+def _by_length(
+    found: Findings,
+    name: str,
+    lengths: list[int],
+    curves: dict[str, Curve],
+    control: Curve | None = None,
+) -> Table:
+    columns = lengths_head(lengths, found.trained)
+
+    def cells(curve: Curve) -> list[Cell]:
+        return [
+            perplexity_cell(curve.get(length), beyond=head.beyond)
+            for length, head in zip(lengths, columns, strict=True)
+        ]
+
+    rows = [_row(found, label, cells(curve)) for label, curve in curves.items() if curve]
+    if control:
+        rows.append(Row(name=_control_name(found), key=CONTROL, cells=cells(control)))
+    groups = length_groups(columns, found.trained)
+    return Table(name=name, corner="tokens", columns=columns, rows=rows, groups=groups)
+
+
+def _averages(found: Findings) -> Table:
+    columns: list[Cell] = []
+    rows = {label: _row(found, label, []) for label in found.losses}
+    for beyond in (False, True):
+        averages = {label: found.average(label, beyond=beyond) for label in rows}
+        if not any(averages.values()):
+            continue
+        columns.append(Cell(text="perplexity", beyond=beyond))
+        for label, row in rows.items():
+            row.cells.append(perplexity_cell(averages[label], beyond=beyond))
+        if found.plain in rows:
+            columns.append(Cell(text="vs plain", beyond=beyond))
+            for label, row in rows.items():
+                ratio = None if label == found.plain else _ratio(found, label, beyond)
+                row.cells.append(ratio_cell(ratio, beyond=beyond))
+        if beyond and found.control:
+            columns.append(Cell(text="vs control", beyond=True))
+            for label, row in rows.items():
+                row.cells.append(ratio_cell(found.against_control(label), beyond=True))
+    return Table(
+        name="Perplexity averaged over all blocks",
+        corner="average",
+        columns=columns,
+        rows=list(rows.values()),
+        groups=length_groups(columns, found.trained),
+    )
+
+
+def _ratio(found: Findings, label: str, beyond: bool) -> Interval | None:
+    return None if found.plain is None else found.ratio(label, found.plain, beyond=beyond)
+
+
+def _near_and_far(
+    found: Findings, name: str, measure: Callable[[str, bool], Interval | None]
+) -> Table | None:
+    measured = {
+        label: [measure(label, beyond) for beyond in (False, True)] for label in found.labels
+    }
+    columns = [Cell(text="perplexity"), Cell(text="perplexity", beyond=True)]
+    rows = [
+        _row(
+            found,
+            label,
+            [perplexity_cell(v, beyond=c.beyond) for v, c in zip(values, columns, strict=True)],
+        )
+        for label, values in measured.items()
+        if any(values)
+    ]
+    if not rows:
+        return None
+    groups = length_groups(columns, found.trained)
+    return Table(name=name, corner="method", columns=columns, rows=rows, groups=groups)

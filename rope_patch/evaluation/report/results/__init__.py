@@ -1,0 +1,1 @@
+"""The results of runs, with their statistics, as the report reads them."""

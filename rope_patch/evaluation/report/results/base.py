@@ -1,0 +1,45 @@
+"""What every part of a report starts from: one run's results, its methods and their names."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from rope_patch.evaluation.report.table import COLOURS, PLAIN, one_line
+
+
+class Measured:
+    """One run's results.
+
+    Attributes:
+        results: What the evaluation measured.
+        run: Its `run`.
+        labels: The methods' labels in order.
+        plain: The label of the model as it is, None where that was not run.
+        patched: The other labels.
+        trained: The trained length in tokens.
+    """
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        self.results = results
+        self.run: dict[str, Any] = results["run"]
+        self.trained = int(self.run["trained_length"])
+        methods = results["methods"]
+        self.labels: list[str] = [m["label"] for m in methods]
+        plain = [m["label"] for m in methods if m.get("method") is None]
+        self.plain: str | None = plain[0] if plain else None
+        self.patched = [label for label in self.labels if label != self.plain]
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """How each label reads in a sentence."""
+        return {
+            label: "plain model" if label == self.plain else one_line(label)
+            for label in self.labels
+        }
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """The colour's name of each label: `plain` without a method, else m0, m1, ..."""
+        found = {label: f"m{i % COLOURS}" for i, label in enumerate(self.patched)}
+        return {label: found.get(label, PLAIN) for label in self.labels}

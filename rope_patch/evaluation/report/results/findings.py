@@ -1,0 +1,64 @@
+"""What one run's raw samples say: every number of the report, with its interval.
+
+Results hold samples; nothing here is stored, so a better statistic needs no new run.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from rope_patch import statistics
+from rope_patch.evaluation.report.results.perplexity import Losses
+from rope_patch.evaluation.report.results.retrieval import Retrieved
+from rope_patch.evaluation.report.table import one_line
+from rope_patch.statistics import Interval, PairedTest
+
+
+class Findings(Retrieved, Losses):
+    """One run's numbers, each computed once."""
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        super().__init__(results)
+        # Bootstraps take a while and are asked for by tables, figures and sentences alike.
+        for name in ("accuracy", "retention", "difference", "curve", "sliding", "key_tokens"):
+            setattr(self, name, cache(getattr(self, name)))
+        for name in ("average", "ratio", "against_control", "short_overall"):
+            setattr(self, name, cache(getattr(self, name)))
+
+    def short(self, task: dict[str, Any], label: str) -> tuple[Interval, PairedTest | None] | None:
+        """Accuracy at an ordinary task, and its difference from the plain model's."""
+        scores = _numbers(task["samples"].get(label))
+        if all(score is None for score in scores):
+            return None
+        base = _numbers(task["samples"].get(self.plain)) if self.plain else []
+        compared = label != self.plain and _shared(scores, base)
+        paired = statistics.mcnemar(scores, base) if compared else None
+        return statistics.accuracy(scores), paired
+
+    def short_overall(self, label: str) -> PairedTest | None:
+        """All ordinary tasks together against the plain model."""
+        mine: list[float | None] = []
+        base: list[float | None] = []
+        for task in self.results.get("short") or []:
+            pair = [_numbers(task["samples"].get(name)) for name in (label, self.plain)]
+            if _shared(*pair):
+                mine += pair[0]
+                base += pair[1]
+        return statistics.mcnemar(mine, base) if mine and label != self.plain else None
+
+
+def task_name(task: str) -> str:
+    """A task's name to read: without the package's prefix."""
+    return one_line(re.sub(r"^rp_", "", str(task)))
+
+
+def _numbers(scores: list[Any] | None) -> list[float | None]:
+    return [None if score is None else float(score) for score in scores or []]
+
+
+def _shared(mine: list[float | None], base: list[float | None]) -> bool:
+    """Whether two methods have scores of the same samples."""
+    both = zip(mine, base, strict=False)
+    return len(mine) == len(base) and any(None not in pair for pair in both)

@@ -1,0 +1,142 @@
+"""Perplexities with their intervals, from the losses of blocks, windows and key tokens."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+from rope_patch import statistics
+from rope_patch.evaluation.measures import perplexity
+from rope_patch.evaluation.report.results.base import Measured
+from rope_patch.statistics import Interval
+
+Curve = dict[int, Interval]
+
+
+class Losses(Measured):
+    """What one run's losses say."""
+
+    @cached_property
+    def perplexity(self) -> dict[str, Any]:
+        """The results' own entry, empty where none was measured."""
+        return self.results.get("perplexity") or {}
+
+    @cached_property
+    def losses(self) -> dict[str, list[list[float]]]:
+        """Mean nats of each block of each document, by label."""
+        measured = self.perplexity.get("losses") or {}
+        return {
+            label: [[float(nll) for nll in document] for document in measured[label]]
+            for label in self.labels
+            if any(measured.get(label) or [])
+        }
+
+    @cached_property
+    def window(self) -> int:
+        """Tokens averaged into one point of a curve: whole blocks."""
+        block = int(self.perplexity["block"])
+        return max(block, int(self.perplexity["window"]) // block * block)
+
+    def curve(self, label: str) -> Curve:
+        """Perplexity of each window by the position where it ends, over all documents."""
+        block = int(self.perplexity["block"])
+        losses = self.losses[label]
+        found = {}
+        for point in perplexity.points(losses, block, self.window):
+            end = int(point["end"])
+            first, last = (end - self.window) // block, end // block
+            pieces = [d[first:last] for d in losses if len(d) >= last]
+            found[end] = self._interval(pieces, first)
+        return found
+
+    @cached_property
+    def control(self) -> Curve:
+        """The plain model given only the near past: perplexity of windows by where they end."""
+        ends = sorted({end for document in self._control for end in document})
+        return {end: _perplexity([[d[end]] for d in self._control if end in d]) for end in ends}
+
+    @cached_property
+    def _control(self) -> list[dict[int, float]]:
+        measured = (self.perplexity.get("control") or {}).get("losses") or []
+        # Keys are text once they were in JSON.
+        return [{int(end): float(nll) for end, nll in d.items()} for d in measured]
+
+    def _range(self, label: str, *, beyond: bool) -> tuple[list[list[float]], int]:
+        """The blocks that lie wholly up to, or wholly beyond, the trained length; the first's k."""
+        edge = self.trained / int(self.perplexity["block"])
+        if beyond:
+            first = math.ceil(edge)
+            return [d[first:] for d in self.losses[label]], first
+        return [d[: math.floor(edge)] for d in self.losses[label]], 0
+
+    def _weights(self, pieces: list[list[float]], first: int) -> list[list[int]]:
+        """Tokens of blocks, of which block `first` is the first: a text's first token has none."""
+        block = int(self.perplexity["block"])
+        return [[block - (first + i == 0) for i in range(len(piece))] for piece in pieces]
+
+    def _interval(self, pieces: list[list[float]], first: int) -> Interval:
+        return statistics.perplexity_interval(pieces, self._weights(pieces, first))
+
+    def average(self, label: str, *, beyond: bool) -> Interval | None:
+        """Perplexity up to, or beyond, the trained length."""
+        if label not in self.losses:
+            return None
+        pieces, first = self._range(label, beyond=beyond)
+        return self._interval(pieces, first) if any(pieces) else None
+
+    def ratio(self, label: str, other: str, *, beyond: bool) -> Interval | None:
+        """Perplexity over another method's, paired by block."""
+        if label not in self.losses or other not in self.losses:
+            return None
+        (a, first), (b, _) = (self._range(name, beyond=beyond) for name in (label, other))
+        if [len(d) for d in a] != [len(d) for d in b] or not any(a):
+            return None
+        return statistics.perplexity_ratio(a, b, self._weights(a, first))
+
+    def against_control(self, label: str) -> Interval | None:
+        """Perplexity over the control's, over the windows beyond the trained length it has."""
+        if label not in self.losses:
+            return None
+        block = int(self.perplexity["block"])
+        mine: list[list[float]] = []
+        held: list[list[float]] = []
+        for document, control in zip(self.losses[label], self._control, strict=False):
+            ends = [e for e in sorted(control) if self.trained < e <= len(document) * block]
+            windows = [document[(e - self.window) // block : e // block] for e in ends]
+            mine.append([sum(window) / len(window) for window in windows])
+            held.append([control[e] for e in ends])
+        return statistics.perplexity_ratio(mine, held) if any(mine) else None
+
+    @cached_property
+    def sliding_lengths(self) -> list[int]:
+        """Context lengths of the sliding windows."""
+        return [int(n) for n in (self.perplexity.get("sliding") or {}).get("lengths") or []]
+
+    def sliding(self, label: str) -> Curve:
+        """Perplexity by length of context, of the same tokens each time."""
+        measured = (self.perplexity.get("sliding") or {}).get("losses") or {}
+        by_length = measured.get(label) or {}
+        return {
+            length: _perplexity(
+                [[float(x) for x in document] for document in by_length[str(length)]]
+            )
+            for length in self.sliding_lengths
+            if any(by_length.get(str(length)) or [])
+        }
+
+    def key_tokens(self, label: str, *, beyond: bool) -> Interval | None:
+        """LongPPL: perplexity of the tokens that need far context."""
+        key = self.perplexity.get("key_tokens") or {}
+        losses = (key.get("losses") or {}).get(label)
+        if not losses:
+            return None
+        pieces = [
+            [float(x) for x, at in zip(d, places, strict=True) if (at >= self.trained) == beyond]
+            for d, places in zip(losses, key["positions"], strict=True)
+        ]
+        return _perplexity(pieces) if any(pieces) else None
+
+
+def _perplexity(pieces: list[list[float]]) -> Interval:
+    return statistics.perplexity_interval([piece for piece in pieces if piece])

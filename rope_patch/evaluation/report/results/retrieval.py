@@ -1,0 +1,266 @@
+"""Accuracy, retention and tests between methods, from the scores of single samples."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from rope_patch import statistics
+from rope_patch.evaluation.report.results.base import Measured
+from rope_patch.statistics import Interval, PairedTest
+from rope_patch.tasks import CHOICE, LIKELIHOOD
+
+THRESHOLD = 0.85  # of the plain model's accuracy, to call a length usable (NoLiMa's)
+RULER_THRESHOLD = 0.856  # RULER's: what Llama-2-7B reaches at 4,096 tokens
+_RULER = {
+    f"rp_{name}"
+    for name in (
+        *("niah_single_1", "niah_single_2", "niah_single_3"),
+        *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+        *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
+    )
+}
+
+Sample = dict[str, Any]
+
+
+class Retrieved(Measured):
+    """What one run's retrieval samples say.
+
+    Attributes:
+        tasks: Names of the tasks that have samples.
+    """
+
+    def __init__(self, results: dict[str, Any]) -> None:
+        super().__init__(results)
+        self._tasks = {
+            entry["task"]: entry
+            for entry in results.get("retrieval") or []
+            if any((entry.get("samples") or {}).values())
+        }
+        self.tasks: list[str] = list(self._tasks)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Every length that some task was run at."""
+        return sorted({int(n) for task in self._tasks.values() for n in task["lengths"]})
+
+    def depths(self, task: str) -> list[int]:
+        """Where a task's answers stand, in percent; none where they are everywhere."""
+        samples = [s for found in self._tasks[task]["samples"].values() for s in found]
+        return sorted({s["depth"] for s in samples if s.get("depth") is not None})
+
+    def samples(
+        self,
+        label: str,
+        task: str | None = None,
+        lengths: tuple[int, ...] | None = None,
+        depth: int | None = None,
+    ) -> list[Sample]:
+        """A method's samples that were scored, of one task or all, at some lengths or all."""
+        found = []
+        for name in self.tasks if task is None else [task]:
+            for sample in self._tasks[name]["samples"].get(label) or []:
+                chosen = lengths is None or sample["length"] in lengths
+                if chosen and depth in (None, sample.get("depth")) and _score(sample) is not None:
+                    found.append({**sample, "task": name})
+        return found
+
+    def accuracy(
+        self,
+        label: str,
+        task: str | None = None,
+        lengths: tuple[int, ...] | None = None,
+        depth: int | None = None,
+    ) -> Interval | None:
+        """The mean score; samples of one text are a cluster. None without samples."""
+        return _accuracy(self.samples(label, task, lengths, depth))
+
+    @cached_property
+    def near(self) -> tuple[int, ...]:
+        """The lengths up to the trained one."""
+        return tuple(length for length in self.lengths if length <= self.trained)
+
+    @cached_property
+    def far(self) -> tuple[int, ...]:
+        """The lengths beyond."""
+        return tuple(length for length in self.lengths if length > self.trained)
+
+    def retention(self, label: str, length: int) -> Interval | None:
+        """Accuracy at a length over the plain model's within its trained length.
+
+        None where one of them was not measured or the plain model gets nothing right.
+        """
+        if self.plain is None or not self.near:
+            return None
+        patched = self.accuracy(label, lengths=(length,))
+        base = self.accuracy(self.plain, lengths=self.near)
+        if patched is None or base is None or base.estimate <= 0:
+            return None
+        return statistics.retention(patched, base)
+
+    def effective(self, label: str) -> tuple[int | None, str]:
+        """The longest length up to which retention is sure to be above 85%, or why there is none.
+
+        "Sure" is the interval's lower bound, at this length and at every shorter one.
+        """
+        kept = {length: self.retention(label, length) for length in self.lengths}
+        known = {length: interval for length, interval in kept.items() if interval is not None}
+        if not known:
+            reason = "not measured" if self.plain and self.near else "no plain model to compare to"
+            return None, reason
+        return statistics.effective_length(known, THRESHOLD)
+
+    @cached_property
+    def has_ruler(self) -> bool:
+        """Whether all of RULER's 13 tasks ran, in one way of scoring."""
+        return any(self._ruler)
+
+    @cached_property
+    def _ruler(self) -> list[str]:
+        for suffix in ("", LIKELIHOOD):
+            names = [f"{name}{suffix}" for name in sorted(_RULER)]
+            if set(names) <= set(self.tasks):
+                return names
+        return []
+
+    def ruler_effective(self, label: str) -> tuple[int | None, str]:
+        """RULER's own effective length: its average over all 13 tasks is at least 85.6%."""
+        averages: dict[int, Interval] = {}
+        for length in self.lengths:
+            found = [s for name in self._ruler for s in self.samples(label, name, (length,))]
+            if (average := _accuracy(found)) is not None:
+                averages[length] = average
+        return statistics.effective_length(averages, RULER_THRESHOLD)
+
+    def weighted(self, label: str, *, increasing: bool) -> float | None:
+        """RULER's weighted average: lengths weigh 1, 2, 3, ... or the other way around."""
+        found = [self.accuracy(label, lengths=(length,)) for length in self.lengths]
+        if len(found) < 2 or any(interval is None for interval in found):
+            return None
+        weights = range(1, len(found) + 1) if increasing else range(len(found), 0, -1)
+        return sum(
+            w * i.estimate for w, i in zip(weights, found, strict=True) if i is not None
+        ) / sum(weights)
+
+    def pairs(
+        self,
+        label: str,
+        other: str,
+        task: str | None = None,
+        lengths: tuple[int, ...] | None = None,
+    ) -> tuple[list[float], list[float], list[Any]]:
+        """Scores of the samples that both methods have, in the same order, and their texts."""
+        mine = {(s["task"], s["id"]): s for s in self.samples(label, task, lengths)}
+        theirs = {(s["task"], s["id"]): s for s in self.samples(other, task, lengths)}
+        shared = [key for key in mine if key in theirs]
+        a = [float(mine[key]["score"]) for key in shared]
+        b = [float(theirs[key]["score"]) for key in shared]
+        return a, b, _clusters([mine[key] for key in shared])
+
+    def difference(
+        self,
+        label: str,
+        other: str,
+        task: str | None = None,
+        lengths: tuple[int, ...] | None = None,
+    ) -> PairedTest | None:
+        """PairedTest difference of accuracy with its test; None without shared samples."""
+        a, b, clusters = self.pairs(label, other, task, lengths)
+        return statistics.mcnemar(a, b, clusters) if a else None
+
+    def significance(self, task: str | None) -> dict[tuple[str, int], float]:
+        """p against the plain model of each patched method at each length, Holm-corrected.
+
+        The family is what one block of the table shows: a task's methods x lengths.
+        """
+        if self.plain is None:
+            return {}
+        found = {
+            (label, length): self.difference(label, self.plain, task, (length,))
+            for label in self.patched
+            for length in self.lengths
+        }
+        return _holm({key: pair.p_value for key, pair in found.items() if pair is not None})
+
+    def rivalry(self, task: str | None) -> dict[int, tuple[str, str, float]]:
+        """The best two patched methods at each length, and Holm's p that they differ."""
+        duels = {}
+        for length in self.lengths:
+            scores = {
+                label: accuracy.estimate
+                for label in self.patched
+                if (accuracy := self.accuracy(label, task, (length,))) is not None
+            }
+            best = sorted(scores, key=lambda label: -scores[label])[:2]
+            if len(best) < 2:
+                continue
+            pair = self.difference(best[0], best[1], task, (length,))
+            if pair is not None:
+                duels[length] = (best[0], best[1], pair.p_value)
+        adjusted = _holm({length: duel[2] for length, duel in duels.items()})
+        return {length: (*duels[length][:2], adjusted[length]) for length in duels}
+
+    def answer_nll(
+        self,
+        label: str,
+        lengths: tuple[int, ...],
+        task: str | None = None,
+        depth: int | None = None,
+    ) -> float | None:
+        """Nats per token of the right answers, where they were measured."""
+        samples = self.samples(label, task, lengths, depth)
+        found = [s for s in samples if s.get("log_likelihood") is not None]
+        tokens = sum(s.get("target_tokens") or 0 for s in found)
+        return -sum(float(s["log_likelihood"]) for s in found) / tokens if tokens else None
+
+    @cached_property
+    def failures(self) -> list[tuple[str, str, str, str]]:
+        """Samples without a score: task, method, sample and the reason."""
+        return [
+            (name, label, str(sample.get("id", "")), str(sample.get("error") or "no score"))
+            for name, entry in self._tasks.items()
+            for label in self.labels
+            for sample in entry["samples"].get(label) or []
+            if _score(sample) is None
+        ]
+
+    @cached_property
+    def controls(self) -> list[tuple[str, int, Interval, float]]:
+        """Questions whose text lacks the answer: task, length, accuracy, and that of chance."""
+        found = []
+        for entry in self.results.get("control") or []:
+            samples = [s for ss in (entry.get("samples") or {}).values() for s in ss]
+            for length in sorted({s["length"] for s in samples}):
+                chosen = [s for s in samples if s["length"] == length and _score(s) is not None]
+                if (interval := _accuracy(chosen)) is not None:
+                    chance = sum(s.get("chance") or 0.0 for s in chosen) / len(chosen)
+                    found.append((entry["task"], length, interval, chance))
+        return found
+
+
+def _score(sample: Sample) -> float | None:
+    score = sample.get("score")
+    return None if score is None or sample.get("error") else float(score)
+
+
+def _clusters(samples: list[Sample]) -> list[int]:
+    """Numbers that samples of the same text share, also where twin tasks ask the same samples."""
+    texts = [(_asked(s), s["length"], s.get("text", s["id"])) for s in samples]
+    number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    return [number[text] for text in texts]
+
+
+def _asked(sample: Sample) -> str:
+    """What a sample's task asks, however the answer is scored."""
+    return str(sample.get("task")).removesuffix(LIKELIHOOD).removesuffix(CHOICE)
+
+
+def _accuracy(samples: list[Sample]) -> Interval | None:
+    if not samples:
+        return None
+    return statistics.accuracy([float(s["score"]) for s in samples], _clusters(samples))
+
+
+def _holm(p_values: dict[Any, float]) -> dict[Any, float]:
+    return dict(zip(p_values, statistics.holm(list(p_values.values())), strict=True))

@@ -1,0 +1,239 @@
+"""The sections of one run's report: headings, words, figures and tables, for either form."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from rope_patch import tasks
+from rope_patch.evaluation.report import cost_tables, heatmap, perplexity_tables, retrieval_tables
+from rope_patch.evaluation.report.figures import Picture
+from rope_patch.evaluation.report.gaps import gaps
+from rope_patch.evaluation.report.results.findings import Findings, task_name
+from rope_patch.evaluation.report.results.retrieval import THRESHOLD
+from rope_patch.evaluation.report.table import Table, mark, one_line
+from rope_patch.tasks import CHOICE, LIKELIHOOD
+
+_ACCURACY = (
+    "Each cell is the mean score of its samples with its 95% Wilson interval; samples that share a "
+    "text count as the cluster that they are. "
+    f"{retrieval_tables.BETTER} and {retrieval_tables.WORSE}: better and worse than the plain "
+    "model on the same samples (McNemar, p < 0.05 after Holm over a block's cells); "
+    f"{retrieval_tables.BEST}: the best method differs from the second."
+)
+_LIKELIHOOD = (
+    f"Tasks that end in {LIKELIHOOD} cost one forward pass a sample: right is where greedy "
+    "decoding would begin with the answer."
+)
+_CHOICE_NOTE = (
+    f"Tasks that end in {CHOICE} choose the likeliest of the answers to all questions that a text "
+    "is asked: chance is one in as many."
+)
+_RETENTION = (
+    f"{retrieval_tables.PASSED}: the interval's lower end is at least {THRESHOLD:.0%}. A length is "
+    "called usable if that holds for it and for every shorter one."
+)
+_HEAT = (
+    "Depth is where the answer stands, in percent of the text. Cells show right answers of all "
+    "samples with their 95% interval."
+)
+_FEW = "With fewer than 10 samples a cell, this proves that it can happen, not how often it does."
+_CURVES = (
+    "Each point is one window of {window:,} tokens of {texts}, every token given all the text "
+    "before it; lower is better. Bands are 95% bootstrap intervals."
+)
+_CONTROL = (
+    "The control is the plain model on the same tokens, given only the last {context:,} before "
+    "them: what cutting the text gets you. A patch that does no better gains nothing there."
+)
+_FOLLOWING = (
+    "{names}: the rotation follows the length, so the text's first {trained:,} tokens are read by "
+    "themselves, as a text that ends there, and the rest in one pass as the whole length asks for; "
+    "the picture of stretches shows it at the longest length."
+)
+_KEY_TOKENS = (
+    "Key tokens are those whose loss by {evaluator} falls with context beyond {context:,} tokens "
+    "(LongPPL, arXiv:2410.23771): the rest of a text says little about far context."
+)
+_SLIDING = (
+    "The same tokens at every length, in strides of {stride:,}, each given the context before them "
+    "that the length leaves: what a longer context is worth."
+)
+_ANSWERS = (
+    "How probable the right answers are, which moves before accuracy does: per token, given the "
+    "prompt."
+)
+_STRETCH = (
+    "How many times slower each rotated pair turns, by the tokens that one turn took in training. "
+    "Pairs with a wavelength beyond the trained length never completed a turn there."
+)
+_SHORT = (
+    "The same samples under every method; * marks a difference from the plain model with p < 0.05 "
+    "(McNemar). Perplexity is compared block by block."
+)
+_COST = (
+    "Ratios are medians of times measured in turns, with the smallest and the largest of the "
+    "repeats, which are too few for an interval."
+)
+_CONTROLS = (
+    "What must fail for the rest to mean something: the plain model beyond its trained length, and "
+    "questions whose text lacks the answer. The latter are answered by guessing alone."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatMap:
+    """One task's heat maps, a table for each method."""
+
+    task: str
+    note: str
+    picture: str
+    mark: str
+    tables: list[Table]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One section."""
+
+    heading: str
+    notes: list[str] = field(default_factory=list)
+    picture: Picture | None = None
+    tables: list[Table] = field(default_factory=list)
+    heat_maps: list[HeatMap] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was measured of it."""
+        return not (self.picture or self.tables or self.heat_maps or self.lines)
+
+
+def sections(found: Findings, pictures: dict[str, Picture], prefix: str = "") -> list[Part]:
+    """The sections of what was measured, in order.
+
+    Args:
+        found: One run's findings.
+        pictures: From `figures.draw`.
+        prefix: Begins the file names of heat maps.
+    """
+    retention = _some(retrieval_tables.retention_table(found))
+    prices = _some(cost_tables.short_table(found), cost_tables.harness_table(found))
+    answers = _some(perplexity_tables.answer_table(found))
+    costs, controls = cost_tables.cost_table(found), cost_tables.control_table(found)
+    cautions = [one_line(line) for line in found.run.get("cautions") or []]
+    failed = [one_line(line) for line in found.run.get("failed") or []]
+    chance = _some(cost_tables.chance_text(found))
+    parts = [
+        Part(heading="Cautions", lines=cautions),
+        Part(heading="Retention", notes=[_RETENTION], tables=retention),
+        _accuracy(found, pictures),
+        Part(heading="Accuracy by depth", notes=_heat_notes(found), heat_maps=_heat(found, prefix)),
+        _perplexity(found, pictures),
+        _key_tokens(found),
+        _sliding(found, pictures),
+        Part(
+            heading="Likelihood of the right answers",
+            notes=[_ANSWERS],
+            picture=pictures.get("answers"),
+            tables=answers,
+        ),
+        Part(heading="What the methods change", notes=[_STRETCH], picture=pictures.get("stretch")),
+        Part(heading="The price at short context", notes=[_SHORT, *chance], tables=prices),
+        Part(heading="Time and memory", notes=[_COST], tables=_some(costs)),
+        Part(heading="Controls", notes=[_CONTROLS], tables=_some(controls)),
+        Part(heading="Samples that failed", lines=[*cost_tables.failure_lines(found), *failed]),
+        Part(heading="Not run", lines=gaps(found.results)),
+    ]
+    return [part for part in parts if not part.empty]
+
+
+def _some(*found: Any) -> list[Any]:
+    return [thing for thing in found if thing]
+
+
+def _accuracy(found: Findings, pictures: dict[str, Picture]) -> Part:
+    likelihood = any(task.endswith(LIKELIHOOD) for task in found.tasks)
+    choice = any(task.endswith(CHOICE) for task in found.tasks)
+    return Part(
+        heading="Accuracy by task and length",
+        notes=[_ACCURACY, *_some(likelihood and _LIKELIHOOD, choice and _CHOICE_NOTE)],
+        picture=pictures.get("accuracy"),
+        tables=retrieval_tables.tables(found),
+    )
+
+
+def _heat(found: Findings, prefix: str) -> list[HeatMap]:
+    return [
+        HeatMap(
+            task=task_name(task),
+            note=_about(task),
+            picture=prefix + heatmap.name(task),
+            mark=mark(task),
+            tables=maps,
+        )
+        for task in found.tasks
+        if (maps := retrieval_tables.heat_maps(found, task))
+    ]
+
+
+def _heat_notes(found: Findings) -> list[str]:
+    counts = [
+        len(found.samples(label, task, (length,), depth))
+        for task in found.tasks
+        for depth in found.depths(task)
+        for length in found.lengths
+        for label in found.labels
+    ]
+    return [_HEAT] + [_FEW] * any(0 < count < 10 for count in counts)
+
+
+def _about(task: str) -> str:
+    """What a task of ours is, as the comment at the start of its file says."""
+    path = tasks.FOLDER / f"{task}.yaml"
+    if not re.fullmatch(r"\w+", task) or not path.is_file():
+        return ""
+    comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))
+    return one_line(re.sub(r"^# ?", "", comment[0], flags=re.M)) if comment else ""
+
+
+def _perplexity(found: Findings, pictures: dict[str, Picture]) -> Part:
+    if not found.losses:
+        return Part(heading="Perplexity by position")
+    texts = ", ".join(one_line(d["name"]) for d in found.perplexity.get("documents") or [])
+    notes = [_CURVES.format(window=found.window, texts=texts or "the documents")]
+    if found.control:
+        notes.append(_CONTROL.format(context=found.perplexity["control"]["context"]))
+    following = [m["label"] for m in found.results["methods"] if m.get("follows_length")]
+    if following:
+        names = ", ".join(found.names[label] for label in following)
+        notes.append(_FOLLOWING.format(names=names, trained=found.trained))
+    return Part(
+        heading="Perplexity by position",
+        notes=notes,
+        picture=pictures.get("perplexity"),
+        tables=perplexity_tables.tables(found),
+    )
+
+
+def _key_tokens(found: Findings) -> Part:
+    key = found.perplexity.get("key_tokens") or {}
+    evaluator = key.get("evaluator")
+    plain = evaluator in (None, found.plain)
+    note = _KEY_TOKENS.format(
+        evaluator="the plain model" if plain else one_line(evaluator),
+        context=key.get("short_context") or 0,
+    )
+    table = perplexity_tables.key_token_table(found)
+    return Part(heading="LongPPL", notes=[note], tables=_some(table))
+
+
+def _sliding(found: Findings, pictures: dict[str, Picture]) -> Part:
+    stride = (found.perplexity.get("sliding") or {}).get("stride") or 0
+    return Part(
+        heading="Perplexity by length of context",
+        notes=[_SLIDING.format(stride=stride)],
+        picture=pictures.get("sliding"),
+        tables=_some(perplexity_tables.sliding_table(found)),
+    )

@@ -1,0 +1,302 @@
+"""The report: a verdict in words, one page that needs nothing else, Markdown, JSON and figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rope_patch.evaluation.merging import merged
+from rope_patch.evaluation.report import figures, heatmap, summary
+from rope_patch.evaluation.report.gaps import gaps, sentence
+from rope_patch.evaluation.report.results.findings import Findings, task_name
+from rope_patch.evaluation.report.sections import sections
+from rope_patch.evaluation.report.table import Row, mark, one_line, padded
+from rope_patch.utils import atomic_files
+from rope_patch.utils.atomic_files import write
+from rope_patch.utils.checksums import sign, strict
+
+TEMPLATES = Path(__file__).parent / "templates"
+_SHOWN = 2  # sentences of a verdict, in a terminal
+
+_LIMITS = (
+    "Numbers in brackets, and the smaller ones below others, are 95% intervals (of times: the "
+    "smallest and largest of the repeats); n is how many samples they rest on, and as how many "
+    "those count that share a text, also where several tasks ask the same samples.",
+    "Perplexity is of well-known books that every model has read: fine for comparing methods on "
+    "one model, no claim about unseen text or between models.",
+    "A flat curve does not prove that far context is used; only retrieval does.",
+    "Intervals hold for texts and questions drawn like these, with this seed; other tasks may "
+    "fare differently.",
+    "Retention compares with the same model within its trained length: a weak model can retain "
+    "everything and still be weak.",
+)
+
+
+def write_report(
+    results: dict[str, Any] | list[dict[str, Any]],
+    folder: Path,
+    show: Callable[[str], object] | None = None,
+) -> Path:
+    """Writes `report.html`, `report.md`, `report.json` and `figures/*.png`.
+
+    Everything is rendered before anything is written, so a failure leaves an earlier report as it
+    was, and each file is replaced at once.
+
+    Args:
+        results: What the evaluation measured; of several runs to see side by side, a list. Runs
+            that measured the same samples on the same weights are shown as one, with all methods.
+        folder: Where to; made if missing.
+        show: Called with the verdict, the summary and cautions as plain text, such as `print`.
+
+    Returns:
+        The path of `report.html`: one file that needs no other.
+    """
+    folder = Path(folder)
+    runs: list[dict[str, Any]] = (
+        results if isinstance(results, list) else results.get("runs", [results])
+    )
+    atomic_files.require_folder(folder, "the report")
+    page, pictures = _content(merged(runs))
+    files: dict[str, bytes] = {f"figures/{name}.png": png for name, png in pictures.items()}
+    signed = sign(runs[0] if len(runs) == 1 else {"runs": runs})
+    files["report.json"] = to_json(signed, indent=1).encode()
+    files["report.md"] = render(TEMPLATES / "report.md.jinja", page).encode()
+    files["report.html"] = render(TEMPLATES / "report.html", page).encode()
+    for name, content in files.items():
+        write(folder / name, content)
+    for earlier in (folder / "figures").glob("*.png"):
+        if f"figures/{earlier.name}" not in files and _FIGURE.match(earlier.stem):
+            earlier.unlink()
+    if show is not None:
+        show(_overview(page))
+    return folder / "report.html"
+
+
+def check(results: dict[str, Any], where: str) -> None:
+    """Raise if a report cannot be made of one run's results.
+
+    Args:
+        results: What `signing.verify` returned, or one of its `runs`.
+        where: The file's name, for the error.
+
+    Raises:
+        ValueError: They are not what an evaluation measures, although their digest fits.
+    """
+    try:
+        found = Findings(results)
+        _run(found, "", sections(found, {}))
+        summary.table([("", found)])
+        gaps(results)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where} holds what no evaluation writes ({type(error).__name__}: {error}): restore "
+            "the file or run the evaluation again"
+        ) from error
+
+
+_FIGURE = re.compile(r"(run\d+-)?(accuracy|answers|perplexity|sliding|stretch|retrieval-.*)$")
+
+
+def _content(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What both templates show, and the pictures' files."""
+    found = [Findings(results) for results in runs]
+    titles = [one_line(f.run.get("name") or f.run.get("model")) for f in found]
+    contents: list[dict[str, Any]] = []
+    pictures: dict[str, bytes] = {}
+    for i, (title, findings) in enumerate(zip(titles, found, strict=True), 1):
+        prefix = f"run{i}-" if len(runs) > 1 else ""
+        drawn = figures.draw(findings, prefix)
+        pictures |= {picture.name: picture.png for picture in drawn.values()}
+        pictures |= {f"{prefix}{name}": png for name, png in heatmap.draw(findings).items()}
+        contents.append(_run(findings, title, sections(findings, drawn, prefix)))
+    if len(set(titles)) < len(titles):
+        titles = [f"{title} ({i})" for i, title in enumerate(titles, 1)]
+        for content, title in zip(contents, titles, strict=True):
+            content["title"] = title
+    missing = [
+        f"{title}: {gap}" if len(runs) > 1 else gap
+        for title, findings in zip(titles, found, strict=True)
+        for gap in gaps(findings.results)
+    ]
+    page = {
+        "incomplete": sentence(missing) if missing else None,
+        "title": _title(titles[0], found[0]) if len(runs) == 1 else _several(titles),
+        "runs": contents,
+        "summary": summary.table(list(zip(titles, found, strict=True))),
+        "filters": _filters(found),
+        "limits": _LIMITS,
+    }
+    return page, pictures
+
+
+def _overview(page: dict[str, Any]) -> str:
+    """Return the title, the verdict, the summary and cautions to read in a terminal."""
+    runs = page["runs"]
+    if len(runs) == 1:
+        verdict = runs[0]["verdict"][:_SHOWN]
+    else:
+        verdict = [f"{run['title']}: {run['verdict'][0]}" for run in runs]
+    parts = ["\n".join([page["title"], *verdict])]
+    if page["summary"] is not None:
+        parts.append(padded(page["summary"]))
+    cautions = [
+        f"caution: {caution}" if len(runs) == 1 else f"caution, {run['title']}: {caution}"
+        for run in runs
+        for caution in run["cautions"]
+    ]
+    if cautions:
+        parts.append("\n".join(cautions))
+    return "\n\n".join(parts)
+
+
+def _title(title: str, found: Findings) -> str:
+    ends = [end for label in found.losses for end in found.curve(label)]
+    farthest = max([*ends, *found.lengths], default=0)
+    where = "beyond" if farthest > found.trained else "within"
+    return f"{title} {where} {found.trained:,} tokens"
+
+
+def _several(titles: list[str]) -> str:
+    return f"{len(titles)} evaluations: {', '.join(titles)}"
+
+
+def _run(found: Findings, title: str, parts: list[Any]) -> dict[str, Any]:
+    unpatched = dict.fromkeys(("method", "paper", "options", "rope_parameters"))
+    return {
+        "title": title,
+        "verdict": summary.sentences(found),
+        "parts": parts,
+        "cautions": [one_line(line) for line in found.run.get("cautions") or []],
+        "facts": _facts(found),
+        "command": found.run.get("command"),
+        "methods": [
+            unpatched
+            | method
+            | {"name": found.names[method["label"]], "key": found.keys[method["label"]]}
+            for method in found.results["methods"]
+        ],
+    }
+
+
+def _filters(found: list[Findings]) -> dict[str, list[tuple[str, str]]]:
+    """What can be hidden: names and marks by kind, where there is a choice."""
+    methods = {mark(label): name for f in found for label, name in f.names.items()}
+    tasks = {mark(task): task_name(task) for f in found for task in f.tasks}
+    kinds = {"method": methods, "task": tasks}
+    return {
+        kind: [(name, value) for value, name in names.items()]
+        for kind, names in kinds.items()
+        if len(names) > 1
+    }
+
+
+def _facts(found: Findings) -> list[tuple[str, str]]:
+    """The rows of "What was run"; those without a value are left out."""
+    run = found.run
+    count, memory = run.get("parameters"), run.get("peak_memory")
+    hardware = run.get("hardware") or {}
+    seconds = dict(run.get("seconds") or {})
+    total = seconds.pop("total", None)
+    parts = ", ".join(f"{part} {_duration(value)}" for part, value in seconds.items())
+    took = "" if total is None else _duration(total)
+    per_text, precision = run.get("per_text"), run.get("precision")
+    facts = {
+        "Model": run.get("model"),
+        "Architecture": run.get("architecture"),
+        "Parameters": f"{count:,}" if count else None,
+        "Weights": run.get("weights"),
+        "Trained length": f"{run['trained_length']:,} tokens",
+        "Rotation": _rotation(run.get("geometry") or {}),
+        "Numbers": run.get("dtype"),
+        "Attention kernel": run.get("attention"),
+        "Device": run.get("device"),
+        "Hardware": _hardware(hardware),
+        "Texts": "; ".join(_document(d) for d in found.perplexity.get("documents") or []),
+        "Samples a text": per_text if per_text and per_text > 1 else None,
+        "Precision wanted": f"intervals of ±{precision:.1%}" if precision else None,
+        "Seed": run.get("seed"),
+        "Versions": ", ".join(f"{k} {v}" for k, v in (run.get("versions") or {}).items()),
+        "Git revision": run.get("git_revision"),
+        "Date": re.sub(r"T(\d\d:\d\d).*(\+00:00|Z)$", r" \1 UTC", str(run.get("date") or "")),
+        "Time": f"{took} ({parts})" if took and parts else took or parts,
+        "Continued": "the time of an earlier run is not counted" if run.get("continued") else None,
+        "Peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
+    }
+    return [(k, one_line(v)) for k, v in facts.items() if v is not None and v != ""]
+
+
+def _rotation(geometry: dict[str, Any]) -> str:
+    rotation = []
+    for layer, g in geometry.items():
+        text = f"theta {g['theta']:,.10g}, head_dim {g['head_dim']}"
+        if g.get("rotary_dim", g["head_dim"]) != g["head_dim"]:
+            text += f" ({g['rotary_dim']} of them rotate)"
+        rotation.append(text if len(geometry) == 1 else f"{layer}: {text}")
+    return "; ".join(rotation)
+
+
+def _hardware(hardware: dict[str, Any]) -> str:
+    cores, memory = hardware.get("cores"), hardware.get("memory")
+    parts = [
+        *(str(gpu) for gpu in hardware.get("gpu") or []),
+        str(hardware.get("cpu") or ""),
+        f"{cores} cores" if cores else "",
+        f"{memory / 1e9:.0f} GB" if memory else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _document(document: dict[str, Any]) -> str:
+    text = f"{document['name']}, {document['tokens']:,} tokens"
+    digest = document.get("sha256")
+    return f"{text} (sha256 {str(digest)[:12]})" if digest else text
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
+
+
+def render(template: Path, page: dict[str, Any]) -> str:
+    """Return a page made from a template, which may include those of this folder."""
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, TEMPLATES]),
+        autoescape=template.suffix == ".html",
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"md": _markdown, "arxiv": _arxiv, "json": to_json, "groups": _groups}
+    environment.filters["heat"] = figures.heat_colours
+    environment.globals |= {"palette": figures.PALETTE, "heat": figures.HEAT}
+    return environment.get_template(template.name).render(page)
+
+
+def _groups(rows: list[Row]) -> list[list[Row]]:
+    """Rows by the head that they stand below."""
+    return [list(group) for _, group in groupby(rows, key=lambda row: row.group)]
+
+
+def _markdown(text: Any) -> str:
+    """Text that Markdown shows as it is, also in a table."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", one_line(text))
+
+
+def _arxiv(paper: Any) -> str | None:
+    found = re.search(r"arXiv:(\d{4}\.\d{4,5})", str(paper))
+    return f"https://arxiv.org/abs/{found[1]}" if found else None
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON, which other programs read too."""
+    return json.dumps(strict(value), indent=indent, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,225 @@
+"""What to evaluate, and whether that can be done at all."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rope_patch import tasks
+from rope_patch.methods import registered
+from rope_patch.patching import check
+from rope_patch.pretrained.device_map import require_device
+from rope_patch.pretrained.loading import empty_model, require_dtype
+from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.tasks import short, texts
+
+BASELINE = "none"
+PERPLEXITY = "perplexity"
+KEY_TOKENS = "key_tokens"
+SLIDING = "sliding"
+SPEED = "speed"
+SHORT = "rp_short"
+MEASURES = (PERPLEXITY, KEY_TOKENS, SLIDING, SPEED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to evaluate.
+
+    Attributes:
+        model: A folder, a name on the Hub, or `demo`.
+        methods: Names from `rope_patch.methods()`, and `none` for the model as it is.
+        factor: Target length / trained length, for the methods; or `length`.
+        length: Target length in tokens.
+        lengths: Lengths of the retrieval samples, in tokens.
+        tasks: `perplexity`, `key_tokens`, `sliding`, `speed`, our tasks and groups of tasks
+            (`rope_patch.tasks.names()`, `.groups()`, `rp_short`), and any task of lm-eval.
+        samples: Retrieval samples at each length; one at each depth unless given.
+        precision: Half-width that every accuracy's 95% interval must have; samples are doubled
+            until it has, or `max_samples` are reached.
+        max_samples: See `precision`.
+        depths: Where answers stand, in percent.
+        per_text: Retrieval samples that share a text; as the task says unless given, one mostly.
+        controls: Whether to ask questions of texts without their answer, too.
+        share: Whether to read what prompts begin with in common once.
+        texts: The long documents for perplexity: names from `texts.names()` or files.
+        documents: How many excerpts of them; one of each unless given.
+        haystacks: Texts that retrieval samples are made of; if empty, all that come with us.
+        questions: A file with questions in SQuAD's format for the question tasks.
+        perplexity_length: Tokens of a document; the longest of `lengths` unless given.
+        window: Tokens averaged into one point of the perplexity curve.
+        control_context: Tokens of context that the control gets; half the trained length unless
+            given.
+        stride: Tokens scored in each window of sliding perplexity.
+        windows: How many such windows in each document.
+        short_samples: Samples of each ordinary short task.
+        trained_length: Tokens of pretraining, if the config does not tell the truth about them.
+        start: Where the config scales already: see `patch`.
+        options: The methods' options.
+        dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
+        device_map: As in transformers; "auto" where there is a GPU.
+        gguf_file: The GGUF file within the model's folder.
+        seed: For the samples.
+        folder: Where everything is written.
+        command: The command line, to record.
+    """
+
+    model: str
+    methods: tuple[str, ...]
+    factor: float | None = None
+    length: int | None = None
+    lengths: tuple[int, ...] = (4096,)
+    tasks: tuple[str, ...] = ("rp_niah_single_2", PERPLEXITY)
+    samples: int | None = None
+    precision: float | None = None
+    max_samples: int = 500
+    depths: tuple[int, ...] = (10, 50, 90)
+    per_text: int | None = None
+    controls: bool = False
+    share: bool = True
+    texts: tuple[str, ...] = ("emma",)
+    documents: int | None = None
+    haystacks: tuple[str, ...] = ()
+    questions: str | None = None
+    perplexity_length: int | None = None
+    window: int | None = None
+    control_context: int | None = None
+    stride: int = 256
+    windows: int = 8
+    short_samples: int = 100
+    trained_length: int | None = None
+    start: str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "auto"
+    device_map: str | None = None
+    gguf_file: str | None = None
+    seed: int = 42
+    folder: Path = Path("out")
+    command: str = ""
+
+    def patch_arguments(self, method: str) -> dict[str, Any]:
+        """What `patch` gets for one of the methods."""
+        known = registered()[method].__dataclass_fields__ if method in registered() else {}
+        return {
+            "method": method,
+            "factor": self.factor,
+            "length": self.length,
+            "trained_length": self.trained_length,
+            "start": self.start,
+            **{key: value for key, value in self.options.items() if key in known},
+        }
+
+    @property
+    def retrieval(self) -> list[str]:
+        """The retrieval tasks among `tasks`, groups replaced by theirs."""
+        return [name for name in tasks.expand(list(self.tasks)) if name in tasks.names()]
+
+    @property
+    def short(self) -> list[str]:
+        """The ordinary short tasks among `tasks`."""
+        own = short.names()
+        chosen = [own if name == SHORT else [name] for name in self.tasks]
+        return list(dict.fromkeys(n for names in chosen for n in names if n in own))
+
+    @property
+    def harness(self) -> list[str]:
+        """What is left of `tasks` for lm-eval to know."""
+        ours = {*MEASURES, *tasks.names(), *tasks.groups(), SHORT, *short.names()}
+        return [name for name in self.tasks if name not in ours]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample or document."""
+        return max((*self.lengths, self.perplexity_length or 0))
+
+
+def check_request(request: Request, path: str, config: Any) -> None:
+    """Refuses a request that cannot be met, before anything large is read.
+
+    Args:
+        request: What is asked for.
+        path: The model's folder or name.
+        config: The model's config.
+
+    Raises:
+        ValueError: What was expected, what was got, and what to do.
+    """
+    if not request.tasks or not request.methods or not request.lengths:
+        raise ValueError("expected at least one task, one method and one length")
+    for name in request.harness:
+        _check_task(name)
+    for name, least in (("samples", 1), ("documents", 1), ("max_samples", 1), ("per_text", 1)):
+        value = getattr(request, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if request.precision is not None and not 0 < request.precision < 0.5:
+        raise ValueError(
+            "precision is half the width of a 95% interval of an accuracy, above 0 and below 0.5, "
+            f"such as 0.05; got {request.precision:g}"
+        )
+    require_dtype(request.dtype)
+    require_device(request.device_map)
+    if SPEED in request.tasks and len(set(request.methods)) < 2:
+        raise ValueError("speed is a ratio to the first method's: give at least two methods")
+    for text in (*request.texts, *request.haystacks):
+        texts.read(text)
+    check_methods(request, path, config)
+
+
+def check_methods(request: Request, path: str, config: Any) -> None:
+    """Refuse methods that the model cannot be patched with; their tasks may be unknown yet.
+
+    Args:
+        request: What is asked for.
+        path: The model's folder or name.
+        config: The model's config.
+
+    Raises:
+        ValueError: What was expected, what was got, and what to do.
+    """
+    _check_saved(request, read_sidecar(path))
+    model = None
+    for method in request.methods:
+        if method == BASELINE:
+            continue
+        model = model or empty_model(path, config)
+        check(model, **request.patch_arguments(method))
+    _check_options(request)
+
+
+def _check_task(name: str) -> None:
+    """Lets names pass that lm-eval may know; what looks like one of ours must be one."""
+    ours = [*MEASURES, *tasks.groups(), *tasks.names(), SHORT, *short.names()]
+    close = get_close_matches(name, ours, n=1, cutoff=0.7)
+    found = importlib.util.find_spec("lm_eval") is not None
+    if name.startswith("rp_") or (close and not found):
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        groups = ", ".join(sorted(tasks.groups()))
+        raise ValueError(
+            f"unknown task {name!r}{hint}; expected {', '.join(MEASURES)}, one of the groups "
+            f"{groups}, {SHORT}, one of their tasks, or a task of lm-eval"
+        )
+
+
+def _check_options(request: Request) -> None:
+    patches = [method for method in request.methods if method != BASELINE]
+    fields = {key for method in patches for key in registered()[method].__dataclass_fields__}
+    if unused := sorted(request.options.keys() - fields):
+        raise ValueError(
+            f"none of the methods {', '.join(request.methods)} has the option {unused[0]!r}; their "
+            f"options are: {', '.join(sorted(fields)) or 'none'}"
+        )
+
+
+def _check_saved(request: Request, saved: dict[str, Any] | None) -> None:
+    """Refuses to patch a saved patch again."""
+    if saved is None or set(request.methods) == {BASELINE}:
+        return
+    raise ValueError(
+        f"{request.model} holds a model that was saved with {saved['method']} in it: evaluate it "
+        f"as it is (--method {BASELINE}), or evaluate the original checkpoint with --method "
+        f"{saved['method']}"
+    )

@@ -1,0 +1,157 @@
+"""What is asked of long prompts: retrieval tasks with their controls, as often as it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rope_patch import statistics
+from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.evaluation.request import BASELINE
+from rope_patch.evaluation.session import Session
+from rope_patch.tasks.samples import TooShort
+from rope_patch.utils import atomic_files
+
+_FIRST = 10  # samples at a length that a precision starts with
+_CONTROLS = 6  # samples without their answer, which should all fail
+
+
+class RetrievalRun:
+    """The retrieval samples of one evaluation, and their scores under each method.
+
+    Args:
+        session: The model; its weights need not be there yet.
+
+    Raises:
+        ValueError: Samples that cannot be built.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        request = session.request
+        self.names = request.retrieval
+        first = request.samples
+        if first is None:
+            first = len(request.depths)
+            if request.precision:
+                first = min(_FIRST, request.max_samples)
+        at = [(name, length) for name in self.names for length in request.lengths]
+        self.counts = dict.fromkeys(at, first)
+        self.built = {(n, length): self._build(n, length, first) for n, length in at}
+        self.scores: dict[str, dict[str, dict[int, list[dict[str, Any]]]]] = {}
+        self.controls: list[dict[str, Any]] = []
+
+    def measure_plain(self) -> None:
+        """Questions to texts without their answer, at the shortest length."""
+        request = self.session.request
+        length, depths = min(request.lengths), list(request.depths)
+        for name in self.names if request.controls else []:
+            try:
+                task = self._build(name, length, _CONTROLS, planted=False)
+            except ValueError as error:
+                self.session.not_run.append(f"control of {name}: {error}")
+                continue
+            (rows,) = self._ask([task], f"{name} without its answer")
+            entry = {"task": name, "lengths": [length], "depths": depths}
+            self.controls.append({**entry, "samples": {BASELINE: rows}})
+
+    def measure(self, label: str, place: str) -> None:
+        """All samples under the method that the model has now."""
+        for length in self.session.request.lengths:
+            self._measure([(name, length) for name in self.names], label, place)
+
+    def measure_more(self) -> None:
+        """More samples, under every method, until intervals are as narrow as was asked for."""
+        request = self.session.request
+        while wanting := self.session.processes.same(self._wanting()):
+            for name, length in wanting:
+                count = min(2 * self.counts[name, length], request.max_samples)
+                self.counts[name, length] = count
+                self.built[name, length] = self._build(name, length, count)
+            for method in request.methods:
+                with self.session.patched(method) as label:
+                    for length in request.lengths:
+                        more = [at for at in wanting if at[1] == length]
+                        self._measure(more, label, f"{label}, more samples")
+
+    def results(self) -> list[dict[str, Any]]:
+        """The part `retrieval` of the results."""
+        request = self.session.request
+        found = []
+        for name, by_label in self.scores.items():
+            samples = {
+                label: [row for length in request.lengths for row in rows[length]]
+                for label, rows in by_label.items()
+            }
+            entry = {"task": name, "lengths": list(request.lengths)}
+            found.append({**entry, "depths": list(request.depths), "samples": samples})
+        return found
+
+    def _build(self, name: str, length: int, count: int, planted: bool = True) -> Any:
+        request = self.session.request
+        given: dict[str, Any] = {"seed": request.seed}
+        if request.per_text:
+            given["per_text"] = request.per_text
+        if request.haystacks:
+            given["text"] = list(request.haystacks)
+        if request.questions:
+            given["questions"] = request.questions
+        if not planted:
+            given["planted"] = False
+        tokenizer, depths = self.session.tokenizer, list(request.depths)
+        try:
+            return lm_eval_tasks.build(name, tokenizer, [length], count, depths, **given)[0]
+        except TooShort as error:
+            raise ValueError(
+                f"{error}: give --lengths of at least {error.least} each, or other --tasks; "
+                "rp_recall_ll asks for word pairs, which fit into a few dozen tokens"
+            ) from error
+
+    def _measure(self, wanted: list[tuple[str, int]], label: str, place: str) -> None:
+        """Tasks at one length, together: some ask the same prompts, which are then read once."""
+        if not wanted:
+            return
+        length = wanted[0][1]
+        built = [self.built[at] for at in wanted]
+        with self.session.timed("retrieval"):
+            found = self._ask(built, f"{place}, {length:,} tokens", f"{label}-{length}")
+        for (name, _), rows in zip(wanted, found, strict=True):
+            self.scores.setdefault(name, {}).setdefault(label, {})[length] = rows
+
+    def _ask(self, built: list[Any], place: str, name: str = "") -> list[list[dict[str, Any]]]:
+        """Every sample's score by the model as it is now, task by task.
+
+        Args:
+            built: Tasks.
+            place: Says on the progress bar what runs.
+            name: Of the file for lm-eval's own results; none if empty.
+        """
+        folder = self.session.request.folder / "lm_eval"
+        path = folder / f"{atomic_files.plain(name)}.json" if name else None
+        with self.session.language_model(place) as lm:
+            results = lm_eval_tasks.evaluate(lm, built, path)
+        samples = results.get("samples", {})
+        each = [{"samples": {t.config.task: samples.get(t.config.task, [])}} for t in built]
+        return [lm_eval_tasks.scores(one, lm.failures) for one in each]
+
+    def _wanting(self) -> list[tuple[str, int]]:
+        """Tasks and lengths whose interval is too wide, under any of the methods."""
+        precision, most = self.session.request.precision, self.session.request.max_samples
+        if precision is None:
+            return []
+        return [
+            (name, length)
+            for (name, length), count in self.counts.items()
+            if count < most
+            and any(
+                not _settled(rows.get(length) or [], precision)
+                for rows in self.scores[name].values()
+            )
+        ]
+
+
+def _settled(rows: list[dict[str, Any]], precision: float) -> bool:
+    scores = [row["score"] for row in rows]
+    if all(score is None for score in scores):
+        return True  # more of what fails would fail as well
+    interval = statistics.accuracy(scores, [row["text"] for row in rows])
+    return statistics.settled(interval, precision)

@@ -1,0 +1,68 @@
+"""Whether the plain model can do within its trained length what it is measured by."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rope_patch.evaluation.request import BASELINE
+
+
+def cautions(results: dict[str, Any], documents: Sequence[Sequence[int]]) -> list[str]:
+    """Return a sentence for each thing that the plain model does no better than chance.
+
+    Args:
+        results: Of one run: its parts `run`, `perplexity` and `retrieval`.
+        documents: Their tokens, in the order of the control's losses.
+    """
+    trained = results["run"]["trained_length"]
+    return [
+        sentence
+        for sentence in (
+            _reading(results["perplexity"] or {}, documents),
+            _answering(results["retrieval"], trained),
+        )
+        if sentence is not None
+    ]
+
+
+def _reading(perplexity: dict[str, Any], documents: Sequence[Sequence[int]]) -> str | None:
+    control = perplexity.get("control")
+    if not control:
+        return None
+    losses = [loss for by_end in control["losses"] for loss in by_end.values()]
+    frequencies = math.fsum(unigram_entropy(tokens) for tokens in documents) / len(documents)
+    mean = math.fsum(losses) / len(losses)
+    if mean < frequencies:
+        return None
+    return (
+        "the model reads these documents no better than chance: with "
+        f"{control['context']:,} tokens of context a token costs it {mean:.2f} nats, and "
+        f"{frequencies:.2f} by how frequent each token is; differences of perplexity between "
+        "methods mean nothing"
+    )
+
+
+def _answering(retrieval: list[dict[str, Any]], trained: int) -> str | None:
+    rows = [
+        row
+        for entry in retrieval
+        for row in entry["samples"].get(BASELINE, [])
+        if row["length"] <= trained and row["score"] is not None
+    ]
+    right = math.fsum(row["score"] for row in rows)
+    if not rows or right > math.fsum(row.get("chance", 0.0) for row in rows):
+        return None
+    return (
+        f"the model answers no better than chance within its trained length of {trained:,} tokens: "
+        f"{right:g} of {len(rows)} right; a longer context cannot show in these questions, ask "
+        "easier ones (--tasks rp_recall_ll)"
+    )
+
+
+def unigram_entropy(tokens: Sequence[int]) -> float:
+    """Return what a token costs in nats, given only how frequent each is among these."""
+    counts, total = collections.Counter(tokens).values(), len(tokens)
+    return -math.fsum(count / total * math.log(count / total) for count in counts)

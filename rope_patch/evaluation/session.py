@@ -1,0 +1,268 @@
+"""The model that is evaluated: patched and unpatched in turns, and what it said kept."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation.request import BASELINE, Request
+from rope_patch.inference.answers import Answers, key_of
+from rope_patch.patching import Patch, current, patch
+from rope_patch.pretrained.loading import load, read_model
+from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.rope_config import read_geometries
+from rope_patch.utils import atomic_files, checksums, provenance
+from rope_patch.utils.atomic_files import NotWritten
+from rope_patch.utils.errors import reason
+from rope_patch.utils.processes import Processes
+
+logger = logging.getLogger("rope_patch")
+
+_FORMAT = "rope_patch.eval.piece/1"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of results that is computed from passes of one length.
+
+    Attributes:
+        what: What identifies it, besides the model as it is now.
+        length: Tokens of each pass.
+        compute: Computes it, as JSON can hold it.
+    """
+
+    what: dict[str, Any]
+    length: int
+    compute: Callable[[], Any]
+
+
+class Session:
+    """One evaluation's model, its answers so far, and who works on it.
+
+    Args:
+        request: What to evaluate.
+        path: The model's folder or name.
+        config: Its config.
+        tokenizer: Its tokenizer.
+
+    Attributes:
+        model: The model; None until `load`.
+        weights: Their fingerprint.
+        geometries: By layer type.
+        trained_length: Tokens.
+        methods: What is known of each method that ran, by label.
+        seconds: Time taken, by part.
+        tokens: Of prompts `asked`, and of those that went through the model (`read`).
+        continued: Whether an earlier run left answers, whose time is not in `seconds`.
+        not_run: What was asked for and could not be done, with the reason.
+        failed: Samples of short tasks that failed and are not counted, with the reason.
+    """
+
+    model: Any = None
+    weights = ""
+    continued = False
+
+    def __init__(self, request: Request, path: str, config: Any, tokenizer: Any) -> None:
+        self.request = request
+        self.path = path
+        self.tokenizer = tokenizer
+        self.processes = Processes()
+        self.geometries = read_geometries(
+            config.get_text_config(decoder=True), request.trained_length, request.start
+        )
+        self.trained_length = next(iter(self.geometries.values())).trained_length
+        self.methods: dict[str, dict[str, Any]] = {}
+        self.seconds: dict[str, float] = {}
+        self.tokens = {"asked": 0, "read": 0}
+        self.not_run: list[str] = []
+        self.failed: list[str] = []
+
+    def load(self) -> None:
+        """Reads the weights, and what an earlier run answered."""
+        request, device = self.request, self.processes.device
+        where: Any = request.device_map or ("auto" if torch.cuda.is_available() else None)
+        if device is not None and device.type != "cpu":
+            where = {"": device}  # the whole model in every process, on its own GPU
+        # A model that was saved with a patch is, as it is, one with that patch.
+        self.model = (read_model if read_sidecar(self.path) is None else load)(
+            self.path, dtype=_dtype(request), device_map=where, gguf_file=request.gguf_file
+        )
+        self.weights = provenance.fingerprint(self.model)
+        self.answers = Answers(request.folder / "cache", self.processes.rank, self.processes.size)
+        self.continued = len(self.answers) > 0
+
+    @contextlib.contextmanager
+    def patched(self, method: str) -> Iterator[str]:
+        """The model under a method, and the label that its results get."""
+        undo = method != BASELINE
+        if undo:
+            patch(self.model, **self.request.patch_arguments(method))
+        handle = current(self.model)
+        label = BASELINE if handle is None else str(handle.method)
+        if label not in self.methods:
+            self.methods[label] = _describe(label, handle, self.request.longest)
+        try:
+            yield label
+        finally:
+            if undo and (handle := current(self.model)):
+                handle.undo()
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Counts the time until its end."""
+        started = time.monotonic()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0) + time.monotonic() - started
+
+    @contextlib.contextmanager
+    def language_model(self, place: str, longest: int = 0) -> Iterator[LongContextLM]:
+        """The model as it is now, for lm-eval; what it read is counted.
+
+        Args:
+            place: Says on the progress bar what runs.
+            longest: Tokens of the longest sample; of ours unless given.
+        """
+        lm = LongContextLM(
+            self.model,
+            self.tokenizer,
+            max(longest, self.request.longest, self.trained_length),
+            {"model": self.request.model, "weights": self.weights},
+            answers=self.answers,
+            identity=self.identity,
+            share=self.request.share,
+            label=place,
+            processes=self.processes,
+        )
+        yield lm
+        self.tokens["asked"] += lm.asked
+        self.tokens["read"] += lm.read
+
+    def pieces(self, pieces: Sequence[Piece]) -> list[Any]:
+        """Pieces of results, computed unless an earlier run left them.
+
+        Returns:
+            Each as JSON gives it back.
+        """
+        keys = [key_of(self.identity(p.length, p.length), p.what) for p in pieces]
+        paths = [self.request.folder / "cache" / f"piece-{key}.json" for key in keys]
+        known = dict(zip(paths, zip(keys, pieces, strict=True), strict=True))
+        missing: list[Path] = []
+        if self.processes.main:  # others may already see new files
+            missing = [path for path, (key, _) in known.items() if not _is_whole(path, key)]
+        missing = self.processes.same(missing)
+        for path in self.processes.share(missing, lambda path: known[path][1].length):
+            key, piece = known[path]
+            body = {"format": _FORMAT, "key": key, "value": piece.compute()}
+            atomic_files.write_json(path, checksums.seal(body))
+        self.processes.wait()
+        return [
+            checksums.unseal(path.read_bytes(), format=_FORMAT, key=key)["value"]
+            for path, key in zip(paths, keys, strict=True)
+        ]
+
+    def attempted(self, name: str, pieces: Sequence[Piece]) -> list[Any] | None:
+        """The pieces, or None and a note where one of them cannot be had."""
+        return self.attempt(name, partial(self.pieces, pieces))
+
+    def attempt(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Return what `measure` returns, or None and note the failure in `not_run`."""
+        try:
+            return measure()
+        except NotWritten:
+            raise  # whatever is measured next could not be kept either
+        except Exception as error:
+            if self.processes.size > 1:
+                raise  # the others wait for this one
+            self.not_run.append(f"{name}: {reason(error)}")
+            return None
+
+    def identity(self, length: int, end: int) -> dict[str, Any]:
+        """What an answer depends on, besides the prompt: the same for the same rotation.
+
+        Many methods rotate a prompt alike: all that follow the length are the unpatched model up
+        to the trained length, and where they have grown to a factor, as good as all are a method
+        that was given it. What is the same is computed once.
+
+        Args:
+            length: Tokens that the model reads at once and rotates alike.
+            end: Tokens in the end, with the answer.
+        """
+        handle = current(self.model)
+        return {
+            "weights": self.weights,
+            "dtype": str(self.model.dtype),
+            "device": self.model.device.type,
+            "attention": self.model.config._attn_implementation,
+            "rotation": None if handle is None else _rotation(handle, length, end),
+            "trained_length": self.trained_length,
+            "versions": provenance.versions(),
+        }
+
+
+def _is_whole(path: Path, key: str) -> bool:
+    """Return whether a piece can be used; warn of a file that cannot."""
+    try:
+        checksums.unseal(path.read_bytes(), format=_FORMAT, key=key)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        logger.warning("%s is measured again: %s", path, error)
+        return False
+    return True
+
+
+def _rotation(handle: Patch, length: int, end: int) -> Any:
+    """What rotates a sequence; None for the model's own rotation."""
+    if handle.method.reach(max(length, 1), handle.trained_length) < end:
+        return [handle.method.name, handle.method.options()]  # changes on the way
+    found = {}
+    for kind, frequencies in handle.frequencies_at(length).items():
+        if not frequencies.close_to(handle.original_frequencies[kind]):
+            numbers = [frequencies.attention_factor, *frequencies.inv_freq.tolist()]
+            found[kind or "all"] = numbers
+    if found and handle.method.kept_tokens:
+        found["kept tokens"] = handle.method.kept_tokens
+    return found or None
+
+
+def _describe(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:
+    if handle is None:
+        return {"label": label, "method": None}
+    # A method that follows the length is shown as it is where the evaluation goes.
+    shown = handle.frequencies_at(longest) if handle.method.grows else handle.frequencies
+    return {
+        "label": label,
+        "method": handle.method.name,
+        "paper": handle.method.paper,
+        "factor": handle.factor,
+        "length": handle.length,
+        "follows_length": handle.method.follows_length(handle.trained_length),
+        "options": handle.method.options(),
+        "rope_parameters": {
+            kind or "all": handle.method.rope_parameters(geometry)
+            for kind, geometry in handle.geometries.items()
+        },
+        "frequencies": {
+            kind or "all": {
+                "unscaled": handle.geometries[kind].inv_freq().tolist(),
+                "inv_freq": frequencies.inv_freq.tolist(),
+                "attention_factor": frequencies.attention_factor,
+            }
+            for kind, frequencies in shown.items()
+        },
+    }
+
+
+def _dtype(request: Request) -> Any:
+    if request.dtype != "auto":
+        return getattr(torch, request.dtype)
+    return "auto" if torch.cuda.is_available() else torch.float32

@@ -1,0 +1,200 @@
+"""The same tasks on another engine: the commands that run lm-eval there, methods as configs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from rope_patch import tasks
+from rope_patch.evaluation.measures import external_tasks
+from rope_patch.evaluation.request import (
+    BASELINE,
+    KEY_TOKENS,
+    MEASURES,
+    PERPLEXITY,
+    SLIDING,
+    SPEED,
+    Request,
+    check_request,
+)
+from rope_patch.exporting import vllm
+from rope_patch.exporting.target import Target, nested
+from rope_patch.methods import registered
+from rope_patch.patching import check
+from rope_patch.patching.plan import Plan
+from rope_patch.pretrained import demo
+from rope_patch.pretrained.loading import empty_model, read_config
+from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.utils import atomic_files
+
+ENGINES = ("vllm",)
+
+_OURS_ALONE = {
+    PERPLEXITY: "reads one document in several ways, which lm-eval has no task for",
+    KEY_TOKENS: "needs a second pass over the same tokens with short context",
+    SLIDING: "needs windows at chosen places of a document",
+    SPEED: "times transformers' own forward passes; time the engine with its own benchmark",
+}
+_INSTEAD = "evaluate it with transformers (leave --engine out)"
+
+
+def commands(engine: str, request: Request) -> list[str]:
+    """The shell commands that run a request's tasks on another engine, through lm-eval.
+
+    The model's weights are not read. Each method becomes a config (`hf_overrides`), each length a
+    command, as an engine is started for one config and lm-eval builds tasks for one length. Results
+    go to folders of their own in the request's, as lm-eval writes them.
+
+    Args:
+        engine: One of `ENGINES`.
+        request: What to evaluate.
+
+    Returns:
+        Commands, and lines that begin with # where something is left out and why.
+
+    Raises:
+        ValueError: An engine that is not known, or a method or a request that it cannot run.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}: expected {', '.join(ENGINES)}")
+    path = demo.resolve(request.model)
+    if request.gguf_file is not None:
+        raise ValueError(
+            f"{engine} reads no GGUF file within a folder as transformers does: give a folder of "
+            f"safetensors, or {_INSTEAD}"
+        )
+    config = read_config(path)
+    check_request(request, path, config)
+    _check_saved(path)
+    runs = _runs(request)
+    if not runs:
+        name = request.tasks[0]
+        raise ValueError(f"{engine} cannot run {name}: it {_OURS_ALONE[name]}; {_INSTEAD}")
+    lines = _left_out(request)
+    for method in dict.fromkeys(request.methods):
+        plan = None
+        if method != BASELINE:
+            arguments = request.patch_arguments(method)
+            plan = check(empty_model(path, config), **arguments)
+            _require_rotation(plan)
+        folder = (
+            request.folder / engine / atomic_files.plain(str(plan.method) if plan else BASELINE)
+        )
+        for name, run in runs.items():
+            try:
+                changed = overrides(config, plan, run["length"])
+            except ValueError as error:
+                raise ValueError(f"{error}; leave it out, or {_INSTEAD}") from error
+            arguments = {
+                "pretrained": path,
+                "dtype": request.dtype,
+                "max_model_len": run["length"],
+                "hf_overrides": changed,
+            }
+            words = ["lm_eval", "--model", engine, "--model_args", json.dumps(arguments)]
+            words += ["--include_path", str(tasks.FOLDER)]
+            words += ["--tasks", ",".join(run["tasks"]), "--metadata", json.dumps(run["metadata"])]
+            words += ["--batch_size", "auto"]  # one sample at a time otherwise
+            words += ["--limit", str(run["limit"])] if run["limit"] else []
+            words += ["--output_path", str(folder / name), "--log_samples"]
+            lines.append(shlex.join(words))
+    return lines
+
+
+def overrides(config: Any, plan: Plan | None, length: int) -> dict[str, Any]:
+    """The entries of a model's config that make a method of it, in a form that vLLM reads alike.
+
+    transformers reads them alike, too.
+
+    Args:
+        config: The model's config.
+        plan: The method on this model; None for the model as it is.
+        length: Tokens of the longest sample.
+
+    Returns:
+        For `hf_overrides`; nested as the config is.
+
+    Raises:
+        ValueError: vLLM reads the method otherwise, whatever it is told.
+    """
+    text = config.get_text_config(decoder=True)
+    # vLLM makes cos and sin for so many positions, and refuses a larger max_model_len.
+    reached = max(length, text.max_position_embeddings, plan.length or 0 if plan else 0)
+    if plan is not None:
+        return vllm.overrides(Target.of_plan(plan, config), length, reached)
+    if reached == text.max_position_embeddings:
+        return {}
+    return nested(config, {"max_position_embeddings": reached})
+
+
+def _require_rotation(plan: Plan) -> None:
+    """Refuses a model whose positions are dropped, which has to be trained without them first."""
+    if not any(frequencies.inv_freq.any() for frequencies in plan.frequencies().values()):
+        raise ValueError(
+            f"vllm cannot run {plan.method}: nothing rotates there, which is to be trained first; "
+            f"leave it out, or {_INSTEAD}"
+        )
+
+
+def _check_saved(path: str) -> None:
+    """Refuses a saved patch that the folder's own config does not say in full."""
+    saved = read_sidecar(path)
+    if saved is None:
+        return
+    kind = registered().get(saved["method"])
+    follows = kind is None or kind(**saved["options"]).follows_length(saved["trained_length"])
+    if follows or not saved.get("native"):
+        raise ValueError(
+            f"vllm cannot run {path} as it was saved: it was patched with {saved['method']}, which "
+            f"its config does not say or vLLM reads otherwise; {_INSTEAD}"
+        )
+
+
+def _runs(request: Request) -> dict[str, dict[str, Any]]:
+    """What to ask lm-eval for, by the name of the folder that it goes to."""
+    own: dict[str, Any] = {
+        "samples": request.samples or len(request.depths),
+        "depths": list(request.depths),
+        "seed": request.seed,
+    }
+    if request.per_text:
+        own["per_text"] = request.per_text
+    if request.haystacks:
+        own["text"] = list(request.haystacks)
+    if request.questions:
+        own["questions"] = request.questions
+    theirs = [name for name in request.harness if external_tasks.made_at_length(name)]
+    others = [name for name in request.harness if name not in theirs]
+    runs: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, chosen: list[str], length: int, metadata: Any, limit: Any = None) -> None:
+        if chosen:
+            entry = {"tasks": chosen, "length": length, "metadata": metadata, "limit": limit}
+            runs[name] = entry
+
+    for length in request.lengths:
+        add(str(length), request.retrieval, length, {"length": length, **own})
+        for name in theirs:
+            spelled = external_tasks.spelled_length(name, length)
+            add(f"{name}-{length}", [name], length, spelled, request.samples)
+    drawn = {"samples": request.short_samples, "seed": request.seed}
+    add("short", request.short, request.longest, drawn)
+    add("lm_eval", others, request.longest, {}, request.samples)
+    return runs
+
+
+def _left_out(request: Request) -> list[str]:
+    """What lm-eval on another engine does not measure, a comment each."""
+    notes = [
+        f"# {name} is left out: it {_OURS_ALONE[name]}"
+        for name in MEASURES
+        if name in request.tasks
+    ]
+    if request.controls and request.retrieval:
+        notes.append('# controls are left out; add "planted": false to --metadata for them')
+    if request.precision is not None:
+        notes.append(
+            "# precision is left out: lm-eval takes as many samples as are named in --metadata"
+        )
+    return notes

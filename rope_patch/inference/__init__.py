@@ -1,0 +1,1 @@
+"""Score answers and keep them: shared prefixes, samples, journals."""

@@ -1,0 +1,306 @@
+"""What candidates are scored on: fixed sequences, of which some tokens count."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rope_patch.utils.errors import parse_json
+
+IGNORED = -100  # the label of a token that is not scored, as in transformers
+
+_DEPTHS = (10, 30, 50, 70, 90)  # percent, of the needle that is asked for first
+_TAIL = 8  # a document's last eighth is scored
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sequence to be read in one go, and which of its tokens count.
+
+    Attributes:
+        ids: Tokens.
+        answers: Half-open spans of positions, ascending: the tokens that are scored. Each is given
+            all the true tokens before it.
+        group: Samples of one group share a text: statistics take them as one.
+        prose: The scored tokens are those of a document instead of answers. A whole span of them
+            is never hit, so nobody counts.
+    """
+
+    ids: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...]
+    group: str
+    prose: bool = False
+
+    def __post_init__(self) -> None:
+        edges = [edge for span in self.answers for edge in span]
+        spans = all(start < stop for start, stop in self.answers)
+        if not edges or not spans or edges != sorted(edges):
+            raise ValueError(
+                "answers must be spans of positions, ascending and without overlap, got "
+                f"{list(self.answers)}"
+            )
+        if edges[0] < 1 or edges[-1] > len(self.ids):
+            raise ValueError(
+                f"answers must lie within positions 1 to {len(self.ids) - 1} (the first token has "
+                f"nothing before it), got {list(self.answers)}"
+            )
+
+    @property
+    def positions(self) -> list[int]:
+        """The positions of all scored tokens."""
+        return [p for start, stop in self.answers for p in range(start, stop)]
+
+
+def digest(samples: Sequence[Sample]) -> str:
+    """Tells sets of samples apart."""
+    said = [[s.ids, s.answers, s.group, s.prose] for s in samples]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def needle_samples(
+    tokenizer: Any,
+    length: int,
+    count: int,
+    seed: int,
+    texts: Sequence[str] | None = None,
+    planted: bool = True,
+) -> list[Sample]:
+    """Four needles in prose, all four asked for, their values scored.
+
+    RULER's multi-query needles (arXiv:2404.06654), of which only the values' tokens count: what
+    LongRoPE2 (arXiv:2502.20082) searches by. One pass asks for four depths: the first needle's
+    depths take turns, the others are drawn.
+
+    Args:
+        tokenizer: The model's.
+        length: Tokens of each, in all.
+        count: How many; each has a text of its own.
+        seed: Another one makes other needles in other texts.
+        texts: Names or files; those that come with the package unless given.
+        planted: False builds the control: the same questions, of texts without their answers.
+
+    Raises:
+        ValueError: A text that is shorter than the length, which is then too short for a haystack.
+    """
+    from rope_patch.tasks.needles import multiquery
+
+    require_long(tokenizer, texts, length)
+    rows = multiquery(
+        tokenizer=tokenizer,
+        length=length,
+        samples=count,
+        depths=_DEPTHS,
+        seed=seed,
+        planted=planted,
+        text=None if texts is None else tuple(texts),
+    )["test"]
+    return _asked(tokenizer, rows, seed)
+
+
+def needles_refusal(tokenizer: Any, length: int) -> str | None:
+    """Return why a length has no room for `needle_samples`, or None where it has."""
+    from rope_patch.tasks.samples import TooShort
+
+    try:
+        needle_samples(tokenizer, length, 1, seed=0)
+    except TooShort as error:
+        return f"needles in prose take {error.least:,} tokens with this tokenizer"
+    return None
+
+
+def recall_samples(
+    tokenizer: Any, length: int, count: int, seed: int, planted: bool = True
+) -> list[Sample]:
+    """Return pairs of words in noise, all eight keys asked for, the values scored.
+
+    For models whose training was too short for `needle_samples`, or that read no English: a sample
+    needs a few dozen tokens, and every word is one token of the model's own vocabulary.
+
+    Args:
+        tokenizer: The model's.
+        length: Tokens of each, in all.
+        count: How many; each has a text of its own.
+        seed: Another one makes other pairs.
+        planted: False builds the control: the same questions, of texts with other pairs.
+
+    Raises:
+        ValueError: A length without room for the pairs, or a tokenizer with too few words.
+    """
+    from rope_patch.tasks.recall import multiquery
+
+    rows = multiquery(
+        tokenizer=tokenizer, length=length, samples=count, seed=seed, planted=planted
+    )["test"]
+    return _asked(tokenizer, rows, seed)
+
+
+def _asked(tokenizer: Any, rows: Any, seed: int) -> list[Sample]:
+    """Return samples of rows that ask for several answers in one target."""
+    found = []
+    for row in rows:
+        prompt = f"{row['input']} {row['gen_prefix']}"
+        whole = f"{prompt} {row['target']}"
+        ids = _encode(tokenizer, whole)
+        answers, at = [], len(prompt)
+        for value in row["answers"]:
+            here = re.compile(rf"\b{re.escape(value)}\b").search(whole, at)
+            assert here is not None, f"{value!r} is not in its target"
+            # The space before it is a part of its first token, or a token that tells nothing.
+            first = _common(ids, _encode(tokenizer, whole[: here.start()]))
+            at = here.end()
+            answers.append((first, _common(ids, _encode(tokenizer, whole[:at]))))
+        found.append(Sample(tuple(ids), tuple(answers), f"{seed}/{row['text']}"))
+    return found
+
+
+def document_samples(
+    tokenizer: Any, length: int, count: int, seed: int, texts: Sequence[str] | None = None
+) -> list[Sample]:
+    """Passages of prose, their last eighth scored.
+
+    So every scored token sees at least seven eighths of the length before it, as with a window
+    that slides by an eighth. Scoring all of a passage would mostly measure how the model does with
+    little context, where any stretch only costs.
+
+    Args:
+        tokenizer: The model's.
+        length: Tokens of each.
+        count: How many, drawn from all that the texts have, none overlapping another.
+        seed: Of the draw.
+        texts: Names or files; those that come with the package unless given.
+
+    Raises:
+        ValueError: The texts are shorter than that.
+    """
+    from rope_patch.tasks import texts as library
+
+    names = list(texts or library.names())
+    excerpts = []
+    for name in names:
+        available = len(_encode(tokenizer, library.read(name))) // length
+        if not available:
+            require_long(tokenizer, [name], length)
+        excerpts += library.documents([name], tokenizer, length, available)
+    if len(excerpts) < count:
+        raise ValueError(
+            f"{count} passages of {length:,} tokens are needed, the texts {', '.join(names)} have "
+            f"{len(excerpts)}: give more texts, fewer samples or a shorter length"
+        )
+    drawn = random.Random(f"{seed}/documents/{length}").sample(excerpts, count)
+    first = length - max(length // _TAIL, 1)
+    return [Sample(tuple(d.tokens), ((first, length),), d.name, prose=True) for d in drawn]
+
+
+def read_samples(file: str | Path) -> list[Sample]:
+    """Samples from JSON lines with `input_ids` and `labels`, as training data has them.
+
+    Labels stand at their own token's position, -100 where nothing is scored; neighbours that are
+    scored are one answer. A `group` tells which samples share a text.
+
+    Raises:
+        ValueError: Not such a file; says which line is wrong.
+    """
+    found = []
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read samples from {file}: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            said = parse_json(line)
+            ids, labels = said["input_ids"], said["labels"]
+            if not all(type(token) is int for token in [*ids, *labels]):
+                raise TypeError("tokens are whole numbers")
+            found.append(_labelled(ids, labels, str(said.get("group", number))))
+        except (ValueError, KeyError, TypeError) as error:
+            said = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(
+                f"{file}, line {number}: expected JSON with input_ids and labels, as many of each; "
+                f"{said}"
+            ) from None
+    if not found:
+        raise ValueError(f"{file} holds no samples: expected JSON lines with input_ids and labels")
+    return found
+
+
+def recalled(input_ids: Any, labels: Any) -> list[Sample]:
+    """Samples from tensors of tokens and labels, both `[B, S]`; each row is a group of its own."""
+    rows = zip(input_ids.tolist(), labels.tolist(), strict=True)
+    return [_labelled(ids, told, str(number)) for number, (ids, told) in enumerate(rows)]
+
+
+def swapped(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
+    """The control of any samples: each answer replaced by one to another sample.
+
+    A model that finds the answers thinks these unlikely; one that does not, as likely as the right
+    ones. What has no other answer of as many tokens is no longer scored.
+    """
+    rng = random.Random(seed)
+    pool: dict[int, set[tuple[int, ...]]] = {}
+    for sample in samples:
+        for start, stop in sample.answers:
+            pool.setdefault(stop - start, set()).add(sample.ids[start:stop])
+    found = []
+    for sample in samples:
+        ids, answers = list(sample.ids), []
+        own = {sample.ids[start:stop] for start, stop in sample.answers}
+        for start, stop in sample.answers:
+            if others := sorted(pool[stop - start] - own):
+                ids[start:stop] = rng.choice(others)
+                answers.append((start, stop))
+        if answers:
+            found.append(replace(sample, ids=tuple(ids), answers=tuple(answers)))
+    return found
+
+
+def _labelled(ids: list[int], labels: list[int], group: str) -> Sample:
+    if len(ids) != len(labels):
+        raise ValueError(f"got {len(ids)} input_ids and {len(labels)} labels")
+    answers: list[tuple[int, int]] = []
+    for position, label in enumerate(labels):
+        if label == IGNORED:
+            continue
+        if label != ids[position]:
+            raise ValueError(
+                f"the label at position {position} is {label}, its token {ids[position]}: labels "
+                "stand at their own token's position"
+            )
+        if answers and answers[-1][1] == position:
+            answers[-1] = (answers[-1][0], position + 1)
+        else:
+            answers.append((position, position + 1))
+    return Sample(tuple(ids), tuple(answers), group)
+
+
+def require_long(tokenizer: Any, texts: Sequence[str] | None, length: int) -> None:
+    """Refuses texts that would have to be repeated to fill a sample."""
+    from rope_patch.tasks import texts as library
+
+    for name in texts or ():
+        if (tokens := len(_encode(tokenizer, library.read(name)))) < length:
+            raise ValueError(
+                f"the text {name!r} has {tokens:,} tokens, {length:,} are needed: give a longer "
+                "one or a shorter length"
+            )
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, verbose=False).input_ids
+
+
+def _common(ids: list[int], start: list[int]) -> int:
+    """How many tokens two lists begin with in common."""
+    same = 0
+    for one, other in zip(ids, start, strict=False):
+        if one != other:
+            break
+        same += 1
+    return same

@@ -1,0 +1,1 @@
+"""What a model's code does with its rotation, read from the live model."""

@@ -1,0 +1,227 @@
+"""How an architecture turns its keys, found out by asking its own code."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.ops.reference import rotate
+from rope_patch.patching.architecture.attention_source import takes_one
+from rope_patch.patching.architecture.probe import fresh, hand_out
+from rope_patch.patching.architecture.rotary_modules import Rotary
+from rope_patch.patching.defaults import as_by_default
+from rope_patch.patching.kernels.liger import is_ligers
+from rope_patch.rope_config import by_layer_type
+
+_NOT_YET = "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
+
+# Layers that share another one's keys cache none of their own.
+_HARMLESS = {"self.is_kv_shared_layer"}
+
+# Architectures whose attentions ask whether they are given a rotation, and always are.
+_ALWAYS = ("falcon", "granitemoehybrid", "olmo_hybrid")
+
+
+@as_by_default()
+def is_interleaved(rotary: Rotary, config: Any) -> bool:
+    """Whether a model's rotated pairs are neighbours, rather than halves apart.
+
+    A random key goes through the `apply_rotary_pos_emb` of the model's modeling file, and the
+    result is compared with ours in both layouts.
+
+    Args:
+        rotary: The model's rotary module.
+        config: Its text config.
+
+    Raises:
+        ValueError: Neither is what the model does.
+    """
+    apply: Any = getattr(sys.modules[type(rotary.module).__module__], "apply_rotary_pos_emb", None)
+    if is_ligers(apply):
+        return False  # it knows halves only, and cannot be asked here: it runs on GPUs only
+    kind, prefix = next(iter(rotary.prefixes.items()))
+    module = fresh(rotary, config)
+    with torch.device("cpu"):
+        inv_freq = getattr(module, f"{prefix}inv_freq").float()
+        positions = torch.tensor([[0, 1, 7, 30]])
+        generator = torch.Generator().manual_seed(0)
+        keys = torch.randn(1, 2, 4, 2 * len(inv_freq), generator=generator)
+    angle = positions[..., None] * inv_freq
+    scale = float(getattr(module, f"{prefix}attention_scaling"))
+    cos, sin = (f(angle)[:, None] * scale for f in (torch.cos, torch.sin))
+    if apply is not None:
+        try:
+            given = hand_out(module, keys, positions, kind)
+            got = apply(keys, *given) if takes_one(apply) else apply(keys, keys, *given)[1]
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            got = None  # another signature: another kind of rotation
+        for interleaved in (False, True):
+            expected = rotate(keys, cos, sin, interleaved=interleaved)
+            if isinstance(got, torch.Tensor) and torch.allclose(got, expected, atol=1e-5):
+                return interleaved
+    raise ValueError(
+        f"{type(rotary.module).__name__} turns keys neither as pairs of neighbours nor of halves, "
+        f"and other ways {_NOT_YET}"
+    )
+
+
+def repeats_neighbours(rotary: Rotary, config: Any) -> bool:
+    """Whether cos and sin hold each number twice in a row (Cohere), rather than all of them twice.
+
+    Args:
+        rotary: The model's rotary module.
+        config: Its text config.
+    """
+    module = fresh(rotary, config)
+    with torch.device("cpu"):
+        x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
+    kind = next(iter(rotary.prefixes))
+    cos = hand_out(module, x, positions, kind)[0]
+    return torch.equal(cos[..., 0::2], cos[..., 1::2])
+
+
+def holds_halves(rotary: Rotary, config: Any) -> bool:
+    """Whether cos and sin hold each pair's number once, not twice (DeepSeek-V4).
+
+    Args:
+        rotary: The model's rotary module.
+        config: Its text config.
+    """
+    module = fresh(rotary, config)
+    with torch.device("cpu"):
+        x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
+    kind, prefix = next(iter(rotary.prefixes.items()))
+    cos = hand_out(module, x, positions, kind)[0]
+    return cos.shape[-1] < 2 * len(getattr(module, f"{prefix}inv_freq"))
+
+
+def takes_rows(rotary: Rotary, config: Any) -> bool:
+    """Whether a rotary module's own forward takes other frequencies for each row, `[B, 1, R / 2]`.
+
+    That of transformers 5.0 does not yet.
+
+    Args:
+        rotary: The model's rotary module.
+        config: Its text config.
+    """
+    module = fresh(rotary, config)
+    with torch.device("cpu"):
+        x, positions = torch.zeros(2, 3, 4), torch.arange(3)[None]
+    kind, prefix = next(iter(rotary.prefixes.items()))
+    own = getattr(module, f"{prefix}inv_freq")
+    given = (x, positions) if kind is None else (x, positions, kind)
+    apart = []
+    for inv_freq in (own, own / 2):
+        setattr(module, f"{prefix}inv_freq", inv_freq)
+        apart.append(module(*given))
+    setattr(module, f"{prefix}inv_freq", torch.stack([own, own / 2])[:, None])
+    try:
+        together = module(*given)
+    except RuntimeError:
+        return False
+    expected = [torch.cat(parts) for parts in zip(*apart, strict=True)]
+    return all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
+
+
+def several_positions(module: Any, config: Any) -> bool:
+    """Whether a rotary module gives a token several positions (M-RoPE), each its own pairs.
+
+    Args:
+        module: A rotary module; no other has sections.
+        config: The text config.
+    """
+    spelled = by_layer_type(config.rope_parameters).values()
+    return hasattr(module, "mrope_section") or any("mrope_section" in p for p in spelled)
+
+
+def rotated_layers(decoder: nn.Module, config: Any) -> list[str | None]:
+    """The layer type of every layer that rotates its keys, "" for those that do not (NoPE).
+
+    Args:
+        decoder: The module that holds the layers.
+        config: The model's text config.
+
+    Raises:
+        ValueError: The keys are cached in a form that cannot be followed, or only some layers
+            rotate and it is unknown which.
+    """
+    if "qk_rope_head_dim" in vars(config):
+        raise ValueError(
+            f"{type(config).__name__} caches compressed keys (multi-head latent attention), which "
+            f"{_NOT_YET}"
+        )
+    spelled = by_layer_type(config.rope_parameters)
+    if any(several_positions(module, config) for module in decoder.modules()):
+        raise ValueError(
+            f"{type(config).__name__} gives a token several positions (M-RoPE), which {_NOT_YET}"
+        )
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    return [
+        (None if None in spelled else kinds[index]) if rotates else ""
+        for index, rotates in enumerate(_rotates(decoder, config, kinds))
+    ]
+
+
+def _rotates(decoder: nn.Module, config: Any, kinds: list[str | None]) -> list[bool]:
+    if getattr(config, "no_rope_layers", None):  # SmolLM3, Llama 4: 1 where a layer rotates
+        return [bool(rotates) for rotates in config.no_rope_layers]
+    if config.model_type in ("cohere2", "exaone4", "exaone_moe"):  # windows rotate, the rest not
+        sliding = [kind == "sliding_attention" for kind in kinds]
+        whole = config.model_type != "cohere2" and getattr(config, "sliding_window", None) is None
+        return [whole or window for window in sliding]
+    rotates = [True] * len(kinds)
+    if config.model_type in _ALWAYS:
+        return rotates
+    for module in decoder.modules():
+        kind: Any = type(module)
+        for condition, wanted in _conditions(kind):
+            if condition in _HARMLESS:
+                continue
+            said, layer = _said(module, condition), getattr(module, "layer_idx", None)
+            if said is None or not isinstance(layer, int):
+                raise ValueError(
+                    f"{type(module).__name__} rotates only if {condition}: layers that do not "
+                    f"rotate {_NOT_YET}"
+                )
+            rotates[layer] &= said is wanted
+    return rotates
+
+
+def _said(module: nn.Module, condition: str) -> bool | None:
+    """What a condition comes to that depends on nothing but the module; None if on more."""
+    names = {n.id for n in ast.walk(ast.parse(condition)) if isinstance(n, ast.Name)}
+    if names != {"self"}:
+        return None
+    try:
+        return bool(eval(condition, {"__builtins__": {}}, {"self": module}))
+    except (AttributeError, TypeError):
+        return None
+
+
+@functools.cache
+def _conditions(kind: Any) -> frozenset[tuple[str, bool]]:
+    """What a module class makes its rotation depend on, as its forward is written.
+
+    Returns:
+        Conditions, and whether they are to be true or false.
+    """
+    try:
+        forward = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, TypeError, AttributeError, SyntaxError):
+        return frozenset()
+    return frozenset(
+        (ast.unparse(choice.test), wanted)
+        for choice in ast.walk(forward)
+        if isinstance(choice, ast.If)
+        for wanted, parts in ((True, choice.body), (False, choice.orelse))
+        for part in parts
+        for call in ast.walk(part)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "apply_rotary_pos_emb"
+    )

@@ -1,0 +1,84 @@
+"""The config of a patched model: a copy that tells the truth, on every module that holds it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from rope_patch.patching.undo_log import Swaps
+
+
+class ConfigSwap:
+    """Gives one model configs of its own, so that another made from the same object is untouched.
+
+    Undoing restores the changed fields, and then the very objects that stood there, unless somebody
+    changed the copies meanwhile (a resized vocabulary, another attention kernel): those changes are
+    the user's and stay.
+    """
+
+    def __init__(self) -> None:
+        self._swaps = Swaps()
+        self._fields = Swaps()
+        self._copies: list[tuple[PreTrainedConfig, PreTrainedConfig]] = []
+
+    def apply(self, model: nn.Module, kind: type, fields: dict[str, Any]) -> None:
+        """Makes the copies and changes them.
+
+        Args:
+            model: The model whose modules hold configs.
+            kind: The class of the configs to change.
+            fields: Their new values.
+        """
+        copies: dict[int, Any] = {}  # deepcopy's memo: also maps configs inside other configs
+        for module in model.modules():
+            for attribute, value in list(vars(module).items()):
+                if not isinstance(value, PreTrainedConfig):
+                    continue
+                if id(value) not in copies:
+                    own = copy.deepcopy(value, copies)
+                    self._copies.append((own, copy.deepcopy(own)))
+                self._swaps.set(module, attribute, copies[id(value)])
+        texts = [own.get_text_config(decoder=True) for own, _ in self._copies]
+        for config in {id(text): text for text in texts if isinstance(text, kind)}.values():
+            for name, value in fields.items():
+                name = config.attribute_map.get(name, name)
+                self._fields.set(config, name, copy.deepcopy(value))
+
+    def undo(self) -> list[str]:
+        """Restore the fields, and the original objects if nothing else was changed.
+
+        Returns:
+            The names of the fields that somebody has set to another value since; those stay.
+        """
+        foreign = self._fields.undo()
+        if not foreign and all(_equal(own, unchanged) for own, unchanged in self._copies):
+            foreign += self._swaps.undo()
+        else:
+            self._swaps.forget()
+        self._copies.clear()
+        return foreign
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compare all attributes, also those that a config's own `==` leaves out.
+
+    That of transformers 5.1 and later compares the fields of a dataclass: neither the attention
+    kernel nor an attribute that was added is among them.
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    plain = type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__") and not callable(one)
+    if plain or isinstance(one, PreTrainedConfig):
+        return _equal(vars(one), vars(other))
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):  # arrays have no single answer
+        return False

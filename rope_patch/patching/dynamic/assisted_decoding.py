@@ -1,0 +1,142 @@
+"""Candidates of assisted decoding, up to the next change of frequencies.
+
+Tokens processed together use the frequencies of the last one. A candidate beyond a change of
+frequencies, accepted or not, would so decide how the tokens before it are rotated. Candidates
+therefore end at the length which the frequencies of the next token serve: assisted decoding then
+rotates every token as decoding token by token does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.patching.dynamic.cache_record import Record
+from rope_patch.patching.dynamic.sequence_lengths import spans
+from rope_patch.patching.undo_log import Swaps
+
+_SLOT = "_get_candidate_generator"  # transformers' method which assisted decoding calls once
+
+
+def limit_candidates(
+    model: nn.Module, followings: Sequence[tuple[nn.Module, Any, Any]], swaps: Swaps
+) -> None:
+    """End the candidates of assisted decoding where frequencies change.
+
+    Args:
+        model: The patched model, or anything around it.
+        followings: Each decoder which follows lengths, its rotary module and its `Following`.
+        swaps: Where the changes are recorded.
+    """
+    for decoder, _, following in followings:
+        for module in model.modules():
+            # Wrappers such as PEFT's and torch.compile's hand this method on: not theirs.
+            if hasattr(type(module), _SLOT) and any(m is decoder for m in module.modules()):
+                swaps.set(module, _SLOT, _Limiting(getattr(module, _SLOT), following))
+
+
+class _Limiting:
+    """A model's `_get_candidate_generator`, whose generators know the frequencies' reach."""
+
+    def __init__(self, own: Any, following: Any) -> None:
+        self.own = own
+        self.following = following
+
+    def __call__(self, *, input_ids: torch.Tensor, model_kwargs: dict[str, Any], **given: Any):
+        generator = self.own(input_ids=input_ids, model_kwargs=model_kwargs, **given)
+        limit = _Limit(generator, self.following, _Row(input_ids, model_kwargs))
+        generator.get_candidates = limit.get_candidates
+        generator.update_candidate_strategy = limit.update_candidate_strategy
+        return generator
+
+
+class _Row:
+    """Positions of the one sequence that assisted decoding extends.
+
+    Attributes:
+        tokens: Ids which the sequence had when decoding began.
+        first: Its first position.
+        largest: Its largest position then; not the last one's where positions start anew.
+        last: The position of its last token then.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        self.tokens = input_ids.shape[1]
+        embeddings = model_kwargs.get("inputs_embeds")
+        width = max(self.tokens, 0 if embeddings is None else embeddings.shape[1])
+        mask = model_kwargs.get("attention_mask")
+        positions = model_kwargs.get("position_ids")
+        if positions is None and mask is not None:
+            positions = mask.long().cumsum(-1) - 1
+        elif positions is None:
+            positions = torch.arange(width, device=input_ids.device)[None]
+        cache: Any = model_kwargs.get("past_key_values")
+        record = getattr(cache, "rotation", None)
+        past = cache.get_seq_length() if isinstance(record, Record) else 0
+        new = positions[:, -(width - past) :]
+        if mask is not None:
+            new = torch.where(mask[:, -new.shape[1] :].bool(), new, -1)
+        if isinstance(record, Record) and past:
+            new = torch.cat([record.positions[:, :past].to(new.device), new], dim=1)
+        self.first, self.largest = spans(new)[0].tolist()
+        self.last = positions[0, -1].item()
+
+
+class _Limit:
+    """Two methods of a candidate generator, around its own."""
+
+    def __init__(self, generator: Any, following: Any, row: _Row) -> None:
+        self.generator = generator
+        self.following = following
+        self.row = row
+        self.own = generator.get_candidates
+        self.own_update = generator.update_candidate_strategy
+        self.shortened = False
+
+    def room(self, tokens: int) -> float:
+        """Return how many tokens may follow the first `tokens` ids under the same frequencies."""
+        if self.following.fixed is not None:
+            return math.inf
+        row = self.row
+        last = row.last + tokens - row.tokens
+        reach = self.following.sets.reach(max(row.largest, last) - row.first + 1)
+        return reach if math.isinf(reach) else int(row.first + reach - 1 - last)
+
+    def get_candidates(
+        self, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens = input_ids.shape[1]
+        from transformers.generation.candidate_generator import (
+            UniversalSpeculativeDecodingGenerator,
+        )
+
+        room = self.room(tokens)
+        wanted = getattr(self.generator, "num_assistant_tokens", None)
+        if wanted is not None:
+            # This one counts on candidates in every round: it drafts one, which is dropped below.
+            least = 1 if isinstance(self.generator, UniversalSpeculativeDecodingGenerator) else 0
+            self.generator.num_assistant_tokens = min(wanted, max(room, least))
+        try:
+            ids, scores = self.own(input_ids, *args, **kwargs)
+        finally:
+            if wanted is not None:
+                self.generator.num_assistant_tokens = wanted
+        candidates = ids.shape[1] - tokens
+        self.shortened = room < (candidates if wanted is None else wanted)
+        if candidates > room:
+            room = int(room)
+            ids = ids[:, : tokens + room]
+            # Without candidates there is nothing that their scores could decide.
+            scores = scores[:, :room] if scores is not None and room else None
+        return ids, scores
+
+    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
+        wanted = getattr(self.generator, "num_assistant_tokens", None)
+        self.own_update(*args, **kwargs)
+        if wanted is not None and self.shortened:
+            # It would take a short draft for one that the model agreed with altogether.
+            self.generator.num_assistant_tokens = wanted

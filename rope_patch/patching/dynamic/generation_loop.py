@@ -1,0 +1,163 @@
+"""Positions of generate's next token, known without reading them from a device.
+
+A new token may stand anywhere, so its position has to be read, which on a GPU waits for the device.
+transformers' own decoding loop extends its position_ids by the last one plus 1. So after the first
+read, positions are certain as long as each step's tensor is the one which transformers made from
+the tensor of the step before, and the decoder is given just that. Everything else is read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.patching.undo_log import Swaps
+
+_PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+
+
+class _Seen:
+    """A tensor at a moment, to recognise it if nobody wrote into it since then."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version = _version(tensor)
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        return self._tensor() is tensor and self._version == _version(tensor)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass
+class _Step:
+    """One decoding step of generate.
+
+    Attributes:
+        source: What the step's positions were made from; see `_source`.
+        given: The positions which generate hands to the model, `[B, 1]`.
+        positions: The same as numbers, B of them, where they are known.
+        done: Whether the decoder had its forward.
+    """
+
+    source: _Seen
+    given: _Seen
+    positions: list[float] | None
+    done: bool = False
+
+
+class GenerationLoop(threading.local):
+    """What a decoder knows of the generate loop which calls it in this thread."""
+
+    def __init__(self) -> None:
+        self._step: _Step | None = None
+        self._next: _Seen | None = None
+
+    def prepare(self, source: torch.Tensor | None, given: torch.Tensor | None) -> None:
+        """Note a step for which generate prepared the inputs."""
+        last, following = self._step, self._next
+        self._step = self._next = None
+        if source is None or given is None or given.ndim != 2 or given.shape[1] != 1:
+            return
+        positions = None
+        linked = following is not None and following.is_still(source)
+        if linked and last is not None and last.positions:
+            positions = [position + 1 for position in last.positions]
+        self._step = _Step(_Seen(source), _Seen(given), positions)
+
+    def update(self, before: torch.Tensor | None, after: torch.Tensor | None, tokens: int) -> None:
+        """Note what generate extends by the new tokens' positions, before and after it does."""
+        step, self._next = self._step, None
+        if step is None or not step.done or before is None or after is None or tokens != 1:
+            return
+        if step.source.is_still(before):
+            self._next = _Seen(after)
+
+    def take(self, given: torch.Tensor | None) -> list[float] | None:
+        """Return the positions that a decoder's forward is given, if they are certain.
+
+        Args:
+            given: The forward's `position_ids`; None in a compiled graph, which has others.
+        """
+        step = self._step
+        if step is None or step.done or (given is not None and not step.given.is_still(given)):
+            self._step = None
+            return None
+        step.done = True
+        return step.positions
+
+    def note(self, positions: list[float]) -> None:
+        """Note the positions of the present step; negative where a mask hides them."""
+        if self._step is not None:
+            self._step.positions = positions if min(positions) >= 0 else None
+
+
+def watch_generate(
+    model: nn.Module, followings: list[tuple[nn.Module, Any, Any]], swaps: Swaps
+) -> None:
+    """Tell each `Following` of the steps of its model's generate.
+
+    Does nothing for an architecture which prepares its inputs in a way of its own.
+
+    Args:
+        model: The patched model, or anything around it.
+        followings: Each decoder which follows lengths, its rotary module and its `Following`.
+        swaps: Where the changes are recorded.
+    """
+    for decoder, _, following in followings:
+        for module in model.modules():
+            stock = all(_is_stock(module, name) for name in (_PREPARE, _UPDATE))
+            if stock and any(inner is decoder for inner in module.modules()):
+                swaps.set(module, _PREPARE, _Preparing(getattr(module, _PREPARE), following))
+                swaps.set(module, _UPDATE, _Updating(getattr(module, _UPDATE), following))
+
+
+def _is_stock(module: nn.Module, name: str) -> bool:
+    from transformers import GenerationMixin  # which takes seconds, and models have done it
+
+    own = getattr(type(module), name, None)
+    return own is getattr(GenerationMixin, name) and name not in vars(module)
+
+
+def _source(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return what generate extends from step to step: its positions, or what it counts them by."""
+    positions = model_kwargs.get("position_ids")
+    return model_kwargs.get("attention_mask") if positions is None else positions
+
+
+class _Around:
+    """A method of a model, with the signature of the one it stands for."""
+
+    def __init__(self, own: Any, following: Any) -> None:
+        self.own = own
+        self.following = following
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own)  # generate tells by it what a model takes
+
+
+class _Preparing(_Around):
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = self.own(*args, **kwargs)
+        self.following.loop.prepare(_source(kwargs), inputs.get("position_ids"))
+        return inputs
+
+
+class _Updating(_Around):
+    def __call__(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        before = _source(model_kwargs)
+        updated = self.own(outputs, model_kwargs, *args, **kwargs)
+        tokens = args[1] if len(args) > 1 else kwargs.get("num_new_tokens", 1)
+        self.following.loop.update(before, _source(updated), tokens)
+        return updated

@@ -1,0 +1,1 @@
+"""This package's rotation inside a model's own attention."""

@@ -1,0 +1,71 @@
+"""Liger's rotation, in the place of transformers' own.
+
+`TrainingArguments(use_liger_kernel=True)` puts it into the modeling file when training starts, for
+every model of that file in the process, and nothing takes it out again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.patching.architecture.rotary_modules import Rotary
+from rope_patch.patching.undo_log import Swaps
+
+logger = logging.getLogger("rope_patch")
+
+# What Liger replaces: in most files, in Qwen 2 VL's, in Llama 4's.
+_ROTATIONS = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
+
+
+def is_ligers(function: Any) -> bool:
+    """Whether a function is one of Liger's."""
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "liger_kernel"
+
+
+class LigerWatch:
+    """Says once, for one patched model, that Liger's rotation is there, and what that means."""
+
+    def __init__(self, rotary: Rotary, ours: bool) -> None:
+        self.file = type(rotary.module).__module__
+        self.ours = ours
+        self.said = False
+
+    def __call__(self, *_: Any) -> None:
+        if self.said or torch.compiler.is_compiling():
+            return
+        module = sys.modules.get(self.file)
+        for name in _ROTATIONS:
+            if is_ligers(getattr(module, name, None)):
+                self.said = True
+                logger.warning(_MESSAGE, name, self.file, _OURS if self.ours else _THEIRS)
+
+
+_MESSAGE = (
+    "Liger's rotation stands in the place of %s of %s, as the Trainer's use_liger_kernel=True puts "
+    "it there: %s. To leave it out, and keep all else of Liger, train with "
+    "liger_kernel_config={'rope': False}."
+)
+_OURS = "this model goes on rotating by rope_patch's own, which Liger's does not reach"
+_THEIRS = (
+    "it rotates this model now, by the frequencies of the patch; that is right only for heads that "
+    "rotate as Llama's do, in halves"
+)
+
+
+def watch_for_liger(owner: nn.Module, rotary: Rotary, *, ours: bool, swaps: Swaps) -> None:
+    """Warns if Liger's rotation is there, or else as soon as a forward finds it there.
+
+    Args:
+        owner: The module that holds a rotary module, and is called in every forward.
+        rotary: The rotary module.
+        ours: Whether the attentions' rotation is rope_patch's.
+        swaps: Where the changes are recorded.
+    """
+    watch = LigerWatch(rotary, ours)
+    watch()
+    swaps.hook(owner, before=watch)

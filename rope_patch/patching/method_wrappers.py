@@ -1,0 +1,210 @@
+"""A method that starts where a config's own, trained-in scaling ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods import Frequencies, Method
+from rope_patch.methods.base import origin
+from rope_patch.methods.linear import Linear
+from rope_patch.methods.mixed import Mixed
+from rope_patch.methods.nope import NoPE
+from rope_patch.rope_config import by_layer_type, own_scaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapped(Method):
+    """Named, described and saved as what is within; subclasses say what they do to its rotation.
+
+    Attributes:
+        inner: The method within.
+    """
+
+    inner: Method
+
+    def __post_init__(self) -> None:
+        # What describes a method's class describes this one, too.
+        for name in ("name", "paper", "training", "grows", "factor_in_formula", "factor"):
+            object.__setattr__(self, name, getattr(self.inner, name))
+
+    @property
+    def native(self) -> bool:
+        return self.inner.native
+
+    @property
+    def kept_tokens(self) -> int:
+        return self.inner.kept_tokens
+
+    def reach(self, length: float, trained_length: int) -> float:
+        return self.inner.reach(length, trained_length)
+
+    def options(self) -> dict[str, Any]:
+        return self.inner.options()
+
+    def __str__(self) -> str:
+        return str(self.inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued(Wrapped):
+    """Stretches what a model runs with, instead of the unscaled rotation.
+
+    The geometry brings the frequencies and the attention factor to start from. A model that has two
+    sets of its own (LongRoPE) keeps the short one for short sequences. Layer types without a
+    scaling of their own are extended by the inner method alone.
+
+    Attributes:
+        standing: The `rope_parameters` of each layer type that starts from its own scaling.
+        short: The frequencies that these layer types have for short sequences, `[R / 2]`, where
+            they are others than the geometry's.
+        short_length: Up to how many tokens.
+        sharpens: Whether `inner` has an attention factor of its own at the target, for some layer
+            type with a short set.
+        stops: The layer types of which some pair does not rotate there.
+    """
+
+    standing: Mapping[str | None, dict[str, Any]]
+    short: Mapping[str | None, tuple[float, ...]] = field(default_factory=dict)
+    short_length: int = 0
+    sharpens: bool = False
+    stops: frozenset[str | None] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        inner: Method,
+        geometries: Mapping[str | None, Geometry],
+        standing: Mapping[str | None, dict[str, Any]],
+    ) -> Method:
+        """Puts a method on geometries of which some were started from a model's own scaling.
+
+        Args:
+            inner: The method.
+            geometries: Where it starts, for each layer type.
+            standing: The config's `rope_parameters` for each.
+
+        Returns:
+            `inner` itself where no geometry was.
+
+        Raises:
+            ValueError: Layer types change from their short to their long sets at different lengths.
+        """
+        running = {kind: geometry for kind, geometry in geometries.items() if geometry.base}
+        if not running:
+            return inner
+        short: dict[str | None, tuple[float, ...]] = {}
+        lengths: dict[str | None, int] = {}
+        for kind, geometry in running.items():
+            said = standing[kind]
+            if isinstance(inner, NoPE) or own_scaling(said) != "longrope":
+                continue  # what rotates nothing leaves no set of frequencies, short or long
+            if said["short_factor"] != said["long_factor"]:
+                stretch = torch.tensor(said["short_factor"], dtype=torch.float64, device="cpu")
+                short[kind] = tuple((geometry.unscaled() / stretch).tolist())
+                lengths[kind] = int(said["original_max_position_embeddings"])
+        if len(set(lengths.values())) > 1:
+            got = ", ".join(f"{kind}: {length:,}" for kind, length in lengths.items())
+            raise ValueError(
+                "layer types with a LongRoPE of their own must change from the short to the long "
+                f"set at one length, original_max_position_embeddings, got {got} tokens in the "
+                "config; name those to extend with layer_types=[...], or use start='unscaled'"
+            )
+        reached = {kind: inner.frequencies(geometry) for kind, geometry in running.items()}
+        return cls(
+            inner=inner,
+            standing={kind: standing[kind] for kind in running},
+            short=short,
+            short_length=max(lengths.values(), default=0),
+            sharpens=any(reached[kind].attention_factor != 1 for kind in short),
+            stops=frozenset(kind for kind, r in reached.items() if bool((r.inv_freq == 0).any())),
+        )
+
+    @property
+    def native(self) -> bool:
+        if isinstance(self.inner, NoPE):
+            return self.inner.native
+        if not self.inner.native or self.inner.grows:
+            return False
+        if not all(self._proportional(kind) for kind in self.stops):
+            return False
+        if isinstance(self.inner, Mixed):  # three sets of frequencies are more than a config has
+            return not self.short
+        return not self.sharpens
+
+    def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
+        if not geometry.base:
+            return self.inner.frequencies(geometry, seq_len)
+        short = self.short.get(geometry.layer_type)
+        if short and seq_len is not None and seq_len <= self.short_length:
+            inv_freq = torch.tensor(short, dtype=torch.float64, device="cpu")
+            return Frequencies(inv_freq, geometry.attention_factor)
+        changed = self.inner.frequencies(geometry, seq_len)
+        return Frequencies(changed.inv_freq, changed.attention_factor * geometry.attention_factor)
+
+    def reach(self, length: float, trained_length: int) -> float:
+        if length <= self.short_length:
+            return float(self.short_length)
+        return self.inner.reach(length, trained_length)
+
+    def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
+        """`longrope` with the stretch of both scalings; what stood there, where that cannot be."""
+        if not geometry.base:  # a layer type that no scaling was trained into
+            return self.inner.rope_parameters(geometry)
+        kind = geometry.layer_type
+        if not self.native:
+            return dict(self.standing[kind])
+        if isinstance(self.inner, NoPE):
+            if geometry.attention_factor == 1:
+                return self.inner.rope_parameters(geometry)
+            return super().rope_parameters(geometry)  # for `proportional` it would be 1
+        if self._proportional(kind):
+            factor = float(self.standing[kind].get("factor") or 1.0) * self.inner.factor
+            return {**self.standing[kind], "factor": factor}
+        reached = self.frequencies(geometry)
+        short, switches = reached.inv_freq, kind in self.short
+        if switches or isinstance(self.inner, Mixed):
+            until = self.short_length if switches else geometry.trained_length
+            short = self.frequencies(geometry, until).inv_freq
+        return {
+            "rope_type": "longrope",
+            "factor": float(self.factor),
+            "long_factor": (geometry.unscaled() / reached.inv_freq).tolist(),
+            "short_factor": (geometry.unscaled() / short).tolist(),
+            "attention_factor": float(reached.attention_factor),
+            **origin(geometry),
+            **({"original_max_position_embeddings": self.short_length} if switches else {}),
+        }
+
+    def _proportional(self, kind: str | None) -> bool:
+        own = own_scaling(self.standing[kind])
+        static = isinstance(self.inner, Linear) and not isinstance(self.inner, Mixed)
+        return own == "proportional" and static
+
+    def __str__(self) -> str:
+        scalings = dict.fromkeys(own_scaling(said) for said in self.standing.values())
+        return f"{self.inner} on the config's own {' and '.join(scalings)}"
+
+
+def describe_start(config: Any, geometries: dict[str | None, Geometry]) -> list[str]:
+    """Return lines that say what became of the config's own scaling, for each layer type."""
+    standing = by_layer_type(config.rope_parameters)
+    lines = []
+    for kind, geometry in geometries.items():
+        if (own := own_scaling(standing[kind])) == "default":
+            continue
+        where = "" if kind is None else f"{kind}: "
+        lines.append(
+            f"  {where}starts from "
+            + (
+                f"what the model runs with, the config's own {own}, at its full length"
+                if geometry.base
+                else f"the unscaled frequencies, in the place of the config's own {own}"
+            )
+            + f" ({geometry.trained_length:,} tokens)"
+        )
+    return lines

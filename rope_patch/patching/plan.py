@@ -1,0 +1,371 @@
+"""From what a user asks for to a plan that is known to work; nothing is changed here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods import Frequencies, Method, build
+from rope_patch.methods.base import require_number, require_tokens
+from rope_patch.methods.registry import get
+from rope_patch.patching.architecture.probe import require_effect, unpatched
+from rope_patch.patching.architecture.rotary_modules import (
+    Rotary,
+    find_decoder,
+    find_owner,
+    find_rotaries,
+)
+from rope_patch.patching.dynamic.hooks import Following
+from rope_patch.patching.kernels.eligibility import Rotation, find_rotation, require_kernels
+from rope_patch.patching.method_wrappers import Continued
+from rope_patch.patching.mla_scale import (
+    InSoftmax,
+    config_sharpening,
+    find_sharpened,
+    of_layer_types,
+)
+from rope_patch.patching.start_tokens import require_keepable
+from rope_patch.rope_config import (
+    LONGROPE_ONLY,
+    by_layer_type,
+    own_scaling,
+    read_geometries,
+    starts_running,
+)
+
+# What transformers' scalings are spelled with, which the standing one does not hand on to the next.
+_SCALING = {
+    "rope_type",
+    "type",
+    "factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    # Of names that rope_patch.register adds.
+    "new_theta",
+    "growth",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A request that can be met.
+
+    Attributes:
+        method: The method with its options.
+        length: Target length in tokens; None where the method follows every length and no largest
+            one was named.
+        geometries: The unextended rotation of each layer type that changes (None: all layers).
+        unchanged: The layer types that stay as they are.
+        config: The text config of the unpatched model.
+        rotaries: The modules to change, each with what it rotates by when unpatched.
+        followings: Where the frequencies follow the sequence: the decoder, its rotary module, and
+            what will link them.
+        kernels: Who rotates; see `patch`.
+        rotations: Where it can be us.
+        sharpened: The attentions whose softmax scale has the attention factor (`InSoftmax`).
+    """
+
+    method: Method
+    length: int | None
+    geometries: dict[str | None, Geometry]
+    unchanged: list[str]
+    config: Any
+    rotaries: list[tuple[Rotary, dict[str | None, Frequencies]]]
+    followings: list[tuple[nn.Module, Rotary, Following]] = field(default_factory=list)
+    kernels: str = "auto"
+    rotations: list[Rotation] = field(default_factory=list)
+    sharpened: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def trained_length(self) -> int:
+        """Tokens the model was trained on at once."""
+        return next(iter(self.geometries.values())).trained_length
+
+    @property
+    def sharpening(self) -> float:
+        """By the square of what the softmax scale is multiplied (`InSoftmax`), else 1."""
+        if not isinstance(self.method, InSoftmax):
+            return 1.0
+        return self.method.sharpening(next(iter(self.geometries.values())))
+
+    @property
+    def grows(self) -> bool:
+        """Whether the rotation changes with the sequence, however long that gets."""
+        return self.method.grows and bool(self.followings)
+
+    def frequencies(self, length: float | None = None) -> dict[str | None, Frequencies]:
+        """What each layer type that changes will rotate by, for sequences of `length` tokens.
+
+        At the target length unless another is given; at the trained one if there is no target.
+        """
+        length = length or self.length or self.trained_length
+        return {kind: self.method.at(g, length) for kind, g in self.geometries.items()}
+
+    def rope_parameters(self) -> dict[str, Any]:
+        """The config's `rope_parameters` once the plan is carried out."""
+        standing = self.config.rope_parameters
+        spelled: dict[Any, dict[str, Any]] = {}
+        only = self.config.model_type in LONGROPE_ONLY and self.method.native and not self.grows
+        for kind, geometry in self.geometries.items():
+            spelled[kind] = self.method.rope_parameters(geometry)
+            if only and spelled[kind]["rope_type"] not in ("default", "longrope"):
+                spelled[kind] = Method.rope_parameters(self.method, geometry)
+            # What is not about scaling stays: partial rotation, M-RoPE sections, temperatures.
+            for key, value in by_layer_type(standing)[kind].items():
+                if key not in _SCALING:
+                    spelled[kind].setdefault(key, value)
+        return spelled.get(None) or {**standing, **spelled}
+
+
+def make_plan(
+    model: nn.Module,
+    config: Any,
+    method: str,
+    *,
+    factor: float | None,
+    length: int | None,
+    trained_length: int | None,
+    layer_types: list[str] | None,
+    kernels: str,
+    start: str,
+    options: dict[str, Any],
+) -> Plan:
+    """Checks a request against a model; see `patch` for the arguments.
+
+    Args:
+        model: The model.
+        config: The text config of the unpatched model, if a patch stands on it.
+
+    Raises:
+        ValueError: The request cannot be met, or would change nothing.
+        TypeError: A value of the wrong type.
+    """
+    require_kernels(kernels, [])
+    rotaries = find_rotaries(model)
+    config = config or rotaries[0].module.config
+    if trained_length is not None:
+        require_tokens("trained_length", trained_length)
+    every = read_geometries(config, trained_length, start)  # first: it says what cannot be
+    before = [(rotary, unpatched(rotary, config)) for rotary in rotaries]
+    geometries = {
+        kind: started(geometry, before, config, start)
+        for kind, geometry in select(every, layer_types, config).items()
+    }
+    lengths = {kind: geometry.trained_length for kind, geometry in geometries.items()}
+    trained, *others = dict.fromkeys(lengths.values())
+    if others:
+        raise ValueError(
+            "layer types that are extended together must start at one length, got "
+            f"{', '.join(f'{n:,} tokens for {kind}' for kind, n in lengths.items())}: patch one of "
+            "them (layer_types=...), or name the length (trained_length=...)"
+        )
+    options, reached = aim(method, factor, length, trained, options)
+    built = build(method, **options)
+    standing = by_layer_type(config.rope_parameters)
+    built = Continued.of(built, geometries, standing)
+    sharpened = [m for rotary in rotaries for m in find_sharpened(find_owner(model, rotary))]
+    sharpened = of_layer_types(sharpened, config, geometries)
+    if sharpened:
+        running = any(geometry.base for geometry in geometries.values())
+        own = config_sharpening(sharpened[0], config) if running else 1.0
+        built = InSoftmax(inner=built, own=own)
+    plan = Plan(
+        method=built,
+        length=reached,
+        geometries=geometries,
+        unchanged=[str(kind) for kind in every if kind not in geometries],
+        config=config,
+        rotaries=before,
+        kernels=kernels,
+        sharpened=sharpened,
+    )
+    for rotary, own_frequencies in before:
+        require_effect(rotary, config, own_frequencies)
+    _require_understood(plan)
+    _require_change(plan)
+    require_keepable(model, built, reached, geometries, before, config)
+    if plan.method.follows_length(trained):
+        plan.followings.extend(_followings(model, plan))
+    if kernels != "hf":
+        plan.rotations.extend(
+            find_rotation(model, rotary, config, _kept(plan, rotary)) for rotary in rotaries
+        )
+        require_kernels(kernels, plan.rotations)
+    return plan
+
+
+def aim(
+    method: str,
+    factor: float | None,
+    length: int | None,
+    trained: int,
+    options: dict[str, Any],
+) -> tuple[dict[str, Any], int | None]:
+    """Puts factor and length together with a method's other options.
+
+    A method that follows the sequence needs neither. The length is then the largest one expected,
+    which the factor may spell, but where the factor is part of the formula (`dynamic`).
+
+    Args:
+        method: A method's name.
+        factor: What the user gave.
+        length: The same, in tokens.
+        trained: The trained length, in tokens.
+        options: The method's other options.
+
+    Returns:
+        All options, and the target length in tokens or None.
+
+    Raises:
+        ValueError: Not exactly one of factor and length, where that is needed.
+    """
+    kind = get(method)
+    if not kind.grows:
+        factor, length = target(factor, length, trained)
+        return {"factor": factor, **options}, length
+    if kind.factor_in_formula and factor is not None:
+        require_number("factor", factor)
+        options = {"factor": float(factor), **options}
+        factor = None if length is not None or factor <= 1 else factor
+    if factor is None and length is None:
+        return options, None
+    factor, length = target(factor, length, trained)
+    if factor < 1:
+        raise ValueError(
+            f"factor must be at least 1 (largest length / trained length), got {factor}"
+        )
+    return options, length
+
+
+def target(factor: float | None, length: int | None, trained: int) -> tuple[float, int]:
+    """Factor and target length (tokens) from exactly one of them; ValueError otherwise."""
+    if (factor is None) == (length is None):
+        got = "neither" if factor is None else f"factor={factor} and length={length}"
+        raise ValueError(
+            f"expected exactly one of factor and length, got {got}; for example factor=4, or "
+            f"length={4 * trained}"
+        )
+    if factor is not None:
+        require_number("factor", factor)
+        if not math.isfinite(factor * trained):
+            raise ValueError(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
+        return float(factor), round(factor * trained)
+    require_tokens("length", length)
+    assert length is not None
+    if length < trained:
+        raise ValueError(
+            f"length must be at least the trained length, {trained:,} tokens, got {length:,}"
+        )
+    return length / trained, int(length)
+
+
+def select(
+    geometries: dict[str | None, Geometry], layer_types: list[str] | None, config: Any
+) -> dict[str | None, Geometry]:
+    """The geometries that a request is about; ValueError for a layer type that is not there."""
+    known = [kind for kind in geometries if kind is not None]
+    if layer_types is None:
+        # Layers that only see a window never meet a distance that they were not trained on.
+        far = [kind for kind in known if "sliding" not in kind and "chunked" not in kind]
+        return {kind: geometries[kind] for kind in far or geometries}
+    if not layer_types or not set(layer_types) <= set(known):
+        has = f"has the layer types {', '.join(known)}" if known else "rotates all layers alike"
+        raise ValueError(
+            f"layer_types={layer_types!r} does not fit: {type(config).__name__} {has}"
+            + ("" if known else "; leave layer_types out")
+        )
+    return {kind: geometries[kind] for kind in layer_types}
+
+
+def started(
+    geometry: Geometry,
+    before: list[tuple[Rotary, dict[str | None, Frequencies]]],
+    config: Any,
+    start: str,
+) -> Geometry:
+    """A geometry as the architecture's own code has it, at the start that is asked for.
+
+    How many pairs turn is not spelled alike in all configs, so transformers' module is asked.
+    """
+    kind = geometry.layer_type
+    own = next((found[kind] for _, found in before if kind in found), None)
+    if own is None:
+        raise ValueError(f"{type(config).__name__} names {kind!r}, but no module rotates by it")
+    rotary_dim = 2 * len(own.inv_freq)
+    sized = replace(geometry, rotary_dim=rotary_dim, head_dim=max(geometry.head_dim, rotary_dim))
+    parameters = by_layer_type(config.rope_parameters)[kind]
+    if not starts_running(parameters, start):
+        return sized
+    running = own.inv_freq
+    if own_scaling(parameters) == "longrope":  # the module starts with the short set
+        stretch = torch.tensor(parameters["long_factor"], dtype=torch.float64, device="cpu")
+        running = sized.unscaled() / stretch
+    return replace(sized, base=tuple(running.tolist()), attention_factor=own.attention_factor)
+
+
+def _require_understood(plan: Plan) -> None:
+    """Refuses an architecture whose plain rotation is not the one that its config describes."""
+    for rotary, before in plan.rotaries:
+        for kind in before.keys() & plan.geometries.keys():
+            parameters = by_layer_type(plan.config.rope_parameters)[kind]
+            if own_scaling(parameters) != "default":
+                continue
+            geometry = plan.geometries[kind]
+            expected, got = geometry.inv_freq(), before[kind].inv_freq
+            if expected.shape != got.shape or not torch.allclose(expected, got, rtol=1e-5, atol=0):
+                raise ValueError(
+                    f"{type(rotary.module).__name__} does not rotate as its config says: expected "
+                    f"{geometry.rotary_dim} dimensions with theta {geometry.theta:g}; this "
+                    "architecture is not supported yet"
+                )
+
+
+def _require_change(plan: Plan) -> None:
+    # A method that follows the sequence changes nothing before the trained length is passed.
+    lengths = (plan.trained_length, plan.trained_length + 1, plan.length)
+    for frequencies in [plan.frequencies(length) for length in lengths]:
+        for kind, after in frequencies.items():
+            if any(kind in b and not b[kind].close_to(after) for _, b in plan.rotaries):
+                return
+    for attention in plan.sharpened:
+        if abs(config_sharpening(attention, plan.config) - plan.sharpening) > 1e-6:
+            return
+    raise ValueError(
+        f"{plan.method} would change nothing: the model already rotates that way; expected a "
+        "method and a factor that change at least one frequency"
+    )
+
+
+def _kept(plan: Plan, rotary: Rotary) -> int:
+    """How many first positions of a rotary module have a rotation of their own."""
+    changes = rotary.prefixes.keys() & plan.geometries.keys()
+    return plan.method.kept_tokens if changes else 0
+
+
+def _followings(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Rotary, Following]]:
+    found: list[tuple[nn.Module, Rotary, Following]] = []
+    for rotary, before in plan.rotaries:
+        if not rotary.prefixes.keys() & plan.geometries.keys():
+            continue
+        decoder = find_decoder(model, rotary)
+        if any(decoder is other for other, _, _ in found):
+            raise ValueError(
+                f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "
+                "followed in one cache yet: use a method whose frequencies stay, such as yarn"
+            )
+        following = Following(decoder, rotary, plan.method, plan.geometries, before, plan.config)
+        found.append((decoder, rotary, following))
+    return found

@@ -1,0 +1,1 @@
+"""Load, save and register extended models and adapters."""

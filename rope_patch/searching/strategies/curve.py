@@ -1,0 +1,146 @@
+"""Our own search: a smooth curve of five numbers instead of a stretch for every pair.
+
+The stretch of pair i rises from 1 to `top` while the pair's place on a ramp, r, rises from 0 to 1:
+
+    stretch_i = ((1 - r_i) + r_i * top^shape)^(1 / shape),  r_i = clamp((i - high + width) / width)
+
+which is the power mean of 1 and `top` (the geometric one at shape 0), so it never decreases from
+pair to pair. The usual methods are points of this family, not approximations: position
+interpolation is a ramp that ended before the first pair; NTK is shape 0 with a ramp over all pairs;
+YaRN is shape -1, the harmonic mean, with its own ramp; YaRN with another critical pair is the same
+with another `high`. The attention factor is the fifth number.
+
+Five numbers can be searched by what needs few evaluations: Bayesian optimisation, told the known
+methods first, in a region of trust (see `region`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from rope_patch.methods import build
+from rope_patch.methods.ntk_by_parts import attention_law
+from rope_patch.methods.yarn import YaRN
+from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.searching.strategies.base import Proposals, Tried, critical_pair, longrope
+from rope_patch.searching.strategies.trust_region import Region
+
+STEEPEST = 0.001  # pairs: a ramp that is a step, as YaRN's own
+FLAT = 1e-6  # shapes closer to 0 than this are the geometric mean
+REAL = 0.8  # of the theoretical critical pair
+HEADROOM = 1.3  # behind the critical pair, times the factor
+REPEATS = 50  # proposals in a row that bring nothing new: the search is over
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One member of the family.
+
+    Attributes:
+        high: Pair at which the ramp ends, not necessarily a whole one.
+        width: Pairs that it spans.
+        top: Stretch behind the ramp.
+        shape: Exponent of the mean of 1 and `top` that the ramp walks along.
+        attention_factor: Multiplier of cos and sin.
+    """
+
+    high: float
+    width: float
+    top: float
+    shape: float
+    attention_factor: float
+
+    def stretch(self, pairs: int) -> list[float]:
+        """The stretch of each pair."""
+        return [self._mean((pair - self.high + self.width) / self.width) for pair in range(pairs)]
+
+    def _mean(self, ramp: float) -> float:
+        ramp, log = min(max(ramp, 0.0), 1.0), math.log(self.top)
+        if abs(self.shape) < FLAT:
+            return math.exp(ramp * log)
+        return math.exp(math.log1p(ramp * math.expm1(self.shape * log)) / self.shape)
+
+
+def as_curve(space: Space, candidate: Candidate) -> Curve:
+    """The member of the family that a known method is: linear, NTK or one like YaRN.
+
+    Raises:
+        ValueError: Another method.
+    """
+    attention, last = candidate.attention_factor(space), space.pairs - 1
+    if candidate.method == "linear":
+        return Curve(0.0, 1.0, space.factor, -1.0, attention)
+    if candidate.method == "ntk":
+        return Curve(last, last, space.factor, 0.0, attention)
+    method = build(candidate.method, factor=space.factor, **candidate.options)
+    if not isinstance(method, YaRN):
+        raise ValueError(f"expected linear, ntk or yarn, got {candidate.method}")
+    low, high = method.ends(space.geometry)
+    return Curve(high, max(high - low, STEEPEST), space.factor, -1.0, attention)
+
+
+def starts(space: Space) -> list[tuple[Candidate, Curve]]:
+    """What is tried before anything is learned: the known methods, and what corrects them.
+
+    Published searches found critical pairs at 0.8 of the theoretical one and stretches behind it
+    above the factor (LongRoPE2, arXiv:2502.20082), so YaRN and NTK come with these as well.
+    """
+    yarn, ntk, linear = (
+        (candidate, as_curve(space, candidate))
+        for candidate in (Candidate(name, name) for name in ("yarn", "ntk", "linear"))
+    )
+    warm, critical = attention_law(space.factor), REAL * critical_pair(space)
+    by_parts, above = yarn[1], HEADROOM * space.factor
+    narrower = max(critical - (by_parts.high - by_parts.width), STEEPEST)
+    spread = Curve(critical, critical, space.factor, 0.0, warm)
+    corrected = [
+        replace(by_parts, high=critical, width=narrower),
+        replace(spread, top=above),
+        replace(by_parts, top=above),
+        spread,
+        replace(by_parts, attention_factor=2 * warm - 1),
+    ]
+    return [yarn, ntk, *((_candidate(space, curve), curve) for curve in corrected), linear]
+
+
+def bounds(space: Space) -> dict[str, tuple[float, float]]:
+    """Between which numbers each of a curve's is searched."""
+    last = float(space.pairs - 1)
+    return {
+        "high": (0.0, last),
+        "width": (min(0.5, last / 2), last),
+        "top": (space.factor ** (2 / 3), 2 * space.factor),
+        "shape": (-3.0, 3.0),
+        "attention_factor": (1.0, 1 + 4 * (attention_law(space.factor) - 1) + 0.01),
+    }
+
+
+def propose(space: Space, budget: int, seed: int) -> Proposals:
+    """Bayesian optimisation over curves.
+
+    Args:
+        space: What is searched.
+        budget: Evaluations. A larger one begins with the same candidates.
+        seed: Of the sampler.
+    """
+    tried = Tried(space)
+    region: Region[Curve] = Region(bounds(space))
+    for candidate, curve in starts(space):
+        if len(tried) < budget and tried.new(candidate):
+            region.add(curve, (yield candidate))
+    number = 0
+    repeats = 0
+    while len(tried) < budget and repeats < REPEATS:
+        curve, number = region.ask((seed, number)), number + 1
+        candidate = _candidate(space, curve)
+        if tried.new(candidate):
+            repeats = 0
+            region.learn(curve, (yield candidate))
+        else:
+            repeats += 1
+            region.fail()
+
+
+def _candidate(space: Space, curve: Curve) -> Candidate:
+    return longrope("curve", curve.stretch(space.pairs), curve.attention_factor)

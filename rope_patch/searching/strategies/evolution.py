@@ -1,0 +1,142 @@
+"""The evolution that both LongRoPE papers search by; what they evolve is in files of their own.
+
+Published (arXiv:2402.13753, table 9 and the authors' default settings): a population of 64, then 40
+rounds in which the 32 best are parents of 16 mutations and 16 crossovers, 1,344 evaluations in
+all. A mutation redraws each number with probability 0.3; a crossover takes each number from the
+second parent with probability 0.3, and becomes a mutation after 20 attempts without a valid child.
+
+Scaled to a budget as the authors' own setting evo_scale does: population, rounds, parents,
+mutations and crossovers are all multiplied by one number, here the one that spends the budget.
+Whatever rounding leaves over goes into further rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rope_patch.searching.candidates import Candidate
+from rope_patch.searching.strategies.base import Proposals, Tried
+
+POPULATION, ROUNDS, PARENTS, CHILDREN = 64, 40, 32, 32  # children: half mutations, half crossovers
+PROBABILITY = 0.3
+STEP = 0.01  # between stretches that are drawn
+ATTEMPTS = 20
+PATIENCE = 1000  # mutations in a row that bring nothing new: the space is used up
+
+G = TypeVar("G")  # what evolves: a tuple of numbers, which a genome's species understands
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large an evolution is."""
+
+    population: int
+    parents: int
+    mutations: int
+    crossovers: int
+
+    @classmethod
+    def for_budget(cls, budget: int) -> Sizes:
+        """The published sizes, all times the number that spends the budget; at most 1."""
+        rounds = ROUNDS * CHILDREN
+        scale = (math.sqrt(POPULATION**2 + 4 * rounds * budget) - POPULATION) / (2 * rounds)
+        scale = min(scale, 1.0)
+        half = max(1, round(scale * CHILDREN / 2))
+        population = max(4, round(scale * POPULATION))
+        return cls(population, max(2, round(scale * PARENTS)), half, half)
+
+
+class Species(ABC, Generic[G]):
+    """What evolves, and how one becomes another."""
+
+    @abstractmethod
+    def ancestors(self, count: int) -> list[G]:
+        """Where evolution starts: at most `count` of them, the most promising first."""
+
+    @abstractmethod
+    def mutated(self, genome: G, random: random.Random) -> G:
+        """A valid neighbour, possibly the same."""
+
+    @abstractmethod
+    def crossed(self, first: G, second: G, random: random.Random) -> G | None:
+        """A child of two; None where what it got from both does not go together."""
+
+    @abstractmethod
+    def candidate(self, origin: str, genome: G) -> Candidate:
+        """What to try for it."""
+
+
+def evolve(species: Species[G], tried: Tried, budget: int, seed: int) -> Proposals:
+    """Proposes candidates until the budget is spent, or nothing new is found."""
+    draw = random.Random(seed)
+    sizes = Sizes.for_budget(budget)
+    alive: list[tuple[float, G]] = []
+
+    def attempt(origin: str, genome: G) -> Generator[Candidate, float, bool]:
+        candidate = species.candidate(origin, genome)
+        if not tried.new(candidate):
+            return False
+        fitness = yield candidate
+        alive.append((fitness, genome))
+        return True
+
+    def mutate(genome: G) -> Generator[Candidate, float, bool]:
+        for _ in range(PATIENCE):
+            genome = species.mutated(genome, draw)
+            if (yield from attempt("mutation", genome)):
+                return True
+        return False
+
+    starts = species.ancestors(min(budget, sizes.population))
+    for genome in starts:
+        yield from attempt("start", genome)
+    for number in range(len(alive), min(budget, sizes.population)):
+        if not (yield from mutate(starts[number % len(starts)])):
+            return
+    while len(tried) < budget:
+        # Sorting is stable: of equals, the one that came first stays ahead.
+        parents = sorted(alive, key=lambda pair: pair[0])[: sizes.parents]
+        alive[:] = parents
+        for number in range(min(sizes.mutations + sizes.crossovers, budget - len(tried))):
+            if number < sizes.mutations or len(parents) < 2:
+                if not (yield from mutate(draw.choice(parents)[1])):
+                    return
+                continue
+            first, second = sorted(draw.sample(range(len(parents)), 2))
+            for _ in range(ATTEMPTS):
+                child = species.crossed(parents[first][1], parents[second][1], draw)
+                if child is not None and (yield from attempt("crossover", child)):
+                    break
+            else:
+                if not (yield from mutate(parents[first][1])):
+                    return
+
+
+def redrawn(
+    stretch: list[float], low: float, high: float, draw: random.Random, start: int = 0
+) -> list[float]:
+    """Each number from pair `start` on, with probability 0.3, drawn anew between its neighbours.
+
+    Numbers stay non-decreasing from pair to pair and within the bounds, both in steps of 0.01.
+    """
+    result = list(stretch)
+    for pair in range(start, len(result)):
+        if draw.random() >= PROBABILITY:
+            continue
+        below = max(low, result[pair - 1]) if pair > start else low
+        above = min(high, result[pair + 1]) if pair + 1 < len(result) else high
+        first, last = math.ceil(below / STEP - 1e-9), math.floor(above / STEP + 1e-9)
+        if first <= last:
+            result[pair] = round(draw.randint(first, last) * STEP, 2)
+    return result
+
+
+def monotone(stretch: list[float]) -> bool:
+    """Whether no pair is stretched less than the one before."""
+    return all(here <= after for here, after in itertools.pairwise(stretch))

@@ -1,0 +1,85 @@
+"""LongRoPE2's search (Shang et al. 2025, arXiv:2502.20082): the critical pair, and what follows it.
+
+Pairs from the critical one on are stretched by one to two times the factor, not decreasing from
+pair to pair; those before it as by a larger base (NTK), the one that stretches the critical pair
+as found. The attention factor follows LongRoPE's law and is not searched, as in the authors' code.
+Evolution starts from critical pairs between the theoretical one and 0.6 of it, with all that
+follows stretched by the factor, and from mutations of these.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.searching.strategies.base import (
+    LOWEST,
+    Proposals,
+    Tried,
+    critical_pair,
+    longrope,
+)
+from rope_patch.searching.strategies.evolution import (
+    PROBABILITY,
+    Species,
+    evolve,
+    monotone,
+    redrawn,
+)
+
+HEADROOM = 2.0  # the largest stretch / factor
+
+Genome = tuple[int, list[float]]  # the critical pair, and stretches of all pairs from it on
+
+
+class Critical(Species[Genome]):
+    """A critical pair with the stretches that follow it."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        top = critical_pair(space)
+        self._pairs = range(max(1, math.floor(LOWEST * top)), top + 1)
+
+    def ancestors(self, count: int) -> list[Genome]:
+        # Half of the population at most: the other half are mutations of these.
+        few = min(len(self._pairs), max(1, count // 2))
+        spread = [round(n * (len(self._pairs) - 1) / max(few - 1, 1)) for n in range(few)]
+        pairs = [self._pairs[-1 - number] for number in spread]
+        return [(pair, [self._space.factor] * (self._space.pairs - pair)) for pair in pairs]
+
+    def mutated(self, genome: Genome, random: random.Random) -> Genome:
+        critical, _ = genome
+        if random.random() < PROBABILITY:
+            critical = random.choice(self._pairs)
+        low = self._space.factor
+        whole = redrawn(_whole(genome, critical), low, HEADROOM * low, random, start=critical)
+        return critical, whole[critical:]
+
+    def crossed(self, first: Genome, second: Genome, random: random.Random) -> Genome | None:
+        critical = second[0] if random.random() < PROBABILITY else first[0]
+        one, two = _whole(first, critical)[critical:], _whole(second, critical)[critical:]
+        stretch = [b if random.random() < PROBABILITY else a for a, b in zip(one, two, strict=True)]
+        return (critical, stretch) if monotone(stretch) else None
+
+    def candidate(self, origin: str, genome: Genome) -> Candidate:
+        critical, stretch = genome
+        base = [stretch[0] ** (pair / critical) for pair in range(critical)]
+        return longrope(origin, base + stretch)
+
+
+def _whole(genome: Genome, critical: int) -> list[float]:
+    """Stretches by pair, where those before its critical one are stretched alike."""
+    own, stretch = genome
+    return [stretch[max(pair - own, 0)] for pair in range(own + len(stretch))]
+
+
+def propose(space: Space, budget: int, seed: int) -> Proposals:
+    """LongRoPE2's evolutionary search.
+
+    Args:
+        space: What is searched.
+        budget: Evaluations.
+        seed: Of all that is drawn.
+    """
+    return evolve(Critical(space), Tried(space), budget, seed)

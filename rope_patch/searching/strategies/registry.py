@@ -1,0 +1,79 @@
+"""The strategies by name: who proposes what is tried next."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rope_patch.searching.strategies import critical_dimension, curve, longrope, longrope2
+from rope_patch.searching.strategies.base import Proposals
+
+__all__ = ["STRATEGIES", "Proposals", "Strategy"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to search.
+
+    Attributes:
+        propose: Takes a space, a budget and a seed, and whatever options are its own; yields
+            candidates and is sent the fitness of each. The same fitnesses get the same candidates.
+        description: What it does, in one line.
+        paper: Where it comes from.
+        attention: Whether it searches the attention factor, or leaves that to a law.
+        continues: Whether a larger budget begins with the same candidates, so that a search can
+            go on where a smaller one ended.
+    """
+
+    propose: Callable[..., Proposals]
+    description: str
+    paper: str
+    attention: bool
+    continues: bool
+
+    @property
+    def options(self) -> list[str]:
+        """The names of its own options."""
+        parameters = inspect.signature(self.propose).parameters.values()
+        return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+
+
+STRATEGIES = {
+    "curve": Strategy(
+        curve.propose,
+        "a smooth monotone curve of four numbers and the attention factor, by Bayesian "
+        "optimisation: the fewest evaluations",
+        "this package's own; samples by optuna, arXiv:1907.10902",
+        attention=True,
+        continues=True,
+    ),
+    "longrope2": Strategy(
+        longrope2.propose,
+        "LongRoPE2's evolution: a critical pair, stretches from it on, NTK before it",
+        "LongRoPE2, arXiv:2502.20082",
+        attention=False,
+        continues=False,
+    ),
+    "longrope": Strategy(
+        longrope.propose,
+        "LongRoPE's evolution: a stretch for every pair, and start tokens that keep theirs",
+        "LongRoPE, arXiv:2402.13753",
+        attention=False,
+        continues=False,
+    ),
+    "yarn-rcd": Strategy(
+        critical_dimension.propose_yarn,
+        "YaRN with about ten critical pairs from the theoretical one down: the cheapest",
+        "LongRoPE2, arXiv:2502.20082; YaRN, arXiv:2309.00071",
+        attention=False,
+        continues=True,
+    ),
+    "ntk-rcd": Strategy(
+        critical_dimension.propose_ntk,
+        "NTK with about ten critical pairs from the theoretical one down",
+        "LongRoPE2, arXiv:2502.20082",
+        attention=False,
+        continues=True,
+    ),
+}

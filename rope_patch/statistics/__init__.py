@@ -1,0 +1,27 @@
+"""How sure a measurement is: intervals, lengths that hold, and tests between methods.
+
+Pure functions on numbers. Everything random is drawn from a seed, so a report made twice is the
+same report.
+"""
+
+from rope_patch.statistics.bootstrap import bootstrap_mean, perplexity_interval, perplexity_ratio
+from rope_patch.statistics.intervals import Interval, accuracy, needed, settled, wilson
+from rope_patch.statistics.paired_tests import PairedTest, holm, mcnemar, paired_difference
+from rope_patch.statistics.retention import effective_length, retention
+
+__all__ = [
+    "Interval",
+    "PairedTest",
+    "accuracy",
+    "bootstrap_mean",
+    "effective_length",
+    "holm",
+    "mcnemar",
+    "needed",
+    "paired_difference",
+    "perplexity_interval",
+    "perplexity_ratio",
+    "retention",
+    "settled",
+    "wilson",
+]

@@ -1,0 +1,204 @@
+"""Intervals by resampling: of means over clusters, of perplexity, of ratios of perplexities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from scipy import special
+
+from rope_patch.statistics.intervals import Interval, tail
+
+RESAMPLES = 2000
+FEWEST_DOCUMENTS = 6  # below, too few different resamples of documents exist for a 95% interval
+CHUNK = 1 << 19  # draws that exist at once: small enough for the processor's cache
+
+Losses = Sequence[Sequence[float]]
+
+
+def bootstrap_mean(
+    values: Losses,
+    weights: Losses | None = None,
+    run: int | None = None,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """The weighted mean of values in documents, its interval from resampled documents or runs.
+
+    With at least six documents, whole documents are drawn, and the interval speaks for other
+    documents like these. One or a few documents, drawn again, say nothing; then runs of
+    consecutive blocks are drawn from all documents (the block bootstrap of Künsch 1989, with runs
+    that wrap around a document's end, Politis & Romano 1992, so that every block counts alike),
+    and the interval speaks for other passages of these documents. A trend along the document then
+    widens it. The bounds are percentiles, moved out for few units (Hesterberg 2015,
+    arXiv:1411.5279).
+
+    Args:
+        values: For each document its blocks' values, say mean losses in nats per token. May hold
+            infinities, which the interval then reaches; NaN makes estimate and bounds NaN.
+        weights: Each block's weight, say its tokens, above 0; None if all weigh the same.
+        run: Blocks in a run, about as many as depend on each other; None takes the cube root of
+            the number of blocks (Hall, Horowitz & Jing 1995). At most the shortest document.
+        confidence: Two-sided level, between 0 and 1.
+        resamples: How many means are drawn.
+        seed: Of the draws.
+
+    Returns:
+        The interval. `unit` says what was drawn: "documents", or "blocks" (then `effective_n` is
+        the number of runs). With less than two runs there are no bounds: `-inf` and `inf`.
+
+    Raises:
+        ValueError: If there are no values, or weights that do not fit them.
+    """
+    held = [np.asarray(document, dtype=float) for document in values if len(document)]
+    if not held:
+        raise ValueError("expected at least one block of losses, got none; score some text first")
+    shares = _weights(values, weights)
+    products = [value * weight for value, weight in zip(held, shares, strict=True)]
+    count = sum(len(document) for document in held)
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is what it should be
+        estimate = float(np.concatenate(products).sum() / np.concatenate(shares).sum())
+        if len(held) >= FEWEST_DOCUMENTS:
+            unit, n, draws = "documents", len(held), len(held)
+            sums = np.array([product.sum() for product in products])
+            sizes = np.array([share.sum() for share in shares])
+        else:
+            length = max(1, min(run or math.ceil(count ** (1 / 3)), *map(len, held)))
+            unit, n, draws = "blocks", count, count // length
+            sums = np.concatenate([_runs(product, length) for product in products])
+            sizes = np.concatenate([_runs(share, length) for share in shares])
+        if math.isnan(estimate):
+            return Interval(math.nan, math.nan, math.nan, n, draws, unit=unit)
+        if draws < 2:
+            return Interval(estimate, -math.inf, math.inf, n, draws, unit=unit)
+        means = resampled(sums, sizes, draws, resamples, seed)
+    low, high = percentiles(means, draws, confidence)
+    return Interval(estimate, min(low, estimate), max(high, estimate), n, draws, unit=unit)
+
+
+def perplexity_interval(
+    losses: Losses,
+    weights: Losses | None = None,
+    run: int | None = None,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Perplexity, `exp` of the mean loss, its interval as in `bootstrap_mean`.
+
+    Args:
+        losses: For each document its blocks' mean losses, nats per token.
+        weights: The blocks' tokens; None if all blocks have as many.
+        run: Blocks drawn together, see `bootstrap_mean`.
+        confidence: Two-sided level, between 0 and 1.
+        resamples: How many means are drawn.
+        seed: Of the draws.
+    """
+    return _exp(bootstrap_mean(losses, weights, run, confidence, resamples, seed))
+
+
+def perplexity_ratio(
+    losses_a: Losses,
+    losses_b: Losses,
+    weights: Losses | None = None,
+    run: int | None = None,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Perplexity of a over perplexity of b on the same tokens, below 1 where a is better.
+
+    Both are drawn together: what makes a passage hard for both cancels, so this interval is much
+    narrower than the two perplexities' own (Miller 2024, arXiv:2411.00640).
+
+    Args:
+        losses_a: For each document its blocks' mean losses under a, nats per token.
+        losses_b: The same blocks' under b.
+        weights: The blocks' tokens; None if all blocks have as many.
+        run: Blocks drawn together, see `bootstrap_mean`.
+        confidence: Two-sided level, between 0 and 1.
+        resamples: How many means are drawn.
+        seed: Of the draws.
+
+    Returns:
+        The ratio; NaN where both are infinite on one block, as nothing then compares them.
+
+    Raises:
+        ValueError: If the two do not have the same blocks.
+    """
+    shape_a, shape_b = [list(map(len, losses)) for losses in (losses_a, losses_b)]
+    if shape_a != shape_b:
+        raise ValueError(
+            f"expected the same blocks under both methods, got {shape_a} and {shape_b} blocks "
+            "in the documents; score both on the same text"
+        )
+    with np.errstate(invalid="ignore"):
+        differences = [
+            np.asarray(a, dtype=float) - np.asarray(b, dtype=float)
+            for a, b in zip(losses_a, losses_b, strict=True)
+        ]
+    return _exp(bootstrap_mean(differences, weights, run, confidence, resamples, seed))
+
+
+def resampled(
+    sums: np.ndarray, sizes: np.ndarray, draws: int, resamples: int, seed: int
+) -> np.ndarray:
+    """Means of units drawn with replacement, `[resamples]`.
+
+    Args:
+        sums: Each unit's summed values, `[units]`.
+        sizes: Each unit's weight, `[units]`.
+        draws: Units in a resample.
+        resamples: How many.
+        seed: Of the draws.
+    """
+    generator = np.random.default_rng(seed)
+    rows = max(1, CHUNK // draws)
+    means = []
+    for start in range(0, resamples, rows):
+        shape = (min(rows, resamples - start), draws)
+        drawn = generator.integers(len(sums), size=shape)
+        means.append(sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1))
+    return np.concatenate(means)
+
+
+def percentiles(means: np.ndarray, units: int, confidence: float) -> tuple[float, float]:
+    """Bounds of resampled means, moved out as Student's quantiles are for few units.
+
+    Plain percentiles are too narrow for few units, by `sqrt((units - 1) / units)` and for want of
+    Student's t; the level is moved so that for a normal mean both are made up (Hesterberg 2015).
+    """
+    t = special.stdtrit(units - 1, 1 - tail(confidence))
+    level = special.ndtr(-math.sqrt(units / (units - 1)) * t)
+    # Outward to a mean that was drawn: between a finite one and an infinite one lies nothing.
+    low = np.quantile(means, level, method="lower")
+    high = np.quantile(means, 1 - level, method="higher")
+    return float(low), float(high)
+
+
+def _weights(values: Losses, weights: Losses | None) -> list[np.ndarray]:
+    if weights is None:
+        return [np.ones(len(document)) for document in values if len(document)]
+    shapes = [list(map(len, part)) for part in (values, weights)]
+    held = [np.asarray(document, dtype=float) for document in weights if len(document)]
+    if shapes[0] != shapes[1] or not all((weight > 0).all() for weight in held):
+        raise ValueError(
+            f"expected a weight above 0 for every block, got {shapes[1]} weights for {shapes[0]} "
+            "blocks in the documents; give every block's number of scored tokens"
+        )
+    return held
+
+
+def _runs(values: np.ndarray, length: int) -> np.ndarray:
+    """Sums of `length` consecutive values from every start, wrapping at the end, `[n]`."""
+    wrapped = np.concatenate([values, values[: length - 1]])
+    return np.lib.stride_tricks.sliding_window_view(wrapped, length).sum(axis=1)
+
+
+def _exp(interval: Interval) -> Interval:
+    with np.errstate(over="ignore"):
+        estimate, low, high = np.exp([interval.estimate, interval.low, interval.high]).tolist()
+    return replace(interval, estimate=estimate, low=low, high=high)

@@ -1,0 +1,188 @@
+"""Two methods on the same samples: is the difference more than chance?"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from rope_patch.statistics.bootstrap import RESAMPLES, percentiles, resampled
+from rope_patch.statistics.intervals import Interval, checked, cluster_sums
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """Method a against method b on the same samples.
+
+    Attributes:
+        difference: Mean score of a less that of b, over the pairs in which neither failed.
+        p_value: Two-sided, of no difference.
+        wins: Pairs in which a scored higher; for hits and misses, those that only a hit.
+        losses: Pairs in which b scored higher.
+        ties: The other pairs.
+        test: "McNemar exact" or "sign flips of clusters".
+    """
+
+    difference: Interval
+    p_value: float
+    wins: int
+    losses: int
+    ties: int
+    test: str
+
+
+def mcnemar(
+    a: Sequence[float | None],
+    b: Sequence[float | None],
+    clusters: Sequence[Hashable] | None = None,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> PairedTest:
+    """The exact test on pairs of hits and misses (McNemar 1947).
+
+    Of the pairs that only one method hit, either method gets each with probability 1/2 if there is
+    no difference. That asks for 0/1 scores and independent pairs; for fractional scores, and where
+    pairs share a text, the test is `paired_difference`'s, which equals this one where both hold.
+
+    Args:
+        a: Scores of method a; None for samples that failed.
+        b: Scores of method b on the same samples.
+        clusters: For each pair which text it is from; None if all are independent.
+        confidence: Two-sided level of the difference's interval.
+        resamples: How many resamples and sign flips are drawn.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: See `paired_difference`.
+    """
+    return _test(a, b, clusters, confidence, resamples, seed, exact=True)
+
+
+def paired_difference(
+    a: Sequence[float | None],
+    b: Sequence[float | None],
+    clusters: Sequence[Hashable] | None = None,
+    confidence: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> PairedTest:
+    """The difference of mean scores on the same samples, by clusters (Miller 2024).
+
+    The p-value is of a randomisation test (Fisher 1935): without a difference a text's scores
+    might as well have been the other method's, so every cluster's summed difference may have
+    either sign. All signs are tried where `resamples` allows, else as many are drawn. With k
+    clusters that differ it cannot fall below 2^(1-k): at five, nothing is significant at 5%.
+
+    The interval is a cluster bootstrap's. As Bonett & Price (2012) add a pair won by either method,
+    a cluster all won and one all lost are added to what is drawn from, as large as pairs of one
+    text tell of one thing (their design effect; a whole text where no pair differs). So methods
+    that agree on ten samples are not proven equal: the interval does not shrink to a point. For
+    few clusters it is conservative.
+
+    Args:
+        a: Scores of method a in 0..1; None for samples that failed.
+        b: Scores of method b on the same samples.
+        clusters: For each pair which text it is from; None if all are independent.
+        confidence: Two-sided level of the difference's interval.
+        resamples: How many resamples and sign flips are drawn.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: If no pair was scored, a score is outside 0..1 or the lengths differ.
+    """
+    return _test(a, b, clusters, confidence, resamples, seed, exact=False)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted for how many were looked at (Holm 1979), in the order given.
+
+    Several methods compared with one give some small p-value by chance. Calling significant what
+    is below the level after the adjustment keeps the chance of any false call below that level,
+    however the tests depend on each other.
+
+    Args:
+        p_values: One for each comparison.
+
+    Raises:
+        ValueError: If one is not in 0..1.
+    """
+    p = np.array(p_values, dtype=float)
+    if not ((p >= 0) & (p <= 1)).all():
+        raise ValueError(f"expected p-values in 0..1, got {list(p_values)}; leave undefined out")
+    order = np.argsort(p, kind="stable")
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    return np.minimum(adjusted, 1).tolist()
+
+
+def _test(
+    a: Sequence[float | None],
+    b: Sequence[float | None],
+    clusters: Sequence[Hashable] | None,
+    confidence: float,
+    resamples: int,
+    seed: int,
+    exact: bool,
+) -> PairedTest:
+    texts: Sequence[Hashable] = range(len(a)) if clusters is None else clusters
+    if not len(a) == len(b) == len(texts):
+        raise ValueError(
+            f"expected pairs, got {len(a)} and {len(b)} scores and {len(texts)} clusters; "
+            "give both methods' scores of the same samples, None where one failed"
+        )
+    kept = [i for i in range(len(a)) if a[i] is not None and b[i] is not None]
+    if not kept:
+        raise ValueError(
+            f"expected at least one pair of scores, got {len(a)} in which one failed; "
+            "leave this comparison out or run it again"
+        )
+    ours, theirs = checked([a[i] for i in kept]), checked([b[i] for i in kept])
+    differences = ours - theirs
+    sums, sizes = cluster_sums(differences, [texts[i] for i in kept])
+    wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
+    whole = np.isin(np.concatenate([ours, theirs]), (0, 1)).all()
+    if exact and whole and len(sizes) == len(kept):
+        test = "McNemar exact"
+        p_value = min(1.0, 2 * float(special.bdtr(min(wins, losses), wins + losses, 0.5)))
+    else:
+        test = "sign flips of clusters"
+        p_value = _sign_flips(sums[sums != 0], resamples, seed)
+    low, high = _bounds(sums, sizes, float((differences**2).sum()), confidence, resamples, seed)
+    n, mean = len(kept), float(differences.mean())
+    bounds = min(low, mean), max(high, mean)
+    interval = Interval(mean, *bounds, n, len(sums), failed=len(a) - n)
+    return PairedTest(interval, p_value, wins, losses, n - wins - losses, test)
+
+
+def _bounds(
+    sums: np.ndarray,
+    sizes: np.ndarray,
+    squares: float,
+    confidence: float,
+    resamples: int,
+    seed: int,
+) -> tuple[float, float]:
+    """Percentiles of the mean difference with two clusters added, see `paired_difference`."""
+    size = sizes.mean()
+    if squares > 0:
+        size = min(max(float((sums**2).sum()) / squares, 1.0), size)
+    sums = np.concatenate([sums, [size, -size]])
+    sizes = np.concatenate([sizes, [size, size]])
+    means = resampled(sums, sizes, len(sums), resamples, seed)
+    return percentiles(means, len(sums), confidence)
+
+
+def _sign_flips(sums: np.ndarray, resamples: int, seed: int) -> float:
+    """How likely random signs make the total at least as large, either way."""
+    least = abs(sums.sum()) - 1e-9  # equal totals count, rounding or not
+    if 2 ** len(sums) <= resamples:
+        numbers = np.arange(2 ** len(sums))[:, None]
+        signs = 1 - 2 * ((numbers >> np.arange(len(sums))) & 1)
+        return float((abs(signs @ sums) >= least).mean())
+    generator = np.random.default_rng(seed)
+    signs = 1 - 2 * generator.integers(2, size=(resamples, len(sums)), dtype=np.int8)
+    # The signs that were observed are among the possible ones, hence never zero.
+    return float(((abs(signs @ sums) >= least).sum() + 1) / (resamples + 1))

@@ -1,0 +1,66 @@
+"""The package's lm-eval tasks: one YAML each, and the builders that they name."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rope_patch.utils.resources import resource_folder
+
+FOLDER = resource_folder("eval/tasks")  # what lm-eval takes as --include_path
+
+LIKELIHOOD = "_ll"  # ends the name of a task whose answers are scored by their likelihood
+CHOICE = "_mc"  # of one whose answers are chosen by it among others
+
+
+def names() -> list[str]:
+    """Names of the tasks."""
+    return sorted(name for name, config in _all().items() if "group" not in config)
+
+
+def groups() -> dict[str, list[str]]:
+    """Names of the groups, with the tasks of each."""
+    return {name: config["task"] for name, config in _all().items() if "group" in config}
+
+
+def expand(chosen: list[str]) -> list[str]:
+    """Tasks, where groups are replaced by theirs; each once, in order."""
+    known = groups()
+    return list(dict.fromkeys(task for name in chosen for task in known.get(name, [name])))
+
+
+def config(name: str) -> dict[str, Any]:
+    """A task's config with its `!function` references resolved, ready for lm-eval as a dict.
+
+    lm-eval reads the same files with `--include_path`; reading them here too lets one file serve
+    for one task a length, without a table of all tasks that lm-eval has.
+    """
+    return read(FOLDER / f"{name}.yaml")
+
+
+@lru_cache(maxsize=1)
+def _all() -> dict[str, dict[str, Any]]:
+    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a task's config, with what it includes and its `!function` references resolved."""
+    own = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    included = own.pop("include", None)
+    return read(path.parent / included) | own if included else own
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with lm-eval's `!function module.name`."""
+
+
+def _function(loader: _Loader, node: yaml.Node) -> Any:
+    module, name = str(node.value).rsplit(".", 1)
+    return getattr(import_module(module), name)
+
+
+_Loader.add_constructor("!function", _function)

@@ -1,0 +1,282 @@
+"""RULER's eight needle tasks (arXiv:2404.06654), as lm-eval's `custom_dataset`.
+
+Their wording is RULER's (NVIDIA/RULER, Apache-2.0) and so are the numbers and kinds of needles, so
+that scores compare. The novels that come with the package stand for its essays.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice, repeat
+from typing import Any, NamedTuple
+
+from rope_patch.tasks import samples
+from rope_patch.tasks.samples import Draft, Text
+
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+PROMPT_ONE = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will "
+    "quiz you about the {kind} afterwards.\n{text}\nWhat is the special magic {kind} for {keys} "
+    "mentioned in the provided text?"
+)
+PROMPT_MANY = (
+    "Some special magic {kind}s are hidden within the following text. Make sure to memorize it. I "
+    "will quiz you about the {kind}s afterwards.\n{text}\nWhat are all the special magic {kind}s "
+    "for {keys} mentioned in the provided text?"
+)
+PREFIX_ONE = "The special magic {kind} for {keys} mentioned in the provided text is"
+PREFIX_MANY = "The special magic {kind}s for {keys} mentioned in the provided text are"
+
+ROOM = 128  # tokens that an answer may take
+SEVERAL = 4  # RULER's number of keys, values or queries wherever it has more than one
+
+_SENTENCE_ENDS = (".", "!", "?", '."', '!"', '?"')
+_TITLES = {"Mr.", "Mrs.", "Dr.", "St."}
+
+
+def single_1(**metadata: Any) -> dict[str, Any]:
+    """A number in a sentence said again and again; arguments as `samples.build` has them."""
+    return samples.build(
+        lambda t: _single(t, "number", _noise), "rp_niah_single_1", ROOM, **metadata
+    )
+
+
+def single_2(**metadata: Any) -> dict[str, Any]:
+    """A number in prose; arguments as `samples.build` has them."""
+    return samples.build(
+        lambda t: _single(t, "number", _prose), "rp_niah_single_2", ROOM, **metadata
+    )
+
+
+def single_3(**metadata: Any) -> dict[str, Any]:
+    """A UUID in prose; arguments as `samples.build` has them."""
+    return samples.build(lambda t: _single(t, "uuid", _prose), "rp_niah_single_3", ROOM, **metadata)
+
+
+def multikey_1(**metadata: Any) -> dict[str, Any]:
+    """One of four needles in prose; arguments as `samples.build` has them."""
+    return samples.build(_one_of_four, "rp_niah_multikey_1", ROOM, **metadata)
+
+
+def multikey_2(**metadata: Any) -> dict[str, Any]:
+    """A number in a text of nothing but needles; arguments as `samples.build` has them."""
+    return samples.build(
+        lambda t: _one_of_all(t, "number", _words), "rp_niah_multikey_2", ROOM, **metadata
+    )
+
+
+def multikey_3(**metadata: Any) -> dict[str, Any]:
+    """A UUID with a UUID for a key in such a text; arguments as `samples.build` has them."""
+    return samples.build(
+        lambda t: _one_of_all(t, "uuid", _uuids), "rp_niah_multikey_3", ROOM, **metadata
+    )
+
+
+def multivalue(**metadata: Any) -> dict[str, Any]:
+    """Four numbers of one key, in prose; arguments as `samples.build` has them."""
+    return samples.build(_all_values, "rp_niah_multivalue", ROOM, **metadata)
+
+
+def multiquery(**metadata: Any) -> dict[str, Any]:
+    """Four numbers of four keys, in prose; arguments as `samples.build` has them."""
+    return samples.build(_all_keys, "rp_niah_multiquery", ROOM, **metadata)
+
+
+class _Needle(NamedTuple):
+    key: str
+    value: str
+    depth: int  # percent
+
+
+# A text of so many units with these sentences, each at its depth in percent.
+_Haystack = Callable[[int, list[tuple[int, str]]], str]
+
+
+def _single(text: Text, kind: str, haystack: Callable[[Text], _Haystack]) -> list[Draft]:
+    """Samples of one text are the same words, each with a needle of its own at its own depth.
+
+    So they share what stands before the shallowest needle, and none says another's answer.
+    """
+    fill, found = haystack(text), _needles(text.depths, _words(text.rng), _values(text.rng, kind))
+    return [_draft(kind, fill, [one] if text.planted else [], [one], one.depth) for one in found]
+
+
+def _one_of_four(text: Text) -> list[Draft]:
+    """Samples of one text ask for its needles in turn: all but the question is the same.
+
+    More samples than four have as many needles as samples, so each asks for another one.
+    """
+    found = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
+    return _asked_in_turn(text, "number", _prose(text), found)
+
+
+def _one_of_all(
+    text: Text, kind: str, keys: Callable[[random.Random], Iterator[str]]
+) -> list[Draft]:
+    """As `_one_of_four`, with nothing but needles around those asked for, however many."""
+    names, values = keys(text.rng), _values(text.rng, kind)
+    found = _needles(text.depths, names, values)
+    # The further needles go on where those asked for end, so no key comes twice.
+    others = (
+        NEEDLE.format(kind=f"{kind}s", key=k, value=v) for k, v in zip(names, values, strict=True)
+    )
+    return _asked_in_turn(text, kind, _lines(others), found)
+
+
+def _asked_in_turn(text: Text, kind: str, fill: _Haystack, found: list[_Needle]) -> list[Draft]:
+    asked, others = found[: len(text.depths)], found[len(text.depths) :]
+    inside = found if text.planted else others
+    decoys = tuple(one.value for one in others)
+    drafts = [_draft(kind, fill, inside, [one], one.depth) for one in asked]
+    return [replace(draft, decoys=decoys) for draft in drafts]
+
+
+def _all_keys(text: Text) -> list[Draft]:
+    """Samples of one text ask for the same four needles, each for another one first.
+
+    The order asked for is the order to answer in, so each sample has another answer to a text that
+    all of them share up to the question; its depth is that of the needle asked for first. More
+    samples than four have as many needles as samples, and each asks for four of them.
+    """
+    found = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
+    fill, inside = _prose(text), found if text.planted else []
+    return [
+        _draft("number", fill, inside, (found[i:] + found[:i])[:SEVERAL], depth)
+        for i, depth in enumerate(text.depths)
+    ]
+
+
+def _all_values(text: Text) -> list[Draft]:
+    """Samples of one text differ in one of the key's four values and in where it stands.
+
+    Another key with four more values would make the task harder the more samples share a text, and
+    the same values could be asked for but once. So three of them stay in their random places, and
+    each sample has a fourth of its own at its own depth, which is the sample's depth. Answers are
+    listed in the order of the text.
+    """
+    key, values, fill = next(_words(text.rng)), _values(text.rng, "number"), _prose(text)
+    others = [text.rng.randint(0, 100) for _ in range(SEVERAL - 1)]
+    found = [_Needle(key, next(values), depth) for depth in [*text.depths, *others]]
+    drafts = []
+    for own in found[: len(text.depths)]:
+        four = sorted([own, *found[len(text.depths) :]], key=lambda needle: needle.depth)
+        drafts.append(_draft("number", fill, four if text.planted else [], four, own.depth))
+    return drafts
+
+
+def _draft(
+    kind: str, fill: _Haystack, inside: list[_Needle], asked: list[_Needle], depth: int
+) -> Draft:
+    """The question for some needles, of a text with the needles `inside`."""
+    prompt, prefix = (PROMPT_ONE, PREFIX_ONE) if len(asked) == 1 else (PROMPT_MANY, PREFIX_MANY)
+    keys = _listed(list(dict.fromkeys(needle.key for needle in asked)))
+    answers = [needle.value for needle in asked]
+    planted = [
+        (n.depth, NEEDLE.format(kind=f"{kind}s", key=n.key, value=n.value))
+        for n in sorted(inside, key=lambda needle: needle.depth)
+    ]
+    return Draft(
+        prompt=lambda units: prompt.format(kind=kind, text=fill(units, planted), keys=keys),
+        prefix=prefix.format(kind=kind, keys=keys),
+        answers=answers,
+        target=_listed(answers),
+        depth=depth,
+    )
+
+
+def _listed(items: list[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])}, and {items[-1]}"
+
+
+def _depths(text: Text) -> list[int]:
+    """One for each sample, and random ones up to four."""
+    further = max(SEVERAL - len(text.depths), 0)
+    return [*text.depths, *(text.rng.randint(0, 100) for _ in range(further))]
+
+
+def _needles(depths: Sequence[int], keys: Iterator[str], values: Iterator[str]) -> list[_Needle]:
+    return [_Needle(next(keys), next(values), depth) for depth in depths]
+
+
+def _words(rng: random.Random) -> Iterator[str]:
+    adjectives, nouns = _vocabulary()
+    return _distinct(lambda: f"{rng.choice(adjectives)}-{rng.choice(nouns)}")
+
+
+def _uuids(rng: random.Random) -> Iterator[str]:
+    return _distinct(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
+
+
+def _values(rng: random.Random, kind: str) -> Iterator[str]:
+    if kind == "uuid":
+        return _uuids(rng)
+    return _distinct(lambda: str(rng.randint(1_000_000, 9_999_999)))
+
+
+def _distinct(draw: Callable[[], str]) -> Iterator[str]:
+    """What is drawn, without end and nothing twice: a question has one answer."""
+    seen: set[str] = set()
+    while True:
+        if (found := draw()) not in seen:
+            seen.add(found)
+            yield found
+
+
+@lru_cache(maxsize=1)
+def _vocabulary() -> tuple[list[str], list[str]]:
+    from wonderwords import RandomWord
+
+    known = RandomWord(enhanced_prefixes=False)
+    return tuple(known.filter(include_categories=[kind]) for kind in ("adjective", "noun"))
+
+
+def _prose(text: Text) -> _Haystack:
+    """Words of a novel; a needle goes to the end of a sentence."""
+    words = text.words()
+
+    def fill(units: int, needles: list[tuple[int, str]]) -> str:
+        taken = words(units)
+        ends = [at for at, word in enumerate(taken, start=1) if _ends_sentence(word)]
+        return " ".join(_plant(taken, needles, [0, *ends]))
+
+    return fill
+
+
+def _ends_sentence(word: str) -> bool:
+    return word.endswith(_SENTENCE_ENDS) and word not in _TITLES
+
+
+def _noise(_: Text) -> _Haystack:
+    return _lines(repeat(NOISE))
+
+
+def _lines(source: Iterator[str]) -> _Haystack:
+    """Lines of a source that is asked for each line once; a needle is a line among them."""
+    lines: list[str] = []
+
+    def fill(units: int, needles: list[tuple[int, str]]) -> str:
+        lines.extend(islice(source, max(units - len(lines), 0)))
+        return "\n".join(_plant(lines[:units], needles, range(units + 1)))
+
+    return fill
+
+
+def _plant(units: list[str], needles: list[tuple[int, str]], places: Sequence[int]) -> list[str]:
+    """Puts each needle at the one of `places` that is nearest to its depth.
+
+    Args:
+        units: What the text is made of.
+        needles: Depths in percent, and sentences, in ascending order of depth.
+        places: How many units may stand before a needle.
+    """
+    planted, before = [], 0
+    for depth, sentence in needles:
+        at = min(places, key=lambda place: abs(100 * place - depth * len(units)))
+        planted += [*units[before:at], sentence]
+        before = at
+    return planted + units[before:]

@@ -1,0 +1,114 @@
+"""Needles that share no word with their question: finding one takes knowledge, not matching.
+
+The idea is that of NoLiMa (arXiv:2502.05167); facts, names and wording are this project's own.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from rope_patch.tasks import samples, texts
+
+ROOM = 16  # a name, and some words around it
+
+PROMPT = (
+    "Sentences about a few strangers are scattered through the story below; they are no part of "
+    "it. I will ask about one of the strangers afterwards.\n{story}\nWhich of the strangers "
+    "{question}? Answer with the name."
+)
+NEEDLE = "{name} {fact}."
+PREFIX = "The name of the stranger is"
+
+_ENDS = (".", "!", "?", '."', '!"', '?"', ".”", "!”", "?”")
+_ABBREVIATIONS = ("Mr.", "Mrs.", "Dr.", "St.")
+
+
+def build(**metadata: Any) -> dict[str, Any]:
+    """Builds rp_nonliteral; the arguments are those of `samples.build` and `distractors`.
+
+    `distractors` (2 unless given) are sentences about further strangers, of whom nothing is asked:
+    that a sentence does not belong to the story says too little then. The control keeps them.
+    """
+    return samples.build(drafts, "rp_nonliteral", ROOM, **metadata)
+
+
+def drafts(text: samples.Text) -> list[samples.Draft]:
+    """Drafts of samples of one text: each asks for another of the strangers in it.
+
+    Raises:
+        ValueError: More strangers than there are facts or names that the story does not have.
+    """
+    data = facts()
+    names = _unused(tuple(data["names"]), text.texts)
+    asked = len(text.depths)
+    distractors = int(text.options.get("distractors", 2))
+    most = min(len(names), len(data["facts"]))
+    if not 0 <= distractors <= most - asked:
+        raise ValueError(
+            f"rp_nonliteral has facts and names for {most} strangers a text, got per_text {asked} "
+            f"and distractors {distractors}: take fewer"
+        )
+    chosen = text.rng.sample(data["facts"], asked + distractors)
+    strangers = text.rng.sample(names, asked + distractors)
+    depths = [*text.depths, *(text.rng.uniform(0, 100) for _ in range(distractors))]
+    needles = [
+        (depth, NEEDLE.format(name=name, fact=fact))
+        for depth, name, (fact, _) in zip(depths, strangers, chosen, strict=True)
+    ]
+    words = text.words()
+    shown = needles if text.planted else needles[asked:]
+
+    def draft(name: str, question: str, depth: int) -> samples.Draft:
+        return samples.Draft(
+            prompt=lambda n: PROMPT.format(
+                story=between_sentences(words(n), shown), question=question
+            ),
+            prefix=PREFIX,
+            answers=[name],
+            target=name,
+            depth=depth,
+        )
+
+    # Without a `strict`: the strangers after those that are asked for are the distractors.
+    return [
+        draft(name, question, depth)
+        for name, (_, question), depth in zip(strangers, chosen, text.depths, strict=False)
+    ]
+
+
+@lru_cache(maxsize=1)
+def facts() -> dict[str, Any]:
+    """`names`, and `facts`: pairs of what is said of a stranger and what is asked."""
+    path = files(__package__) / "nonliteral.json"
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def between_sentences(words: list[str], sentences: list[tuple[float, str]]) -> str:
+    """Puts sentences between those of a text.
+
+    Args:
+        words: The text's.
+        sentences: Each with its depth in percent of the words; it goes to the nearest sentence end.
+    """
+    ends = [0]
+    for i, word in enumerate(words, start=1):
+        if word.endswith(_ENDS) and word not in _ABBREVIATIONS:
+            ends.append(i)
+    placed = list(words)
+    for depth, sentence in sorted(sentences, reverse=True):  # from the back: no place moves
+        wanted = depth * len(words) / 100
+        after = bisect(ends, wanted)
+        at = min(ends[after - 1 : after + 1], key=lambda end: abs(end - wanted))
+        placed.insert(at, sentence)
+    return " ".join(placed)
+
+
+@lru_cache(maxsize=8)
+def _unused(names: tuple[str, ...], sources: tuple[str, ...]) -> list[str]:
+    """The names that stand nowhere in the texts, not even inside a word."""
+    told = "\n".join(texts.read(source) for source in sources).lower()
+    return [name for name in names if name.lower() not in told]

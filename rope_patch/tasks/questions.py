@@ -1,0 +1,226 @@
+"""RULER's questions over documents: made-up articles, or a file of the user's own questions."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from rope_patch.tasks import samples
+from rope_patch.tasks.synthetic_documents import Encyclopaedia, Question
+from rope_patch.utils.errors import parse_json
+
+ROOM = 32  # tokens that generation may take; they count towards the length
+
+# RULER's wording (NVIDIA/RULER, Apache-2.0).
+_RULE = (
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words."
+)
+PROMPT = (
+    f"{_RULE}\n\nThe following are given documents.\n\n{{context}}\n\n{_RULE}\n\n"
+    "Question: {question}"
+)
+DOCUMENT = "Document {i}:\n{document}"
+PREFIX = "Answer:"
+
+_FIELDS = '{"question": "...", "answers": ["..."], "context": "..."}'
+
+
+def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
+    """Samples of rp_qa_1: a question that one document answers (RULER, arXiv:2404.06654).
+
+    Samples of one text have the same documents and ask other questions.
+
+    Args:
+        questions: A file in SQuAD's format (1.1 or 2.0), or lines of JSON with question, answers
+            and context (a text, or a list of texts of which the last holds the answer). Its other
+            contexts are the distractors, repeated where they are too few. Made-up articles if None.
+        **metadata: As of `samples.build`.
+
+    Raises:
+        ValueError: As `samples.build`, or a file that is not of that kind or has too few contexts.
+    """
+    draw = partial(_draw, hops=1, known=read(questions) if questions else None)
+    return samples.build(draw, "rp_qa_1", ROOM, **metadata)
+
+
+def two_hops(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
+    """Samples of rp_qa_2: a question whose answer takes two documents (RULER, arXiv:2404.06654).
+
+    Depth is where the second document stands, which holds the answer; the first is anywhere.
+
+    Args:
+        questions: As of `one_hop`.
+        **metadata: As of `samples.build`.
+
+    Raises:
+        ValueError: As `one_hop`.
+    """
+    draw = partial(_draw, hops=2, known=read(questions) if questions else None)
+    return samples.build(draw, "rp_qa_2", ROOM, **metadata)
+
+
+def read(path: str) -> list[Question]:
+    """The questions of a file that have an answer.
+
+    Raises:
+        ValueError: No such file, neither SQuAD's format nor lines of JSON, a field missing or of
+            the wrong type, or no question with an answer.
+    """
+    try:
+        raw = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read questions from {path}: {error}") from None
+    try:
+        whole = parse_json(raw)
+    except ValueError:
+        whole = None
+    if isinstance(whole, dict) and "data" in whole:
+        found = list(_squad(whole, path))
+    else:
+        found = list(_lines(raw, path))
+    if not found:
+        raise ValueError(f"{path} has no question with an answer: expected one at least")
+    return found
+
+
+def _squad(whole: dict[str, Any], path: str) -> Iterator[Question]:
+    for a, article in enumerate(_field(whole, "data", list, path)):
+        at = f"{path}, data[{a}]"
+        for p, paragraph in enumerate(_field(article, "paragraphs", list, at)):
+            at = f"{path}, data[{a}].paragraphs[{p}]"
+            context = _field(paragraph, "context", str, at)
+            for q, entry in enumerate(_field(paragraph, "qas", list, at)):
+                at = f"{path}, data[{a}].paragraphs[{p}].qas[{q}]"
+                question = _field(entry, "question", str, at)
+                if entry.get("is_impossible"):
+                    continue
+                answers = [_field(x, "text", str, at) for x in _field(entry, "answers", list, at)]
+                yield _question(question, answers, [context], at)
+
+
+def _lines(raw: str, path: str) -> Iterator[Question]:
+    for i, line in enumerate(raw.split("\n"), start=1):
+        if not line.strip():
+            continue
+        at = f"{path}, line {i}"
+        try:
+            entry = parse_json(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{at} is not JSON ({error}): expected SQuAD's format, or {_FIELDS} on each line"
+            ) from None
+        question = _field(entry, "question", str, at)
+        answers = _field(entry, "answers", list, at)
+        context = _field(entry, "context", (str, list), at)
+        yield _question(question, answers, [context] if isinstance(context, str) else context, at)
+
+
+def _field(entry: Any, name: str, kind: type | tuple[type, ...], at: str) -> Any:
+    value = entry.get(name) if isinstance(entry, dict) else None
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        expected = " or ".join(k.__name__ for k in kinds)
+        got = "nothing" if value is None else type(value).__name__
+        raise ValueError(
+            f"{at}: expected {name!r} as {expected}, got {got}; files are in SQuAD's format, or "
+            f"have {_FIELDS} on each line"
+        )
+    return value
+
+
+def _question(question: str, answers: list[Any], documents: list[Any], at: str) -> Question:
+    for name, values in (("answers", answers), ("context", documents)):
+        # An empty answer would be found in whatever a model writes.
+        if not values or not all(isinstance(v, str) and v.strip() for v in values):
+            raise ValueError(f"{at}: expected {name} with text in each, got {values!r:.200}")
+    if not question.strip():
+        raise ValueError(f"{at}: expected a question, got an empty one")
+    return Question(question=question, answers=list(dict.fromkeys(answers)), documents=documents)
+
+
+def _draw(text: samples.Text, hops: int, known: list[Question] | None) -> list[samples.Draft]:
+    rng = text.rng
+    if known:
+        chosen, others = _chosen(known, len(text.depths), rng)
+    else:
+        made = Encyclopaedia(rng)
+        ask = made.one_hop if hops == 1 else made.two_hops
+        chosen, others = [ask() for _ in text.depths], made.others()
+    places: dict[str, float] = {}
+    if text.planted:
+        for question, depth in zip(chosen, text.depths, strict=True):
+            places[question.documents[-1]] = depth
+        for question in chosen:
+            for document in question.documents[:-1]:
+                places.setdefault(document, rng.uniform(0, 100))
+    filler = _Filler(others)
+
+    def prompt(units: int, question: str) -> str:
+        documents = filler.take(units)
+        count = len(documents)
+        # From the last place on, so that the places before stay what they are.
+        for document, depth in sorted(places.items(), key=lambda item: -item[1]):
+            documents.insert(round(count * depth / 100), document)
+        numbered = (DOCUMENT.format(i=i, document=d) for i, d in enumerate(documents, start=1))
+        return PROMPT.format(context="\n\n".join(numbered), question=question)
+
+    return [
+        samples.Draft(
+            prompt=partial(prompt, question=question.question),
+            prefix=PREFIX,
+            answers=question.answers,
+            target=question.answers[0],
+            depth=depth,
+        )
+        for question, depth in zip(chosen, text.depths, strict=True)
+    ]
+
+
+def _chosen(
+    known: list[Question], count: int, rng: random.Random
+) -> tuple[list[Question], Iterator[str]]:
+    """So many questions of different documents, and the documents that none of them needs."""
+    by_document: dict[str, list[Question]] = defaultdict(list)
+    for question in known:
+        by_document[question.documents[-1]].append(question)
+    if count > len(by_document):
+        raise ValueError(
+            f"the file has questions on {len(by_document)} documents, per_text={count} needs as "
+            "many: give a longer file or a smaller per_text"
+        )
+    chosen = [rng.choice(by_document[d]) for d in rng.sample(list(by_document), count)]
+    needed = {document for question in chosen for document in question.documents}
+    every = dict.fromkeys(document for question in known for document in question.documents)
+    others = [document for document in every if document not in needed]
+    if not others:
+        raise ValueError(
+            f"all {len(every)} documents of the file are needed for the questions of one text: "
+            "give a file with other contexts too, as distractors"
+        )
+    rng.shuffle(others)
+    return chosen, cycle(others)
+
+
+class _Filler:
+    """The first n words of endless documents; the last document is cut there."""
+
+    def __init__(self, documents: Iterable[str]) -> None:
+        self._source = iter(documents)
+        self._read: list[str] = []
+
+    def take(self, words: int) -> list[str]:
+        taken: list[str] = []
+        while words > 0:
+            if len(taken) == len(self._read):
+                self._read.append(next(self._source))
+            document = self._read[len(taken)]
+            split = document.split()
+            taken.append(document if len(split) <= words else " ".join(split[:words]))
+            words -= len(split)
+        return taken

@@ -1,0 +1,129 @@
+"""Recall of word pairs in noise, for models whose training was too short for needles in prose.
+
+Keys and values are words that the model's own tokenizer has a token for, the noise is punctuation.
+So eight pairs fit into a few dozen tokens, and a model needs no English to answer: it only has to
+look back for the key and repeat the word after it (induction, arXiv:2209.11895).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from rope_patch.tasks import samples
+
+ROOM = 2  # tokens that an answer may take, as in rp_recall.yaml; they count towards the length
+PAIRS = 8  # in a text, or as many as are asked for
+NOISE = "!\"#$%&'()*+,-./"
+
+_WORDS = 1024  # tokenizers have their commonest words first
+_LEAST_WORDS = 4 * PAIRS  # keys and values, and as many others for the control
+
+
+def build(**metadata: Any) -> dict[str, Any]:
+    """Build rp_recall; the arguments are those of `samples.build`.
+
+    The control has pairs too, of other words. A prompt ends within a pair's width of the length.
+    """
+    return samples.build(drafts, "rp_recall", ROOM, **metadata)
+
+
+def multiquery(**metadata: Any) -> dict[str, Any]:
+    """Build samples that ask for all eight keys of a text at once; arguments as `samples.build`.
+
+    The target gives the keys too: `value key value key value ...`, the first key is the prefix.
+    """
+    return samples.build(_all_drafts, "rp_recall_all", 2 * PAIRS, **metadata)
+
+
+def drafts(text: samples.Text) -> list[samples.Draft]:
+    """Return drafts of samples of one text: each asks for another key."""
+    asked, prompt = _pairs(text, text.depths)
+    decoys = tuple(value for _, value in asked[len(text.depths) :])
+    return [
+        samples.Draft(
+            prompt=prompt, prefix=key, answers=[value], target=value, depth=depth, decoys=decoys
+        )
+        for (key, value), depth in zip(asked, text.depths, strict=False)
+    ]
+
+
+def _all_drafts(text: samples.Text) -> list[samples.Draft]:
+    """Return drafts that ask for all keys of a text, each in another order."""
+    asked, prompt = _pairs(text, [])
+    made = []
+    for depth in text.depths:
+        order = text.rng.sample(asked, len(asked))
+        words = [word for pair in order for word in pair]
+        made.append(
+            samples.Draft(
+                prompt=prompt,
+                prefix=words[0],
+                answers=[value for _, value in order],
+                target=" ".join(words[1:]),
+                depth=depth,
+            )
+        )
+    return made
+
+
+def _pairs(
+    text: samples.Text, depths: list[int]
+) -> tuple[list[tuple[str, str]], Callable[[int], str]]:
+    """Return what is asked for, and the prompt with so many marks of noise around it.
+
+    Pairs beyond the given depths stand anywhere.
+    """
+    rng, number = text.rng, max(PAIRS, len(depths))
+    keys, values = words(text.tokenizer)
+    if 2 * number > len(values):
+        raise ValueError(
+            f"rp_recall asks for {number} words of each text, twice as many are needed, and this "
+            f"tokenizer has {len(values)} for it: give a smaller per_text"
+        )
+    drawn = list(zip(rng.sample(keys, 2 * number), rng.sample(values, 2 * number), strict=True))
+    asked, others = drawn[:number], drawn[number:]
+    shares = [depth / 100 for depth in depths]
+    shares += [rng.random() for _ in range(number - len(shares))]
+    shown = asked if text.planted else others
+    placed = sorted(zip(shares, shown, strict=True), key=lambda at: at[0])
+    noise: list[str] = []
+
+    def prompt(n: int) -> str:
+        noise.extend(rng.choice(NOISE) for _ in range(len(noise), n))
+        parts = noise[:n]
+        for share, (key, value) in reversed(placed):
+            parts.insert(round(share * n), f" {key} {value}")  # from the back: no place moves
+        return "".join(parts)
+
+    return asked, prompt
+
+
+@lru_cache(maxsize=2)
+def words(tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Return words that are one token each behind a blank: keys, and as many values.
+
+    Raises:
+        ValueError: The tokenizer has too few of them.
+    """
+    found: list[str] = []
+    before = tokenizer("x", add_special_tokens=False).input_ids
+    for number in range(len(tokenizer)):
+        token = tokenizer.convert_ids_to_tokens(number)
+        word = token[1:] if isinstance(token, str) else ""
+        # Behind a mark of a blank, which each kind of tokenizer writes in another way.
+        if token[:1].isascii() or not re.fullmatch("[a-z]{2,}", word):
+            continue
+        if tokenizer(f"x {word}", add_special_tokens=False).input_ids == [*before, number]:
+            found.append(word)
+        if len(found) == _WORDS:
+            break
+    if len(found) < _LEAST_WORDS:
+        raise ValueError(
+            f"rp_recall is made of words that are one token each, at least {_LEAST_WORDS}; this "
+            f"tokenizer has {len(found)} of them: give samples of your own"
+        )
+    half = len(found) // 2
+    return found[:half], found[half : 2 * half]

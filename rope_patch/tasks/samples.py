@@ -1,0 +1,219 @@
+"""Samples of any retrieval task: token-exact, built offline, the same on every run.
+
+A task's own file says what stands in a prompt (`Draft`); here prompts get their length. Samples may
+share one text, asked another question or with the needle elsewhere: the model reads what they share
+once, and statistics count them as the cluster that they are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rope_patch.tasks import texts
+
+DEPTHS = (10, 50, 90)
+
+
+class TooShort(ValueError):
+    """A length has no room for a task's own words.
+
+    Attributes:
+        least: Tokens that they take, with the answer.
+    """
+
+    def __init__(self, length: int, task: str, least: int) -> None:
+        super().__init__(
+            f"a length of {length} tokens is too short for {task}: the prompt's own words and the "
+            f"room for an answer take {least} with this tokenizer"
+        )
+        self.length, self.task, self.least = length, task, least
+
+    def __reduce__(self) -> Any:  # other processes raise it, too
+        return TooShort, (self.length, self.task, self.least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """One sample before it has its length.
+
+    Attributes:
+        prompt: The prompt with so many units of filler (words, lines, whatever the task has).
+        prefix: Begins the answer; the model goes on from there.
+        answers: References; the task's scoring says whether all or any of them are wanted.
+        target: The right answer as it would be written after the prefix; likelihood scores this.
+        depth: Where the answer stands, in percent of the filler; None where it is everywhere.
+        decoys: Answers of the same kind in the same text, wrong for this question, besides those
+            of the other samples.
+    """
+
+    prompt: Callable[[int], str]
+    prefix: str
+    answers: list[str]
+    target: str
+    depth: int | None = None
+    decoys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """What a task's draft function gets: one text and how many samples to draw from it.
+
+    Attributes:
+        rng: Everything random comes from here; no other generator is touched.
+        length: Tokens that a sample will have.
+        depths: One for each sample wanted, in percent.
+        planted: False for the control: the same question, of a text without its answer.
+        texts: Names or files that filler comes from.
+        options: Further metadata of the task.
+        tokenizer: The model's.
+    """
+
+    rng: random.Random
+    length: int
+    depths: list[int]
+    planted: bool
+    texts: tuple[str, ...]
+    options: dict[str, Any]
+    tokenizer: Any = None
+
+    def words(self) -> Callable[[int], list[str]]:
+        """The first n words from some place in some text on, repeated where it is too short."""
+        words = texts.words(self.rng.choice(self.texts))
+        start = self.rng.randrange(len(words))
+        turned = words[start:] + words[:start]
+        return lambda n: (turned * (1 + n // len(turned)))[:n]
+
+
+def build(
+    draw: Callable[[Text], list[Draft]],
+    task: str,
+    room: int,
+    *,
+    tokenizer: Any = None,
+    length: int = 4096,
+    samples: int | None = None,
+    depths: Sequence[int] = DEPTHS,
+    seed: int = 42,
+    per_text: int = 1,
+    planted: bool = True,
+    choices: bool = False,
+    text: str | Sequence[str] | None = None,
+    pretrained: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Builds the samples of one task and length, as lm-eval's `custom_dataset`.
+
+    Args:
+        draw: The task's: drafts of as many samples as `Text.depths` has, all of one text.
+        task: The task's name.
+        room: Tokens that the answer may take; they count towards the length.
+        tokenizer: The model's tokenizer or its name; `pretrained` is taken if there is none.
+        length: Tokens of prompt, answer prefix and room together, in all: as many as fit.
+        samples: How many; one a depth unless given. Depths take turns, so every first few samples
+            cover all of them.
+        depths: Where answers stand, in percent of the filler.
+        seed: Another seed makes other samples.
+        per_text: Samples that share a text.
+        planted: False builds the control, whose texts lack the answer.
+        choices: Whether the right answer is to be chosen among those to all of the text's
+            questions, and decoys.
+        text: Names or files that filler is taken from; all that come with the package if None.
+        pretrained: The model's name, which lm-eval passes along.
+        **options: Further metadata, for the task.
+
+    Returns:
+        `{"test": dataset}` with the columns id, task, length, tokens, depth, text (samples with the
+        same number share one), input, gen_prefix, answers, target, target_tokens; and with choices
+        choices and gold (the right one's number).
+
+    Raises:
+        ValueError: A length too short for the prompt's own words, or no depth or one outside
+            0 to 100.
+    """
+    from datasets import Dataset
+
+    if tokenizer is None or isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer or pretrained)
+    if not depths:
+        raise ValueError("depths must have at least one depth in percent, got none")
+    if wrong := [depth for depth in depths if not 0 <= depth <= 100]:
+        raise ValueError(f"depths are percentages from 0 to 100, got {wrong}")
+    if int(per_text) < 1:
+        raise ValueError(f"per_text must be at least 1 sample a text, got {per_text}")
+    length, count = int(length), len(depths) if samples is None else int(samples)
+    sources = (text,) if isinstance(text, str) else tuple(text or texts.names())
+    rows: list[dict[str, Any]] = []
+    while len(rows) < count:
+        first, number = len(rows), len(rows) // int(per_text)
+        # Whole texts, also where the last is not used up: a sample is the same in any number.
+        drafts = draw(
+            Text(
+                rng=random.Random(f"{seed}/{task}/{length}/{number}"),
+                length=length,
+                depths=[int(depths[i % len(depths)]) for i in range(first, first + int(per_text))],
+                planted=planted,
+                texts=sources,
+                options=options,
+                tokenizer=tokenizer,
+            )
+        )
+        # All of a text's samples get the same filler, or they would not share it.
+        units: int | None = None
+        for draft in drafts:
+            units = _fit(tokenizer, draft, room, length, task, units)
+        assert units is not None, f"{task} drew no samples"
+        for i, draft in enumerate(drafts, start=first):
+            row = {"id": f"{seed}/{task}/{length}/{i}", "task": task, "length": length}
+            row |= {"tokens": _size(tokenizer, draft, units) + room, "depth": draft.depth}
+            row |= {"text": number, "input": draft.prompt(units), "gen_prefix": draft.prefix}
+            row |= {"answers": draft.answers, "target": draft.target}
+            row["target_tokens"] = _tokens(tokenizer, f" {draft.target}", special=False)
+            if choices:
+                row |= _choices(draft, drafts, task)
+            rows.append(row)
+    return {"test": Dataset.from_list(rows[:count])}
+
+
+def _choices(draft: Draft, drafts: list[Draft], task: str) -> dict[str, Any]:
+    """The answers to all questions of a text, sorted, so that places say nothing."""
+    found = sorted({*(other.target for other in drafts), *draft.decoys})
+    if len(found) < 2:
+        raise ValueError(
+            f"{task} chooses among the answers to several questions of a text, got one question: "
+            "give per_text of at least 2"
+        )
+    return {"choices": found, "gold": found.index(draft.target)}
+
+
+def _fit(tokenizer: Any, draft: Draft, room: int, length: int, task: str, most: int | None) -> int:
+    """Units of filler with which a prompt fits, where one more does not or is more than `most`."""
+    available = length - room
+    smallest = _size(tokenizer, draft, 0)
+    if smallest > available:
+        raise TooShort(length, task, smallest + room)
+    most = available if most is None else most  # a unit takes at least a token
+    # `most` fits as a rule where there is one; else some units say how many tokens a unit takes.
+    guess = 64 if most == available else most
+    fits, fails, tries = 0, most + 1, 0
+    while fails - fits > 1:
+        tries += 1
+        # Sizes are as good as linear in units, so a few guesses do where halving takes twenty.
+        guess = min(max(guess, fits + 1), fails - 1) if tries < 12 else (fits + fails) // 2
+        tokens = _size(tokenizer, draft, guess)
+        fits, fails = (guess, fails) if tokens <= available else (fits, guess)
+        rate = max((tokens - smallest) / guess, 0.1)
+        guess += int((available - tokens) // rate)  # from the last guess, be it too low or too high
+    return fits
+
+
+def _size(tokenizer: Any, draft: Draft, units: int) -> int:
+    return _tokens(tokenizer, f"{draft.prompt(units)} {draft.prefix}")
+
+
+def _tokens(tokenizer: Any, text: str, special: bool = True) -> int:
+    return len(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)

@@ -1,0 +1,74 @@
+"""The last word of a passage from a novel."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any
+
+from rope_patch.tasks import texts
+from rope_patch.tasks.short import choices
+
+LONGEST = 120  # words of a passage
+_LEAST = 60
+_NEAR = 10  # words that the last sentence may have: the passage is needed, too
+_LETTERS = 5  # of the shortest word that is asked for: none of the commonest
+_SENTENCE_ENDS = (".", "!", "?")
+_STOPS = ",;:.!?"
+
+
+def build(**metadata: Any) -> dict[str, Any]:
+    """lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
+    return choices.build(questions, "rp_short_cloze", **metadata)
+
+
+def questions(rng: random.Random) -> Iterator[choices.Question]:
+    """Endless questions, each from some place in some novel."""
+    names = texts.names()
+    asked: set[tuple[str, int]] = set()
+    while True:
+        name = rng.choice(names)
+        words = texts.words(name)
+        end = rng.randrange(LONGEST, len(words))
+        right = _closing(words[end])
+        if not right or not words[end].endswith(_SENTENCE_ENDS) or (name, end) in asked:
+            continue
+        passage = _from_a_sentence(words[end - LONGEST : end])
+        # Words that close a phrase are of the kinds that the last word may be of.
+        others = sorted({word for word in map(_closing, passage) if word} - {right})
+        if right not in map(_bare, passage) or len(passage) < _LEAST or len(others) < 3:
+            continue
+        if not any(word.endswith(_SENTENCE_ENDS) for word in passage[-_NEAR:]):
+            continue
+        rng.shuffle(others)
+        others.sort(key=lambda word: _shared_ending(word, right), reverse=True)  # same forms first
+        asked.add((name, end))
+        stop = words[end].removeprefix(right)  # so that no choice begins another
+        yield choices.Question(
+            context=" ".join(passage),
+            right=right + stop,
+            wrong=[word + stop for word in others[:3]],
+        )
+
+
+def _from_a_sentence(words: list[str]) -> list[str]:
+    """The words after the first end of a sentence."""
+    ends = (i for i, word in enumerate(words) if word.endswith(_SENTENCE_ENDS))
+    return words[next(ends, len(words)) + 1 :]
+
+
+def _bare(word: str) -> str:
+    return word.rstrip(_STOPS)
+
+
+def _closing(word: str) -> str:
+    """The word before its stop, if it has one and may be asked for; otherwise nothing."""
+    bare = _bare(word)
+    usable = bare.isalpha() and bare.islower() and len(bare) >= _LETTERS
+    return bare if usable and bare != word else ""
+
+
+def _shared_ending(first: str, second: str) -> int:
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

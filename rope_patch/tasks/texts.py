@@ -1,0 +1,133 @@
+"""Long documents: Jane Austen's novels, shipped with the package, or a file of the user's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rope_patch.utils.resources import resource_folder
+
+_NOVELS = resource_folder("eval/data")
+
+
+def names() -> list[str]:
+    """Names of the texts that come with the package."""
+    found = (entry.name for entry in _NOVELS.iterdir())
+    return sorted(name.removesuffix(".txt.xz") for name in found if name.endswith(".txt.xz"))
+
+
+def read(text: str) -> str:
+    """Reads a text.
+
+    Args:
+        text: One of `names()`, or the path of a UTF-8 file, plain or compressed with xz.
+
+    Raises:
+        ValueError: Neither, or not text.
+    """
+    path = Path(text)
+    if text in names():
+        raw = (_NOVELS / f"{text}.txt.xz").read_bytes()
+    elif path.is_file():
+        raw = path.read_bytes()
+    else:
+        close = get_close_matches(text, names(), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"no text {text!r}{hint}: expected a file, or one of {', '.join(names())}")
+    try:
+        raw = lzma.decompress(raw) if text in names() or path.suffix == ".xz" else raw
+        return raw.decode("utf-8")
+    except (lzma.LZMAError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{text} is not UTF-8 text, plain or compressed with xz: {error}"
+        ) from None
+
+
+@lru_cache(maxsize=8)
+def words(text: str) -> list[str]:
+    """The words of a text, each with its punctuation.
+
+    Raises:
+        ValueError: As `read`, or a text without any words.
+    """
+    found = read(text).split()
+    if not found:
+        raise ValueError(f"the text {text!r} is empty")
+    return found
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens to measure perplexity on.
+
+    Attributes:
+        name: The text's name, and which excerpt of it, counted from 2.
+        tokens: Its tokens.
+        head: How many of them, from the start, the tokenizer puts before every text.
+    """
+
+    name: str
+    tokens: list[int]
+    head: int
+
+    @property
+    def sha256(self) -> str:
+        """Of the tokens, as JSON."""
+        return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()
+
+
+def documents(
+    texts: Sequence[str], tokenizer: Any, length: int, count: int | None = None
+) -> list[Document]:
+    """Documents of `length` tokens each: the start of every text, then further excerpts.
+
+    Excerpts of a text follow one another without overlap, and start in the middle of a sentence
+    more often than not. Those of one novel share its author, its people and its manner: they are
+    not independent documents, and what is measured on them varies less than on as many novels.
+
+    Args:
+        texts: Names or files.
+        tokenizer: The model's.
+        length: Tokens of each document.
+        count: How many documents; one of each text unless given.
+
+    Raises:
+        ValueError: The texts are shorter than that.
+    """
+    count = len(texts) if count is None else count
+    excerpts: list[tuple[int, Document]] = []
+    for text in texts[:count]:
+        head, ids = _tokens(text, tokenizer)
+        if len(head) + len(ids) < length:
+            raise ValueError(
+                f"the text {text!r} has {len(head) + len(ids):,} tokens, {length:,} are needed: "
+                "give a longer one or a shorter length"
+            )
+        new = length - len(head)  # tokens of the text in each excerpt
+        for turn in range(min(len(ids) // new, count)):
+            name = text if turn == 0 else f"{text} {turn + 1}"
+            tokens = head + ids[turn * new : (turn + 1) * new]
+            excerpts.append((turn, Document(name, tokens, len(head))))
+    if len(excerpts) < count:
+        raise ValueError(
+            f"{count} documents of {length:,} tokens are needed, the texts {', '.join(texts)} have "
+            f"{len(excerpts)}: give more texts, fewer documents or a shorter length"
+        )
+    # All first excerpts, then all second ones: the sort leaves the order of the texts as it is.
+    return [document for _, document in sorted(excerpts, key=lambda found: found[0])[:count]]
+
+
+def _tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before a text, and the text's own tokens."""
+    raw = read(text)
+    own = tokenizer(raw[:100], verbose=False, add_special_tokens=False).input_ids
+    both = tokenizer(raw[:100], verbose=False).input_ids
+    head = next(k for k in range(len(both) + 1) if both[k : k + len(own)] == own)
+    return both[:head], tokenizer(raw, verbose=False, add_special_tokens=False).input_ids

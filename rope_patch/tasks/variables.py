@@ -1,0 +1,95 @@
+"""RULER's variable tracking: one chain of assignments, spread over noise, to be followed."""
+
+from __future__ import annotations
+
+import random
+from string import ascii_uppercase
+from typing import Any
+
+from rope_patch.tasks import samples
+
+ROOM = 30  # tokens that generation may take; they count towards the length
+HOPS = 4
+
+# RULER's wording (NVIDIA/RULER, Apache-2.0).
+PROMPT = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    "{context}\nQuestion: Find all variables that are assigned the value {value} in the text above."
+)
+PREFIX = (
+    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables "
+    "are assigned the value {value}, they are:"
+)
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+# RULER gives its example 500 tokens, of which ten lines of noise are left with usual tokenizers.
+_EXAMPLE_NOISE = 10 * len(NOISE)
+
+
+def variable_tracking(**metadata: Any) -> dict[str, Any]:
+    """Samples of rp_vt (RULER, arXiv:2404.06654).
+
+    RULER's prompt has one chain and so one question: samples never share a text, and `per_text` is
+    1 whatever the metadata say.
+
+    Args:
+        **metadata: As of `samples.build`.
+
+    Raises:
+        ValueError: As `samples.build`, or a control (`planted=False`), which this task has not.
+    """
+    return samples.build(_draw, "rp_vt", ROOM, **metadata | {"per_text": 1})
+
+
+def _draw(text: samples.Text) -> list[samples.Draft]:
+    if not text.planted:
+        raise ValueError(
+            "rp_vt has no control: without its chain there is nothing to ask; take planted=False "
+            "for rp_niah_* or rp_qa_* only"
+        )
+    rng = text.rng
+    taught, asked = (str(value) for value in rng.sample(range(10_000, 100_000), 2))
+    shown, names = _names(rng, letters=3), _names(rng, letters=5)
+    example = _hide(shown, taught, _spread(rng), _EXAMPLE_NOISE)
+    example = PROMPT.format(context=example, value=taught)
+    example += f" {PREFIX.format(count=HOPS + 1, value=taught)} {' '.join(shown)}\n\n"
+    spread = _spread(rng)
+
+    def prompt(units: int) -> str:
+        context = _hide(names, asked, spread, units)
+        return example + PROMPT.format(context=context, value=asked)
+
+    prefix = PREFIX.format(count=HOPS + 1, value=asked)
+    return [samples.Draft(prompt=prompt, prefix=prefix, answers=names, target=" ".join(names))]
+
+
+def _names(rng: random.Random, letters: int) -> list[str]:
+    """Names of the chain's variables, no two the same."""
+    names: dict[str, None] = {}
+    while len(names) <= HOPS:
+        names["".join(rng.choices(ascii_uppercase, k=letters))] = None
+    return list(names)
+
+
+def _spread(rng: random.Random) -> list[float]:
+    """Where the assignments go, from 0 to 1, in their order."""
+    return sorted(rng.random() for _ in range(HOPS + 1))
+
+
+def _hide(names: list[str], value: str, spread: list[float], sentences: int) -> str:
+    """Noise of so many sentences with the chain in it."""
+    noise = [NOISE[i % len(NOISE)] for i in range(sentences)]
+    lines = [" ".join(noise[i : i + len(NOISE)]) + "\n" for i in range(0, sentences, len(NOISE))]
+    # Assignments stand between lines, or between sentences where there are too few lines.
+    pieces = lines if len(lines) >= len(names) else noise
+    sources = [value, *(f"VAR {name}" for name in names[:-1])]
+    spare = max(len(pieces) - len(names), 0)
+    for i, (name, source, at) in enumerate(zip(names, sources, spread, strict=True)):
+        # The first i stand before it already, each after a piece of its own.
+        pieces.insert(2 * i + int(at * (spare + 1)), f"VAR {name} = {source}")
+    return " ".join(pieces)

@@ -1,0 +1,1 @@
+"""Fine-tune a model for a longer context, from a recipe."""

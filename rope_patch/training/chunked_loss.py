@@ -1,0 +1,168 @@
+"""Cross-entropy without all logits at once, inside the model's own forward.
+
+Logits are the largest thing in a long training step: 65,536 tokens of a vocabulary of 128k take 34
+GB in float32, and their gradient as much. The head and the loss are therefore computed a few
+hundred tokens at a time. The decoder's forward stays transformers' own: in training the head hands
+its input on, and the loss function, which transformers lets be set, multiplies it by the head.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rope_patch.patching.undo_log import Swaps
+
+logger = logging.getLogger("rope_patch")
+
+# (hidden [N, H], weight [V, H], targets [N], bias [V] or None) -> sum of losses
+_Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+
+
+def use(model: nn.Module, loss: str) -> tuple[str, Swaps]:
+    """Makes a causal language model compute its training loss in the way that was asked for.
+
+    Args:
+        model: The model, before accelerate wraps it; PEFT may stand around it.
+        loss: "full", "torch", "liger", or "auto": torch's, unless this torch has none or the model
+            changes its logits behind the head (soft caps, scales).
+
+    Returns:
+        Which one it is, and how to undo it.
+
+    Raises:
+        ValueError: What was asked for by name cannot be had.
+    """
+    swaps = Swaps()
+    if loss == "full":
+        return loss, swaps
+    name = "torch" if loss == "auto" else loss
+    why_not = _missing(name)
+    if why_not is None:
+        causal = _causal(model)
+        head = causal.get_output_embeddings()
+        swaps.set(head, "forward", _hand_on(head))
+        swaps.set(causal, "_loss_function", _in_chunks(head, _SUMS[name]))
+        if _reaches_loss(causal, head):
+            return name, swaps
+        swaps.undo()
+        why_not = (
+            f"{type(causal).__name__} does more with its logits behind its head than to compute "
+            "transformers' loss, such as capping them, which chunks of tokens do not go through"
+        )
+    if loss == "auto":
+        logger.info("all logits are computed at once: %s", why_not)
+        return "full", swaps
+    raise ValueError(f"loss: {loss} cannot be had: {why_not}; expected loss: full")
+
+
+def _by_torch(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+    # In 16 bits torch would round the sum to them, too; single losses are rounded without bias.
+    sums = hidden.dtype == torch.float32
+    losses = functional.linear_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        linear_bias=bias,
+        reduction="sum" if sums else "none",
+        options=torch.nn.LinearCrossEntropyOptions(),
+    )
+    return losses if sums else losses.float().sum()
+
+
+def _by_liger(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(hidden, weight, targets, bias, reduction="sum")
+
+
+_SUMS: dict[str, _Sum] = {"torch": _by_torch, "liger": _by_liger}
+
+
+def _missing(name: str) -> str | None:
+    """Why a loss cannot be had here, or None."""
+    if name == "torch" and not hasattr(functional, "linear_cross_entropy"):
+        return f"torch {torch.__version__} has no linear_cross_entropy"
+    if name == "liger":
+        if not torch.cuda.is_available():
+            return "Liger's kernels need a GPU"
+        try:
+            import liger_kernel  # noqa: F401
+        except ImportError:
+            return "liger-kernel is not installed (pip install liger-kernel)"
+    return None
+
+
+def _causal(model: nn.Module) -> Any:
+    """The causal language model inside PEFT's wrapper, or the model itself."""
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()
+
+
+def _hand_on(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    plain = head.forward
+    return lambda hidden: hidden if head.training else plain(hidden)
+
+
+def _in_chunks(head: nn.Module, total_loss: _Sum) -> Callable[..., torch.Tensor]:
+    def loss_function(
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if not head.training:
+            logits = logits.float()
+            total: _Sum = lambda rows, _w, targets, _b: functional.cross_entropy(  # noqa: E731
+                rows, targets, ignore_index=ignore_index, reduction="sum"
+            )
+        else:
+            total = total_loss
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.device)
+        hidden, weight, bias = logits.flatten(0, -2), head.weight, getattr(head, "bias", None)
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            # These functions are none that autocast knows: what it would cast is cast here.
+            dtype = torch.get_autocast_dtype(kind)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            summed = total(hidden, weight, targets, bias)
+        count = num_items_in_batch
+        if count is None:
+            count = (targets != ignore_index).sum()
+        return summed / (count.to(summed.device) if torch.is_tensor(count) else count)
+
+    return loss_function
+
+
+@torch.no_grad()
+def _reaches_loss(causal: Any, head: nn.Module) -> bool:
+    """Whether what goes into the head comes to the loss function as it is."""
+    ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
+    handed: list[torch.Tensor] = []
+    hook = head.register_forward_hook(lambda _, __, output: handed.append(output))
+    modes = [(module, module.training) for module in causal.modules()]
+    swaps = Swaps()
+    swaps.set(causal, "_loss_function", lambda logits, *_, **__: handed.append(logits))
+    try:
+        causal.eval()
+        head.train()
+        causal(input_ids=ids, labels=ids, use_cache=False)
+        return len(handed) == 2 and torch.equal(*handed)
+    finally:
+        swaps.undo()
+        hook.remove()
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,233 @@
+"""Fine-tune a model for a longer context, in a plain accelerate loop: the reference to read.
+
+    rope-patch finetune --loop --config yarn_64k
+    rope-patch recipes fsdp2_cp8 > fsdp2_cp8.yaml
+    accelerate launch --config_file fsdp2_cp8.yaml -m rope_patch.recipes.finetune --loop \
+        --config yarn_64k
+
+The same recipes to the same losses as `trainer.py`, which leaves the steps to transformers'
+Trainer. Context parallelism is written out here, in `forward_backward`: rows are cut over their
+tokens, and the keys of each part pass by the queries of the others. DeepSpeed is for `trainer.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.nn import functional
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from rope_patch.training import checkpoints
+from rope_patch.training.memory import plan
+from rope_patch.training.model_setup import add_liger, enable_checkpointing, prepare
+from rope_patch.training.needle_callback import needles_of
+from rope_patch.training.run import Run, offloaded, opened, precision
+from rope_patch.training.schedule import schedule
+from rope_patch.training.settings import Settings, parse
+from rope_patch.utils import atomic_files
+
+IGNORED = -100  # labels without a loss
+# What of transformers' TrainingArguments only the Trainer does.
+TRAINERS = ("optim", "optim_args", "label_smoothing_factor", "neftune_noise_alpha", "torch_compile")
+Batch = dict[str, Any]
+
+
+def loop(settings: Settings) -> Path | None:
+    """Runs a recipe.
+
+    Args:
+        settings: The recipe.
+
+    Returns:
+        The finished model's folder, on the main process.
+
+    Raises:
+        ValueError: The recipe, its data or its model do not fit; the output folder holds another
+            run, or one at work; or the training went wrong.
+        OSError: A checkpoint could not be written.
+    """
+    training = settings.training
+    require_plain(settings)
+    atomic_files.require_folder(str(settings.training.output_dir), "the run")
+    plan.require_device(settings)
+    with opened(settings) as resume:
+        prepared = prepare(settings)  # ahead of accelerate: nobody shares sequences yet
+        accelerator = Accelerator(
+            mixed_precision=precision(training),
+            log_with=training.report_to or None,
+            project_dir=training.output_dir,
+            cpu=training.use_cpu,
+        )
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError(
+                "the plain loop does not speak DeepSpeed: use the Trainer, without --loop"
+            )
+        run = Run(settings, prepared, accelerator, resume, by="loop")
+        model, optimizer, scheduler = equip(run)
+        accelerator.register_for_checkpointing(scheduler)
+        if resume is not None:
+            accelerator.load_state(str(resume))
+        if training.use_liger_kernel:
+            add_liger(prepared.model, training.liger_kernel_config)
+        if training.report_to:
+            accelerator.init_trackers(training.project, config=_plain(settings.resolved()))
+        with contextlib.closing(run.watch):
+            train(run, model, optimizer, scheduler)
+        made = run.finish(model)
+        accelerator.end_training()
+    return made
+
+
+def require_plain(settings: Settings) -> None:
+    """Refuses what only the Trainer would do; ValueError names it."""
+    said = settings.training.to_dict()
+    standard = {f.name: getattr(f.default, "value", f.default) for f in fields(TrainingArguments)}
+    for key in TRAINERS:
+        if key in settings.given and said[key] != standard[key]:
+            raise ValueError(
+                f"{key}: {said[key]} means nothing to the plain loop: leave it out, or use "
+                "the Trainer, without --loop"
+            )
+
+
+def train(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Takes the steps that are left."""
+    training, accelerator, needles = run.settings.training, run.accelerator, needles_of(run)
+    if needles and run.done == 0:
+        _track(accelerator, needles.measure(run.prepared.model, 0), 0)
+    batches = iter(run.loader()) if run.done < run.steps else iter(())
+    for step in range(run.done + 1, run.steps + 1):
+        taken = [next(batches) for _ in range(training.gradient_accumulation_steps)]
+        seen = [row for batch in taken for row in batch.pop("rows", [])]
+        loss = forward_backward(run, model, taken)
+        norm = clip(accelerator, model, training.max_grad_norm)
+        run.guard.check(step, loss, norm, seen)
+        run.consumed(seen)
+        optimizer.step()
+        rate = scheduler.get_last_lr()[0]
+        scheduler.step()
+        optimizer.zero_grad()
+        logs = run.watch.step(step, loss=loss, grad_norm=norm, learning_rate=rate)
+        if step % training.logging_steps == 0 or step == run.steps:
+            _track(accelerator, logs, step)
+        if needles and needles.due(step, run.steps):
+            _track(accelerator, needles.measure(run.prepared.model, step), step)
+            run.watch.pause()
+        if training.save_strategy != "no" and (
+            step % training.save_steps == 0 or step == run.steps
+        ):
+            with run.writing(step) as aside:
+                checkpoint = aside / f"{checkpoints.PREFIX}{step}"
+                accelerator.save_state(str(checkpoint))
+                run.write_data_state(checkpoint)
+            run.watch.pause()
+
+
+def equip(run: Run) -> tuple[Any, Any, Any]:
+    """The model as accelerate wraps it, AdamW, and the schedule of its learning rate."""
+    training, model, accelerator = run.settings.training, run.prepared.model, run.accelerator
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if training.gradient_checkpointing and not getattr(plugin, "activation_checkpointing", False):
+        enable_checkpointing(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: Any = torch.optim.AdamW(
+        [  # norms and biases do not decay
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_epsilon,
+        fused=True,
+    )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return model.train(), optimizer, schedule(training, optimizer, run.steps)
+
+
+def forward_backward(run: Run, model: Any, batches: Sequence[Batch]) -> float:
+    """The gradients of one optimizer step.
+
+    Args:
+        run: The run.
+        model: The model as accelerate wrapped it.
+        batches: The micro-batches of this process, `[B, S]` each.
+
+    Returns:
+        The loss: the mean over all targets of the step, on all processes.
+    """
+    accelerator = run.accelerator
+    batches = [_shifted({k: v.to(accelerator.device) for k, v in b.items()}) for b in batches]
+    targets = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
+    # Processes that share rows count the same targets.
+    count = accelerator.reduce(targets, reduction="sum") / run.context_parallel
+    losses = []
+    for number, batch in enumerate(batches, start=1):
+        last = number == len(batches)
+        with (
+            contextlib.nullcontext() if last else accelerator.no_sync(model),
+            split(run, batch),
+            offloaded(run.settings),
+        ):
+            part = model(**batch, num_items_in_batch=count, use_cache=False).loss
+            # Gradients are averaged over processes, where their sum is meant.
+            loss = part * accelerator.num_processes
+            accelerator.backward(loss)
+        losses.append(loss.detach())
+    return accelerator.reduce(torch.stack(losses).sum(), reduction="mean").item()
+
+
+@contextlib.contextmanager
+def split(run: Run, batch: Batch) -> Iterator[None]:
+    """Context parallelism: while it lasts, this process holds its part of every row.
+
+    The parts are two stretches, one from either end, so that causal attention gives all processes
+    as much to do. Everything that belongs to a token is cut alike: its target, which may lie in
+    another part and has therefore been put beside it before, and its position, by which it is
+    rotated. A mask of ones keeps transformers from taking the gap between the stretches for the
+    border of two documents.
+    """
+    if run.context_parallel == 1:
+        yield
+        return
+    buffers = [batch[name] for name in batch]
+    with run.accelerator.maybe_context_parallel(
+        buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
+    ):
+        yield
+
+
+def clip(accelerator: Accelerator, model: Any, limit: float) -> float:
+    """Clips the gradients over all processes; returns their norm before that."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), limit if limit > 0 else float("inf"))
+    return float(norm)
+
+
+def _shifted(batch: Batch) -> Batch:
+    """Puts every token's target beside it, where transformers would shift the labels itself."""
+    shifted = functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+    return batch | {"shift_labels": shifted.contiguous()}
+
+
+def _track(accelerator: Accelerator, numbers: dict[str, float], step: int) -> None:
+    accelerator.log({key: value for key, value in numbers.items() if key != "step"}, step=step)
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """What every tracker takes for settings: numbers and words."""
+    return {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs."""
+    logging.disable_progress_bar()  # of a moment each, in the midst of ours
+    settings, _ = parse(sys.argv[1:] if arguments is None else arguments)
+    loop(settings)

@@ -1,0 +1,114 @@
+"""The model card of a fine-tuned model: method, lengths, tokens, scores."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rope_patch.pretrained import demo
+from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.training.monitor import read_log
+from rope_patch.training.needle_callback import read_scores
+from rope_patch.utils import atomic_files
+from rope_patch.utils.provenance import versions
+
+
+def write_card(run: Any, folder: Path) -> None:
+    """Writes `README.md` into a finished model's folder.
+
+    Args:
+        run: The `Run` that made it.
+        folder: The model's folder.
+    """
+    atomic_files.write(folder / "README.md", card(run, folder))
+
+
+def card(run: Any, folder: Path) -> str:
+    """The card as Markdown, with the Hub's header."""
+    settings, prepared = run.settings, run.prepared
+    extension, training = settings.extension, settings.training
+    log = read_log(run.folder)
+    tokens = f"{run.steps * run.tokens_per_step:,}"
+    lengths = f"{prepared.trained_length:,} → "
+    if prepared.handle is None:
+        method, target = "none (the rotation is as it was)", f"{prepared.trained_length:,}"
+    else:
+        method = str(prepared.handle.method)
+        length = prepared.handle.length
+        target = "any length" if length is None else f"{length:,} tokens"
+    on_hub = extension.model != "demo" and not Path(extension.model).exists()
+    base = f"base_model: {extension.model}\n" if on_hub else ""
+    title = demo.NAME if extension.model == "demo" else Path(extension.model).name
+    weights = (
+        "all weights"
+        if not extension.lora_rank
+        else f"LoRA of rank {extension.lora_rank}; in full: {', '.join(extension.lora_trains)}"
+    )
+    return f"""---
+library_name: transformers
+{base}tags: [rope_patch, long-context, {extension.method}]
+---
+
+# {title}, {lengths}{target}
+
+| | |
+|:--|:--|
+| method | {method} |
+| trained length before | {prepared.trained_length:,} tokens |
+| target length | {target} |
+| fine-tuned on | {tokens} tokens: {run.steps:,} steps × {run.rows_per_step} × \
+{prepared.row_length:,} |
+| what was trained | {weights} |
+| learning rate | {training.learning_rate:g}, {_name(training.lr_scheduler_type)}, \
+{training.warmup_steps:g} warm-up steps |
+| data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
+{settings.data.short_share:.0%} |
+| loss | {_losses(log)} |
+{_scores(run.folder)}
+{_how_to_load(folder)}
+
+Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` with rope_patch \
+{versions()["rope_patch"]}, transformers {versions()["transformers"]}, torch {versions()["torch"]}.
+"""
+
+
+def _losses(log: list[dict[str, Any]]) -> str:
+    if not log:
+        return "not logged"
+    return f"{log[0]['loss']:.4f} at step {log[0]['step']}, {log[-1]['loss']:.4f} at the end"
+
+
+def _scores(folder: Path) -> str:
+    scores = read_scores(folder)
+    if not scores:
+        return (
+            "\nNothing is said here of what the model retrieves at its new length: measure it with "
+            "`rope-patch eval`.\n"
+        )
+    lines = [
+        f"\n## Needles at {scores[0]['length']:,} tokens, {scores[0]['samples']} samples\n",
+        "| step | found | probability of the answer |",
+        "|--:|--:|--:|",
+    ]
+    for said in scores:
+        lines.append(
+            f"| {said['step']:,} | {said['retrieval_hits']:.2f} | "
+            f"{said['retrieval_probability']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _how_to_load(folder: Path) -> str:
+    sidecar = read_sidecar(folder)
+    if sidecar is None or sidecar["native"]:
+        how = 'transformers.AutoModelForCausalLM.from_pretrained("...")'
+        return f"## Use\n\n```python\nmodel = {how}  # rope_patch is not needed\n```"
+    return (
+        '## Use\n\n```python\nmodel = rope_patch.load("...")  # transformers has no form of this '
+        "method\n```"
+    )
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "value", value))

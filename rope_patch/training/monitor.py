@@ -1,0 +1,170 @@
+"""A training run under watch: its progress line, its log, and what stops it."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rope_patch.training.checkpoints import explaining_write_errors, newest_whole
+from rope_patch.utils import atomic_files
+from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.provenance import peak_memory
+
+LOG = "log.jsonl"
+_WINDOW = 20  # steps whose mean loss a sudden rise is measured from
+_ENOUGH = 5  # and how many of them there must be
+
+
+class TrainingStopped(ValueError):
+    """The training has gone wrong; what it had learned until then is in the last checkpoint."""
+
+
+class Guard:
+    """Stops a run whose loss is no number or explodes, ahead of the step that would spoil it.
+
+    Args:
+        max_rise: Nats above the mean of the last steps that are too many.
+        folder: The run's folder, to name what is left to go on from.
+        stop: Called ahead of stopping.
+    """
+
+    def __init__(
+        self, max_rise: float, folder: Path, stop: Callable[[], Any] = lambda: None
+    ) -> None:
+        self.max_rise = max_rise
+        self.folder = folder
+        self.stop = stop
+        self.recent: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+
+    def check(self, step: int, loss: float, norm: float, rows: Sequence[dict[str, Any]]) -> None:
+        """Looks at a step before its gradients are applied.
+
+        Args:
+            step: The step's number, from 1.
+            loss: Its loss, over all processes.
+            norm: Its gradient norm, likewise.
+            rows: What this process computed it from: the `row` of each row.
+
+        Raises:
+            TrainingStopped: Names the step and the data.
+        """
+        mean = statistics.fmean(self.recent) if len(self.recent) >= _ENOUGH else math.inf
+        if not math.isfinite(loss):
+            wrong = f"the loss is {loss}"
+        elif not math.isfinite(norm):
+            wrong = f"the gradients' norm is {norm} (the loss {loss:.4g})"
+        elif loss > mean + self.max_rise:
+            wrong = (
+                f"the loss rose to {loss:.4g}, from {mean:.4g} over the last {len(self.recent)} "
+                f"steps (max_loss_rise: {self.max_rise:g})"
+            )
+        else:
+            self.recent.append(loss)
+            return
+        self.stop()
+        last = newest_whole(self.folder)
+        raise TrainingStopped(
+            f"step {step} was not taken: {wrong}. Its rows: {_described(rows)}. "
+            + (f"{last} is whole" if last else "There is no checkpoint yet")
+            + "; look at those rows, lower the learning rate, or warm up longer"
+        )
+
+
+class Watch:
+    """Progress on stderr, and every step's numbers in the run's `log.jsonl`.
+
+    Args:
+        folder: The run's folder.
+        steps: How many there are to be in all.
+        done: How many were taken before; what the log says of later ones is dropped.
+        tokens: Tokens of a step, over all processes.
+        main: Whether this process writes.
+    """
+
+    def __init__(self, folder: Path, steps: int, done: int, tokens: int, main: bool) -> None:
+        self.path = folder / LOG
+        self.tokens = tokens
+        self.main = main
+        self.began = self.last = time.monotonic()
+        self.bar = progress_bar(
+            desc="fine-tuning",
+            total=steps,
+            initial=done,
+            unit="step",
+            disable=not main,
+        )
+        if main:
+            kept = [line for line in read_log(folder) if line["step"] <= done]
+            with explaining_write_errors(folder, LOG):
+                atomic_files.write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def step(self, step: int, **measured: float) -> dict[str, float]:
+        """Takes note of a step.
+
+        Args:
+            step: Its number, from 1.
+            **measured: loss, grad_norm, learning_rate.
+
+        Returns:
+            The same with tokens (so far, in all), tokens_per_second, and memory in GB.
+        """
+        now = time.monotonic()
+        line = {
+            "step": step,
+            **measured,
+            "tokens": step * self.tokens,
+            "tokens_per_second": round(self.tokens / max(now - self.last, 1e-9), 1),
+            "memory_gb": round(peak_memory() / 1e9, 3),
+        }
+        self.last = now
+        if self.main:
+            with (
+                explaining_write_errors(self.path.parent, LOG),
+                self.path.open("a", encoding="utf-8") as log,
+            ):
+                log.write(json.dumps(line) + "\n")
+        shown = {
+            "loss": f"{measured.get('loss', math.nan):.4f}",
+            "tokens": f"{line['tokens']:,}",
+            "tok/s": f"{line['tokens_per_second']:,.0f}",
+            "GB": f"{line['memory_gb']:.1f}",
+        }
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+        return line
+
+    def pause(self) -> None:
+        """Leaves out of the next step's speed what was done between steps."""
+        self.last = time.monotonic()
+
+    def close(self) -> None:
+        """Ends the progress line."""
+        self.bar.close()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """A run's log; a last line that was cut short is left out."""
+    return read_lines(folder / LOG)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines, without a last line that was cut short."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _described(rows: Sequence[dict[str, Any]]) -> str:
+    if not rows:
+        return "unknown"
+    return "; ".join(f"row {row['index']} of {', '.join(row['documents'])}" for row in rows)

@@ -1,0 +1,76 @@
+"""The files that come with the package, by name: recipes, and accelerate's files to launch them."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+
+from rope_patch.utils.resources import resource_folder
+
+_FOLDER = resource_folder("recipes")
+_CHECKOUT = Path("recipes", "configs")  # where recipes are in a checkout, seen from its root
+
+
+def recipes() -> dict[str, Path]:
+    """Return the recipes' files by name."""
+    return _files("configs")
+
+
+def launches() -> dict[str, Path]:
+    """Return the files for `accelerate launch --config_file` by name."""
+    return _files("accelerate")
+
+
+def about(path: Path) -> str:
+    """Return the first sentence of a file's heading comment."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    heading = takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.removeprefix("#").strip() for line in heading)
+    return text.partition(". ")[0]
+
+
+def read(name: str) -> str:
+    """Return the text of a recipe or of a launch file.
+
+    Raises:
+        ValueError: The package has no file of that name.
+    """
+    known = recipes() | launches()
+    name = name.removesuffix(".yaml")
+    if name not in known:
+        raise ValueError(f"no recipe {name}{_closest(name, known)}; there are {', '.join(known)}")
+    return known[name].read_text(encoding="utf-8")
+
+
+def find(path: Path) -> Path:
+    """Return the recipe that `--config` means: a file, or one that comes with the package.
+
+    The package's `yarn_64k` also goes by `yarn_64k.yaml` and `recipes/configs/yarn_64k.yaml`.
+
+    Raises:
+        ValueError: There is no such file, and the package has no recipe of that name.
+    """
+    if path.is_file():
+        return path
+    if path.parent in (Path(), _CHECKOUT):
+        name, known = path.name.removesuffix(".yaml"), recipes()
+        if name in known:
+            return known[name]
+        raise ValueError(
+            f"no recipe {path}{_closest(name, known)}: no such file, and the package has "
+            f"{', '.join(known)}"
+        )
+    there = sorted(p.name for p in path.parent.glob("*.yaml"))
+    raise ValueError(
+        f"no recipe {path}" + (f"; {path.parent} has {', '.join(there)}" if there else "")
+    )
+
+
+def _files(folder: str) -> dict[str, Path]:
+    return {path.stem: path for path in sorted((_FOLDER / folder).glob("*.yaml"))}
+
+
+def _closest(name: str, known: dict[str, Path]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,383 @@
+"""What a recipe can say: flat keys in a YAML file, each to be overridden on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments, integrations
+
+from rope_patch.training import recipe_files
+from rope_patch.training.packing import DataArguments
+from rope_patch.utils.errors import one_line
+
+LOSSES = ("auto", "full", "torch", "liger")
+RESOLVED = "recipe.yaml"
+
+
+@dataclass
+class ExtensionArguments:
+    """Which model, how its context is extended, and what of it is trained."""
+
+    model: str = field(default="", metadata={"help": "A folder, a name on the Hub, or demo."})
+    method: str = field(
+        default="", metadata={"help": "How to extend it: a name of `rope-patch methods`, or none."}
+    )
+    factor: float | None = field(
+        default=None, metadata={"help": "Target length / trained length; or length."}
+    )
+    length: int | None = field(
+        default=None, metadata={"help": "Target length in tokens; or factor."}
+    )
+    trained_length: int | None = field(
+        default=None, metadata={"help": "Tokens of pretraining, if the config does not say."}
+    )
+    options: str | None = field(
+        default=None, metadata={"help": "The method's options, such as {beta_fast: 16}."}
+    )
+    layer_types: list[str] | None = field(
+        default=None, metadata={"help": "Layers to extend, where a model has several types."}
+    )
+    kernels: str = field(
+        default="auto", metadata={"help": "Who rotates: auto, triton, reference or hf."}
+    )
+    train_length: int | None = field(
+        default=None,
+        metadata={"help": "Tokens of a row; the target length if left out."},
+    )
+    tokens: float | None = field(
+        default=None, metadata={"help": "Tokens to train on in all, instead of max_steps."}
+    )
+    dtype: str = field(
+        default="float32",
+        metadata={"help": "Weights and optimizer: float32 (with bf16: true, computing in bf16)."},
+    )
+    attention: str = field(
+        default="sdpa", metadata={"help": "sdpa, flash_attention_2, flex_attention, eager, ..."}
+    )
+    loss: str = field(
+        default="auto",
+        metadata={
+            "help": "full: all logits at once; torch, liger: in chunks, never all; auto: torch's, "
+            "but full with use_cpu, where that is several times as fast."
+        },
+    )
+    offload_activations: bool = field(
+        default=False, metadata={"help": "Keep what the backward pass needs in the CPU's memory."}
+    )
+    lora_rank: int = field(default=0, metadata={"help": "LoRA of this rank; 0 trains all weights."})
+    lora_alpha: float = field(default=16.0, metadata={"help": "LoRA's scale, times the rank."})
+    lora_targets: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"],
+        metadata={"help": "Linear layers that get LoRA."},
+    )
+    lora_trains: list[str] = field(
+        default_factory=lambda: ["embeddings", "norms"],
+        metadata={"help": "Trained in full beside LoRA, as LongLoRA does; [] for neither."},
+    )
+    resume: str = field(
+        default="no",
+        metadata={"help": "auto: from the last whole checkpoint, if any; or a checkpoint; or no."},
+    )
+    max_loss_rise: float = field(
+        default=3.0,
+        metadata={"help": "Stop where the loss is so much (nats) above the mean of 20 steps."},
+    )
+    retrieval_steps: int = field(
+        default=0, metadata={"help": "Look for needles every so many steps; 0 never."}
+    )
+    retrieval_length: int | None = field(
+        default=None, metadata={"help": "Tokens of that; the target length if left out."}
+    )
+    retrieval_samples: int = field(default=4, metadata={"help": "Needles each time."})
+    ignore_plan: bool = field(
+        default=False, metadata={"help": "Start although the plan says that memory is too small."}
+    )
+
+
+@dataclass
+class TrainArguments(TrainingArguments):
+    """transformers' TrainingArguments, with defaults for long contexts."""
+
+    output_dir: str | None = field(
+        default="out/finetune", metadata={"help": "Where everything goes."}
+    )
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "Rows per device."})
+    max_steps: int = field(default=-1, metadata={"help": "Optimizer steps; or tokens."})
+    learning_rate: float = field(default=2e-5, metadata={"help": "The highest learning rate."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
+    gradient_checkpointing: bool | None = field(
+        default=True, metadata={"help": "Keep layers' inputs only, compute the rest again."}
+    )
+    logging_steps: float = field(default=1, metadata={"help": "Log every so many steps."})
+    save_steps: float = field(default=100, metadata={"help": "Checkpoint every so many steps."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints to keep."})
+
+    def __post_init__(self) -> None:
+        """Lets a recipe for GPUs be read, and planned, where there are none."""
+        use_cpu = self.use_cpu
+        self.use_cpu = use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+        self.use_cpu = use_cpu
+
+
+_KINDS: Any = (ExtensionArguments, DataArguments, TrainArguments)
+
+# Keys of TrainingArguments that mean nothing here, and what to use instead.
+_NOT_HERE = {
+    "num_train_epochs": "rows are streamed without end: say max_steps or tokens",
+    "load_best_model_at_end": "there is no validation set; retrieval_steps and rope-patch eval "
+    "say how good the model is",
+    "resume_from_checkpoint": "say resume: auto, or resume: PATH",
+    "auto_find_batch_size": "memory is planned ahead: rope-patch finetune --plan",
+    "eval_strategy": "say retrieval_steps: N",
+    "eval_steps": "say retrieval_steps: N",
+    "logging_nan_inf_filter": "a loss that is not a number stops the training",
+    "push_to_hub": "upload the finished model's folder: hf upload NAME out/finetune/model",
+    "ignore_data_skip": "rows go on where they were",
+    "remove_unused_columns": "rows have no columns that are not used",
+    "include_num_input_tokens_seen": "tokens are counted anyway",
+    "activation_checkpointing": "say gradient_checkpointing",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole recipe.
+
+    Attributes:
+        extension: Model, method, what is trained.
+        data: Documents and how rows are made of them.
+        training: transformers' TrainingArguments.
+        given: The keys that were given, from file and command line, as they were.
+    """
+
+    extension: ExtensionArguments
+    data: DataArguments
+    training: TrainArguments
+    given: dict[str, Any]
+
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """The method's options as a dict."""
+        return _mapping(self.extension.options)
+
+    @property
+    def loss(self) -> str:
+        """The loss asked for; `auto` is `full` on a CPU, where chunks take far longer."""
+        asked = self.extension.loss
+        return "full" if asked == "auto" and self.training.use_cpu else asked
+
+    def resolved(self) -> dict[str, Any]:
+        """Every key with what it came out as; itself a recipe that says the same."""
+        return {key: value for key, value in self.values().items() if value is not None}
+
+    def values(self) -> dict[str, Any]:
+        """Return what every key came out as, None for those without a value."""
+        training = {
+            key: value
+            for key, value in self.training.to_dict().items()
+            if key in known_keys() and key not in _NOT_HERE and not str(value).startswith("<")
+        }
+        return {**asdict(self.extension), **asdict(self.data), **training}
+
+
+def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+    """Reads `--config NAME` and whatever overrides it.
+
+    Args:
+        arguments: The command line, without the program's name.
+
+    Returns:
+        The settings, and what else was asked: `plan`, `loop`, `json`.
+
+    Raises:
+        ValueError: An unknown key (with the closest match), a value that does not fit, a file that
+            is not there or no YAML.
+    """
+    outer = _Parser(add_help=False, allow_abbrev=False)
+    outer.add_argument("--config", type=Path)
+    for flag in ("plan", "loop", "json"):
+        outer.add_argument(f"--{flag}", action="store_true")
+    asked, rest = outer.parse_known_args([_underscored(word) for word in arguments])
+    said = {} if asked.config is None else read(asked.config)
+    words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
+    for key in [*said, *words]:
+        if key in _NOT_HERE:
+            raise ValueError(f"{key} is not for this: {_NOT_HERE[key]}")
+    inner = _parser()
+    said = {key: _fitting(inner, key, value) for key, value in said.items()}
+    inner.set_defaults(**{key: _as_text(value) for key, value in said.items()})
+    try:
+        with warnings.catch_warnings():
+            # transformers 5.23 renames gradient_checkpointing, older ones do not know the new name.
+            warnings.simplefilter("ignore", FutureWarning)
+            extension, data, training, unknown = inner.parse_args_into_dataclasses(
+                rest, return_remaining_strings=True
+            )
+    except (TypeError, argparse.ArgumentTypeError) as error:
+        raise ValueError(f"a setting has a value that does not fit: {error}") from error
+    for word in unknown:
+        if not word.startswith("--"):
+            raise ValueError(f"expected --key value, got {word!r}")
+        _require_known(word[2:].partition("=")[0], "on the command line")
+    given = said | {key: getattr(_holder(key, extension, data, training), key) for key in words}
+    settings = Settings(extension, data, training, given)
+    _check(settings)
+    return settings, asked
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the keys of a recipe, which `recipe_files.find` finds.
+
+    Raises:
+        ValueError: No such recipe, not flat YAML, or a key that nobody knows.
+    """
+    path = recipe_files.find(path)
+    try:
+        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {one_line(str(error))}") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{path}: expected keys and values, got {type(said).__name__}")
+    for key in said:
+        _require_known(str(key), f"in {path}")
+    return said
+
+
+def known_keys() -> dict[str, str]:
+    """Every key with its help: ours first, then transformers'."""
+    return {
+        f.name: str(f.metadata.get("help", "")) for kind in _KINDS for f in fields(kind) if f.init
+    }
+
+
+def usable_keys() -> dict[str, str]:
+    """Those of `known_keys` that are not refused."""
+    return {key: about for key, about in known_keys().items() if key not in _NOT_HERE}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument --(\w+)(/--[\w-]+)?", r"\1", message)
+        raise ValueError(f"{message}; `rope-patch finetune --keys` lists all keys")
+
+
+class _HfParser(HfArgumentParser, _Parser):
+    pass
+
+
+def _parser() -> _HfParser:
+    return _HfParser(_KINDS, add_help=False, allow_abbrev=False)
+
+
+def _fitting(parser: argparse.ArgumentParser, key: str, value: Any) -> Any:
+    """A YAML value in the shape that its key takes: one value, a list, keys and values.
+
+    Raises:
+        ValueError: It has another shape, or something in a list is of the wrong type.
+    """
+    action = next(action for action in parser._actions if action.dest == key)
+    if action.nargs == "+" and value is not None:
+        parts, kind = value if isinstance(value, list) else [value], action.type or str
+        try:
+            return [kind(part) for part in parts]  # type: ignore[operator]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{key} takes a list of {_name(kind)}s, got {value!r}") from error
+    if (shape := type(value)) in (dict, list, type(None)) and shape not in _shapes(key):
+        raise ValueError(f"{key} takes one {_name(action.type)}, got {value!r}")
+    return value
+
+
+def _shapes(key: str) -> set[Any]:
+    """What a key may be: the parts of its type."""
+    if key == "options":
+        return {str, dict, type(None)}
+    hint = next(hints[key] for kind in _KINDS if key in (hints := get_type_hints(kind)))
+    return {get_origin(part) or part for part in (hint, *get_args(hint))}
+
+
+def _name(kind: Any) -> str:
+    return {"str": "text", "string_to_bool": "bool"}.get(kind.__name__, kind.__name__)
+
+
+def _as_text(value: Any) -> Any:
+    """A YAML value as it would stand on a command line, so that both are checked alike."""
+    return str(value) if isinstance(value, bool | int | float) else value
+
+
+def _underscored(word: str) -> str:
+    key, equals, value = word.partition("=")
+    return (
+        key.replace("-", "_").replace("__", "--", 1) + equals + value
+        if (key.startswith("--"))
+        else word
+    )
+
+
+def _require_known(key: str, where: str) -> None:
+    known = known_keys()
+    if key not in known:
+        close = get_close_matches(key, known, n=1, cutoff=0.6)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(
+            f"unknown key {key!r} {where}{hint}; `rope-patch finetune --keys` lists all keys"
+        )
+
+
+def _holder(key: str, *parts: Any) -> Any:
+    return next(part for part in parts if hasattr(part, key))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    try:
+        said = yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError as error:
+        raise ValueError(f"options is not YAML: {one_line(str(error))}") from error
+    if not isinstance(said or {}, dict):
+        raise ValueError(
+            f"options must be keys and values, such as {{beta_fast: 16}}, got {value!r}"
+        )
+    return dict(said or {})
+
+
+def _check(settings: Settings) -> None:
+    extension, training = settings.extension, settings.training
+    for key in ("model", "method"):
+        if not getattr(extension, key):
+            raise ValueError(
+                f"a recipe needs the key {key!r}: {known_keys()[key]} Say --config NAME, or --{key}"
+            )
+    if training.fp16:
+        raise ValueError("fp16 overflows in long training: expected bf16: true, or neither")
+    if extension.loss not in LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {extension.loss!r}")
+    if extension.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, got {extension.dtype!r}")
+    if known := set(extension.lora_trains) - {"embeddings", "norms"}:
+        raise ValueError(f"lora_trains takes embeddings and norms, got {', '.join(sorted(known))}")
+    _mapping(extension.options)
+    for name in training.report_to:
+        if name not in integrations.get_available_reporting_integrations():
+            raise ValueError(
+                f"report_to: {name} is not installed, or nothing of that name is known: pip "
+                f"install {name}, or report_to: none"
+            )
+    if (extension.tokens is None) == (training.max_steps < 1):
+        raise ValueError(
+            "expected exactly one of max_steps and tokens, got "
+            + ("neither" if extension.tokens is None else "both")
+        )
+    if extension.tokens is not None and not (
+        extension.tokens > 0 and math.isfinite(extension.tokens)
+    ):
+        raise ValueError(f"tokens must be above 0, got {extension.tokens}")

@@ -1,0 +1,194 @@
+"""Fine-tune a model for a longer context, on transformers' Trainer.
+
+    rope-patch finetune --config yarn_64k
+    rope-patch recipes fsdp2 > fsdp2.yaml
+    accelerate launch --config_file fsdp2.yaml -m rope_patch.recipes.finetune \
+        --config yarn_64k --learning_rate 1.0e-5
+
+One process or many: data parallelism, FSDP2, context parallelism and DeepSpeed are accelerate's, as
+its configs say. `loop.py` is the same, to the same losses, with every step written out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers.utils import logging
+
+from rope_patch.training import checkpoints
+from rope_patch.training.memory import plan
+from rope_patch.training.model_setup import Prepared, prepare
+from rope_patch.training.needle_callback import needles_of
+from rope_patch.training.run import Run, offloaded, opened
+from rope_patch.training.settings import Settings, parse
+from rope_patch.utils import atomic_files
+
+
+class LongContextTrainer(Trainer):
+    """transformers' Trainer on rows of long documents.
+
+    Rows are streamed and their place is kept in checkpoints, which are whole or not there; a loss
+    that is no number stops the run ahead of the step that would spoil the weights.
+
+    Args:
+        settings: The recipe.
+        prepared: Its model.
+        resume: The checkpoint to go on from, if any.
+    """
+
+    def __init__(self, settings: Settings, prepared: Prepared, resume: Path | None) -> None:
+        training = settings.training
+        training.ignore_data_skip = True  # rows go on from their own state
+        training.logging_nan_inf_filter = False  # they stop the run instead
+        training.remove_unused_columns = False
+        self.writing_to: str | None = None
+        super().__init__(model=prepared.model, args=training)
+        self.run = Run(settings, prepared, self.accelerator, resume, by="finetune")
+        training.max_steps = self.run.steps
+        self.resume = resume
+        self.seen: list[dict[str, Any]] = []
+        self.losses: list[torch.Tensor] = []
+        self.measured: dict[str, float] = {}
+        self.norm: Any = None
+        self._clip = self.accelerator.clip_grad_norm_
+        self.accelerator.clip_grad_norm_ = self.clip
+        self.remove_callback(ProgressCallback)
+        self.remove_callback(PrinterCallback)
+        self.add_callback(_Around(self))
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Rows of this process; nothing of accelerate's around, since they are dealt out."""
+        return self.run.loader()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the rows' origins out of the batches of a step."""
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        self.seen = [row for batch in batches for row in batch.pop("rows", [])]
+        return batches, count
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A forward and backward pass, its loss remembered."""
+        with offloaded(self.run.settings):
+            loss = super().training_step(*args, **kwargs)
+        self.losses.append(loss)
+        return loss
+
+    def clip(self, *args: Any, **kwargs: Any) -> Any:
+        """Clips the gradients as accelerate does, their norm remembered."""
+        self.norm = self._clip(*args, **kwargs)
+        return self.norm
+
+    def look(self) -> None:
+        """Looks at a step whose gradients are there and not yet applied."""
+        if self.norm is None:  # the recipe does not clip
+            self.clip(self.model_wrapped.parameters(), float("inf"))
+        norm = 0.0 if self.norm is None else float(self.norm)  # DeepSpeed may keep it to itself
+        loss = self.accelerator.reduce(torch.stack(self.losses).sum(), reduction="mean").item()
+        self.losses, self.norm = [], None
+        rate = self._get_learning_rate()
+        self.measured = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
+        self.run.guard.check(self.state.global_step + 1, loss, norm, self.seen)
+        self.run.consumed(self.seen)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.writing_to or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step = self.state.global_step
+        with self.run.writing(step) as aside:
+            self.writing_to = str(aside)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self.writing_to = None
+            self.run.write_data_state(aside / f"{checkpoints.PREFIX}{step}")
+        self.run.watch.pause()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds tokens, their speed and memory to what trackers get."""
+        if "loss" in logs:
+            logs |= {k: v for k, v in self.measured.items() if k not in logs}
+        super().log(logs, start_time)
+
+
+class _Around(TrainerCallback):
+    """What happens between the Trainer's steps."""
+
+    def __init__(self, trainer: LongContextTrainer) -> None:
+        self.trainer = trainer
+        self.needles = needles_of(trainer.run)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.trainer.resume is not None:  # the Trainer does so only where it skips data itself
+            self.trainer._load_rng_state(str(self.trainer.resume))
+        elif self.needles:
+            self._score(0)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer.look()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self.trainer
+        trainer.measured = trainer.run.watch.step(state.global_step, **trainer.measured)
+        if self.needles and self.needles.due(state.global_step, trainer.run.steps):
+            self._score(state.global_step)
+        if state.global_step == trainer.run.steps:
+            control.should_save = args.save_strategy != "no"
+
+    def _score(self, step: int) -> None:
+        assert self.needles is not None
+        scores = self.needles.measure(self.trainer.run.prepared.model, step)
+        control = self.trainer.control
+        due = control.should_log  # of the step, which logging anything takes for done
+        if scores:
+            self.trainer.log(scores)
+        control.should_log = due
+        self.trainer.run.watch.pause()
+
+
+def finetune(settings: Settings) -> Path | None:
+    """Runs a recipe.
+
+    Args:
+        settings: The recipe.
+
+    Returns:
+        The finished model's folder, on the main process.
+
+    Raises:
+        ValueError: The recipe, its data or its model do not fit; the output folder holds another
+            run, or one at work; or the training went wrong.
+        OSError: A checkpoint could not be written.
+    """
+    atomic_files.require_folder(str(settings.training.output_dir), "the run")
+    plan.require_device(settings)
+    with opened(settings) as resume:
+        prepared = prepare(settings)
+        trainer = LongContextTrainer(settings, prepared, resume)
+        if resume is not None and trainer.run.done >= trainer.run.steps:
+            trainer._load_from_checkpoint(str(resume))
+        else:
+            with contextlib.closing(trainer.run.watch):
+                trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return trainer.run.finish(trainer.model_wrapped)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and runs, plans, or hands over to the loop."""
+    logging.disable_progress_bar()  # of a moment each, in the midst of ours
+    settings, asked = parse(sys.argv[1:] if arguments is None else arguments)
+    if asked.plan:
+        print(plan.page(settings, as_json=asked.json))
+    elif asked.loop:
+        from rope_patch.training.loop import loop
+
+        loop(settings)
+    else:
+        finetune(settings)

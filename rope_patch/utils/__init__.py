@@ -1,0 +1,1 @@
+"""Files, errors, progress and processes: what every part of the package uses."""

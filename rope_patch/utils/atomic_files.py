@@ -1,0 +1,212 @@
+"""The disk: files written whole or not at all, and what to say of one that cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rope_patch.utils.errors import one_line
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes JSON; what JSON has no form for is written as its text."""
+    write(path, json.dumps(data, indent=1, default=str) + "\n")
+
+
+def plain(name: str) -> str:
+    """A file's name for something with any characters in its name."""
+    return re.sub(r"[^\w.@-]+", "_", name).strip("_.") or "unnamed"
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC,)
+# What torch and safetensors say instead of raising an OSError.
+_LIBRARY_WORDS = ("i/o error", "file write failed", "pytorchstreamwriter", "unexpected pos")
+_SMALL = 4096  # bytes
+_MAKE_ROOM = "make room"
+
+Advice = str | Callable[[], str]
+
+
+class NotWritten(OSError):
+    """A file could not be written.
+
+    Args:
+        what: What could not be written, and where.
+        reason: Why not, as the system says it.
+        remedy: What to do about the disk: "make room", or "make it writable".
+        advice: What is left and how to go on.
+    """
+
+    def __init__(self, what: str, reason: str, remedy: str, advice: str = "") -> None:
+        self.what, self.reason, self.remedy, self.advice = what, reason, remedy, advice
+        super().__init__(f"{what} ({reason})" + (f". {advice}" if advice else ""))
+
+    def __reduce__(self) -> Any:  # other processes raise it, too
+        return NotWritten, (self.what, self.reason, self.remedy, self.advice)
+
+
+@contextlib.contextmanager
+def writing(folder: str | os.PathLike[str], name: str, advice: Advice = "") -> Iterator[None]:
+    """Raise an error that names the file if it cannot be written.
+
+    Where one of these is within another, the outer one gives the name and, if it has one, the
+    advice: it knows better what is written, and how to go on.
+
+    Args:
+        folder: Where it is written.
+        name: What is written: a file's name, or words such as "the finished model".
+        advice: See `advising`.
+
+    Raises:
+        NotWritten: The disk is full, read-only, or refuses for another reason.
+    """
+    with advising(advice):
+        try:
+            yield
+        except Exception as error:
+            if not _is_about_disk(error):
+                raise
+            raise _named(error, Path(folder), name) from error
+
+
+@contextlib.contextmanager
+def advising(advice: Advice) -> Iterator[None]:
+    """Add what is left and how to go on to a `NotWritten` from within.
+
+    Args:
+        advice: One sentence without its full stop, in which REMEDY stands for what to do about the
+            disk; or a function that returns it. None is added if it is empty.
+    """
+    try:
+        yield
+    except NotWritten as error:
+        if not advice:
+            raise
+        text = advice if isinstance(advice, str) else advice()
+        text = text.replace("REMEDY", error.remedy)
+        raise NotWritten(error.what, error.reason, error.remedy, text) from error.__cause__
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file so that readers see the old one or the new one, never half of it.
+
+    Raises:
+        NotWritten: The disk is full, read-only, or refuses for another reason.
+    """
+    with writing(path.parent, path.name):
+        _replace(path, content)
+
+
+def _replace(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+        # mkstemp's files are for their owner alone; a report is as public as umask says.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def require_folder(folder: str | os.PathLike[str], purpose: str) -> None:
+    """Raise unless files can be written to a folder, which need not exist; leave nothing behind.
+
+    Args:
+        folder: The folder.
+        purpose: What it is for, such as "the report".
+
+    Raises:
+        ValueError: It is a file, or lies in one.
+        NotWritten: Nothing can be written there.
+    """
+    folder = Path(folder)
+    with writing(folder, purpose):
+        nearest = _nearest(folder)
+        if not nearest.is_dir():
+            made = ", made if it is missing" if nearest == folder else ""
+            raise ValueError(f"{nearest} is a file: expected a folder for {purpose}{made}")
+        _write_small(nearest)
+
+
+def require_file(path: str | os.PathLike[str], purpose: str, *, folder_exists: bool) -> None:
+    """Raise unless a file can be written; leave nothing behind.
+
+    Args:
+        path: The file; an older one is replaced.
+        purpose: What it is for, such as "the picture".
+        folder_exists: Whether its folder must exist already.
+
+    Raises:
+        ValueError: It is a folder, or its folder does not exist or is a file.
+        NotWritten: Nothing can be written there.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: expected a file for {purpose}")
+    with writing(path.parent, path.name):
+        nearest = _nearest(path.parent)
+        if not nearest.is_dir():
+            raise ValueError(f"{nearest} is a file: expected the folder of {path}")
+        if folder_exists and nearest != path.parent:
+            raise ValueError(
+                f"there is no folder {path.parent} for {path.name}: make it first, or give another "
+                "path"
+            )
+        _write_small(nearest)
+
+
+def _nearest(path: Path) -> Path:
+    """Return the path, or the first of its parents that exists."""
+    while True:
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            path = path.parent
+        else:
+            return path
+
+
+def _write_small(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"\0" * _SMALL)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_about_disk(error: Exception) -> bool:
+    if isinstance(error, NotWritten) or getattr(error, "errno", None) is not None:
+        return True
+    # Libraries' own OSErrors without a number are about what a file says.
+    return any(word in str(error).lower() for word in _LIBRARY_WORDS)
+
+
+def _named(error: Exception, folder: Path, name: str) -> NotWritten:
+    if isinstance(error, NotWritten):
+        reason, full, advice = error.reason, error.remedy == _MAKE_ROOM, error.advice
+    else:
+        reason = getattr(error, "strerror", None) or one_line(str(error))
+        full, advice = getattr(error, "errno", None) in (None, *_FULL), ""
+    free = f", where {_free(folder) / 1e6:,.1f} MB are free" if full else ""
+    where = folder.absolute() if str(folder) == "." else folder
+    what = f"{name} could not be written to {where}{free}"
+    return NotWritten(what, reason, _MAKE_ROOM if full else "make it writable", advice)
+
+
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(_nearest(folder)).free
+    except OSError:
+        return 0

@@ -1,0 +1,132 @@
+"""Seal what is read again, so that accidents and edits are found out before it is.
+
+A digest beside the data tells that the data is what was written. It detects damage and changes by
+hand; it is no signature: whoever forges results can compute the digest of the forgery. `sign` and
+`verify` are for `report.json`, `seal` and `unseal` for the files and lines that a run goes on from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+from rope_patch.utils.errors import parse_json
+
+FORMAT = "rope_patch.eval/2"
+_NAME = FORMAT.split("/")[0]
+
+
+def sign(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the results with their format and digest.
+
+    Args:
+        results: One run's results, or those of several as `{"runs": [...]}`.
+
+    Returns:
+        A copy that is strict JSON, with `format` and `digest`, the SHA-256 of the rest in its
+        canonical form: sorted keys, no spaces, infinities as strings.
+    """
+    body = strict({**results, "format": FORMAT})
+    body.pop("digest", None)
+    return {**body, "digest": digest(body)}
+
+
+def verify(loaded: Any, where: str) -> dict[str, Any]:
+    """Check what was read from a report's JSON.
+
+    Args:
+        loaded: The file's text or bytes, or what `json.loads` made of it.
+        where: The file's name, for errors.
+
+    Returns:
+        The results as `sign` got them, infinities still as strings that `float()` reads.
+
+    Raises:
+        ValueError: Not JSON; not one of these reports; of another version of the format; or changed
+            after it was written.
+    """
+    if isinstance(loaded, str | bytes):
+        try:
+            loaded = parse_json(loaded)
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON ({error}); expected a report.json") from error
+    if not isinstance(loaded, dict) or not _ours(loaded):
+        found = loaded.get("format") if isinstance(loaded, dict) else type(loaded).__name__
+        raise ValueError(
+            f"{where} is not a report of rope-patch eval: expected format {FORMAT!r}, got "
+            f"{found!r}; give the report.json that an evaluation wrote"
+        )
+    if loaded.get("format") != FORMAT:
+        raise ValueError(
+            f"{where} has the format {loaded.get('format', 'of before formats were named')!r}, "
+            f"expected {FORMAT!r}: run the evaluation again with this version of rope-patch, or "
+            f"read the file with the version that wrote it"
+        )
+    body = {key: value for key, value in loaded.items() if key != "digest"}
+    expected = digest(body)
+    if loaded.get("digest") != expected:
+        raise ValueError(
+            f"{where} was changed after it was written: its contents have the digest {expected}, "
+            f"it says {loaded.get('digest')!r}; restore the file or run the evaluation again"
+        )
+    return {key: value for key, value in body.items() if key != "format"}
+
+
+def seal(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy as JSON gives it back, with the digest of the rest as `digest`.
+
+    Args:
+        body: What is to be kept, and what tells it from others, such as its key.
+    """
+    plain = json.loads(json.dumps(body, default=str))
+    return {**plain, "digest": digest(plain)}
+
+
+def unseal(text: str | bytes, **identity: Any) -> dict[str, Any]:
+    """Return what was sealed, without the digest.
+
+    Args:
+        text: The JSON of what `seal` returned: a file, or a line of one.
+        **identity: Entries that must be as given.
+
+    Raises:
+        ValueError: It is damaged, or of something else; says what is wrong.
+    """
+    try:
+        sealed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it is damaged: it is not JSON") from error
+    if not isinstance(sealed, dict) or "digest" not in sealed:
+        raise ValueError("it has no digest: earlier versions wrote none")
+    body = {key: value for key, value in sealed.items() if key != "digest"}
+    if sealed["digest"] != digest(body):
+        raise ValueError("it is damaged: its digest differs")
+    for name, expected in identity.items():
+        if body.get(name) != expected:
+            raise ValueError(f"it is of another measurement: its {name} is {body.get(name)!r}")
+    return body
+
+
+def strict(value: Any) -> Any:
+    """Return data with infinities, which JSON lacks, as texts that `float()`, `Number()` read."""
+    if isinstance(value, dict):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _ours(loaded: dict[str, Any]) -> bool:
+    if "format" in loaded:
+        return str(loaded["format"]).split("/")[0] == _NAME
+    return {"run", "methods"} <= loaded.keys()  # reports once had no format
+
+
+def digest(body: dict[str, Any]) -> str:
+    """Return the SHA-256 of plain data in its canonical form: sorted keys, no spaces."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,100 @@
+"""What was run, on what, with what: enough to run it again and to tell two runs apart."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rope_patch.utils.versions import version
+
+_SAMPLED = 256  # elements of each tensor that the fingerprint looks at
+
+
+def fingerprint(model: Any) -> str:
+    """Tells weights apart, in a second even for large models.
+
+    Every tensor's name, shape, dtype and some of its elements, evenly spread; tensors that are
+    offloaded to disk count by name and shape alone.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        if not tensor.is_meta:
+            flat = tensor.detach().flatten()
+            step = max(1, flat.numel() // _SAMPLED)
+            digest.update(flat[::step].double().cpu().numpy().tobytes())
+    return f"sampled-sha256:{digest.hexdigest()[:32]}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the results depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("rope-patch", "transformers", "torch", "lm-eval"):
+        found[package.replace("-", "_")] = version(package)
+    return found
+
+
+def git_revision() -> str | None:
+    """The commit of this package's own source, where it runs from a checkout; `+` if changed."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / "pyproject.toml").is_file():
+        return None
+    git = ["git", "-C", str(folder)]
+    try:
+        done = [
+            subprocess.run([*git, *command], capture_output=True, text=True, timeout=10, check=True)
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done[0].stdout.strip() + ("+" if done[1].stdout.strip() else "")
+
+
+def hardware() -> dict[str, Any]:
+    """The processor, its cores that we may use, memory in bytes, and the GPUs."""
+    memory = None
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return {
+        "cpu": _cpu() or platform.processor() or platform.machine(),
+        "cores": len(cores),
+        "threads": torch.get_num_threads(),
+        "memory": memory,
+        "gpu": [torch.cuda.get_device_name(i) for i in gpus],
+    }
+
+
+def _cpu() -> str:
+    """The processor's name, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "")
+
+
+def now() -> str:
+    """The time, in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def peak_memory() -> int:
+    """The most memory that was held at once, in bytes: the GPU's if there is one, else ours."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows has no such count
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

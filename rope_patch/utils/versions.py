@@ -1,0 +1,26 @@
+"""Versions of installed packages, for what is written about a run."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+
+def version(package: str) -> str:
+    """A package's version, or "not installed", as when working in a bare checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def own_version() -> str:
+    """Return rope_patch's version: the installed package's, or a bare checkout's."""
+    try:
+        return metadata.version("rope-patch")
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        text = project.read_text(encoding="utf-8") if project.is_file() else ""
+        stated = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
+        return stated[1] if stated else "unknown"
