@@ -330,8 +330,8 @@ class LongContextLM(HFLM):
 
     def _bar(self, tokens: int) -> tqdm[Any]:
         quiet = self._quiet or not tokens or not self._processes.main
-        look = {"unit": "tok", "unit_scale": True, "desc": self._label or "reading"}
-        return progress_bar(total=tokens, disable=quiet, **look)
+        label = self._label or "reading"
+        return progress_bar(total=tokens, disable=quiet, unit="tok", unit_scale=True, desc=label)
 
     def _meet(self) -> None:
         """Waits for the other processes, and reads what they found."""

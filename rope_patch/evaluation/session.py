@@ -224,7 +224,7 @@ def _rotation(handle: Patch, length: int, end: int) -> Any:
     """What rotates a sequence; None for the model's own rotation."""
     if handle.method.reach(max(length, 1), handle.trained_length) < end:
         return [handle.method.name, handle.method.options()]  # changes on the way
-    found = {}
+    found: dict[str, Any] = {}
     for kind, frequencies in handle.frequencies_at(length).items():
         if not frequencies.close_to(handle.original_frequencies[kind]):
             numbers = [frequencies.attention_factor, *frequencies.inv_freq.tolist()]

@@ -130,7 +130,9 @@ def _in_chunks(head: nn.Module, total_loss: _Sum) -> Callable[..., torch.Tensor]
             assert labels is not None
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
-        hidden, weight, bias = logits.flatten(0, -2), head.weight, getattr(head, "bias", None)
+        hidden: torch.Tensor = logits.flatten(0, -2)
+        weight: Any = head.weight
+        bias = getattr(head, "bias", None)
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):
             # These functions are none that autocast knows: what it would cast is cast here.

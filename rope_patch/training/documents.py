@@ -228,8 +228,9 @@ def _record(line: bytes, where: str, offset: int) -> dict[str, Any]:
     try:
         record = parse_json(text)
     except ValueError as error:
-        known = isinstance(error, json.JSONDecodeError)
-        damage = f"{error.msg} at column {error.colno}" if known else error
+        damage = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            damage = f"{error.msg} at column {error.colno}"
         raise ValueError(
             f"{where}: broken JSON: {damage}; expected one object a line: repair or remove it "
             "(`jq -c . FILE` rewrites an indented file)"

@@ -104,7 +104,7 @@ def train(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
     training, accelerator, needles = run.settings.training, run.accelerator, needles_of(run)
     if needles and run.done == 0:
         _track(accelerator, needles.measure(run.prepared.model, 0), 0)
-    batches = iter(run.loader()) if run.done < run.steps else iter(())
+    batches: Iterator[dict[str, Any]] = iter(run.loader() if run.done < run.steps else ())
     for step in range(run.done + 1, run.steps + 1):
         taken = [next(batches) for _ in range(training.gradient_accumulation_steps)]
         seen = [row for batch in taken for row in batch.pop("rows", [])]

@@ -153,9 +153,10 @@ def add_lora(model: Any, settings: Settings) -> Any:
                     )
                 )
             )
+    alpha: Any = asked.lora_alpha  # PEFT annotates an integer and scales by any number
     config = peft.LoraConfig(
         r=asked.lora_rank,
-        lora_alpha=asked.lora_alpha,
+        lora_alpha=alpha,
         target_modules=asked.lora_targets,
         modules_to_save=trained_in_full(model, asked.lora_trains) or None,
         ensure_weight_tying="embeddings" in asked.lora_trains and _tied(model),

@@ -129,7 +129,8 @@ class _Source:
         self.name, self.least, self.fix, self.quiet = name, 1, "other documents", True
         self.state = dict.fromkeys(_STARTED + _COUNTED, 0)
         self._parts, self._encode, self._window, self._seed = parts, encode, window, seed
-        self._documents, self._document = self._read(), None
+        self._documents = self._read()
+        self._document: Document | None = None
 
     def take(self, most: int, whole: bool) -> Document:
         """The next tokens of a document, `most` of them or (unless `whole`) up to its end."""

@@ -297,8 +297,8 @@ def keep_loss_exact(accelerator: Any) -> None:
     Args:
         accelerator: accelerate's, ahead of its `prepare`.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    policy: Any = getattr(plugin, "mixed_precision_policy", None)
     if getattr(policy, "output_dtype", None) is not None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 

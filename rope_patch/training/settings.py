@@ -366,7 +366,7 @@ def _check(settings: Settings) -> None:
     if known := set(extension.lora_trains) - {"embeddings", "norms"}:
         raise ValueError(f"lora_trains takes embeddings and norms, got {', '.join(sorted(known))}")
     _mapping(extension.options)
-    for name in training.report_to:
+    for name in training.report_to or ():
         if name not in integrations.get_available_reporting_integrations():
             raise ValueError(
                 f"report_to: {name} is not installed, or nothing of that name is known: pip "

@@ -200,12 +200,18 @@ def _kept(shape: Shape, contenders: list[Contender], device: torch.device) -> di
 
     At few tokens on a CPU: it grows with them, whatever the device.
     """
-    made = {"batch": 1, "layout": VIEWS, "dtype": torch.bfloat16, "device": device}
-    problem = Problem(shape=shape, length=_KEPT_AT[device.type], **made)
+    problem = Problem(
+        shape=shape,
+        batch=1,
+        length=_KEPT_AT[device.type],
+        layout=VIEWS,
+        dtype=torch.bfloat16,
+        device=device,
+    )
     rows: list[dict[str, Any]] = []
     for contender in contenders:
         try:
-            found = Worker(contender, problem, [problem.sample(0)]).saved()
+            found: dict[str, Any] = Worker(contender, problem, [problem.sample(0)]).saved()
         except Exception as error:  # whatever it is, the others are measured
             found = {"not_measured": why(error)}
         rows.append({"contender": contender.name, **found})
@@ -271,13 +277,17 @@ def _problems(request: Request, device: torch.device) -> Iterator[Problem]:
     batches = sorted(request.batches or _BATCHES[device.type])
     middle = [n for n in lengths if 1 < n <= _LAYOUTS_AT][-1:]
     for name in request.shapes:
-        made = {"shape": SHAPES[name], "dtype": _dtype(request, device), "device": device}
-        for batch in batches:
-            for length in lengths:
-                yield Problem(**made, batch=batch, length=length, layout=VIEWS)
-        for length in middle:
-            for layout in (PACKED, BHSD):
-                yield Problem(**made, batch=batches[0], length=length, layout=layout)
+        sizes = [(batch, length, VIEWS) for batch in batches for length in lengths]
+        sizes += [(batches[0], length, layout) for length in middle for layout in (PACKED, BHSD)]
+        for batch, length, layout in sizes:
+            yield Problem(
+                shape=SHAPES[name],
+                batch=batch,
+                length=length,
+                layout=layout,
+                dtype=_dtype(request, device),
+                device=device,
+            )
 
 
 def _dtype(request: Request, device: torch.device) -> torch.dtype:

@@ -36,7 +36,8 @@ def errors(
     off: dict[str, float] = defaultdict(float)
     size: dict[str, float] = defaultdict(float)
 
-    def compare(name: str, got: torch.Tensor, right: torch.Tensor) -> None:
+    def compare(name: str, got: torch.Tensor, right: torch.Tensor | None) -> None:
+        assert right is not None  # backward has run
         if got.shape != right.shape:
             raise ValueError(f"{name} is {list(got.shape)}, expected {list(right.shape)}")
         off[name] += float((got.double() - right).square().sum())

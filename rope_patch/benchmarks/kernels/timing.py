@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -36,9 +37,9 @@ def each(calls: list[Thunk]) -> list[float]:
 
     What the calls return lives until all are done, so that each writes to memory of its own.
     """
-    kept = []
+    kept: list[Any] = []
     if not torch.cuda.is_available():
-        return [seconds(lambda call=call: kept.append(call())) for call in calls]
+        return [seconds(partial(_append_result, kept, call)) for call in calls]
     events = []
     for call in calls:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -49,6 +50,10 @@ def each(calls: list[Thunk]) -> list[float]:
         events.append((start, end))
     torch.cuda.synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+
+def _append_result(results: list[Any], call: Thunk) -> None:
+    results.append(call())
 
 
 def in_a_row(calls: list[Thunk]) -> Thunk:

@@ -51,8 +51,9 @@ class Copy(Runner):
     def __init__(self, problem: Problem, count: int) -> None:
         super().__init__(count)
         size = (2, problem.bytes // problem.dtype.itemsize)  # forward's and backward's
-        made = {"dtype": problem.dtype, "device": problem.device}
-        self._sources = [torch.randn(size, **made) for _ in range(count)]
+        self._sources = [
+            torch.randn(size, dtype=problem.dtype, device=problem.device) for _ in range(count)
+        ]
         self._targets = [torch.empty_like(source) for source in self._sources]
 
     def prepare(self, phase: str, index: int) -> Thunk:

@@ -143,7 +143,7 @@ def _members(name: str) -> list[str]:
     """The tasks of a task that is made at a length, of a group of them or of a tag."""
     entry = _index().task_index[name]
     below = (entry.cfg or {}).get("task") if entry.yaml_path else sorted(entry.tags)
-    if isinstance(below, str):
+    if below is None or isinstance(below, str):
         return [name]
     return [task for member in below for task in _members(member)]
 

@@ -58,7 +58,8 @@ def _pair(ours: Evaluation, other: Evaluation, samples: Sequence[Sample]) -> dic
         for a, b in zip(mine, theirs, strict=True)
     ]
     if pairs:
-        test = statistics.mcnemar(*map(list, zip(*pairs, strict=True)))
+        mine, theirs, groups = (list(column) for column in zip(*pairs, strict=True))
+        test = statistics.mcnemar(mine, theirs, groups)
         difference = test.difference
         found |= {
             "accuracy": difference.estimate,

@@ -37,7 +37,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "all weights, bf16": {"dtype": torch.bfloat16},
     "LoRA 8, embeddings, norms": {"compute_dtype": torch.bfloat16, "lora_rank": 8},
 }
-_SPREAD: dict[str, dict[str, int]] = {
+_SPREAD: dict[str, dict[str, Any]] = {
     "1 GPU": {},
     "8, FSDP2": {"shards": 8},
     "8, FSDP2, context parallel": {"shards": 8, "context_parallel": 8},
