@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# Imported at once, because the function `methods` must replace the subpackage of the same name,
-# which Python sets as an attribute here when it is first imported. It needs no torch.
-from rope_patch.methods import frequencies, methods
+from rope_patch.methods import frequencies, list_methods  # these need no torch
 
 if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
@@ -18,22 +17,22 @@ if TYPE_CHECKING:
     from rope_patch.pretrained.saving import save
     from rope_patch.pretrained.transformers_registry import register, unregister
     from rope_patch.recommending import recommend
-    from rope_patch.searching import Found, search
+    from rope_patch.searching import SearchResult, search
 
     __version__: str
 
 __all__ = [
     "Diagnosis",
     "Export",
-    "Found",
     "Patch",
+    "SearchResult",
     "current",
     "diagnose",
     "export",
     "frequencies",
+    "list_methods",
     "load",
     "load_adapter",
-    "methods",
     "patch",
     "recommend",
     "register",
@@ -48,8 +47,8 @@ __all__ = [
 _MODULES = {
     "Diagnosis": "diagnosing",
     "Export": "exporting",
-    "Found": "searching",
     "Patch": "patching",
+    "SearchResult": "searching",
     "current": "patching",
     "diagnose": "diagnosing",
     "export": "exporting",
@@ -63,12 +62,18 @@ _MODULES = {
     "unpatch": "patching",
     "unregister": "pretrained.transformers_registry",
 }
+_RENAMED = {"Found": "SearchResult"}  # old names, which go with the next version
 
 
 if not TYPE_CHECKING:  # or type checkers would accept any name
 
     def __getattr__(name):
         """Import a public name, or a submodule, on first use."""
+        if name in _RENAMED:
+            new = _RENAMED[name]
+            message = f"rope_patch.{name} is now rope_patch.{new}; the old name goes with the next"
+            warnings.warn(f"{message} version", DeprecationWarning, stacklevel=2)
+            return getattr(import_module("rope_patch"), new)
         if name in _MODULES:
             value = getattr(import_module(f"rope_patch.{_MODULES[name]}"), name)
         elif name == "__version__":

@@ -16,9 +16,9 @@ TINY = str(Path(__file__).parent / "assets" / "tiny-llama")
 
 def test_methods_are_listed_with_paper_and_need_for_training():
     rows = json.loads(here("methods", "--json").stdout)
-    assert [row["name"] for row in rows] == list(rope_patch.methods())
+    assert [row["name"] for row in rows] == list(rope_patch.list_methods())
     *listed, blank, hint = here("methods").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == list(rope_patch.methods())
+    assert [line.split()[0] for line in listed] == list(rope_patch.list_methods())
     assert all(line.endswith(row["description"]) for line, row in zip(listed, rows, strict=True))
     assert (blank, "NAME" in hint) == ("", True)
     printed = here("methods", "yarn").stdout

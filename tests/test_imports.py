@@ -6,6 +6,7 @@ from graphlib import TopologicalSorter
 from importlib import metadata
 
 import grimp
+import pytest
 
 import rope_patch
 
@@ -27,7 +28,7 @@ INSTANT = [
 ORDERS = [
     "import rope_patch.methods",
     "import rope_patch.methods.yarn",
-    "from rope_patch.methods import methods",
+    "from rope_patch.methods import list_methods",
     "from rope_patch.methods.registry import get",
     "import rope_patch; import rope_patch.methods",
 ]
@@ -73,22 +74,28 @@ for words in {INSTANT!r}:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_methods_is_a_function_in_every_order_of_imports():
+def test_methods_is_the_package_in_every_order_of_imports():
     code = f"""
 import sys
 for statement in {ORDERS!r}:
     exec(statement)
     import rope_patch
-    assert "yarn" in rope_patch.methods(), statement
     from rope_patch import methods
     from rope_patch.methods.yarn import YaRN
-    assert methods is rope_patch.methods
-    assert sys.modules["rope_patch.methods"].registered()["yarn"] is YaRN
+    assert methods is rope_patch.methods is sys.modules["rope_patch.methods"]
+    assert methods.registered()["yarn"] is YaRN
     for name in [name for name in sys.modules if name.split(".")[0] == "rope_patch"]:
         del sys.modules[name]
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_old_names_work_and_name_the_new_ones():
+    with pytest.warns(DeprecationWarning, match=r"rope_patch\.list_methods"):
+        assert rope_patch.methods() == rope_patch.list_methods()
+    with pytest.warns(DeprecationWarning, match=r"rope_patch\.SearchResult"):
+        assert rope_patch.Found is rope_patch.SearchResult
 
 
 def test_every_public_name_is_there():

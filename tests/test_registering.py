@@ -37,7 +37,7 @@ import rope_patch
 ROWS = json.loads((Path(__file__).parent / "assets" / "golden.json").read_text())
 THEIRS = ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 STATIC = ["ntk", "ntk-by-parts", "abf", "ntk-by-parts-2023-06", "nope"]
-FOLLOWING = [name for name in rope_patch.methods() if name.startswith(("dynamic-", "mixed-"))]
+FOLLOWING = [name for name in rope_patch.list_methods() if name.startswith(("dynamic-", "mixed-"))]
 LENGTH = "original_max_position_embeddings"
 BASE = {"rope_theta": 1e4, LENGTH: TRAINED}
 
@@ -265,7 +265,7 @@ def test_what_is_registered_and_taken_away():
     now, mixin = registry()
     assert now[: len(before[0])] == before[0]  # theirs stay theirs
     added = [name for name, _ in now[len(before[0]) :]]
-    assert added == [name for name in rope_patch.methods() if name not in THEIRS]
+    assert added == [name for name in rope_patch.list_methods() if name not in THEIRS]
     assert set(added) == {*STATIC, *FOLLOWING}
     assert mixin.keys() - before[1].keys() == {f"_validate_{n}_rope_parameters" for n in added}
     rope_patch.register()
@@ -454,7 +454,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("method", [m for m in rope_patch.methods() if m != "default"])
+@pytest.mark.parametrize("method", [m for m in rope_patch.list_methods() if m != "default"])
 def test_save_writes_no_name_of_ours(registered, family, method, tmp_path):
     model = make_model(family)
     rope_patch.patch(model, method, **ALL.get(method, {"factor": 4}))

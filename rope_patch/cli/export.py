@@ -71,7 +71,7 @@ def export(
     from rope_patch.exporting.folder import require_new_folder
     from rope_patch.pretrained import demo
     from rope_patch.searching.result.artifacts import exported
-    from rope_patch.searching.result.search_result import Found
+    from rope_patch.searching.result.search_result import SearchResult
 
     require_engine(engine)
     if write is not None:
@@ -82,7 +82,7 @@ def export(
     given = [name for name, value in asked.items() if value is not None]
     if found is not None and (method is not None or given):
         raise ValueError("--found says it all: leave --method and what goes with it out")
-    searched = None if found is None else Found.load(found)
+    searched = None if found is None else SearchResult.load(found)
     empty = _empty(path, engine, patched=method is None and found is None)
     if method is not None:
         patch(empty, method, start=start, kernels="hf", **asked)

@@ -38,15 +38,14 @@ def methods(
       rope-patch methods
       rope-patch methods yarn
     """
-    from rope_patch.methods import methods as descriptions
-    from rope_patch.methods import registered
+    from rope_patch.methods import list_methods, registered
     from rope_patch.methods.registry import get
 
     chosen = registered() if name is None else {name: get(name)}
     rows: list[dict[str, Any]] = [
         {
             "name": key,
-            "description": descriptions()[key],
+            "description": list_methods()[key],
             "paper": cls.paper,
             "training": cls.training,
             "options": {

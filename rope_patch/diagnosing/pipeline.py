@@ -47,7 +47,7 @@ def diagnose(
     Args:
         model: A transformers model, a config, a folder, a model's name on the Hub, or an adapter's
             folder.
-        method: A name from `rope_patch.methods()`; "default" shows the model as it is.
+        method: A name from `rope_patch.list_methods()`; "default" shows the model as it is.
         factor: Target length / trained length; at most one of `factor` and `length`. What the
             config promises is looked at if neither is given.
         length: Target length in tokens.

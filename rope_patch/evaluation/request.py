@@ -31,7 +31,7 @@ class Request:
 
     Attributes:
         model: A folder, a name on the Hub, or `demo`.
-        methods: Names from `rope_patch.methods()`, and `none` for the model as it is.
+        methods: Names from `rope_patch.list_methods()`, and `none` for the model as it is.
         factor: Target length / trained length, for the methods; or `length`.
         length: Target length in tokens.
         lengths: Lengths of the retrieval samples, in tokens.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method
 from rope_patch.methods.registry import build, registered
 
-__all__ = ["Frequencies", "Method", "build", "frequencies", "methods", "registered"]
+__all__ = ["Frequencies", "Method", "build", "frequencies", "list_methods", "registered"]
 
 for _file in (
     "default",
@@ -29,8 +32,8 @@ for _file in (
     import_module(f"rope_patch.methods.{_file}")
 
 
-def methods() -> dict[str, str]:
-    """Names and one-line descriptions of all methods, in a stable order."""
+def list_methods() -> dict[str, str]:
+    """Return the names and one-line descriptions of all methods, in a stable order."""
     return {name: (cls.__doc__ or "").splitlines()[0] for name, cls in registered().items()}
 
 
@@ -45,10 +48,10 @@ def frequencies(
     rotary_dim: int | None = None,
     **options: Any,
 ) -> Frequencies:
-    """Computes a method's rotation without any model.
+    """Compute a method's rotation without any model.
 
     Args:
-        method: A name from `methods()`.
+        method: A name from `list_methods()`.
         head_dim: Size of one attention head (D).
         theta: Rope base.
         trained_length: Tokens the model saw at once in pretraining.
@@ -70,3 +73,19 @@ def frequencies(
         rotary_dim=rotary_dim or head_dim,
     )
     return build(method, factor=factor, **options).frequencies(geometry, seq_len)
+
+
+class _Callable(ModuleType):
+    """This package, which can still be called as the function `rope_patch.methods()` once could."""
+
+    def __call__(self) -> dict[str, str]:
+        warnings.warn(
+            "rope_patch.methods() is now rope_patch.list_methods(); the old name goes with the "
+            "next version",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return list_methods()
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -48,8 +48,8 @@ def get(name: str) -> type[Method]:
         raise TypeError(f"a method is given by its name, got {name!r}")
     if name not in _REGISTRY:
         raise ValueError(
-            f"unknown method {name!r}{_did_you_mean(name, _REGISTRY)}; rope_patch.methods() and "
-            "`rope-patch methods` list all"
+            f"unknown method {name!r}{_did_you_mean(name, _REGISTRY)}; rope_patch.list_methods() "
+            "and `rope-patch methods` list all"
         )
     return _REGISTRY[name]
 

@@ -294,7 +294,7 @@ def patch(
 
     Args:
         model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
-        method: A name from `rope_patch.methods()`.
+        method: A name from `rope_patch.list_methods()`.
         factor: Target length / trained length. Exactly one of `factor` and `length`; dynamic
             methods and `nope` need neither.
         length: Target length in tokens; for dynamic methods the largest one expected.

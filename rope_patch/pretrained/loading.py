@@ -55,7 +55,7 @@ def load(
 
     Args:
         path: A folder, a model's name on the Hub, or `demo` (see `rope_patch.pretrained.demo`).
-        method: A name from `rope_patch.methods()`.
+        method: A name from `rope_patch.list_methods()`.
         factor: See `patch`.
         length: See `patch`.
         trained_length: See `patch`.
@@ -96,7 +96,7 @@ def load(
     if method is None:
         if said is None:
             raise ValueError(
-                f"name a method (rope_patch.methods() lists them): {adapter or path} has no "
+                f"name a method (rope_patch.list_methods() lists them): {adapter or path} has no "
                 f"{SIDECAR} that records one"
             )
         given = [name for name, value in asked.items() if value is not None]

@@ -16,7 +16,7 @@ from rope_patch.patching import current
 from rope_patch.searching import model as opening
 from rope_patch.searching.journal import Kept, State
 from rope_patch.searching.measure.fitness import find_space
-from rope_patch.searching.result.search_result import Found
+from rope_patch.searching.result.search_result import SearchResult
 from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
 
@@ -185,7 +185,7 @@ def recommend(
             command=shlex.join(sys.argv) if command is None else command,
             found=None
             if looked is None
-            else Found(
+            else SearchResult(
                 model=source.name,
                 weights=identity["weights"],
                 strategy=looked.strategy,

@@ -17,7 +17,7 @@ from rope_patch.utils.checksums import strict
 
 if TYPE_CHECKING:
     from rope_patch.recommending.scoreboard import Row
-    from rope_patch.searching.result.search_result import Found
+    from rope_patch.searching.result.search_result import SearchResult
 
 FORMAT = "rope_patch.recommend/1"
 JSON, MARKDOWN, SEARCHED = "recommendation.json", "recommendation.md", "searched"
@@ -73,7 +73,7 @@ class Recommendation:
     seed: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     command: str = ""
-    found: Found | None = field(default=None, repr=False, compare=False)
+    found: SearchResult | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, strict JSON; what was searched is a file of its own."""

@@ -27,7 +27,7 @@ class Looked:
     Attributes:
         strategy: Which one found it.
         candidate: The best.
-        history: As in `Found.history`.
+        history: As in `SearchResult.history`.
         rate: Evaluations per minute.
     """
 

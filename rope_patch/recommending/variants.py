@@ -160,7 +160,7 @@ def python(entry: Entry, space: Space, asked: Mapping[str, Any], folder: str | N
     if entry.method is None:
         return ""
     if entry.method == "longrope" and entry.dynamic and folder is not None:
-        return f"rope_patch.patch(model, 'longrope', **rope_patch.Found.load({folder!r}))"
+        return f"rope_patch.patch(model, 'longrope', **rope_patch.SearchResult.load({folder!r}))"
     said = {"length": space.length, **_given(asked), **entry.options}
     written = "".join(f", {name}={value!r}" for name, value in said.items())
     return f"rope_patch.patch(model, {entry.method!r}{written})"

@@ -2,6 +2,6 @@
 
 from rope_patch.searching.candidates import Candidate, Space
 from rope_patch.searching.pipeline import search
-from rope_patch.searching.result.search_result import Found
+from rope_patch.searching.result.search_result import SearchResult
 
-__all__ = ["Candidate", "Found", "Space", "search"]
+__all__ = ["Candidate", "SearchResult", "Space", "search"]

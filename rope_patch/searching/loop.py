@@ -31,7 +31,7 @@ def run(
         watch: Is told after each.
 
     Returns:
-        The best candidate, the history as in `Found.history`, and evaluations per minute.
+        The best candidate, the history as in `SearchResult.history`, and evaluations per minute.
 
     Raises:
         ValueError: Not one candidate could be measured.

@@ -20,7 +20,7 @@ from rope_patch.searching.measure.sample_sets import COUNT, FITNESS, Given, Sets
 from rope_patch.searching.measure.sanity_check import judge, require_able, unigram_loss
 from rope_patch.searching.progress import Watch
 from rope_patch.searching.result import comparison
-from rope_patch.searching.result.search_result import Found
+from rope_patch.searching.result.search_result import SearchResult
 from rope_patch.searching.strategies.registry import STRATEGIES, Strategy
 from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
@@ -52,7 +52,7 @@ def search(
     gguf_file: str | None = None,
     command: str | None = None,
     **options: Any,
-) -> Found:
+) -> SearchResult:
     """Searches the rotation that takes this very checkpoint to a longer context.
 
     Candidates are measured on the model itself, patched and put back, on samples of the target
@@ -167,7 +167,7 @@ def search(
         labels = {comparison.FOUND: best, comparison.PLAIN: None}
         labels |= {reference: kept.known(reference) for reference in comparison.REFERENCES}
         final = {label: kept.judged(judged, one) for label, one in labels.items()}
-        found = Found(
+        found = SearchResult(
             model=source.name,
             weights=identity["weights"],
             strategy=method,

@@ -52,7 +52,7 @@ class Watch:
         """After each evaluation.
 
         Args:
-            history: All so far, as in `Found.history`.
+            history: All so far, as in `SearchResult.history`.
             reference: YaRN's fitness, nats.
             rate: Evaluations per minute.
         """

@@ -118,7 +118,7 @@ def _methods() -> Iterable[str]:
     )
     marks = {"transformers": "", "formula": " f", "golden": " g"}
     rows = []
-    for method in rope_patch.methods():
+    for method in rope_patch.list_methods():
         row = [f"`{method}`"]
         for model in ALL:
             number = max(pair.difference() for pair in comparing.pairs(method, model))

@@ -117,4 +117,4 @@ def test_options_of_the_inner_method_are_checked():
         build("dynamic-yarn", beta_fst=3)
     with pytest.raises(ValueError, match="did you mean 'dynamic-yarn'"):
         build("dynamic_yarn")
-    assert rope_patch.methods()["dynamic-yarn"].startswith("YaRN")
+    assert rope_patch.list_methods()["dynamic-yarn"].startswith("YaRN")

@@ -45,7 +45,7 @@ def needed(method, model):
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("model", GEOMETRIES)
-@pytest.mark.parametrize("method", rope_patch.methods())
+@pytest.mark.parametrize("method", rope_patch.list_methods())
 def test_every_method_slows_pairs_down_in_order(method, model, factor):
     got = frequencies(method, model, factor=factor, **needed(method, model))
     unscaled = plain(model)
@@ -182,6 +182,6 @@ def test_a_geometry_that_cannot_rotate_is_refused():
 
 
 def test_methods_lists_every_name_with_one_line():
-    described = rope_patch.methods()
+    described = rope_patch.list_methods()
     assert list(described)[:2] == ["default", "linear"]
     assert all(line and "\n" not in line for line in described.values())

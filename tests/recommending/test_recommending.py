@@ -20,7 +20,7 @@ from rope_patch.recommending.pipeline import recommend
 from rope_patch.recommending.variants import OWN, Rotation
 from rope_patch.searching.journal import FILE, State
 from rope_patch.searching.measure.fitness import find_space
-from rope_patch.searching.result.search_result import Found
+from rope_patch.searching.result.search_result import SearchResult
 
 LENGTH, TRAINED = 1024, 256
 LONG_BLOCK = 6 * 1023 / 1000  # seconds on the machine below
@@ -161,7 +161,7 @@ def test_the_search_ends_with_its_time_and_is_compared_on_other_samples(whole, m
     assert len(found.found.history) > 10
     searched = next(row for row in found.rows if row["name"].startswith("searched"))
     assert searched["long"]["samples"] >= 6
-    loaded = Found.load(folder / "searched")
+    loaded = SearchResult.load(folder / "searched")
     assert loaded.arguments() == found.found.arguments()
     assert loaded.held_out["found"]["nll"] == searched["long"]["nll"][0]
     assert loaded.strategy in ("yarn-rcd", "curve")

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from rope_patch.rope_config import read_geometries
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.result.search_result import Found
+from rope_patch.searching.result.search_result import SearchResult
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
@@ -62,4 +62,4 @@ def found(of=None, **changes):
         "config": config.to_dict(),
         **changes,
     }
-    return Found(**said)
+    return SearchResult(**said)

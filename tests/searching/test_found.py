@@ -17,7 +17,7 @@ import rope_patch
 from rope_patch.cli import app
 from rope_patch.rope_config import read_geometries
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.result.search_result import Found
+from rope_patch.searching.result.search_result import SearchResult
 
 
 def tiny(config=None):
@@ -96,7 +96,7 @@ def test_saved_and_read_back(tmp_path):
     path = result.save(tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / "found.json"
     for place in (path, path.parent):
-        read = Found.load(place)
+        read = SearchResult.load(place)
         assert dict(read) == dict(result)
         assert read.history == result.history
         assert math.isinf(read.history[1]["fitness"])
@@ -105,7 +105,7 @@ def test_saved_and_read_back(tmp_path):
             assert getattr(read, name) == getattr(result, name)
         assert str(read) == str(result)
     json.loads(path.read_text(), parse_constant=pytest.fail)  # strict JSON
-    again = Found.load(path).save(tmp_path / "again")
+    again = SearchResult.load(path).save(tmp_path / "again")
     assert again.read_bytes() == path.read_bytes()
 
 
@@ -279,7 +279,7 @@ def test_what_is_not_a_result_is_refused_with_the_reason(tmp_path, spoil, says):
     path = found().save(tmp_path)
     spoil(path)
     with pytest.raises(ValueError, match=says):
-        Found.load(path)
+        SearchResult.load(path)
 
 
 def test_numbers_that_do_not_follow_from_the_candidate(tmp_path):
@@ -292,11 +292,11 @@ def test_numbers_that_do_not_follow_from_the_candidate(tmp_path):
 
     path.write_text(json.dumps({**said, "digest": module.digest(said)}))
     with pytest.raises(ValueError, match="gives other stretches with this version"):
-        Found.load(path)
+        SearchResult.load(path)
     del said["geometry"]["theta"]
     path.write_text(json.dumps({**said, "digest": module.digest(said)}))
     with pytest.raises(ValueError, match=r"is damaged \(TypeError"):
-        Found.load(path)
+        SearchResult.load(path)
 
 
 def test_in_words():
@@ -322,7 +322,7 @@ def test_in_words():
     assert f"against yarn  {compared}" in said
     assert found().fitness == 0.4
     assert math.isnan(found(history=[]).fitness)
-    assert repr(found(history=[entry(1, 1.0, 1.0)])) == "<Found by curve ×4: 1 evaluations>"
+    assert repr(found(history=[entry(1, 1.0, 1.0)])) == "<SearchResult by curve ×4: 1 evaluations>"
 
 
 def test_pairs_that_do_not_turn_or_no_longer_do():

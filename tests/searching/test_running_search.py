@@ -95,7 +95,7 @@ def test_held_out_numbers_compare_with_the_known_methods(whole, model):
 def test_the_model_is_as_before_and_the_result_is_saved(whole, model):
     found, folder = whole
     assert rope_patch.current(model) is None
-    assert rope_patch.Found.load(folder).arguments() == found.arguments()
+    assert rope_patch.SearchResult.load(folder).arguments() == found.arguments()
     assert found.evaluations_per_minute > 0
 
 
@@ -227,7 +227,7 @@ def test_two_processes_find_what_one_finds(whole, model, tmp_path):
     for one in together(lambda: one_of(**arguments(folder=tmp_path))):
         assert one == numbers(found)
     assert lines(tmp_path) == lines(folder)
-    assert numbers(rope_patch.Found.load(tmp_path))[:2] == numbers(found)[:2]
+    assert numbers(rope_patch.SearchResult.load(tmp_path))[:2] == numbers(found)[:2]
 
 
 @pytest.mark.parametrize("method", STRATEGIES)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app
-from rope_patch.searching.result.search_result import Found
+from rope_patch.searching.result.search_result import SearchResult
 from rope_patch.searching.strategies.registry import STRATEGIES
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
@@ -57,7 +57,7 @@ def done(samples, tmp_path_factory):
 
 def test_it_prints_and_saves_what_was_found(done):
     result, folder, _ = done
-    found = Found.load(folder)
+    found = SearchResult.load(folder)
     assert result.stdout == f"{found}\n\n{folder / 'found.json'}\n"
     assert "from 256 to 512 tokens (×2): yarn-rcd, 3 evaluations" in result.stdout
     for label in ("found", "none", "yarn", "ntk", "linear", "against yarn"):
@@ -72,7 +72,7 @@ def test_the_result_patches_and_plain_transformers_loads_it(done):
     _, folder, _ = done
     ids = torch.randint(5, 500, (1, 400), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(TINY)
-    rope_patch.patch(model, "longrope", **Found.load(folder))
+    rope_patch.patch(model, "longrope", **SearchResult.load(folder))
     native = AutoModelForCausalLM.from_pretrained(TINY, config=AutoConfig.from_pretrained(folder))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, native(ids).logits, rtol=0, atol=2e-4)
@@ -90,7 +90,7 @@ def test_the_same_command_measures_nothing_again(done, tmp_path):
     shutil.copytree(folder, tmp_path / "out")
     again = run(*asked, "--out", tmp_path / "out", "--json")
     assert again.exit_code == 0
-    said, before = json.loads(again.stdout), Found.load(folder)
+    said, before = json.loads(again.stdout), SearchResult.load(folder)
     assert said["history"] == before.to_dict()["history"]
     assert said["patch"] == before.to_dict()["patch"]
 

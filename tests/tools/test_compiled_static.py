@@ -39,7 +39,7 @@ def is_static(name):
         return False
 
 
-STATIC = [name for name in rope_patch.methods() if name != "default" and is_static(name)]
+STATIC = [name for name in rope_patch.list_methods() if name != "default" and is_static(name)]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def compiled(model, backend="eager", **how):
 def test_the_static_methods_are_all_here():
     known = {"linear", "ntk", "ntk-by-parts", "yarn", "llama3", "abf", "longrope", "proportional"}
     assert known | {"nope", "ntk-by-parts-2023-06"} <= set(STATIC)
-    for name in set(rope_patch.methods()) - set(STATIC) - {"default"}:
+    for name in set(rope_patch.list_methods()) - set(STATIC) - {"default"}:
         assert name.startswith(("dynamic", "mixed-")), name
 
 

@@ -43,8 +43,8 @@ class Request:
 
     Attributes:
         model: A folder, a name on the Hub, or `demo`.
-        methods: Names from `rope_patch.methods()`, and `none` for the model as it is; the first is
-            what the others are compared with.
+        methods: Names from `rope_patch.list_methods()`, and `none` for the model as it is; the
+            first is what the others are compared with.
         factor: Target length / trained length; methods that follow the length need none.
         prompt: Tokens of the prompt; `factor` times the trained length unless given.
         decode: Tokens decoded one by one in each repeat.

@@ -12,14 +12,14 @@ from rope_patch.utils import atomic_files
 
 if TYPE_CHECKING:
     from rope_patch.exporting import Export
-    from rope_patch.searching.result.search_result import Found
+    from rope_patch.searching.result.search_result import SearchResult
 
 CONFIG, EXPORTS, PICTURE = "config.json", "exports.json", "picture.svg"
 _OWN = "transformers"  # the engine that has both sets of stretches
 
 
-def write_beside(found: Found, folder: Path) -> None:
-    """Writes what can be written; see `Found.save`."""
+def write_beside(found: SearchResult, folder: Path) -> None:
+    """Writes what can be written; see `SearchResult.save`."""
     from rope_patch.exporting.folder import merged
 
     exports = exports_of(found)
@@ -38,7 +38,7 @@ def write_beside(found: Found, folder: Path) -> None:
     found.plot(folder / PICTURE)
 
 
-def exports_of(found: Found) -> dict[str, Any]:
+def exports_of(found: SearchResult) -> dict[str, Any]:
     """What each engine is to be given, by name, or under `refused` why it cannot rotate so.
 
     transformers gets both sets of stretches. The others rotate all sequences alike, whatever their
@@ -57,7 +57,7 @@ def exports_of(found: Found) -> dict[str, Any]:
     return exports
 
 
-def exported(found: Found, engine: str, config: Any = None) -> Export:
+def exported(found: SearchResult, engine: str, config: Any = None) -> Export:
     """What one engine is to be given; see `exports_of`.
 
     Args:
@@ -91,7 +91,7 @@ def exported(found: Found, engine: str, config: Any = None) -> Export:
     return said
 
 
-def _patched(found: Found, config: Any, method: str, arguments: dict[str, Any]) -> Any:
+def _patched(found: SearchResult, config: Any, method: str, arguments: dict[str, Any]) -> Any:
     """The model without weights, patched."""
     from rope_patch.patching import patch
     from rope_patch.pretrained.loading import empty_model
@@ -108,7 +108,7 @@ def _patched(found: Found, config: Any, method: str, arguments: dict[str, Any]) 
     return model
 
 
-def config_of(found: Found) -> Any:
+def config_of(found: SearchResult) -> Any:
     """The model's config, as it was.
 
     Raises:

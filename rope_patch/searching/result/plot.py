@@ -44,7 +44,7 @@ def draw(
     Args:
         path: An .svg or .png file.
         space: What is searched.
-        history: As `Found.history`; the lower panel is left out while it is empty.
+        history: As `SearchResult.history`; the lower panel is left out while it is empty.
         candidate: What was found; the best of the history so far unless given.
         title: What the picture says about itself, without the length.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.rope_config import by_layer_type, own_scaling
-from rope_patch.searching.result.search_result import FILE, FORMAT, Found
+from rope_patch.searching.result.search_result import FILE, FORMAT, SearchResult
 from rope_patch.utils.errors import parse_json
 
 _NEWER = "read_factors reads .csv (or .txt) files of numbers, config.json, and what a search saved"
@@ -104,7 +104,7 @@ def _from_json(path: Path) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise ValueError(f"{path} holds no object: {_NEWER}")
     if str(said.get("format", "")).split("/")[0] == FORMAT.split("/")[0]:
-        return Found.load(path).arguments()
+        return SearchResult.load(path).arguments()
     text = said.get("text_config")
     return _from_config(path, text if isinstance(text, dict) else said)
 

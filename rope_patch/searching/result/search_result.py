@@ -18,7 +18,7 @@ from rope_patch.utils.checksums import digest, strict
 from rope_patch.utils.errors import parse_json
 
 
-def tell(found: Found) -> str:
+def tell(found: SearchResult) -> str:
     """A few lines for a terminal: what was found, how it compares, how to use it."""
     stretch = found.long_factor
     kept = sum(s < 1.005 for s in stretch)
@@ -47,7 +47,7 @@ def tell(found: Found) -> str:
     return "\n".join(lines)
 
 
-def _searched(found: Found) -> str:
+def _searched(found: SearchResult) -> str:
     stopped = sum(not entry.get("complete", True) for entry in found.history)
     failed = sum(not math.isfinite(float(entry["fitness"])) for entry in found.history)
     said = [f"{found.strategy}, {len(found.history)} evaluations"]
@@ -93,7 +93,7 @@ FILE = "found.json"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Found(Mapping[str, Any]):
+class SearchResult(Mapping[str, Any]):
     """The best rotation of a search, as arguments: `patch(model, "longrope", **found)`.
 
     Sequences up to the trained length keep the frequencies that the model has; longer ones get the
@@ -205,7 +205,9 @@ class Found(Mapping[str, Any]):
         return len(self.arguments())
 
     def __repr__(self) -> str:
-        return f"<Found by {self.strategy} ×{self.factor:g}: {len(self.history)} evaluations>"
+        return (
+            f"<SearchResult by {self.strategy} ×{self.factor:g}: {len(self.history)} evaluations>"
+        )
 
     def __str__(self) -> str:
         return self.summary()
@@ -275,7 +277,7 @@ class Found(Mapping[str, Any]):
         return path
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Found:
+    def load(cls, path: str | os.PathLike[str]) -> SearchResult:
         """Reads what `save` wrote.
 
         Args:
