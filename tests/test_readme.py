@@ -36,7 +36,7 @@ def test_every_method_is_in_the_table():
 
 def test_what_it_says_to_type_needs_no_checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("rope_patch/docs/*.md"), *ROOT.glob("recipes/*.md")]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*.md")]
     text = "\n".join(path.read_text() for path in [*pages, ROOT / "eval" / "README.md"])
     recipes = re.findall(r"finetune .*?--config (\S+)", text)
     assert len(recipes) > 4

@@ -1,4 +1,4 @@
-"""Writes rope_patch/docs/conformance.md: `python tests/conformance/page.py`."""
+"""Writes docs/conformance.md: `python tests/conformance/page.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from yarn_disagreements import ATTENTION, FREQUENCIES
 
 import rope_patch
 
-PAGE = Path(__file__).parents[2] / "rope_patch" / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 
 # Coarse enough for every platform's arithmetic: float64 against itself, and against float32.
 BOUNDS = (1e-12, 2e-6)

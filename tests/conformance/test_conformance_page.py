@@ -10,7 +10,7 @@ import rope_patch
 @pytest.mark.skipif(not hugging.has("proportional"), reason="transformers has no proportional")
 def test_the_page_is_up_to_date():
     assert page.PAGE.read_text(encoding="utf-8") == page.build(), (
-        "rope_patch/docs/conformance.md is not what the code computes: run "
+        "docs/conformance.md is not what the code computes: run "
         "python tests/conformance/page.py and look at what changed"
     )
 

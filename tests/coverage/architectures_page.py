@@ -1,4 +1,4 @@
-"""Writes rope_patch/docs/architectures.md from what was measured.
+"""Writes docs/architectures.md from what was measured.
 
 `python tests/coverage/architectures_page.py` measures every architecture of the installed
 transformers in less than a minute and writes the page; columns of other versions stay.
@@ -16,7 +16,7 @@ import transformers
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "measured.json"
-PAGE = HERE.parents[1] / "rope_patch" / "docs" / "architectures.md"
+PAGE = HERE.parents[1] / "docs" / "architectures.md"
 
 _HEAD = """# Architectures
 
