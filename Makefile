@@ -3,6 +3,7 @@
 # make test-installed  the commands from a wheel, in an environment of its own
 # make test-oldest     what matters, on the oldest versions that pyproject.toml allows
 # make lint            style and types
+# make docs            the pages and the API reference as a site, in site/; dead links fail
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ SOURCES := setup.py README.md $(shell find rope_patch eval recipes \
 	\( -name __pycache__ -o -path eval/results \) -prune -o -print)
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow test-installed test-oldest lint clean
+.PHONY: demo test test-slow test-installed test-oldest lint docs clean
 
 demo: $(DEMO)/weights
 	$(DEMO)/bin/rope-patch compare demo --method none,yarn --factor 2 --profile quick \
@@ -50,8 +51,11 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/docs
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) $(DEMO) $(OLDEST) out build dist *.egg-info
+	rm -rf $(VENV) $(DEMO) $(OLDEST) out site build dist *.egg-info
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +68,10 @@ $(DEMO)/installed: pyproject.toml constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/pip install --quiet --upgrade pip
 	$(DEMO)/bin/pip install --quiet --constraint constraints.txt ".[demo]"
+	touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
 # Without its dependencies, which take long to build and are not needed to read the weights.
