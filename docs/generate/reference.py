@@ -34,16 +34,20 @@ def render() -> str:
 
 
 def _blocks(package: ModuleType, level: int) -> list[str]:
-    """Return a block for each class and function that a package makes public.
+    """Return a block for each public function, then for each public class, of a package.
 
     The modules that define them are resolved at build time, because a package imports its public
     names lazily, where a static reader does not find them.
     """
-    blocks = []
-    for name in package.__all__:
-        value = getattr(package, name)
-        if inspect.isclass(value) or inspect.isfunction(value):
-            path = f"{value.__module__}.{value.__qualname__}"
-            heading = f"{package.__name__}.{name}"
-            blocks.append(_BLOCK.format(path=path, heading=heading, name=name, level=level))
-    return blocks
+    public = {name: getattr(package, name) for name in package.__all__}
+    functions = {name: value for name, value in public.items() if inspect.isfunction(value)}
+    classes = {name: value for name, value in public.items() if inspect.isclass(value)}
+    return [
+        _BLOCK.format(
+            path=f"{value.__module__}.{value.__qualname__}",
+            heading=f"{package.__name__}.{name}",
+            name=name,
+            level=level,
+        )
+        for name, value in {**functions, **classes}.items()
+    ]
