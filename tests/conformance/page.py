@@ -54,13 +54,14 @@ _MARKS = {"frequency": "", "attention factor": " (a)", "softmax scale": " (s)"}
 
 _INTRODUCTION = """# Conformance
 
-What each method computes, held against transformers and other implementations on the geometries of
-published models; and every disagreement between implementations that we know of, by number.
+This page compares what each method computes with transformers and other implementations, on the
+geometries of published models. It then lists every disagreement between implementations that we
+know of, by number.
 
-Everything here is computed: `python tests/conformance/page.py` writes this page, and the tests
-beside it check it, with transformers 5.0 and 5.23. A difference is that of any frequency or of the
-attention factor (the multiplier of cos and sin), relative to ours. A model more is an entry in
-`published.py` there, a disagreement more one in a file of `*_disagreements.py`."""
+All numbers are computed: `python tests/conformance/page.py` writes this page, and the tests beside
+it check it, with transformers 5.0 and 5.23. A difference is the largest one of any frequency or of
+the attention factor (the multiplier of cos and sin), relative to ours. To add a model, add an entry
+to `published.py` there; to add a disagreement, add one to a file of `*_disagreements.py`."""
 
 
 def _geometries() -> Iterable[str]:

@@ -20,14 +20,20 @@ PAGE = HERE.parents[1] / "docs" / "architectures.md"
 
 _HEAD = """# Architectures
 
-Every architecture of transformers that generates text, as a tiny random model, patched and undone
-(`python tests/coverage/architectures_page.py` writes this page, `test_coverage.py` beside it checks
-it). "yes" means: with `linear` every frequency became what the model started from divided by the
-factor, with `yarn` what the formula written out a second time says; logits changed, transformers'
-own application of the rotation and ours gave the same ones, and undoing left them equal bit for
-bit. For methods that follow the length, with `dynamic-yarn`: short texts kept their logits, long
-ones changed. Where the answer is no, the patch was refused with an error that says why, and the
-model was as before.
+Every architecture of transformers that generates text was patched and undone, as a tiny random
+model. `python tests/coverage/architectures_page.py` writes this page; `test_coverage.py` beside it
+checks it.
+
+"Patched: yes" means:
+
+- with `linear`, every frequency became the model's own divided by the factor;
+- with `yarn`, every frequency became what a second implementation of the formula gives;
+- the logits changed, and transformers' code and our kernels gave the same ones;
+- undoing the patch restored the logits, bit for bit.
+
+"Follows the length: yes" means that with `dynamic-yarn` short texts kept their logits, and those
+of long texts changed. "no" means that the patch was refused with an error that says why, and that
+the model stayed as it was.
 """
 
 
