@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import rope_patch
 from rope_patch.cli import app
 from rope_patch.methods import registered
-from rope_patch.recipes import recipe_files
+from rope_patch.training import recipe_files
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "tests" / "assets" / "tiny-llama"
@@ -162,7 +162,7 @@ def test_what_it_says_to_type_needs_no_checkout(tmp_path, monkeypatch):
     assert len(files) > 2
     assert all(recipe_files.read(file) for file in files)
     assert re.findall(r"--include_path (\S+)", text) == ['"$(rope-patch'] * 2
-    scripts = re.findall(r"`python recipes/(\w+)\.py[^`]*`(,\s+in\s+a\s+clone)?", text)
+    scripts = re.findall(r"`python recipes/experiments/(\w+)\.py[^`]*`(,\s+in\s+a\s+clone)?", text)
     assert scripts
     assert all(clone for _, clone in scripts)
 
@@ -199,7 +199,6 @@ def test_the_reference_has_every_public_name(monkeypatch):
         assert f"heading: rope_patch.{name}\n" in text
 
 
-@pytest.mark.xfail(strict=True, reason="the modules are still to move there")
 def test_where_is_paths_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     paths = re.findall(r"`(rope_patch/[\w/]+(?:\.py|/))`", text)

@@ -13,6 +13,7 @@ from packages import ROOT, build, copy, files
 
 TINY = str(ROOT / "tests" / "assets" / "tiny-llama")
 CODE = ("rope_patch/", "eval/", "recipes/")
+NOT_NEEDED = ("eval/results/", "recipes/experiments/")
 BESIDE = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
 WRITTEN = re.compile(r"PKG-INFO|setup\.cfg|rope_patch\.egg-info/.*")  # by the build itself
 
@@ -31,8 +32,8 @@ def folder(tmp_path_factory):
 
 
 def needed():
-    """What the package needs of the checkout: its code and data, but no results."""
-    return {p for p in files() if p.startswith(CODE) and not p.startswith("eval/results/")}
+    """Return what the package needs of the checkout: its code and data."""
+    return {p for p in files() if p.startswith(CODE) and not p.startswith(NOT_NEEDED)}
 
 
 def wheel(folder):
