@@ -62,27 +62,31 @@ class Geometry:
             Radians per token, float64, `[R / 2]`.
         """
         if not self.base:
-            return self.unscaled(theta)
+            return self.unscaled_inv_freq(theta)
         import torch
 
         start = torch.tensor(self.base, dtype=torch.float64, device="cpu")
-        return start if theta is None else start * (self.unscaled(theta) / self.unscaled())
+        return (
+            start
+            if theta is None
+            else start * (self.unscaled_inv_freq(theta) / self.unscaled_inv_freq())
+        )
 
-    def unscaled(self, theta: float | None = None) -> torch.Tensor:
+    def unscaled_inv_freq(self, theta: float | None = None) -> torch.Tensor:
         """theta^(-2i / R), whatever the start is; float64, `[R / 2]`."""
         import torch
 
         pair = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu")
         return (self.theta if theta is None else theta) ** (-pair / self.rotary_dim)
 
-    def pair_with_turns(self, turns: float) -> float:
+    def pair_with_rotations(self, rotations: float) -> float:
         """Index, not rounded, of the pair that turns so many times within the trained length.
 
         Between pairs, and beyond the first and the last, wavelengths grow as powers, as unscaled
         ones do everywhere (the YaRN authors' `find_correction_dim`).
         """
         step = 2 * math.log(self.theta) / self.rotary_dim
-        target = math.log(2 * math.pi * turns / self.trained_length)
+        target = math.log(2 * math.pi * rotations / self.trained_length)
         if not self.base:
             return -target / step
         import torch

@@ -12,28 +12,28 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 
-START = ("auto", "unscaled", "running")
+START_CHOICES = ("auto", "unscaled", "running")
 
 # Scalings that a new method replaces unless told otherwise: it starts again from the unscaled
 # frequencies at the original length. The others were trained in, so starting from the unscaled
 # frequencies would undo training.
-_REPLACED = ("default", "linear", "dynamic", "yarn")
+_DISCARDED_SCALINGS = ("default", "linear", "dynamic", "yarn")
 
 # Architectures whose configs refuse every scaling but longrope.
 LONGROPE_ONLY = ("phi3",)
 
 # A `type` that transformers leaves beside the `rope_type` it makes of it (Qwen 2 VL, Phi 3).
-_RENAMED = {"mrope": "default", "su": "longrope"}
+_ALIASES = {"mrope": "default", "su": "longrope"}
 
 # What transformers' scalings cannot do without, and the least that their numbers can be.
-_NEEDED = {
+_REQUIRED_KEYS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("long_factor", "short_factor"),
 }
-_LEAST = {
+_LOWER_BOUNDS = {
     "factor": 1,
     "attention_factor": 0,
     "beta_fast": 0,
@@ -71,7 +71,7 @@ def read_geometries(
     if not isinstance(parameters, dict):
         raise ValueError(f"rope_parameters must be a dict, got {parameters!r} in the config")
     return {
-        kind: _read(config, kind, spelled, trained_length, start)
+        kind: _read_geometry(config, kind, spelled, trained_length, start)
         for kind, spelled in by_layer_type(parameters).items()
     }
 
@@ -85,7 +85,7 @@ def by_layer_type(parameters: dict[str, Any]) -> dict[str | None, dict[str, Any]
     return nested or {None: parameters}
 
 
-def require_sound(said: dict[str, Any]) -> None:
+def require_valid_rope_config(said: dict[str, Any]) -> None:
     """Finds what is wrong with the rotation in a config.json that transformers cannot read.
 
     Args:
@@ -100,32 +100,34 @@ def require_sound(said: dict[str, Any]) -> None:
         text.get("rope_scaling") or text.get("rope_parameters") or {"rope_type": "default"}
     )
     if isinstance(spelled, dict):
-        found = {kind: _filled(text, inner) for kind, inner in by_layer_type(spelled).items()}
+        found = {
+            kind: _with_defaults(text, inner) for kind, inner in by_layer_type(spelled).items()
+        }
         spelled = found.get(None) or found
     named = type("config.json", (SimpleNamespace,), {})
     read_geometries(named(**{**text, "rope_parameters": spelled}))
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = {"default", *ROPE_INIT_FUNCTIONS}
-    for kind in {own_scaling(inner) for inner in by_layer_type(spelled).values()} - known:
+    for kind in {config_rope_type(inner) for inner in by_layer_type(spelled).values()} - known:
         raise ValueError(
             f"rope_type must be one that transformers knows ({', '.join(sorted(known))}), got "
             f"{kind!r} in the config"
         )
 
 
-def _filled(text: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(text: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
     """With what transformers puts where nothing is said."""
     filled = {"rope_theta": text.get("rope_theta", 1e4)}
-    if own_scaling(parameters) != "default":
+    if config_rope_type(parameters) != "default":
         filled["original_max_position_embeddings"] = text.get("max_position_embeddings")
     return {**filled, **parameters}
 
 
-def own_scaling(parameters: dict[str, Any]) -> str:
+def config_rope_type(parameters: dict[str, Any]) -> str:
     """The scaling that a config itself asks for; "default" is none."""
     spelled = [parameters[name] for name in ("rope_type", "type") if parameters.get(name)]
-    if len(spelled) == 2 and _RENAMED.get(str(spelled[1])) == spelled[0]:
+    if len(spelled) == 2 and _ALIASES.get(str(spelled[1])) == spelled[0]:
         return str(spelled[0])
     if len({str(name) for name in spelled}) > 1:
         raise ValueError(
@@ -138,7 +140,7 @@ def own_scaling(parameters: dict[str, Any]) -> str:
     return kind
 
 
-def starts_running(parameters: dict[str, Any], start: str) -> bool:
+def extends_scaled_frequencies(parameters: dict[str, Any], start: str) -> bool:
     """Whether an extension starts from the frequencies that a model's own scaling made.
 
     Args:
@@ -146,11 +148,12 @@ def starts_running(parameters: dict[str, Any], start: str) -> bool:
         start: See `patch`.
 
     Raises:
-        ValueError: `start` is none of `START`, or the scaling has no one set of frequencies.
+        ValueError: `start` is none of `START_CHOICES`, or the scaling has no one set of
+            frequencies.
     """
-    if start not in START:
-        raise ValueError(f"start must be one of {', '.join(START)}, got {start!r}")
-    kind = own_scaling(parameters)
+    if start not in START_CHOICES:
+        raise ValueError(f"start must be one of {', '.join(START_CHOICES)}, got {start!r}")
+    kind = config_rope_type(parameters)
     if kind == "default":
         return False
     if start == "running" and kind == "dynamic":
@@ -158,10 +161,10 @@ def starts_running(parameters: dict[str, Any], start: str) -> bool:
             "start='running' needs frequencies that stay, and the config's own scaling, "
             "'dynamic', changes them with the length; use start='unscaled'"
         )
-    return kind not in _REPLACED if start == "auto" else start == "running"
+    return kind not in _DISCARDED_SCALINGS if start == "auto" else start == "running"
 
 
-def _read(
+def _read_geometry(
     config: Any,
     kind: str | None,
     parameters: dict[str, Any],
@@ -169,10 +172,10 @@ def _read(
     start: str,
 ) -> Geometry:
     head_dim = _head_dim(config, kind)
-    _require_spelled(parameters)
+    _require_rope_keys(parameters)
     share = parameters.get("partial_rotary_factor")
-    share = 1.0 if share is None else _number(parameters, "partial_rotary_factor", least=0)
-    if own_scaling(parameters) == "proportional":
+    share = 1.0 if share is None else _read_number(parameters, "partial_rotary_factor", least=0)
+    if config_rope_type(parameters) == "proportional":
         share = 1.0  # there it says how many of the pairs turn, maybe none, not how many there are
     if int(head_dim * share) < 2:
         raise ValueError(
@@ -183,7 +186,7 @@ def _read(
         trained_length = _trained_length(config, parameters, start)
     return Geometry(
         head_dim=head_dim,
-        theta=_number(parameters, "rope_theta", least=1),
+        theta=_read_number(parameters, "rope_theta", least=1),
         trained_length=trained_length,
         rotary_dim=int(head_dim * share),
         layer_type=kind,
@@ -212,7 +215,7 @@ def _head_dim(config: Any, kind: str | None) -> int:
 
 
 def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
-    kind = own_scaling(parameters)
+    kind = config_rope_type(parameters)
     full = getattr(config, "max_position_embeddings", None)
     original = parameters.get("original_max_position_embeddings")
     if original is None and kind != "default":
@@ -222,10 +225,10 @@ def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
             "original_max_position_embeddings must be a whole number of tokens, at least 1, got "
             f"{original!r} in the config"
         )
-    if starts_running(parameters, start):
+    if extends_scaled_frequencies(parameters, start):
         lengths = [full] if isinstance(full, int) else []
         if kind in ("linear", "yarn") and original:  # some configs keep the original as `full`
-            lengths.append(round(_number(parameters, "factor", least=1) * original))
+            lengths.append(round(_read_number(parameters, "factor", least=1) * original))
         found = max(lengths, default=None)
     elif kind == "default":
         found = original or full
@@ -246,13 +249,13 @@ def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
     return found
 
 
-def _require_spelled(parameters: dict[str, Any]) -> None:
+def _require_rope_keys(parameters: dict[str, Any]) -> None:
     """Refuses a scaling of transformers' own that is not spelled with what its formula needs."""
-    kind = own_scaling(parameters)
-    needed = _NEEDED.get(kind, ())
-    for name, least in _LEAST.items():
-        if kind in _NEEDED and (name in needed or parameters.get(name) is not None):
-            _number(parameters, name, least=least)
+    kind = config_rope_type(parameters)
+    needed = _REQUIRED_KEYS.get(kind, ())
+    for name, least in _LOWER_BOUNDS.items():
+        if kind in _REQUIRED_KEYS and (name in needed or parameters.get(name) is not None):
+            _read_number(parameters, name, least=least)
     for name in ("long_factor", "short_factor"):
         value = parameters.get(name)
         if name in needed and not (
@@ -284,7 +287,7 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _number(parameters: dict[str, Any], name: str, *, least: float) -> float:
+def _read_number(parameters: dict[str, Any], name: str, *, least: float) -> float:
     value = parameters.get(name)
     if not _is_number(value) or float(value) < least:  # type: ignore[arg-type]
         got = "nothing" if value is None else repr(value)

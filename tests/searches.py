@@ -11,10 +11,10 @@ from forked import FORK
 from train_tiny import recall_batch
 from transformers import AutoModelForCausalLM
 
-from rope_patch.inference.samples import recalled
+from rope_patch.inference.samples import from_labelled_tensors
 from rope_patch.searching import pipeline
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.journal import FILE, State
+from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
 from rope_patch.searching.pipeline import search
 from rope_patch.searching.strategies.registry import Strategy
 
@@ -29,7 +29,9 @@ def load(name="llama"):
 
 def questions(length=LENGTH, count=8, seed=1, pairs=8):
     """Keys and values in filler, and the keys asked for at the end."""
-    return recalled(*recall_batch(torch.Generator().manual_seed(seed), count, length, pairs))
+    return from_labelled_tensors(
+        *recall_batch(torch.Generator().manual_seed(seed), count, length, pairs)
+    )
 
 
 def stretched(power, top=2.0, attention_factor=None):
@@ -50,7 +52,7 @@ def walk(space, budget, seed, *, step=0.7):
             power, best = tried, fitness
 
 
-WALK = Strategy(walk, "", "", attention=False, continues=True)
+WALK = Strategy(walk, "", "", searches_attention_factor=False, continues=True)
 
 
 def arguments(**changes):
@@ -75,7 +77,9 @@ def registered(propose=None, **changes):
 
 def lines(folder):
     """The keys of all whole lines of a state."""
-    found = (folder / FILE).read_text().split("\n")[1:-1]  # behind the last end is half a line
+    found = (
+        (folder / JOURNAL_FILE).read_text().split("\n")[1:-1]
+    )  # behind the last end is half a line
     return [json.loads(line)["key"] for line in found]
 
 
@@ -94,7 +98,7 @@ def killed(after, torn=False, **given):
 
 
 def _until(after, torn, given):
-    append, calls = State._append, []
+    append, calls = SearchJournal._append, []
 
     def counted(self, path, line):
         if len(calls) == after:
@@ -105,7 +109,7 @@ def _until(after, torn, given):
         calls.append(line)
         append(self, path, line)
 
-    State._append = counted
+    SearchJournal._append = counted
     pipeline.STRATEGIES = registered()
     search(load(), **given)
 

@@ -18,7 +18,7 @@ LENGTH, WINDOW, CONTEXT = 12288, 1024, 4096
 
 @pytest.fixture(scope="module")
 def folder():
-    return demo.folder()
+    return demo.demo_folder()
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def ids(folder):
 
 def test_the_demo_is_converted_once_and_checked(folder, monkeypatch):
     monkeypatch.setattr(demo, "_convert", None)  # a second conversion would fail
-    assert demo.folder() == folder
-    assert demo.resolve("demo") == str(folder)
-    assert demo.resolve("some/other") == "some/other"
+    assert demo.demo_folder() == folder
+    assert demo.resolve_model_path("demo") == str(folder)
+    assert demo.resolve_model_path("some/other") == "some/other"
 
 
 def test_a_damaged_demo_is_made_again(folder, tmp_path, monkeypatch):
@@ -44,7 +44,7 @@ def test_a_damaged_demo_is_made_again(folder, tmp_path, monkeypatch):
     made = tmp_path / "rope_patch" / folder.name
     made.mkdir(parents=True)
     (made / "model.safetensors").write_bytes(b"cut short")
-    assert demo.folder() == made
+    assert demo.demo_folder() == made
     digest = demo._sha256(made / "model.safetensors")
     assert digest == demo._sha256(folder / "model.safetensors")
 
@@ -58,9 +58,9 @@ def test_the_demos_own_text_is_sane(model, folder):
 
 def last_point(model, ids, label):
     """Perplexity of the last window, given all before."""
-    block = perplexity.block_of(WINDOW)
+    block = perplexity.block_size(WINDOW)
     losses = perplexity.block_losses(perplexity.document_losses(model, ids, label), block)
-    return perplexity.points([losses], block, WINDOW)[-1]["perplexity"]
+    return perplexity.curve_points([losses], block, WINDOW)[-1]["perplexity"]
 
 
 def test_plain_breaks_down_past_its_length_and_yarn_stays_with_the_control(model, ids):

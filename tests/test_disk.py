@@ -14,15 +14,15 @@ from small_disk import disk as disk
 from tiny_models import make_model
 
 import rope_patch
-from rope_patch.inference.answers import Answers
-from rope_patch.searching.journal import FILE, State
+from rope_patch.inference.answers import AnswerStore
+from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import (
     NotWritten,
-    advising,
-    require_file,
-    require_folder,
-    writing,
+    add_write_advice,
+    explain_write_errors,
+    require_writable_file,
+    require_writable_folder,
 )
 
 TINY = Path(__file__).parent / "assets" / "tiny-llama"
@@ -31,9 +31,9 @@ NONE = "/no/such/model"  # what says so has looked for the model already
 
 def test_a_full_disk_is_named_with_what_is_free_and_leaves_no_half_file(disk):
     path = disk(0.1) / "results.json"
-    atomic_files.write(path, "before")
-    with pytest.raises(NotWritten) as error, advising("All is kept: REMEDY, and try again"):
-        atomic_files.write(path, b"x" * 200_000)
+    atomic_files.atomic_write(path, "before")
+    with pytest.raises(NotWritten) as error, add_write_advice("All is kept: REMEDY, and try again"):
+        atomic_files.atomic_write(path, b"x" * 200_000)
     assert str(error.value) == (
         f"results.json could not be written to {path.parent}, where 0.1 MB are free (No space left "
         "on device). All is kept: make room, and try again"
@@ -46,12 +46,12 @@ def test_a_read_only_disk_is_to_be_made_writable(disk):
     folder = disk(1)
     disk(1, read_only=True)
     told = pytest.raises(NotWritten, match=r"\(Read-only file system\)\. Now make it writable$")
-    with told, advising("Now REMEDY"):
-        atomic_files.write(folder / "x" / "y.json", "text")
+    with told, add_write_advice("Now REMEDY"):
+        atomic_files.atomic_write(folder / "x" / "y.json", "text")
     with pytest.raises(NotWritten, match=f"the report could not be written to {folder}/new"):
-        require_folder(folder / "new", "the report")
+        require_writable_folder(folder / "new", "the report")
     with pytest.raises(NotWritten, match=f"x.svg could not be written to {folder} "):
-        require_file(folder / "x.svg", "the picture", folder_exists=True)
+        require_writable_file(folder / "x.svg", "the picture", folder_exists=True)
 
 
 def test_a_disk_without_room_for_a_small_file_is_refused_first(disk):
@@ -59,21 +59,24 @@ def test_a_disk_without_room_for_a_small_file_is_refused_first(disk):
     with pytest.raises(OSError, match="No space"):
         (folder / "full").write_bytes(b"x" * 200_000)
     with pytest.raises(NotWritten, match=r"where 0\.0 MB are free"):
-        require_folder(folder / "new", "the report")
+        require_writable_folder(folder / "new", "the report")
 
 
 def test_what_libraries_say_of_a_full_disk_counts_as_such(tmp_path):
     for words in ("SafetensorError: I/O error: No space", "PyTorchStreamWriter failed"):
         told = pytest.raises(NotWritten, match=r"the model could not be written to .* MB are free")
-        with told, writing(tmp_path, "the model"):
+        with told, explain_write_errors(tmp_path, "the model"):
             raise RuntimeError(words)
-    with pytest.raises(RuntimeError, match="boom"), writing(tmp_path, "the model"):
+    with pytest.raises(RuntimeError, match="boom"), explain_write_errors(tmp_path, "the model"):
         raise RuntimeError("boom")
 
 
 def test_what_is_not_about_the_disk_stays_as_it_is(tmp_path, monkeypatch):
     for error in (OSError("config.json is not a valid JSON file"), KeyError("I"), ValueError("no")):
-        with pytest.raises(type(error)) as raised, writing(tmp_path, "the model", "REMEDY"):
+        with (
+            pytest.raises(type(error)) as raised,
+            explain_write_errors(tmp_path, "the model", "REMEDY"),
+        ):
             raise error
         assert raised.value is error
 
@@ -82,18 +85,27 @@ def test_what_is_not_about_the_disk_stays_as_it_is(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(OSError, match="cannot be locked") as raised:
-        State(tmp_path, {"seed": 1}).put("a", {})
+        SearchJournal(tmp_path, {"seed": 1}).put("a", {})
     assert not isinstance(raised.value, NotWritten)
 
 
 def test_the_outermost_gives_the_name_and_the_advice():
-    whole = writing("x", "the model", "Most is kept: REMEDY")
-    with pytest.raises(NotWritten) as error, advising("Now REMEDY"), whole, writing("x", "y", "No"):
+    whole = explain_write_errors("x", "the model", "Most is kept: REMEDY")
+    with (
+        pytest.raises(NotWritten) as error,
+        add_write_advice("Now REMEDY"),
+        whole,
+        explain_write_errors("x", "y", "No"),
+    ):
         raise OSError(errno.EACCES, "Permission denied")
     assert str(error.value) == (
         "the model could not be written to x (Permission denied). Now make it writable"
     )
-    with pytest.raises(NotWritten) as error, writing("x", "the model"), writing("x", "y", "REMEDY"):
+    with (
+        pytest.raises(NotWritten) as error,
+        explain_write_errors("x", "the model"),
+        explain_write_errors("x", "y", "REMEDY"),
+    ):
         raise OSError(errno.EACCES, "Permission denied")
     assert str(error.value).endswith(
         "the model could not be written to x (Permission denied). make it writable"
@@ -104,14 +116,14 @@ def test_the_outermost_gives_the_name_and_the_advice():
 @pytest.mark.parametrize("step", ["tempfile.mkstemp", "os.fdopen", "pathlib.Path.replace"])
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, number, step):
     path = tmp_path / "results.json"
-    atomic_files.write(path, "before")
+    atomic_files.atomic_write(path, "before")
 
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(step, refuse)
-    with pytest.raises(NotWritten) as error, advising("All is kept: REMEDY, and try again"):
-        atomic_files.write(path, "after")
+    with pytest.raises(NotWritten) as error, add_write_advice("All is kept: REMEDY, and try again"):
+        atomic_files.atomic_write(path, "after")
     monkeypatch.undo()
     full = number == errno.ENOSPC
     words = r", where [\d,.]+ MB are free" if full else ""
@@ -124,7 +136,10 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch,
     assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
     assert path.read_text() == "before"
     # Other processes get it by pickle, without its cause.
-    with pytest.raises(NotWritten) as sent, writing(tmp_path, "the model", "Now REMEDY"):
+    with (
+        pytest.raises(NotWritten) as sent,
+        explain_write_errors(tmp_path, "the model", "Now REMEDY"),
+    ):
         raise pickle.loads(pickle.dumps(error.value))
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
     assert str(sent.value).startswith("the model could not be written to ")
@@ -132,13 +147,13 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch,
 
 
 def test_checks_leave_nothing_behind(tmp_path):
-    require_folder(tmp_path / "a" / "b", "the report")
-    require_file(tmp_path / "a" / "b.svg", "the picture", folder_exists=False)
+    require_writable_folder(tmp_path / "a" / "b", "the report")
+    require_writable_file(tmp_path / "a" / "b.svg", "the picture", folder_exists=False)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"there is no folder .*a for b.svg: make it first"):
-        require_file(tmp_path / "a" / "b.svg", "the picture", folder_exists=True)
+        require_writable_file(tmp_path / "a" / "b.svg", "the picture", folder_exists=True)
     with pytest.raises(ValueError, match="is a folder: expected a file for the picture"):
-        require_file(tmp_path, "the picture", folder_exists=True)
+        require_writable_file(tmp_path, "the picture", folder_exists=True)
 
 
 FILED = "is a file: expected a folder for"
@@ -214,8 +229,11 @@ def test_a_report_on_a_full_disk_is_finished_by_the_same_command_once_there_is_r
 @pytest.mark.parametrize("kind", ["answers", "state"])
 def test_lines_on_a_full_disk_name_the_file_and_go_on(disk, kind):
     folder = disk(0.1)
-    reopen = {"answers": lambda: Answers(folder), "state": lambda: State(folder, {"seed": 1})}[kind]
-    name = {"answers": "answers-0.jsonl", "state": FILE}[kind]
+    reopen = {
+        "answers": lambda: AnswerStore(folder),
+        "state": lambda: SearchJournal(folder, {"seed": 1}),
+    }[kind]
+    name = {"answers": "answers-0.jsonl", "state": JOURNAL_FILE}[kind]
     store, written = reopen(), 0
     told = ""
     while not told:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import rope_patch
 from rope_patch.cli import app
-from rope_patch.methods import registered
+from rope_patch.methods import registered_methods
 from rope_patch.training import recipe_files
 
 ROOT = Path(__file__).parents[1]
@@ -129,7 +129,7 @@ def test_the_site_lists_every_page():
 
 def test_every_method_is_in_the_table():
     table = (ROOT / "docs" / "methods.md").read_text()
-    for name, method in registered().items():
+    for name, method in registered_methods().items():
         assert f"| `{name}` |" in table
         assert method.training in table or name == "default"
 
@@ -157,10 +157,10 @@ def test_what_it_says_to_type_needs_no_checkout(tmp_path, monkeypatch):
     recipes = re.findall(r"finetune .*?--config (\S+)", text)
     assert len(recipes) > 4
     for recipe in recipes:
-        assert recipe_files.find(Path(recipe.strip("`"))).is_file()
+        assert recipe_files.find_recipe(Path(recipe.strip("`"))).is_file()
     files = re.findall(r"rope-patch recipes ([a-z]\w+) > ", text)
     assert len(files) > 2
-    assert all(recipe_files.read(file) for file in files)
+    assert all(recipe_files.read_file(file) for file in files)
     assert re.findall(r"--include_path (\S+)", text) == ['"$(rope-patch'] * 2
     scripts = re.findall(r"`python recipes/experiments/(\w+)\.py[^`]*`(,\s+in\s+a\s+clone)?", text)
     assert scripts

@@ -13,7 +13,7 @@ import rope_patch
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import read_model, read_tokenizer
-from rope_patch.utils.errors import one_line, reason
+from rope_patch.utils.errors import describe_error, one_line
 
 TINY = Path(__file__).parent / "assets" / "tiny-llama"
 DEEP = "[" * 3000 + "]" * 3000
@@ -187,13 +187,13 @@ def test_a_vision_language_model_gets_a_sentence(damaged):
 
 
 def test_demo_is_a_name_in_python_too(monkeypatch):
-    monkeypatch.setattr(demo, "folder", lambda: TINY)
+    monkeypatch.setattr(demo, "demo_folder", lambda: TINY)
     model = rope_patch.load("demo", "yarn", factor=2)
     assert rope_patch.current(model).length == 512
 
 
 def test_reasons_are_one_whole_line():
     error = OSError("one of: (1) a file,\n(2) a folder,\n  or (3) nothing")
-    assert reason(error) == "OSError: one of: (1) a file, (2) a folder, or (3) nothing"
-    assert reason(KeyError()) == "KeyError"
+    assert describe_error(error) == "OSError: one of: (1) a file, (2) a folder, or (3) nothing"
+    assert describe_error(KeyError()) == "KeyError"
     assert one_line("word " * 100, 20) == "word word word ..."

@@ -57,7 +57,7 @@ def test_during_imports():
     [
         ("rope_patch.evaluation.measures.speed.bench", ["bench", TINY, "--method", "none"]),
         ("rope_patch.benchmarks.kernels.benchmark.bench", ["bench"]),
-        ("rope_patch.diagnosing.pipeline.examine", ["diagnose", TINY]),
+        ("rope_patch.diagnosing.pipeline.diagnose_subject", ["diagnose", TINY]),
         ("rope_patch.exporting.export", ["export", TINY, "--engine", "vllm"]),
         ("rope_patch.searching.search", ["search", TINY, "--length", 512]),
         (

@@ -6,7 +6,7 @@ import pytest
 
 from rope_patch.tasks.samples import TooShort
 from rope_patch.utils.atomic_files import NotWritten
-from rope_patch.utils.errors import one_line, reason
+from rope_patch.utils.errors import describe_error, one_line
 
 
 def test_a_long_text_ends_at_a_word_if_it_has_words():
@@ -20,8 +20,8 @@ def test_a_long_text_ends_at_a_word_if_it_has_words():
 
 
 def test_an_error_without_words_is_its_kind():
-    assert reason(KeyError()) == "KeyError"
-    assert reason(ValueError("a\nb")) == "ValueError: a b"
+    assert describe_error(KeyError()) == "KeyError"
+    assert describe_error(ValueError("a\nb")) == "ValueError: a b"
 
 
 @pytest.mark.parametrize(

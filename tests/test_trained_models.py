@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM
 from unrotated import Reference
 
 import rope_patch
-from rope_patch.methods import registered
+from rope_patch.methods import registered_methods
 from rope_patch.methods.dynamic import Dynamic
 
 ASSETS = Path(__file__).parent / "assets"
 TRAINED = 256
 SEQUENCES = 16  # of 8 queries each
 COLLAPSED = {"llama": 0.5, "qwen3": 0.5, "gemma3": 0.7}  # at four times the trained length
-DYNAMIC = [name for name, method in registered().items() if issubclass(method, Dynamic)]
+DYNAMIC = [name for name, method in registered_methods().items() if issubclass(method, Dynamic)]
 
 
 def load(name):

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rope_patch.training import chunked_loss
-from rope_patch.training.memory.model import How, Need, plan
+from rope_patch.training.memory.model import MemoryNeed, TrainingSetup, memory_need
 from rope_patch.training.model_setup import add_lora
 from rope_patch.training.settings import ExtensionArguments
 
@@ -64,9 +64,9 @@ def measured_peak(config: Any, *, length: int, **how: Any) -> int:
     Args:
         config: A causal language model's.
         length: Tokens of a row.
-        **how: See `How`; on one device.
+        **how: See `TrainingSetup`; on one device.
     """
-    asked = How(**how)
+    asked = TrainingSetup(**how)
     model = _model(config, asked)
     trained = [p for p in model.parameters() if p.requires_grad]
     fused = asked.optimizer != "adamw_torch"
@@ -97,7 +97,7 @@ def measured_peak(config: Any, *, length: int, **how: Any) -> int:
     return sum(storages.values()) + max(accumulate(event.nbytes() for event in events))
 
 
-def _model(config: Any, how: How) -> Any:
+def _model(config: Any, how: TrainingSetup) -> Any:
     torch.manual_seed(0)
     attention = {"attn_implementation": how.attention}
     model = AutoModelForCausalLM.from_config(config, dtype=how.dtype, **attention)
@@ -109,7 +109,7 @@ def _model(config: Any, how: How) -> Any:
         )
         asked: Any = SimpleNamespace(extension=said)
         model = add_lora(model, asked)
-    chunked_loss.use(model, how.loss)
+    chunked_loss.install_loss(model, how.loss)
     if how.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if how.lora_rank and "embeddings" not in how.lora_trains:
@@ -118,7 +118,7 @@ def _model(config: Any, how: How) -> Any:
 
 
 def small_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Names, configs and arguments of `plan` that take a few seconds each."""
+    """Names, configs and arguments of `memory_need` that take a few seconds each."""
     few, narrow = llama(layers=4, vocab=8000), llama(layers=4, vocab=2000)
     bf16 = {"compute_dtype": torch.bfloat16, "loss": "full"}
     every = {"checkpointing": False}
@@ -160,10 +160,10 @@ def large_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
     return cases
 
 
-def compared(cases: dict[str, tuple[Any, dict[str, Any]]]) -> Iterator[tuple[str, Need, int]]:
+def compared(cases: dict[str, tuple[Any, dict[str, Any]]]) -> Iterator[tuple[str, MemoryNeed, int]]:
     """What is planned and what is measured, case by case."""
     for name, (config, how) in cases.items():
-        yield name, plan(config, **how), measured_peak(config, **how)
+        yield name, memory_need(config, **how), measured_peak(config, **how)
 
 
 def check() -> Iterator[str]:

@@ -75,7 +75,7 @@ def write_documents(path: Path, length: int, count: int, seed: int) -> Path:
     """Writes documents as JSON lines, once."""
     if not path.is_file():
         lines = (json.dumps(record) + "\n" for record in documents(length, count, seed))
-        atomic_files.write(path, "".join(lines))
+        atomic_files.atomic_write(path, "".join(lines))
     return path
 
 
@@ -114,7 +114,7 @@ def run(name: str, folder: Path, steps: int) -> tuple[Path, float]:
     assert made is not None
     took = made.parent / "minutes"
     if not took.is_file():
-        atomic_files.write(took, f"{(time.monotonic() - began) / 60:.1f}\n")
+        atomic_files.atomic_write(took, f"{(time.monotonic() - began) / 60:.1f}\n")
     return made, float(took.read_text())
 
 
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = shlex.join(["python", "recipes/experiments/extend_tiny.py", *arguments])
     text = readme(results, command, options.steps, options.sequences)
     atomic_files.write_json(options.out / "results.json", {"command": command, "results": results})
-    atomic_files.write(options.out / "README.md", text)
+    atomic_files.atomic_write(options.out / "README.md", text)
     print(text)
 
 

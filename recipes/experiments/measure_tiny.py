@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import rope_patch
-from rope_patch.patching.dynamic.hooks import Following
+from rope_patch.patching.dynamic.hooks import LengthHooks
 from rope_patch.utils import atomic_files
 from rope_patch.utils.versions import version
 
@@ -82,7 +82,7 @@ def stale_keys(model: PreTrainedModel, native: bool) -> Iterator[PreTrainedModel
         twin.load_state_dict(model.state_dict())
         yield twin.eval()
     else:
-        with mock.patch.object(Following, "_turn"):
+        with mock.patch.object(LengthHooks, "_rerotate"):
             yield model
 
 
@@ -115,7 +115,7 @@ def measure(model: PreTrainedModel, row: str, request: dict[str, Any], sequences
             input_ids, labels = tiny.recall_batch(generator, sequences, length, PAIRS)
             result["cached"][length], truth = answers(decode(model, input_ids), labels)
             result["log-likelihood, cached"][length] = truth.mean().item()
-            if handle is None or not handle.method.follows_length(handle.trained_length):
+            if handle is None or not handle.method.is_length_dependent(handle.trained_length):
                 continue
             with stale_keys(model, row in NATIVE) as other:
                 result["stale"][length], stale = answers(decode(other, input_ids), labels)
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "results": results,
     }
     atomic_files.write_json(options.out / "results.json", everything)
-    atomic_files.write(options.out / "README.md", text)
+    atomic_files.atomic_write(options.out / "README.md", text)
     print(text)
 
 

@@ -35,13 +35,13 @@ import torch
 import train_tiny as tiny
 from transformers import AutoModelForCausalLM
 
-from rope_patch.inference.samples import Sample, digest, recalled
+from rope_patch.inference.samples import Sample, from_labelled_tensors, samples_digest
 from rope_patch.searching import model as opening
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.journal import Kept, plain
-from rope_patch.searching.loop import run
+from rope_patch.searching.journal import SharedJournal, candidate_to_dict
+from rope_patch.searching.loop import search_loop
 from rope_patch.searching.measure.fitness import Evaluation, Fitness
-from rope_patch.searching.progress import Watch
+from rope_patch.searching.progress import SearchProgress
 from rope_patch.searching.result import comparison
 from rope_patch.searching.strategies.registry import STRATEGIES
 from rope_patch.utils import atomic_files
@@ -92,7 +92,7 @@ class Case(NamedTuple):
     def questions(self, count: int, seed: int) -> list[Sample]:
         """Recall sequences as samples; only the values that are asked for are scored."""
         generator = torch.Generator().manual_seed(seed)
-        return recalled(*tiny.recall_batch(generator, count, self.length, self.keys))
+        return from_labelled_tensors(*tiny.recall_batch(generator, count, self.length, self.keys))
 
     def settings(self) -> dict[str, Any]:
         """What its numbers depend on besides its model."""
@@ -104,15 +104,19 @@ class Case(NamedTuple):
             "early": early(),
             "options": OPTIONS,
             "seeds": [SEED, HELD_OUT_SEED],
-            "versions": opening.versions(),
+            "versions": opening.dependency_versions(),
         }
         return json.loads(json.dumps(found))
 
 
-def kept(folder: Path, on: Fitness, more: dict[str, Any]) -> Kept:
+def kept(folder: Path, on: Fitness, more: dict[str, Any]) -> SharedJournal:
     """The memory of measurements on some sequences."""
-    depends = opening.identity(on.model, on.space) | {"samples": digest(on.samples)}
-    return Kept(folder, {**more, **depends, "versions": opening.versions()}, Processes())
+    depends = opening.run_identity(on.model, on.space) | {"samples": samples_digest(on.samples)}
+    return SharedJournal(
+        folder,
+        {**more, **depends, "versions": opening.dependency_versions()},
+        Processes(),
+    )
 
 
 def searched(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[dict[str, Any]]]:
@@ -121,10 +125,10 @@ def searched(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[
     asked = {"strategy": strategy, "options": options, "seed": SEED, "budget": budget}
     with kept(folder, on, asked) as known:
         known.lock()
-        watch = Watch(on.space, budget, title=strategy)
+        watch = SearchProgress(on.space, budget, title=strategy)
         try:
             proposals = STRATEGIES[strategy].propose(on.space, budget, SEED, **options)
-            best, history, _ = run(on, proposals, budget, known, watch)
+            best, history, _ = search_loop(on, proposals, budget, known, watch)
         finally:
             watch.close()
     return best, history
@@ -135,7 +139,10 @@ def judged(
 ) -> dict[str, dict[str, Any]]:
     """By label: loss and recall on held-out sequences, and `against yarn` and others, paired."""
     with kept(folder, on, {}) as known:
-        found = {label: known.judged(on, candidate) for label, candidate in candidates.items()}
+        found = {
+            label: known.held_out_evaluation(on, candidate)
+            for label, candidate in candidates.items()
+        }
     others = {label: found[label] for label in ("yarn", *tables.EVOLUTIONS)}
     return {label: beside(one, others, on.samples) for label, one in found.items()}
 
@@ -173,7 +180,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     candidates = {**results, **REFERENCES, comparison.PLAIN: None}
     return {
         "settings": case.settings(),
-        "found": {strategy: plain(best) for strategy, best in results.items()},
+        "found": {strategy: candidate_to_dict(best) for strategy, best in results.items()},
         "history": histories,
         "held_out": judged(judge, candidates, folder / "held-out"),
     }
@@ -252,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     atomic_files.write_json(out / "results.json", finite(everything))
     picture.draw(out / "history.png", cases)
-    atomic_files.write(out / "README.md", text)
+    atomic_files.atomic_write(out / "README.md", text)
     print(text)
 
 

@@ -40,7 +40,7 @@ def draw(path: Path, cases: dict[str, Case]) -> None:
         )
         written = BytesIO()
         figure.savefig(written, format="png", dpi=110, facecolor=PAPER["paper"])
-    atomic_files.write(path, written.getvalue())
+    atomic_files.atomic_write(path, written.getvalue())
 
 
 def _panel(axes: Any, title: str, case: Case) -> dict[str, Any]:

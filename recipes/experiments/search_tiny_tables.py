@@ -7,7 +7,7 @@ from typing import Any
 
 from train_tiny import STAGES, TRAINED_LENGTH
 
-from rope_patch.methods.ntk_by_parts import attention_law
+from rope_patch.methods.ntk_by_parts import yarn_mscale
 
 AFTER = (10, 20, 40, 100, 200)  # evaluations
 EVOLUTIONS = ("longrope2", "longrope")
@@ -206,7 +206,7 @@ def attention(cases: dict[str, Case]) -> str:
     found = []
     for title, case in cases.items():
         factor = case["settings"]["length"] / TRAINED_LENGTH
-        yarn = attention_law(factor)
+        yarn = yarn_mscale(factor)
         longrope = math.sqrt(1 + math.log(factor) / math.log(TRAINED_LENGTH))
         ours = case["found"]["curve"]["options"].get("attention_factor", yarn)
         found.append(f"{title}: {ours:.3f} ({yarn:.3f}, {longrope:.3f})")

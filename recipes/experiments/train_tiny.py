@@ -382,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     try:
-        text = texts.read(options.text)
+        text = texts.read_text(options.text)
     except ValueError as error:
         sys.exit(f"error: {error}")
     torch.set_num_threads(1)

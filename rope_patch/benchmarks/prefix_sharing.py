@@ -39,7 +39,7 @@ def main(
 ) -> None:
     """Times plain lm-eval and this package's evaluation on the same samples."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    path, asked = demo.resolve(model), [int(length) for length in lengths.split(",")]
+    path, asked = demo.resolve_model_path(model), [int(length) for length in lengths.split(",")]
     tokenizer = read_tokenizer(path)
     tokenizer.model_max_length = 10**9
     dtype: Any = "auto" if torch.cuda.is_available() else torch.float32
@@ -66,8 +66,8 @@ def main(
                 "cpu_seconds": cpu,
                 "ratio": seconds["lm_eval"] / seconds["ours"],
                 "cpu_ratio": cpu["lm_eval"] / cpu["ours"],
-                "tokens_asked": ours.asked,
-                "tokens_read": ours.read,
+                "tokens_asked": ours.prompt_tokens,
+                "tokens_read": ours.computed_tokens,
                 "same_hits": all(a["score"] == b["score"] for a, b in pairs),
                 "largest_difference_nats": apart,
             }

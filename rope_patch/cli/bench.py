@@ -9,13 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.options import MODEL, Dtype, Json, TrainedLength, names, numbers, split
+from rope_patch.cli.options import (
+    MODEL,
+    Dtype,
+    Json,
+    TrainedLength,
+    parse_ints,
+    parse_names,
+    split_commas,
+)
 from rope_patch.cli.runtime import command_line
 
 # Options of the one form of `bench` that the other has no use for.
-_OF_MODELS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
-_OF_MODELS += ["random_weights"]
-_OF_KERNELS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
+_MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
+_MODEL_OPTIONS += ["random_weights"]
+_KERNEL_OPTIONS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
 
 
 def bench(
@@ -108,7 +116,7 @@ def bench(
       rope-patch bench ./my-model --method none,yarn,dynamic-yarn --compile --out speed.json
       rope-patch bench --shapes qwen3-8b --lengths 1,8192 --rivals ./rivals
     """
-    for name in _OF_MODELS if model is None else _OF_KERNELS:
+    for name in _MODEL_OPTIONS if model is None else _KERNEL_OPTIONS:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = "compile" if name == "compiled" else name.replace("_", "-")
@@ -118,10 +126,10 @@ def bench(
         _bench_kernels(
             as_json,
             out or Path("out/bench"),
-            shapes=names(shapes),
-            lengths=None if lengths is None else tuple(numbers("lengths", lengths, minimum=1)),
-            batches=None if batch is None else tuple(numbers("batch", batch, minimum=1)),
-            contenders=names(contenders),
+            shapes=parse_names(shapes),
+            lengths=None if lengths is None else tuple(parse_ints("lengths", lengths, minimum=1)),
+            batches=None if batch is None else tuple(parse_ints("batch", batch, minimum=1)),
+            contenders=parse_names(contenders),
             rivals=rivals,
             steps=model_steps,
             dtype=dtype,
@@ -132,11 +140,11 @@ def bench(
     from rope_patch.utils import atomic_files
 
     if out is not None:
-        atomic_files.require_file(out, "the results", folder_exists=False)
+        atomic_files.require_writable_file(out, "the results", folder_exists=False)
     results = speed.bench(
-        speed.Request(
+        speed.SpeedRequest(
             model=model,
-            methods=tuple(split(",".join(method or []))),
+            methods=tuple(split_commas(",".join(method or []))),
             factor=factor,
             prompt=prompt,
             decode=decode,
@@ -148,9 +156,9 @@ def bench(
         )
     )
     # Printed first, so that a disk that is full by now costs no measurement.
-    print(json.dumps(results, indent=1) if as_json else speed.table(results))
+    print(json.dumps(results, indent=1) if as_json else speed.format_table(results))
     if out is not None:
-        with atomic_files.advising("The results are printed above"):
+        with atomic_files.add_write_advice("The results are printed above"):
             atomic_files.write_json(out, results)
 
 
@@ -158,9 +166,9 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
     from rope_patch.benchmarks.kernels import benchmark
     from rope_patch.utils import atomic_files
 
-    atomic_files.require_folder(folder, "the report")
+    atomic_files.require_writable_folder(folder, "the report")
     given = {name: value for name, value in request.items() if value is not None}
-    results = benchmark.bench(benchmark.Request(**given))
+    results = benchmark.bench(benchmark.KernelBenchRequest(**given))
     results["command"] = command_line()
     try:
         from rope_patch.benchmarks.kernels import report
@@ -176,7 +184,7 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
         return
     # Printed first, so that a disk that is full by now costs no measurement.
     print(report.as_json(results) if as_json else f"{report.as_text(results)}\n")
-    with atomic_files.advising("The results are printed above"):
+    with atomic_files.add_write_advice("The results are printed above"):
         page = report.write_all(results, folder)
     if not as_json:
         print(page)

@@ -32,7 +32,7 @@ def env(as_json: Json = False) -> None:
         **{package: version(package) for package in packages},
         "cpu": f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads",
         "gpu": ", ".join(machine["gpu"]) or "none",
-        "cache": _cache(),
+        "cache": _cache_summary(),
     }
     if as_json:
         print(json.dumps(facts, indent=1))
@@ -41,7 +41,7 @@ def env(as_json: Json = False) -> None:
     print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
-def _cache() -> str:
+def _cache_summary() -> str:
     """Return the cache folder's path and size."""
     try:
         from platformdirs import user_cache_path

@@ -18,15 +18,15 @@ from rope_patch.cli.options import (
     Option,
     Start,
     TrainedLength,
-    numbers,
-    options,
-    split,
+    parse_ints,
+    parse_options,
+    split_commas,
 )
-from rope_patch.cli.runtime import command_line, installed, stoppable
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
 
 logger = logging.getLogger("rope_patch")
 
-_COMPARED = ("none", "linear", "ntk", "yarn", "dynamic-yarn")
+_DEFAULT_METHODS = ("none", "linear", "ntk", "yarn", "dynamic-yarn")
 
 Samples = Annotated[
     int | None, typer.Option(help="Retrieval samples at each length of each task.", min=1)
@@ -161,20 +161,20 @@ def evaluate(
       rope-patch eval ./my-model --method yarn --factor 4 --tasks perplexity --text book.txt
       rope-patch eval ./my-model --method none,yarn --factor 4 --tasks rp_ruler --precision 0.05
     """
-    _run(
+    _run_and_report(
         out,
         as_json,
         engine=engine,
         model=model,
-        methods=tuple(dict.fromkeys(split(",".join(method)))),
+        methods=tuple(dict.fromkeys(split_commas(",".join(method)))),
         factor=factor,
         length=length,
-        lengths=tuple(numbers("lengths", lengths, minimum=1)),
-        tasks=tuple(split(tasks)),
+        lengths=tuple(parse_ints("lengths", lengths, minimum=1)),
+        tasks=tuple(split_commas(tasks)),
         samples=samples,
         precision=precision,
         max_samples=max_samples,
-        depths=tuple(numbers("depths", depths, minimum=0)),
+        depths=tuple(parse_ints("depths", depths, minimum=0)),
         per_text=per_text,
         controls=controls,
         share=share,
@@ -190,7 +190,7 @@ def evaluate(
         short_samples=short_samples,
         trained_length=trained_length,
         start=start,
-        options=options(option),
+        options=parse_options(option),
         dtype=dtype,
         device_map=device_map,
         gguf_file=gguf_file,
@@ -260,38 +260,38 @@ def compare(
       rope-patch compare demo --method none,linear,yarn --factor 2 --lengths 4096,8192,12288
       rope-patch compare ./my-model --factor 4 --precision 0.05 --out comparison
     """
-    named = split(",".join(method or []))
-    listed = tuple(numbers("lengths", lengths, minimum=1)) if lengths else ()
-    answers_at = tuple(numbers("depths", depths, minimum=0))
-    given = options(option)
+    named = split_commas(",".join(method or []))
+    listed = tuple(parse_ints("lengths", lengths, minimum=1)) if lengths else ()
+    answers_at = tuple(parse_ints("depths", depths, minimum=0))
+    given = parse_options(option)
     from rope_patch.pretrained import demo
     from rope_patch.pretrained.loading import read_config
 
-    with installed("evaluation needs", "eval"):
+    with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation import profiles
-        from rope_patch.evaluation.request import Request, check_methods
+        from rope_patch.evaluation.request import EvalRequest, check_methods
     methods: dict[str, Any] = {
-        "methods": tuple(dict.fromkeys(["none", *(named or _COMPARED)])),
+        "methods": tuple(dict.fromkeys(["none", *(named or _DEFAULT_METHODS)])),
         "factor": factor,
         "length": length,
         "trained_length": trained_length,
         "start": start,
         "options": given,
     }
-    path = demo.resolve(model)
+    path = demo.resolve_model_path(model)
     # First, before the machine's profile is said and a tokenizer is read.
-    check_methods(Request(model=model, **methods), path, read_config(path, gguf_file=gguf_file))
-    chosen = profiles.choose(profile)
-    at = listed or profiles.lengths(model, factor, length, trained_length, start, gguf_file)
-    _run(
+    check_methods(EvalRequest(model=model, **methods), path, read_config(path, gguf_file=gguf_file))
+    chosen = profiles.choose_profile(profile)
+    at = listed or profiles.default_lengths(model, factor, length, trained_length, start, gguf_file)
+    _run_and_report(
         out,
         as_json,
         model=model,
         **methods,
         lengths=at,
-        tasks=tuple(split(tasks))
+        tasks=tuple(split_commas(tasks))
         if tasks
-        else profiles.fitting(chosen.tasks, model, gguf_file, min(at)),
+        else profiles.fit_tasks(chosen.tasks, model, gguf_file, min(at)),
         samples=samples or (None if precision else chosen.samples),
         precision=precision,
         max_samples=max_samples,
@@ -333,22 +333,26 @@ def report(
     """
     from rope_patch.utils import atomic_files
 
-    with installed("evaluation needs", "eval"):
+    with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation.report import gaps
         from rope_patch.evaluation.report import writer as reporting
         from rope_patch.utils import checksums
     if len(runs) > 1 and out is None:
         raise ValueError("a report of several runs needs a folder of its own: give --out FOLDER")
-    results = [found for run in runs for found in _saved(run, checksums.verify, reporting.check)]
+    results = [
+        found
+        for run in runs
+        for found in _load_results(run, checksums.verify_checksum, reporting.check_results)
+    ]
     folder = out or (runs[0] if runs[0].is_dir() else runs[0].parent)
     show = None if as_json else print
-    with atomic_files.advising(
+    with atomic_files.add_write_advice(
         "The saved results are as they were: REMEDY, or give another folder"
     ):
         page = reporting.write_report(results[0] if len(results) == 1 else results, folder, show)
-    missing = [gap for found in results for gap in gaps.gaps(found)]
+    missing = [gap for found in results for gap in gaps.find_gaps(found)]
     if missing:
-        logger.error(gaps.sentence(missing))
+        logger.error(gaps.gap_sentence(missing))
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"))
     else:
@@ -357,7 +361,7 @@ def report(
         raise typer.Exit(1)
 
 
-def _saved(run: Path, verify: Any, check: Any) -> list[dict[str, Any]]:
+def _load_results(run: Path, verify: Any, check: Any) -> list[dict[str, Any]]:
     """The results of a run's folder or file, or of the runs that a report was made of."""
     path = run / "report.json" if run.is_dir() else run
     if not path.is_file():
@@ -371,23 +375,23 @@ def _saved(run: Path, verify: Any, check: Any) -> list[dict[str, Any]]:
     return saved
 
 
-def _run(folder: Path, as_json: bool, engine: str | None = None, **request: Any) -> None:
-    with installed("evaluation needs", "eval"):
+def _run_and_report(folder: Path, as_json: bool, engine: str | None = None, **request: Any) -> None:
+    with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation.pipeline import evaluate
-        from rope_patch.evaluation.report.gaps import gaps
-        from rope_patch.evaluation.request import Request
+        from rope_patch.evaluation.report.gaps import find_gaps
+        from rope_patch.evaluation.request import EvalRequest
     command = command_line()
-    asked = Request(**request, folder=folder, command=command)
+    asked = EvalRequest(**request, folder=folder, command=command)
     if engine is not None:
         from rope_patch.evaluation import vllm_commands
 
         print("\n\n".join(vllm_commands.commands(engine, asked)))
         return
-    with stoppable():
+    with handle_interrupt():
         results = evaluate(asked, None if as_json else print)
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"), end="")
     else:
         print(f"\n{folder / 'report.html'}")
-    if gaps(results):  # the report and stderr name them
+    if find_gaps(results):  # the report and stderr name them
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ from rope_patch.cli.options import (
     Option,
     Start,
     TrainedLength,
-    options,
+    parse_options,
 )
 
 logger = logging.getLogger("rope_patch")
@@ -70,25 +70,25 @@ def export(
     from rope_patch.exporting import export, require_engine, write_folder
     from rope_patch.exporting.folder import require_new_folder
     from rope_patch.pretrained import demo
-    from rope_patch.searching.result.artifacts import exported
+    from rope_patch.searching.result.artifacts import export_for
     from rope_patch.searching.result.search_result import SearchResult
 
     require_engine(engine)
     if write is not None:
         require_new_folder(write)
-    path = demo.resolve(model)
+    path = demo.resolve_model_path(model)
     asked: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
-    asked |= options(option)
+    asked |= parse_options(option)
     given = [name for name, value in asked.items() if value is not None]
     if found is not None and (method is not None or given):
         raise ValueError("--found says it all: leave --method and what goes with it out")
     searched = None if found is None else SearchResult.load(found)
-    empty = _empty(path, engine, patched=method is None and found is None)
+    empty = _meta_model(path, engine, patched=method is None and found is None)
     if method is not None:
         patch(empty, method, start=start, kernels="hf", **asked)
     elif given:
         raise ValueError(f"{', '.join(given)} goes with a method: name it too, with --method")
-    said = export(empty, engine) if searched is None else exported(searched, engine, empty.config)
+    said = export(empty, engine) if searched is None else export_for(searched, engine, empty.config)
     if write is not None:
         write_folder(said, path, write)
         logger.info("for llama.cpp's converter: %s", write)
@@ -97,7 +97,7 @@ def export(
         print(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *said.arguments])}")
 
 
-def _empty(path: str, engine: str, patched: bool) -> Any:
+def _meta_model(path: str, engine: str, patched: bool) -> Any:
     """The model without weights.
 
     Args:

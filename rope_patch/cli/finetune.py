@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.runtime import installed, stoppable
+from rope_patch.cli.runtime import handle_interrupt, requires_extra
 
 
 def finetune(
@@ -46,7 +46,7 @@ def finetune(
       rope-patch finetune --config yarn_64k --plan
       rope-patch finetune --config yarn_64k --resume auto
     """
-    with installed("recipes need", "train"):
+    with requires_extra("recipes need", "train"):
         from rope_patch.training import trainer as recipe
         from rope_patch.training.identity import MAY_CHANGE
         from rope_patch.training.settings import usable_keys
@@ -60,7 +60,7 @@ def finetune(
     given = [] if config is None else ["--config", str(config)]
     flags = {"--plan": plan, "--loop": loop, "--json": as_json}
     given += [flag for flag, on in flags.items() if on]
-    with stoppable("--resume auto goes on from the last checkpoint"):
+    with handle_interrupt("--resume auto goes on from the last checkpoint"):
         recipe.main([*given, *context.args])
 
 
@@ -80,7 +80,7 @@ def recipes(
     from rope_patch.training import recipe_files
 
     if name is not None:
-        print(recipe_files.read(name), end="")
+        print(recipe_files.read_file(name), end="")
         return
     groups = {
         "What to train (rope-patch finetune --config NAME):": recipe_files.recipes(),
@@ -90,4 +90,4 @@ def recipes(
     for heading, files in groups.items():
         print(heading)
         for name, path in files.items():
-            print(f"  {name:<{width}}  {recipe_files.about(path)}")
+            print(f"  {name:<{width}}  {recipe_files.summary(path)}")

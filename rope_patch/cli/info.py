@@ -20,8 +20,8 @@ from rope_patch.cli.options import (
     Option,
     Start,
     TrainedLength,
-    options,
-    split,
+    parse_options,
+    split_commas,
 )
 
 logger = logging.getLogger("rope_patch")
@@ -38,10 +38,10 @@ def methods(
       rope-patch methods
       rope-patch methods yarn
     """
-    from rope_patch.methods import list_methods, registered
-    from rope_patch.methods.registry import get
+    from rope_patch.methods import list_methods, registered_methods
+    from rope_patch.methods.registry import get_method
 
-    chosen = registered() if name is None else {name: get(name)}
+    chosen = registered_methods() if name is None else {name: get_method(name)}
     rows: list[dict[str, Any]] = [
         {
             "name": key,
@@ -108,25 +108,27 @@ def diagnose(
       rope-patch diagnose demo --length 16384
       rope-patch diagnose demo --method yarn --factor 2 --picture yarn.svg
     """
-    from rope_patch.diagnosing.pipeline import examine
-    from rope_patch.diagnosing.plot import require_kind
+    from rope_patch.diagnosing.pipeline import diagnose_subject
+    from rope_patch.diagnosing.plot import require_plot_suffix
     from rope_patch.diagnosing.subject import open_subject
     from rope_patch.pretrained import demo
     from rope_patch.utils import atomic_files
 
     if picture is not None:
-        require_kind(picture)
-        atomic_files.require_file(picture, "the picture", folder_exists=True)
-    subject = open_subject(demo.resolve(model), gguf_file=gguf_file, named=shlex.quote(model))
-    diagnosis = examine(
+        require_plot_suffix(picture)
+        atomic_files.require_writable_file(picture, "the picture", folder_exists=True)
+    subject = open_subject(
+        demo.resolve_model_path(model), gguf_file=gguf_file, display_name=shlex.quote(model)
+    )
+    diagnosis = diagnose_subject(
         subject,
         method,
         factor=factor,
         length=length,
         trained_length=trained_length,
-        layer_types=None if layer_types is None else split(layer_types),
+        layer_types=None if layer_types is None else split_commas(layer_types),
         start=start,
-        options=options(option),
+        options=parse_options(option),
     )
     print(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) if as_json else diagnosis)
     if picture is not None:  # last: a library or a folder that is missing costs no diagnosis

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from rope_patch.utils.errors import one_line, reason
+from rope_patch.utils.errors import describe_error, one_line
 
 MODEL = (
     "A model's folder, its name on the Hugging Face Hub, or `demo` (SmolLM2-135M-Instruct, weights "
@@ -43,24 +43,24 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto is 
 GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
 
 
-def names(listed: str | None) -> tuple[str, ...] | None:
+def parse_names(listed: str | None) -> tuple[str, ...] | None:
     """Names separated by commas; None stays None."""
-    return None if listed is None else tuple(split(listed))
+    return None if listed is None else tuple(split_commas(listed))
 
 
-def split(listed: str) -> list[str]:
+def split_commas(listed: str) -> list[str]:
     """What stands between commas."""
     return [part.strip() for part in listed.split(",") if part.strip()]
 
 
-def numbers(name: str, listed: str, minimum: int) -> list[int]:
+def parse_ints(name: str, listed: str, minimum: int) -> list[int]:
     """Whole numbers separated by commas, sorted, each once.
 
     Raises:
         ValueError: Anything else, or below the minimum.
     """
     try:
-        found = [int(part) for part in split(listed)]
+        found = [int(part) for part in split_commas(listed)]
     except ValueError:
         found = []
     if not found or min(found) < minimum:
@@ -71,7 +71,7 @@ def numbers(name: str, listed: str, minimum: int) -> list[int]:
     return sorted(set(found))
 
 
-def options(given: list[str] | None) -> dict[str, Any]:
+def parse_options(given: list[str] | None) -> dict[str, Any]:
     """A method's options from KEY=VALUE pairs, values read as YAML.
 
     Raises:
@@ -87,6 +87,6 @@ def options(given: list[str] | None) -> dict[str, Any]:
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"--option {one_line(pair, 60)}: expected a number, true, false, a word or a list "
-                f"in YAML; {reason(error)}"
+                f"in YAML; {describe_error(error)}"
             ) from error
     return found

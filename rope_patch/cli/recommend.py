@@ -15,10 +15,10 @@ from rope_patch.cli.options import (
     Model,
     Start,
     TrainedLength,
-    split,
+    split_commas,
 )
-from rope_patch.cli.runtime import command_line, installed, stoppable
-from rope_patch.cli.verbosity import hide_patches
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.cli.verbosity import silence_patch_log
 
 
 def recommend(
@@ -85,10 +85,10 @@ def recommend(
       rope-patch recommend demo --length 16384 --minutes 60
       rope-patch recommend ./my-model --length 32768 --minutes 20 --no-search
     """
-    hide_patches()
-    with installed("recommending needs", "search"), stoppable():
+    silence_patch_log()
+    with requires_extra("recommending needs", "search"), handle_interrupt():
         from rope_patch.recommending import recommend
-        from rope_patch.recommending.result import MARKDOWN
+        from rope_patch.recommending.result import MARKDOWN_FILE
 
         found = recommend(
             model,
@@ -100,7 +100,7 @@ def recommend(
             most=most,
             search=search,
             trained_length=trained_length,
-            layer_types=None if layer_types is None else split(layer_types),
+            layer_types=None if layer_types is None else split_commas(layer_types),
             start=start,
             seed=seed,
             folder=out,
@@ -112,4 +112,4 @@ def recommend(
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
     else:
-        print(f"{found}\n\n{out / MARKDOWN}")
+        print(f"{found}\n\n{out / MARKDOWN_FILE}")

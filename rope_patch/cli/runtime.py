@@ -13,7 +13,7 @@ from rope_patch.cli.interrupt import EXIT_CODE
 
 
 @contextlib.contextmanager
-def installed(what: str, extra: str) -> Iterator[None]:
+def requires_extra(what: str, extra: str) -> Iterator[None]:
     """Turns a missing package into what to install.
 
     Args:
@@ -32,7 +32,7 @@ def installed(what: str, extra: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stoppable(how: str = "the same command continues from here") -> Iterator[None]:
+def handle_interrupt(how: str = "the same command continues from here") -> Iterator[None]:
     """Ends at Ctrl-C with how to go on, and the exit code that shells expect of it."""
     try:
         yield

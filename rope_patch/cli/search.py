@@ -17,11 +17,11 @@ from rope_patch.cli.options import (
     Model,
     Start,
     TrainedLength,
-    options,
-    split,
+    parse_options,
+    split_commas,
 )
-from rope_patch.cli.runtime import command_line, installed, stoppable
-from rope_patch.cli.verbosity import hide_patches
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.cli.verbosity import silence_patch_log
 
 
 def search(
@@ -123,16 +123,16 @@ def search(
       rope-patch search ./my-model --length 32768 --strategy yarn-rcd --evaluations 12
       rope-patch search ./my-model --factor 4 --text book.txt --fitness both --out out/book
     """
-    from rope_patch.diagnosing.plot import require_picture
+    from rope_patch.diagnosing.plot import require_plot_path
 
     if picture is not None:
-        require_picture(picture)
+        require_plot_path(picture)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: expected a folder, made if it is missing")
-    hide_patches()
-    with installed("searching needs", "search"), stoppable():
+    silence_patch_log()
+    with requires_extra("searching needs", "search"), handle_interrupt():
         from rope_patch.searching import search
-        from rope_patch.searching.measure.sample_sets import COUNT
+        from rope_patch.searching.measure.sample_sets import DEFAULT_COUNT
 
         found = search(
             model,
@@ -143,11 +143,11 @@ def search(
             fitness=fitness,
             text=text or None,
             samples=samples,
-            held_out=_held_out(held_out),
+            held_out=_parse_held_out(held_out),
             short=short,
-            count=COUNT if count is None else count,
+            count=DEFAULT_COUNT if count is None else count,
             trained_length=trained_length,
-            layer_types=None if layer_types is None else split(layer_types),
+            layer_types=None if layer_types is None else split_commas(layer_types),
             start=start,
             seed=seed,
             folder=out,
@@ -156,7 +156,7 @@ def search(
             device_map=device_map,
             gguf_file=gguf_file,
             command=command_line(),
-            **options(option),
+            **parse_options(option),
         )
     if as_json:
         print(json.dumps(found.to_dict(), indent=1, allow_nan=False))
@@ -164,7 +164,7 @@ def search(
         print(f"{found}\n\n{out / 'found.json'}")
 
 
-def _held_out(given: str | None) -> int | str | None:
+def _parse_held_out(given: str | None) -> int | str | None:
     """A number of samples, or a file of them."""
     if given is None or not given.lstrip("+-").isdigit():
         return given

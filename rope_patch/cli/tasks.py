@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.runtime import installed
+from rope_patch.cli.runtime import requires_extra
 
 
 def tasks(
@@ -26,7 +26,7 @@ def tasks(
     if path:
         print(tasks.FOLDER)
         return
-    with installed("the tasks need", "eval"):
+    with requires_extra("the tasks need", "eval"):
         groups, names = tasks.groups(), tasks.names()
     for name in names:
         print(name)

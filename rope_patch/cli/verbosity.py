@@ -12,7 +12,7 @@ from collections.abc import Iterator
 logger = logging.getLogger("rope_patch")
 
 # Variables that the libraries read when they are imported.
-_HIDDEN_BARS = {
+_HIDE_BARS = {
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -26,10 +26,10 @@ def messages() -> Iterator[None]:
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     root = logging.getLogger()
     levels = root.level, logger.level
-    variables = {name: os.environ.get(name) for name in _HIDDEN_BARS | _ERRORS_ONLY}
+    variables = {name: os.environ.get(name) for name in _HIDE_BARS | _ERRORS_ONLY}
     logger.setLevel(logging.INFO)
     if not sys.stderr.isatty():
-        _set(_HIDDEN_BARS)
+        _set(_HIDE_BARS)
     try:
         with warnings.catch_warnings():
             yield
@@ -53,10 +53,10 @@ def be_quiet(on: bool = True) -> None:
         logging.getLogger().setLevel(logging.ERROR)
         logger.setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
-        _set(_HIDDEN_BARS | _ERRORS_ONLY)
+        _set(_HIDE_BARS | _ERRORS_ONLY)
 
 
-def hide_patches() -> None:
+def silence_patch_log() -> None:
     """Hide what the package says of each patch, where each of hundreds of candidates is one."""
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)

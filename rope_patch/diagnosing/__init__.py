@@ -3,7 +3,7 @@
 from rope_patch.diagnosing.advice import Advice, Reason
 from rope_patch.diagnosing.diagnosis import Diagnosis
 from rope_patch.diagnosing.finding import Finding
-from rope_patch.diagnosing.pairs import Pair, Rotation
+from rope_patch.diagnosing.pairs import Pair, PairTable
 from rope_patch.diagnosing.pipeline import diagnose
 
-__all__ = ["Advice", "Diagnosis", "Finding", "Pair", "Reason", "Rotation", "diagnose"]
+__all__ = ["Advice", "Diagnosis", "Finding", "Pair", "PairTable", "Reason", "diagnose"]

@@ -9,13 +9,13 @@ from typing import Any
 
 from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts
-from rope_patch.diagnosing.pairs import Rotation
+from rope_patch.diagnosing.pairs import PairTable
 from rope_patch.patching import check
-from rope_patch.patching.architecture.attention_source import own_function, usage
+from rope_patch.patching.architecture.attention_source import inspect_forward, undecorated_forward
 
 # Up to here methods are recommended without training: that is what this project measured without
 # it (SmolLM2, README). The YaRN paper's own models, x16 and x32, were trained.
-UNTRAINED = 2.0
+MAX_UNTRAINED_FACTOR = 2.0
 
 # How attentions say that only those with a sliding window rotate (Cohere 2, EXAONE 4, ...).
 _IN_WINDOWS = re.compile(
@@ -55,12 +55,12 @@ class Advice:
     shell: str = ""
 
 
-_UNKNOWN = Reason("how much of the longer text this model uses is not known: measure")
+_UNKNOWN_USE = Reason("how much of the longer text this model uses is not known: measure")
 
 
 def advise(
     facts: Facts,
-    rotations: dict[str | None, Rotation],
+    rotations: dict[str | None, PairTable],
     findings: list[Finding],
     request: dict[str, Any],
 ) -> Advice:
@@ -73,67 +73,71 @@ def advise(
         request: `trained_length`, `layer_types` and `start` of `patch`, where they are given.
     """
     trained = next(iter(rotations.values())).geometry.trained_length
-    length, reasons = facts.length, []
+    length, reasons = facts.target_length, []
     if wrong := [found for found in findings if found.severity == "error"]:
         named = ", ".join(dict.fromkeys(found.code for found in wrong))
         reasons.append(Reason(f"first put right what is found above ({named})"))
     if length <= trained:
         reasons.append(Reason(f"training went to {trained:,} tokens, {length:,} are within"))
         return Advice(None, "no extension is needed", tuple(reasons))
-    if (window := _only_in_windows(facts)) and window <= trained:
+    if (window := _window_if_only_windows_rotate(facts)) and window <= trained:
         reasons.append(
             Reason(
                 f"only layers with a window of {window:,} tokens rotate, and the others not at "
                 "all: no distance is new to a pair, so nothing is to be stretched"
             )
         )
-        reasons.append(_UNKNOWN)
+        reasons.append(_UNKNOWN_USE)
         return Advice(
             None,
             "nothing is to be stretched",
             tuple(reasons),
-            shell=_compare(facts, "none", request),
+            shell=_compare_command(facts, "none", request),
         )
     standing = [layer for layer in facts.layers.values() if layer.scaling != "default"]
-    if standing and length <= facts.full:
-        return _reached(facts, trained, reasons, request)
+    if standing and length <= facts.promised_length:
+        return _already_long_enough(facts, trained, reasons, request)
     ratio = length / trained
-    wanted = ("dynamic-yarn", "yarn") if ratio <= UNTRAINED else ("yarn",)
+    wanted = ("dynamic-yarn", "yarn") if ratio <= MAX_UNTRAINED_FACTOR else ("yarn",)
     refusal = facts.subject.problem
     for method in wanted:
-        refusal = _refusal(facts, method, request)
+        refusal = _patch_error(facts, method, request)
         if refusal is None:
-            reasons += _why(method, ratio, trained) + _circumstances(facts, rotations)
-            arguments = _arguments(length, request)
+            reasons += _method_reasons(method, ratio, trained) + _model_reasons(facts, rotations)
+            arguments = _python_arguments(length, request)
             return Advice(
                 method,
                 f"{method}, ×{ratio:.4g}"
-                + ("" if ratio <= UNTRAINED else ", and fine-tune it at that length"),
+                + ("" if ratio <= MAX_UNTRAINED_FACTOR else ", and fine-tune it at that length"),
                 tuple(reasons),
-                facts.subject.line(method, arguments),
-                _shell(facts, method, ratio, request),
+                facts.subject.patch_call(method, arguments),
+                _shell_command(facts, method, ratio, request),
             )
         reasons.append(Reason(f"{method} is refused here: {refusal}"))
     return Advice(None, "this model cannot be extended as it is", tuple(reasons))
 
 
-def _reached(facts: Facts, trained: int, reasons: list[Reason], request: dict[str, Any]) -> Advice:
+def _already_long_enough(
+    facts: Facts, trained: int, reasons: list[Reason], request: dict[str, Any]
+) -> Advice:
     """The config's own scaling goes as far as is asked for."""
     own = sorted({x.scaling for x in facts.layers.values()} - {"default"})
     named = ", ".join(own)
     reasons.append(
-        Reason(f"the config's own {named} reaches {facts.full:,} tokens, from {trained:,} trained")
+        Reason(
+            f"the config's own {named} reaches {facts.promised_length:,} tokens, from {trained:,} trained"
+        )
     )
     advice = Advice(None, "the config already does it", tuple(reasons))
-    if own == ["dynamic"] or "yarn" not in own or _refusal(facts, "dynamic-yarn", request):
+    if own == ["dynamic"] or "yarn" not in own or _patch_error(facts, "dynamic-yarn", request):
         return advice
     price = Reason(
         f"it also stretches texts that fit into {trained:,} tokens, which dynamic-yarn leaves "
         "unscaled; which is better depends on what the model was trained under: measure both",
         f"{_YARN} section 3.3",
     )
-    line = facts.subject.line("dynamic-yarn", _arguments(facts.length, request))
-    shell = _compare(facts, "none,dynamic-yarn", request)
+    line = facts.subject.patch_call("dynamic-yarn", _python_arguments(facts.target_length, request))
+    shell = _compare_command(facts, "none,dynamic-yarn", request)
     return Advice(
         None,
         "the config already does it; if most texts are short, try dynamic-yarn",
@@ -143,7 +147,7 @@ def _reached(facts: Facts, trained: int, reasons: list[Reason], request: dict[st
     )
 
 
-def _why(method: str, ratio: float, trained: int) -> list[Reason]:
+def _method_reasons(method: str, ratio: float, trained: int) -> list[Reason]:
     if method.startswith("dynamic"):
         return [
             Reason(
@@ -159,19 +163,19 @@ def _why(method: str, ratio: float, trained: int) -> list[Reason]:
             ),
         ]
     static = Reason("one rotation for all lengths, which every engine reads from the config")
-    if ratio <= UNTRAINED:
+    if ratio <= MAX_UNTRAINED_FACTOR:
         return [static, Reason(f"×{ratio:.4g} may do without training", _MEASURED)]
     return [
         Reason(
             "its authors trained 400 steps at the length for ×16, and 200 more for ×32; what it "
-            f"does without training beyond ×{UNTRAINED:g} is not known for this model",
+            f"does without training beyond ×{MAX_UNTRAINED_FACTOR:g} is not known for this model",
             f"{_YARN} section 4",
         ),
         static,
     ]
 
 
-def _circumstances(facts: Facts, rotations: dict[str | None, Rotation]) -> list[Reason]:
+def _model_reasons(facts: Facts, rotations: dict[str | None, PairTable]) -> list[Reason]:
     """What this model is like."""
     reasons = []
     for kind, rotation in rotations.items():
@@ -181,13 +185,13 @@ def _circumstances(facts: Facts, rotations: dict[str | None, Rotation]) -> list[
             reasons.append(
                 Reason(
                     f"theta {geometry.theta:,.0f}{where} is below {bound:,.0f}, a bound for "
-                    f"{facts.length:,} tokens, below which models were found to retrieve badly at "
+                    f"{facts.target_length:,} tokens, below which models were found to retrieve badly at "
                     'a fine perplexity: test retrieval; "abf" and training raise theta',
                     "arXiv:2405.14591",
                 )
             )
         if facts.layers[kind].scaling != "default":
-            reasons.append(_started(rotation, facts.layers[kind].scaling, where))
+            reasons.append(_base_reason(rotation, facts.layers[kind].scaling, where))
     left = [str(kind) for kind in facts.layers if kind not in rotations]
     if left:
         windows = all("sliding" in kind or "chunked" in kind for kind in left)
@@ -201,21 +205,21 @@ def _circumstances(facts: Facts, rotations: dict[str | None, Rotation]) -> list[
                 "method changes them; how far they carry is not known"
             )
         )
-    reasons.append(_UNKNOWN)
+    reasons.append(_UNKNOWN_USE)
     return reasons
 
 
-def _only_in_windows(facts: Facts) -> int | None:
+def _window_if_only_windows_rotate(facts: Facts) -> int | None:
     """The window in tokens, of an architecture that rotates nowhere else; None of others."""
     window = getattr(facts.subject.config, "sliding_window", None)
     if facts.subject.model is None or not isinstance(window, int):
         return None
-    kinds = {type(m) for m in facts.subject.model.modules() if usage(type(m)).rotates}
-    sources = [inspect.getsource(own_function(kind)) for kind in kinds]
+    kinds = {type(m) for m in facts.subject.model.modules() if inspect_forward(type(m)).rotates}
+    sources = [inspect.getsource(undecorated_forward(kind)) for kind in kinds]
     return window if sources and all(_IN_WINDOWS.search(source) for source in sources) else None
 
 
-def _started(rotation: Rotation, scaling: str, where: str) -> Reason:
+def _base_reason(rotation: PairTable, scaling: str, where: str) -> Reason:
     trained = rotation.geometry.trained_length
     if rotation.geometry.base:
         return Reason(
@@ -228,18 +232,18 @@ def _started(rotation: Rotation, scaling: str, where: str) -> Reason:
     )
 
 
-def _refusal(facts: Facts, method: str, request: dict[str, Any]) -> str | None:
+def _patch_error(facts: Facts, method: str, request: dict[str, Any]) -> str | None:
     """Why `patch` would not do it; None where it would."""
     if facts.subject.model is None:
         return facts.subject.problem
     try:
-        check(facts.subject.model, method, length=facts.length, **request)
+        check(facts.subject.model, method, length=facts.target_length, **request)
     except (ValueError, TypeError) as error:
         return str(error)
     return None
 
 
-def _arguments(length: int, request: dict[str, Any]) -> str:
+def _python_arguments(length: int, request: dict[str, Any]) -> str:
     said = [f"length={length}"]
     said += [
         f"{key}={value!r}".replace("'", '"')
@@ -249,21 +253,21 @@ def _arguments(length: int, request: dict[str, Any]) -> str:
     return ", ".join(said)
 
 
-def _shell(facts: Facts, method: str, ratio: float, request: dict[str, Any]) -> str:
-    if not facts.subject.loads:
+def _shell_command(facts: Facts, method: str, ratio: float, request: dict[str, Any]) -> str:
+    if not facts.subject.is_loadable:
         return ""  # the commands load models that only generate text
-    if ratio <= UNTRAINED:
+    if ratio <= MAX_UNTRAINED_FACTOR:
         others = "yarn,dynamic-yarn" if method == "dynamic-yarn" else method
-        return _compare(facts, f"none,{others}", request)
+        return _compare_command(facts, f"none,{others}", request)
     return (
-        f"rope-patch finetune --config yarn_64k --model {facts.subject.named} "
-        f"--factor {ratio:g} --train_length {facts.length}"
+        f"rope-patch finetune --config yarn_64k --model {facts.subject.display_name} "
+        f"--factor {ratio:g} --train_length {facts.target_length}"
     )
 
 
-def _compare(facts: Facts, methods: str, request: dict[str, Any]) -> str:
+def _compare_command(facts: Facts, methods: str, request: dict[str, Any]) -> str:
     trained = request.get("trained_length")
     return (
-        f"rope-patch compare {facts.subject.named} --method {methods} --length {facts.length}"
+        f"rope-patch compare {facts.subject.display_name} --method {methods} --length {facts.target_length}"
         + (f" --trained-length {trained}" if trained else "")
     )

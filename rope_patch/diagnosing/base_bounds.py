@@ -7,14 +7,14 @@ import math
 
 import torch
 
-LONGEST = 2**20  # tokens; these take seconds already
+MAX_LENGTH = 2**20  # tokens; these take seconds already
 
-_RATIO = 1.003  # between bases that are tried; the paper's values come out at such steps only
-_LARGEST = 1e12
+_BASE_RATIO = 1.003  # between bases that are tried; the paper's values come out at such steps only
+_MAX_BASE = 1e12
 _BLOCK = 512  # distances in one block of the product of angles
 
 
-def similarity_fails(inv_freq: torch.Tensor, length: int, near: int = 0) -> int | None:
+def failing_distance(inv_freq: torch.Tensor, length: int, near: int = 0) -> int | None:
     """A distance at which a similar key is expected to score less than a random one.
 
     That is where sum_i cos(m f_i) < 0 (Men et al. 2024, arXiv:2405.14591, theorem 1: queries and
@@ -64,18 +64,18 @@ def base_bound(rotary_dim: int, length: int) -> float | None:
 
     Returns:
         The base; None where no base up to 1e12 does it (one or two pairs never do), or the length
-        is above `LONGEST`.
+        is above `MAX_LENGTH`.
     """
-    if length > LONGEST:
+    if length > MAX_LENGTH:
         return None
     exponent = -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
     base, fails = 2.0, 0
-    while base < _LARGEST:
-        found = similarity_fails(base**exponent, length, fails)
+    while base < _MAX_BASE:
+        found = failing_distance(base**exponent, length, fails)
         if found is None:
             return base
         # The next base fails nearby, mostly.
-        base, fails = base * _RATIO, found
+        base, fails = base * _BASE_RATIO, found
     return None
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rope_patch.diagnosing.advice import Advice
-from rope_patch.diagnosing.finding import SEVERITIES, Finding, plain
-from rope_patch.diagnosing.pairs import Rotation
+from rope_patch.diagnosing.finding import SEVERITIES, Finding, json_safe
+from rope_patch.diagnosing.pairs import PairTable
 
 HEALTHY = "transformers does what the config says"
 _WIDTH = 100
@@ -33,7 +33,7 @@ class Diagnosis:
     model_type: str
     method: str
     length: int
-    rotations: dict[str | None, Rotation]
+    rotations: dict[str | None, PairTable]
     findings: tuple[Finding, ...]
     advice: Advice
     patched: str | None = None
@@ -53,9 +53,9 @@ class Diagnosis:
             ValueError: Another kind of file, no such folder, or matplotlib is not installed.
             OSError: It could not be written.
         """
-        from rope_patch.diagnosing.plot import write_picture
+        from rope_patch.diagnosing.plot import write_plot
 
-        write_picture(self, path)
+        write_plot(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; what is infinite (a pair that does not rotate) is None."""
@@ -63,7 +63,7 @@ class Diagnosis:
         for kind, rotation in self.rotations.items():
             for row, pair in zip(data["rotations"][kind]["pairs"], rotation.pairs, strict=True):
                 row["extrapolates"] = pair.extrapolates
-        return plain({**data, "healthy": self.healthy})
+        return json_safe({**data, "healthy": self.healthy})
 
     def __str__(self) -> str:
         parts = ["\n".join(self._summary())]
@@ -79,17 +79,17 @@ class Diagnosis:
                 if found.severity != severity:
                     continue
                 where = f" ({found.layer_type})" if found.layer_type else ""
-                lines += _wrapped(f"{severity}{where}: {found.what}", "")
-                lines += _wrapped(found.evidence, "  ")
-                lines += _wrapped(f"→ {found.fix}", "  ") if found.fix else []
+                lines += _wrap(f"{severity}{where}: {found.what}", "")
+                lines += _wrap(found.evidence, "  ")
+                lines += _wrap(f"→ {found.fix}", "  ") if found.fix else []
         lines += [*([""] if lines else []), f"for {self.length:,} tokens: {self.advice.summary}"]
         for reason in self.advice.reasons:
             source = f" ({reason.source})" if reason.source else ""
-            lines += _wrapped(f"- {reason.text}{source}", "  ", hanging="    ")
+            lines += _wrap(f"- {reason.text}{source}", "  ", hanging="    ")
         lines += [f"  {line}" for line in (self.advice.python, self.advice.shell) if line]
         return lines
 
-    def _table(self, kind: str | None, rotation: Rotation) -> str:
+    def _table(self, kind: str | None, rotation: PairTable) -> str:
         g, pairs = rotation.geometry, rotation.pairs
         critical = rotation.critical_dimension
         beyond = [pair.pair for pair in pairs if pair.extrapolates]
@@ -111,8 +111,8 @@ class Diagnosis:
             + ("meets" if len(beyond) == 1 else "meet")
             + " angles that training never showed"
             + (f": pairs {beyond[0]} to {beyond[-1]}" if beyond else ""),
-            f"base for {self.length:,} tokens: {_base(rotation.base_bound)} or more "
-            f"(arXiv:2405.14591), critical base {_base(rotation.critical_base)} (arXiv:2310.05209)",
+            f"base for {self.length:,} tokens: {_format_base(rotation.base_bound)} or more "
+            f"(arXiv:2405.14591), critical base {_format_base(rotation.critical_base)} (arXiv:2310.05209)",
             "",
             "pair  wavelength (tokens)  turns trained   stretch  turns at length",
         ]
@@ -129,11 +129,11 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def _base(value: float | None) -> str:
+def _format_base(value: float | None) -> str:
     return "unknown" if value is None else f"{float(f'{value:.3g}'):,.0f}"
 
 
-def _wrapped(text: str, indent: str, hanging: str | None = None) -> list[str]:
+def _wrap(text: str, indent: str, hanging: str | None = None) -> list[str]:
     """Lines of a readable width; words such as lines of code are never broken."""
     return textwrap.wrap(
         text,

@@ -34,12 +34,12 @@ class Finding:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
-def plain(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """Data as JSON can say it: what is infinite or no number becomes None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {("all" if key is None else key): plain(inner) for key, inner in value.items()}
+        return {("all" if key is None else key): json_safe(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [json_safe(inner) for inner in value]
     return value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rope_patch.diagnosing.base_bounds import base_bound, critical_base
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies
-from rope_patch.methods.ntk_by_parts import attention_law
+from rope_patch.methods.ntk_by_parts import yarn_mscale
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Rotation:
+class PairTable:
     """The pairs of one layer type.
 
     Attributes:
@@ -64,7 +64,9 @@ class Rotation:
     pairs: tuple[Pair, ...]
 
 
-def make_rotation(geometry: Geometry, after: Frequencies, length: int, rope_type: str) -> Rotation:
+def build_pair_table(
+    geometry: Geometry, after: Frequencies, length: int, rope_type: str
+) -> PairTable:
     """Puts a start and a rotation side by side.
 
     Args:
@@ -86,12 +88,12 @@ def make_rotation(geometry: Geometry, after: Frequencies, length: int, rope_type
             zip(geometry.inv_freq().tolist(), after.inv_freq.tolist(), strict=True)
         )
     )
-    return Rotation(
+    return PairTable(
         geometry=geometry,
         rope_type=rope_type,
         critical_dimension=next((p.pair for p in pairs if p.turns < 1), len(pairs)),
         attention_factor=after.attention_factor,
-        yarn_attention_factor=attention_law(max(1.0, length / trained)),
+        yarn_attention_factor=yarn_mscale(max(1.0, length / trained)),
         base_bound=base_bound(geometry.rotary_dim, length),
         critical_base=None if geometry.base else critical_base(geometry.theta, trained, length),
         pairs=pairs,

@@ -9,21 +9,21 @@ from typing import Any
 
 from rope_patch.diagnosing.advice import advise
 from rope_patch.diagnosing.checks.adapter import adapter_findings
-from rope_patch.diagnosing.checks.config_json import written_findings
+from rope_patch.diagnosing.checks.config_json import config_json_findings
 from rope_patch.diagnosing.checks.config_scaling import scaling_findings
 from rope_patch.diagnosing.checks.live_model import live_findings
 from rope_patch.diagnosing.diagnosis import Diagnosis
 from rope_patch.diagnosing.finding import SEVERITIES, Finding
-from rope_patch.diagnosing.layer_facts import Facts, Layers, full_length, read_layers
-from rope_patch.diagnosing.pairs import Rotation, make_rotation
+from rope_patch.diagnosing.layer_facts import Facts, LayerFacts, promised_length, read_layer_facts
+from rope_patch.diagnosing.pairs import PairTable, build_pair_table
 from rope_patch.diagnosing.subject import Subject, open_subject
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_tokens
-from rope_patch.methods.registry import get
-from rope_patch.patching.architecture.probe import unpatched
-from rope_patch.patching.method_wrappers import Continued
-from rope_patch.patching.plan import aim, select, started
+from rope_patch.methods.registry import get_method
+from rope_patch.patching.architecture.probe import reference_frequencies
+from rope_patch.patching.method_wrappers import ContinuedScaling
+from rope_patch.patching.plan import resolve_base, resolve_options, select_layer_types
 from rope_patch.rope_config import read_geometries
 
 
@@ -64,7 +64,7 @@ def diagnose(
         ValueError: No RoPE, a config that says what cannot be, or a request that cannot be met.
     """
     subject = open_subject(model, gguf_file=gguf_file)
-    return examine(
+    return diagnose_subject(
         subject,
         method,
         factor=factor,
@@ -76,7 +76,7 @@ def diagnose(
     )
 
 
-def examine(
+def diagnose_subject(
     subject: Subject,
     method: str = "default",
     *,
@@ -90,28 +90,28 @@ def examine(
     """Diagnoses what was opened; see `diagnose`."""
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
-    layers, assumed = read_layers(subject, trained_length)
+    layers, assumed = read_layer_facts(subject, trained_length)
     request = {"trained_length": trained_length, "layer_types": layer_types, "start": start}
     if assumed is not None and start == "auto":
         # `patch` asks which is meant: a linear scaling may have been trained in (Gemma 3), and
         # transformers' dynamic one begins where the config's length ends.
         linear = any(layer.scaling == "linear" for layer in layers.values())
         request |= {"start": "running"} if linear else {"trained_length": assumed}
-    full = full_length(subject.config, layers)
-    geometries = _starts(subject, request)
+    full = promised_length(subject.config, layers)
+    geometries = _base_geometries(subject, request)
     trained = next(iter(geometries.values())).trained_length
-    chosen, reached = _chosen(method, factor, length, trained, dict(options or {}))
+    chosen, reached = _resolve_method(method, factor, length, trained, dict(options or {}))
     target = reached or max(trained, full if trained_length is None else trained)
     facts = Facts(subject, layers, full, target, assumed)
     rotations = {
-        kind: _rotation(geometry, layers[kind], chosen, target, full)
+        kind: _pair_table(geometry, layers[kind], chosen, target, full)
         for kind, geometry in geometries.items()
     }
     findings = [
         *live_findings(facts),
-        *written_findings(facts),
+        *config_json_findings(facts),
         *scaling_findings(facts),
-        *_promised(facts, trained_length),
+        *_overpromised_length(facts, trained_length),
         *adapter_findings(facts),
     ]
     findings.sort(key=lambda found: SEVERITIES.index(found.severity))
@@ -126,20 +126,20 @@ def examine(
     )
 
 
-def _starts(subject: Subject, request: dict[str, Any]) -> dict[str | None, Geometry]:
+def _base_geometries(subject: Subject, request: dict[str, Any]) -> dict[str | None, Geometry]:
     """Where an extension would start, for the layer types that it would change."""
     config, start = subject.config, request["start"]
     every = read_geometries(config, request["trained_length"], start)
-    chosen = select(every, request["layer_types"], config)
-    before = [(rotary, unpatched(rotary, config)) for rotary in subject.rotaries]
+    chosen = select_layer_types(every, request["layer_types"], config)
+    before = [(rotary, reference_frequencies(rotary, config)) for rotary in subject.rotaries]
     known = {kind for _, found in before for kind in found}
     return {
-        kind: started(geometry, before, config, start) if kind in known else geometry
+        kind: resolve_base(geometry, before, config, start) if kind in known else geometry
         for kind, geometry in chosen.items()
     }
 
 
-def _chosen(
+def _resolve_method(
     name: str,
     factor: float | None,
     length: int | None,
@@ -147,42 +147,46 @@ def _chosen(
     options: dict[str, Any],
 ) -> tuple[Method | None, int | None]:
     """The method that is asked about, None for the model as it is, and the length."""
-    kind = get(name)
+    kind = get_method(name)
     if name == "default" and factor is None and length is not None:
         build(name, **options)
         require_tokens("length", length)
         return None, int(length)  # also one within training: then there is nothing to do
-    if factor is None and length is None and not kind.grows:
+    if factor is None and length is None and not kind.is_dynamic:
         if name == "default":
             build(name, **options)
             return None, None
         factor = 1.0
-    options, reached = aim(name, factor, length, trained, options)
+    options, reached = resolve_options(name, factor, length, trained, options)
     built = build(name, **options)
     return (None if name == "default" else built), reached
 
 
-def _rotation(
-    geometry: Geometry, layer: Layers, chosen: Method | None, length: int, promised: int
-) -> Rotation:
+def _pair_table(
+    geometry: Geometry, layer: LayerFacts, chosen: Method | None, length: int, promised: int
+) -> PairTable:
     if chosen is not None:
         kind = geometry.layer_type
-        chosen = Continued.of(chosen, {kind: geometry}, {kind: layer.parameters})
-        return make_rotation(geometry, chosen.at(geometry, length), length, layer.scaling)
+        chosen = ContinuedScaling.wrap_if_needed(chosen, {kind: geometry}, {kind: layer.parameters})
+        return build_pair_table(
+            geometry, chosen.frequencies_at(geometry, length), length, layer.scaling
+        )
     after: Frequencies | None = Frequencies(geometry.inv_freq(), geometry.attention_factor)
-    if not geometry.base and layer.scaling == "dynamic" and layer.asked is not None:
-        after = layer.asked.at(replace(geometry, trained_length=promised), length)
+    if not geometry.base and layer.scaling == "dynamic" and layer.configured_method is not None:
+        after = layer.configured_method.frequencies_at(
+            replace(geometry, trained_length=promised), length
+        )
     elif not geometry.base and layer.scaling == "longrope":
-        after = layer.asks(length) or after
+        after = layer.configured(length) or after
     elif not geometry.base and layer.scaling != "default":
-        asks, runs = layer.asks(length), layer.runs
+        asks, runs = layer.configured(length), layer.actual
         exact = asks is not None and (runs is None or asks.close_to(runs))
         after = (asks if exact else runs) or after
     assert after is not None
-    return make_rotation(geometry, after, length, layer.scaling)
+    return build_pair_table(geometry, after, length, layer.scaling)
 
 
-def _promised(facts: Facts, trained_length: int | None) -> Iterator[Finding]:
+def _overpromised_length(facts: Facts, trained_length: int | None) -> Iterator[Finding]:
     """A length that nobody trained on and no scaling makes up for."""
     full = getattr(facts.subject.config, "max_position_embeddings", None)
     if trained_length is None or not isinstance(full, int) or full <= trained_length:
@@ -198,6 +202,6 @@ def _promised(facts: Facts, trained_length: int | None) -> Iterator[Finding]:
         "tokens, and nothing scales the rotation",
         f"0 of {layer.geometry.rotary_dim // 2} pairs stretched; {new} of them meet new angles "
         f"beyond {trained_length:,} tokens",
-        facts.subject.line("yarn", f"length={full}, trained_length={trained_length}"),
+        facts.subject.patch_call("yarn", f"length={full}, trained_length={trained_length}"),
         numbers={"full": full, "trained": trained_length, "pairs": new},
     )

@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.diagnosing.pairs import Rotation
+from rope_patch.diagnosing.pairs import PairTable
 from rope_patch.utils import atomic_files
 from rope_patch.utils.plot_style import PAPER, STYLE
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
     from rope_patch.diagnosing.diagnosis import Diagnosis
 
-_KINDS = (".svg", ".png")
+_SUFFIXES = (".svg", ".png")
 _WIDTH, _HEIGHT = 912, 430  # CSS pixels, a panel
 
 
-def require_kind(path: str | os.PathLike[str]) -> None:
+def require_plot_suffix(path: str | os.PathLike[str]) -> None:
     """Raise if a path is not named as a picture.
 
     Raises:
         ValueError: Another kind of file.
     """
-    if Path(path).suffix.lower() not in _KINDS:
+    if Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"a picture is an .svg or a .png file, got {str(path)!r}")
 
 
-def require_picture(path: str | os.PathLike[str]) -> None:
+def require_plot_path(path: str | os.PathLike[str]) -> None:
     """Refuses what no picture can be written to.
 
     Raises:
         ValueError: Another kind of file, or matplotlib is not installed.
     """
-    require_kind(path)
+    require_plot_suffix(path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -46,10 +46,10 @@ def require_picture(path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def write_picture(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
+def write_plot(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
     """Draws a panel a layer type; see `Diagnosis.plot`."""
-    require_picture(path)
-    atomic_files.require_file(path, "the picture", folder_exists=True)
+    require_plot_path(path)
+    atomic_files.require_writable_file(path, "the picture", folder_exists=True)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -61,15 +61,15 @@ def write_picture(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
         for i, (kind, rotation) in enumerate(rotations):
             bottom = total - _HEIGHT * (i + 1) + 54
             box = (104 / _WIDTH, bottom / total, (_WIDTH - 122) / _WIDTH, (_HEIGHT - 92) / total)
-            _draw(figure.add_axes(box), diagnosis, kind, rotation)
+            _draw_panel(figure.add_axes(box), diagnosis, kind, rotation)
         kind = file.suffix.lower()[1:]
         metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
         drawn = BytesIO()
         figure.savefig(drawn, format=kind, dpi=144, facecolor="white", metadata=metadata)
-    atomic_files.write(file, drawn.getvalue())
+    atomic_files.atomic_write(file, drawn.getvalue())
 
 
-def _draw(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: Rotation) -> None:
+def _draw_panel(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: PairTable) -> None:
     trained, target = rotation.geometry.trained_length, diagnosis.length
     pairs = [pair for pair in rotation.pairs if math.isfinite(pair.wavelength)]
     before = [(pair.pair, pair.wavelength) for pair in pairs]
@@ -80,9 +80,9 @@ def _draw(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: Rotation
     low, high = min(finite) / 1.6, max(*finite, target, trained) * 3
     axes.set_ylim(low, high)
     axes.set_xlim(-0.6, len(rotation.pairs) - 0.4)
-    _line(axes, before, "plain", "o", "before" if changed else "as it is")
+    _draw_wavelengths(axes, before, "plain", "o", "before" if changed else "as it is")
     if changed:
-        _line(axes, after, "m0", "s", f"{diagnosis.method}")
+        _draw_wavelengths(axes, after, "m0", "s", f"{diagnosis.method}")
         stopped = [x for x, y in after if not math.isfinite(y)]
         if stopped:
             look: Any = {"color": PAPER["m0"], "markersize": 8}
@@ -93,7 +93,7 @@ def _draw(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: Rotation
         rings: Any = {"mfc": "none", "mec": PAPER["m1"], "mew": 2.2, "markersize": 11}
         ends = [min(place[pair], high / 1.25) for pair in beyond]
         axes.plot(beyond, ends, "o", label=" beyond the angles of training", **rings)
-    _lengths(axes, trained, target, low)
+    _draw_lengths(axes, trained, target, low)
     critical = rotation.critical_dimension
     if critical < len(rotation.pairs):
         axes.axvline(critical - 0.5, color=PAPER["m3"], lw=1.6, ls=(0, (5, 2)), zorder=2)
@@ -119,7 +119,9 @@ def _draw(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: Rotation
     axes.legend(loc="lower right")
 
 
-def _line(axes: Axes, points: list[tuple[int, float]], key: str, marker: str, label: str) -> None:
+def _draw_wavelengths(
+    axes: Axes, points: list[tuple[int, float]], key: str, marker: str, label: str
+) -> None:
     x = [x for x, _ in points]
     y = [y if math.isfinite(y) else math.nan for _, y in points]
     look: Any = {"color": PAPER[key], "lw": 1.5, "markersize": 4.5, "zorder": 3}
@@ -127,7 +129,7 @@ def _line(axes: Axes, points: list[tuple[int, float]], key: str, marker: str, la
     axes.plot(x, y, marker=marker, label=" " + label, **look)
 
 
-def _lengths(axes: Axes, trained: int, target: int, low: float) -> None:
+def _draw_lengths(axes: Axes, trained: int, target: int, low: float) -> None:
     """Below the trained length pairs complete turns in training; above it they do not."""
     axes.axhspan(low, trained, color=PAPER["shade"], lw=0, zorder=0)
     said: list[tuple[int, str, str, Any]] = [

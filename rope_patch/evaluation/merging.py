@@ -7,7 +7,7 @@ from typing import Any
 Results = dict[str, Any]
 
 
-def merged(runs: list[Results]) -> list[Results]:
+def merge_runs(runs: list[Results]) -> list[Results]:
     """Joins runs whose methods can be compared sample by sample; the others stay as they are.
 
     Args:
@@ -18,27 +18,27 @@ def merged(runs: list[Results]) -> list[Results]:
     """
     found: list[Results] = []
     for run in runs:
-        same = (i for i, other in enumerate(found) if _fit(other, run))
+        same = (i for i, other in enumerate(found) if _comparable(other, run))
         if (i := next(same, None)) is None:
             found.append(run)
         else:
-            found[i] = _joined(found[i], run)
+            found[i] = _merge_pair(found[i], run)
     return found
 
 
-def _fit(first: Results, second: Results) -> bool:
+def _comparable(first: Results, second: Results) -> bool:
     """Whether all is the same but the methods, of which only the plain model may be in both."""
     shared = _labels(first) & _labels(second)
     plain = {m["label"] for m in first["methods"] if m.get("method") is None}
     known = first["run"].get("weights") is not None
-    return known and shared <= plain and _samples(first) == _samples(second)
+    return known and shared <= plain and _comparison_key(first) == _comparison_key(second)
 
 
 def _labels(run: Results) -> set[str]:
     return {method["label"] for method in run["methods"]}
 
 
-def _samples(run: Results) -> Any:
+def _comparison_key(run: Results) -> Any:
     """What methods must have in common to be compared: weights, texts, tokens, samples."""
     about, perplexity = run["run"], run.get("perplexity") or {}
     sliding, key_tokens = (perplexity.get(part) or {} for part in ("sliding", "key_tokens"))
@@ -57,16 +57,16 @@ def _samples(run: Results) -> Any:
     )
 
 
-def _joined(first: Results, second: Results) -> Results:
+def _merge_pair(first: Results, second: Results) -> Results:
     """The first's results with the second's methods; what both have stays the first's."""
     methods = [m for m in second["methods"] if m["label"] not in _labels(first)]
     commands = [run["run"].get("command") for run in (first, second)]
     perplexity = first.get("perplexity")
     if perplexity:
-        perplexity = {**perplexity, "losses": _both(first, second, "perplexity", "losses")}
+        perplexity = {**perplexity, "losses": _merge_dicts(first, second, "perplexity", "losses")}
         for part in ("sliding", "key_tokens"):
             if perplexity.get(part):
-                losses = _both(first["perplexity"], second["perplexity"], part, "losses")
+                losses = _merge_dicts(first["perplexity"], second["perplexity"], part, "losses")
                 perplexity[part] = {**perplexity[part], "losses": losses}
     notes = {
         name: [*(first["run"].get(name) or []), *(second["run"].get(name) or [])]
@@ -79,15 +79,15 @@ def _joined(first: Results, second: Results) -> Results:
         "cost": {**(second.get("cost") or {}), **(first.get("cost") or {})},
     }
     for part, what in (("retrieval", "samples"), ("short", "samples"), ("harness", "metrics")):
-        joined[part] = _entries(first.get(part) or [], second.get(part) or [], what)
+        joined[part] = _merge_entries(first.get(part) or [], second.get(part) or [], what)
     return {**first, **joined}
 
 
-def _both(first: Results, second: Results, part: str, what: str) -> Results:
+def _merge_dicts(first: Results, second: Results, part: str, what: str) -> Results:
     return {**(second.get(part) or {}).get(what, {}), **first[part][what]}
 
 
-def _entries(first: list[Results], second: list[Results], what: str) -> list[Results]:
+def _merge_entries(first: list[Results], second: list[Results], what: str) -> list[Results]:
     """Entries of tasks, each with both runs' methods."""
     others = {entry["task"]: entry for entry in second}
     mine = [

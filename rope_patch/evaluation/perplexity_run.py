@@ -7,7 +7,7 @@ from typing import Any
 
 from rope_patch.evaluation.measures import longppl, perplexity, sliding_window
 from rope_patch.evaluation.request import KEY_TOKENS, PERPLEXITY, SLIDING
-from rope_patch.evaluation.session import Piece, Session
+from rope_patch.evaluation.session import CachedComputation, Session
 from rope_patch.patching import current
 from rope_patch.tasks import texts
 
@@ -26,27 +26,27 @@ class PerplexityRun:
         request = session.request
         self.session = session
         self.tasks = {PERPLEXITY, KEY_TOKENS, SLIDING} & set(request.tasks)
-        self.documents: list[texts.Document] = []
+        self.documents: list[texts.TokenizedDocument] = []
         self.control: dict[str, Any] | None = None
-        self.positions: list[list[int]] = []
+        self.key_positions: list[list[int]] = []
         self.losses: dict[str, Any] = {}
         self.key_losses: dict[str, Any] = {}
-        self.sliding: dict[str, dict[str, Any]] = {}
+        self.sliding_losses: dict[str, dict[str, Any]] = {}
         if not self.tasks:
             return
         self.length = request.perplexity_length or max(request.lengths)
         self.window = request.window or perplexity.default_window(self.length)
-        self.block = perplexity.block_of(self.window)
-        self.context = request.control_context or session.trained_length // 2
+        self.block = perplexity.block_size(self.window)
+        self.control_context = request.control_context or session.trained_length // 2
         self.short_context = longppl.default_short_context(session.trained_length)
-        if PERPLEXITY in self.tasks and self.context <= self.window:
+        if PERPLEXITY in self.tasks and self.control_context <= self.window:
             raise ValueError(
                 f"the control's context must be longer than the window of {self.window} tokens "
-                f"that is scored, got {self.context}"
+                f"that is scored, got {self.control_context}"
             )
         given = request.texts, session.tokenizer
         self.documents = texts.documents(*given, self.length, request.documents)
-        self.slid: list[texts.Document] = []
+        self.sliding_documents: list[texts.TokenizedDocument] = []
         if SLIDING in self.tasks and min(request.lengths) <= request.stride:
             raise ValueError(
                 f"windows must be longer than the {request.stride} tokens scored in each, got a "
@@ -54,34 +54,36 @@ class PerplexityRun:
             )
         if SLIDING in self.tasks:  # windows of the longest length need room to slide
             room = max(request.lengths) + (request.windows - 1) * request.stride
-            self.slid = texts.documents(*given, room, request.documents)
+            self.sliding_documents = texts.documents(*given, room, request.documents)
 
     def measure_plain(self) -> None:
         """The control, and which tokens need the far past: the plain model says that."""
         if PERPLEXITY in self.tasks:
-            with self.session.timed(PERPLEXITY):
+            with self.session.timer(PERPLEXITY):
                 self._measure_control()
         if KEY_TOKENS in self.tasks:
             handle = current(self.session.model)  # of a model that was saved with its patch
             self.evaluator = "the plain model" if handle is None else str(handle.method)
             trained, context, pieces = self.session.trained_length, self.short_context, []
             for d in self.documents:
-                find = partial(longppl.find, self.session.model, d.tokens)
+                find = partial(longppl.find_key_tokens, self.session.model, d.tokens)
                 what = {"key tokens": context, "document": d.sha256}
-                pieces.append(Piece(what, trained, partial(find, trained, context, d.head)))
-            with self.session.timed(KEY_TOKENS):
-                found = self.session.attempted("the search for key tokens", pieces)
+                pieces.append(
+                    CachedComputation(what, trained, partial(find, trained, context, d.head))
+                )
+            with self.session.timer(KEY_TOKENS):
+                found = self.session.try_compute_cached("the search for key tokens", pieces)
             if found is None:
                 self.tasks.remove(KEY_TOKENS)
-            self.positions = found or []
+            self.key_positions = found or []
 
     def measure(self, label: str) -> None:
         """The losses under the method that the model has now."""
         if {PERPLEXITY, KEY_TOKENS} & self.tasks:
-            with self.session.timed(PERPLEXITY):
+            with self.session.timer(PERPLEXITY):
                 self._measure_passes(label)
         if SLIDING in self.tasks:
-            with self.session.timed(SLIDING):
+            with self.session.timer(SLIDING):
                 self._measure_sliding(label)
 
     def results(self) -> dict[str, Any] | None:
@@ -104,7 +106,7 @@ class PerplexityRun:
             found["key_tokens"] = {
                 "evaluator": self.evaluator,
                 "short_context": self.short_context,
-                "positions": self.positions,
+                "positions": self.key_positions,
                 "losses": self.key_losses,
             }
         if SLIDING in self.tasks:
@@ -112,20 +114,20 @@ class PerplexityRun:
             found["sliding"] = {
                 "stride": request.stride,
                 "lengths": list(request.lengths),
-                "losses": self.sliding,
+                "losses": self.sliding_losses,
             }
         return found
 
     def _measure_control(self) -> None:
-        window, context, model = self.window, self.context, self.session.model
-        ends = perplexity.control_ends(self.length, window, context)
+        window, context, model = self.window, self.control_context, self.session.model
+        ends = perplexity.control_positions(self.length, window, context)
         pieces = []
         for d in self.documents:
             for end in ends:
                 what = {"control": [end, window, context], "document": d.sha256}
                 loss = partial(perplexity.control_loss, model, d.tokens, end, window, context)
-                pieces.append(Piece(what, context, partial(loss, d.head)))
-        found = self.session.attempted("the control of perplexity", pieces)
+                pieces.append(CachedComputation(what, context, partial(loss, d.head)))
+        found = self.session.try_compute_cached("the control of perplexity", pieces)
         if found:
             left = iter(found)
             losses = [{str(end): next(left) for end in ends} for _ in self.documents]
@@ -134,17 +136,17 @@ class PerplexityRun:
     def _measure_passes(self, label: str) -> None:
         handle, trained = current(self.session.model), self.session.trained_length
         lengths = [self.length]
-        if handle and handle.method.follows_length(trained) and trained < self.length:
+        if handle and handle.method.is_length_dependent(trained) and trained < self.length:
             # Short texts are what such a method leaves alone: they are read as short texts.
             lengths.append(trained)
         pieces = []
         for i, d in enumerate(self.documents):
-            at = self.positions[i] if self.positions else []
+            at = self.key_positions[i] if self.key_positions else []
             for length in lengths:
                 what = {"pass": length, "document": d.sha256, "block": self.block, "keys": at}
-                compute = partial(self._pass, d.tokens[:length], label, at)
-                pieces.append(Piece(what, length, compute))
-        found = self.session.attempted(f"perplexity of {label}", pieces)
+                compute = partial(self._pass_losses, d.tokens[:length], label, at)
+                pieces.append(CachedComputation(what, length, compute))
+        found = self.session.try_compute_cached(f"perplexity of {label}", pieces)
         if not found:
             return
         whole, start = found[:: len(lengths)], found[1 :: len(lengths)]
@@ -156,7 +158,7 @@ class PerplexityRun:
                 for near, far in zip(start, whole, strict=True)
             ]
 
-    def _pass(self, tokens: list[int], label: str, at: list[int]) -> dict[str, Any]:
+    def _pass_losses(self, tokens: list[int], label: str, at: list[int]) -> dict[str, Any]:
         """Losses of one pass by blocks, and those of the key tokens in it."""
         losses = perplexity.document_losses(self.session.model, tokens, label)
         reached = [position for position in at if position < len(tokens)]
@@ -170,15 +172,15 @@ class PerplexityRun:
         stride, longest = request.stride, max(request.lengths)
         for length in request.lengths:
             pieces = []
-            for d in self.slid:
-                ends = sliding_window.ends(len(d.tokens), longest, stride, request.windows)
+            for d in self.sliding_documents:
+                ends = sliding_window.window_ends(len(d.tokens), longest, stride, request.windows)
                 what = {"sliding": [length, stride, ends], "document": d.sha256}
                 losses = partial(
-                    sliding_window.losses, self.session.model, d.tokens, length, stride
+                    sliding_window.window_losses, self.session.model, d.tokens, length, stride
                 )
-                pieces.append(Piece(what, length, partial(losses, ends, label, d.head)))
-            found = self.session.attempted(f"sliding perplexity of {label}", pieces)
+                pieces.append(CachedComputation(what, length, partial(losses, ends, label, d.head)))
+            found = self.session.try_compute_cached(f"sliding perplexity of {label}", pieces)
             if found is None:
                 return
             by_length[str(length)] = found
-        self.sliding[label] = by_length
+        self.sliding_losses[label] = by_length

@@ -11,8 +11,8 @@ from typing import Any
 
 from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks, speed
 from rope_patch.evaluation.perplexity_run import PerplexityRun
-from rope_patch.evaluation.report.gaps import gaps, sentence
-from rope_patch.evaluation.request import BASELINE, SPEED, Request, check_request
+from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
+from rope_patch.evaluation.request import BASELINE, SPEED, EvalRequest, check_request
 from rope_patch.evaluation.retrieval_run import RetrievalRun
 from rope_patch.evaluation.sanity import cautions
 from rope_patch.evaluation.session import Session
@@ -20,15 +20,15 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.tasks import short
 from rope_patch.utils import atomic_files, provenance
-from rope_patch.utils.folder_lock import locked
+from rope_patch.utils.folder_lock import lock_folder
 
 logger = logging.getLogger("rope_patch")
 
 _SPEED_PROMPT = 2048  # tokens
-_ANY = 10**9  # tokens: lm-eval's own tasks are as long as they are
+_UNLIMITED = 10**9  # tokens: lm-eval's own tasks are as long as they are
 
 
-def evaluate(request: Request, show: Callable[[str], object] | None = None) -> dict[str, Any]:
+def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) -> dict[str, Any]:
     """Evaluates and writes the report.
 
     Everything finished is kept in the folder, so the same request continues where it was stopped.
@@ -47,26 +47,26 @@ def evaluate(request: Request, show: Callable[[str], object] | None = None) -> d
         OSError: The folder cannot be written to or locked, found out before the model is loaded; or
             a file could not be written, with how to go on.
     """
-    atomic_files.require_folder(request.folder, "the report")
+    atomic_files.require_writable_folder(request.folder, "the report")
     advice = (
         f"What was measured is kept in {request.folder / 'cache'}: REMEDY, and the same command"
     )
-    with atomic_files.advising(f"{advice} goes on from there"):
+    with atomic_files.add_write_advice(f"{advice} goes on from there"):
         return _evaluate(request, show)
 
 
-def _evaluate(request: Request, show: Callable[[str], object] | None) -> dict[str, Any]:
+def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> dict[str, Any]:
     started = time.monotonic()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant here
-    path = demo.resolve(request.model)
+    path = demo.resolve_model_path(request.model)
     config = read_config(path, gguf_file=request.gguf_file)
     check_request(request, path, config)
     tokenizer = read_tokenizer(path, gguf_file=request.gguf_file)
     tokenizer.model_max_length = 10**9  # lengths are ours to check; it would warn of each prompt
     session = Session(request, path, config, tokenizer)
     documents, questions = PerplexityRun(session), RetrievalRun(session)
-    others = _Others(session)
-    with locked(request.folder, session.processes):
+    others = _OtherMeasures(session)
+    with lock_folder(request.folder, session.processes):
         session.load()
         return _measure(session, documents, questions, others, started, show)
 
@@ -75,7 +75,7 @@ def _measure(
     session: Session,
     documents: PerplexityRun,
     questions: RetrievalRun,
-    others: _Others,
+    others: _OtherMeasures,
     started: float,
     show: Callable[[str], object] | None,
 ) -> dict[str, Any]:
@@ -92,12 +92,12 @@ def _measure(
             documents.measure(label)
             questions.measure(label, place)
             others.measure(label, place)
-        _say_progress(number, len(request.methods), time.monotonic() - begun)
+        _log_progress(number, len(request.methods), time.monotonic() - begun)
     questions.measure_more()
     others.measure_speed()
 
     results = {
-        "run": _about(session, time.monotonic() - started),
+        "run": _run_metadata(session, time.monotonic() - started),
         "methods": list(session.methods.values()),
         "perplexity": documents.results(),
         "retrieval": questions.results(),
@@ -105,16 +105,16 @@ def _measure(
         **others.results(),
     }
     results["run"]["cautions"] = cautions(results, [d.tokens for d in documents.documents])
-    if session.processes.main:
+    if session.processes.is_main:
         overview: list[str] = []
         write_report(results, request.folder, overview.append)
-        _complain(results)
+        _warn_failures(results)
         if show is not None:
             show(*overview)
     return results
 
 
-class _Others:
+class _OtherMeasures:
     """Ordinary short tasks, lm-eval's own tasks, speed and memory."""
 
     def __init__(self, session: Session) -> None:
@@ -122,57 +122,64 @@ class _Others:
 
         self.session = session
         request = session.request
-        self.short = {}
+        self.short_tasks = {}
         for name in request.short:
             config = short.config(name)
             config["metadata"] |= {"samples": request.short_samples, "seed": request.seed}
-            self.short[name] = ConfigurableTask(config=config)
-        self.loaded = external_tasks.load(request.harness, list(request.lengths), session.path)
-        self.choices: dict[str, dict[str, list[int | None]]] = {}
-        self.metrics: dict[str, dict[str, Any]] = {}
+            self.short_tasks[name] = ConfigurableTask(config=config)
+        self.harness_tasks = external_tasks.load(
+            request.harness, list(request.lengths), session.path
+        )
+        self.short_scores: dict[str, dict[str, list[int | None]]] = {}
+        self.harness_metrics: dict[str, dict[str, Any]] = {}
         self.cost: dict[str, Any] = {}
 
     def measure(self, label: str, place: str) -> None:
         """Short tasks and lm-eval's under the method that the model has now."""
         session = self.session
-        for name, task in self.short.items():
-            with session.timed("short tasks"), session.language_model(f"{place}, {name}") as lm:
-                found = lm_eval_tasks.choices(lm_eval_tasks.evaluate(lm, [task]), lm.failures)
-            self.choices.setdefault(name, {})[label] = found
-            self._note(f"{name}'s samples", label, lm.failures, session.failed)
-        if not self.loaded:
+        for name, task in self.short_tasks.items():
+            with session.timer("short tasks"), session.language_model(f"{place}, {name}") as lm:
+                found = lm_eval_tasks.choice_hits(lm_eval_tasks.evaluate(lm, [task]), lm.failures)
+            self.short_scores.setdefault(name, {})[label] = found
+            self._note_failures(f"{name}'s samples", label, lm.failures, session.failed)
+        if not self.harness_tasks:
             return
-        with session.timed("lm-eval"), session.language_model(f"{place}, lm-eval", _ANY) as lm:
-            for name, task in self.loaded:
+        with (
+            session.timer("lm-eval"),
+            session.language_model(f"{place}, lm-eval", _UNLIMITED) as lm,
+        ):
+            for name, task in self.harness_tasks:
                 measure = partial(
                     external_tasks.evaluate, lm, [(name, task)], session.request.samples
                 )
-                for metrics in (session.attempt(f"{name}, {label}", measure) or {}).values():
-                    self.metrics.setdefault(name, {})[label] = metrics
+                for metrics in (session.try_measure(f"{name}, {label}", measure) or {}).values():
+                    self.harness_metrics.setdefault(name, {})[label] = metrics
         # lm-eval counts a sample that failed as wrong, so the number is none of the model's.
-        self._note("lm-eval's samples", label, lm.failures, session.not_run)
+        self._note_failures("lm-eval's samples", label, lm.failures, session.not_run)
 
     def measure_speed(self) -> None:
         """Times and memory, in the main process alone: others would slow it down."""
         session, request = self.session, self.session.request
-        if SPEED in request.tasks and session.processes.main:
+        if SPEED in request.tasks and session.processes.is_main:
             patches = {
                 label: None if method == BASELINE else request.patch_arguments(method)
                 for label, method in zip(session.methods, request.methods, strict=True)
             }
-            with session.timed(SPEED):
+            with session.timer(SPEED):
                 prompt = min(_SPEED_PROMPT, request.longest)
-                measure = partial(speed.side_by_side, session.model, patches, prompt)
-                self.cost = session.attempt(SPEED, measure) or {}
+                measure = partial(speed.compare_methods, session.model, patches, prompt)
+                self.cost = session.try_measure(SPEED, measure) or {}
         session.processes.wait()
 
-    def _note(self, of: str, label: str, failures: dict[Any, str], notes: list[str]) -> None:
+    def _note_failures(
+        self, of: str, label: str, failures: dict[Any, str], notes: list[str]
+    ) -> None:
         if failures:
             reason = next(iter(failures.values()))
             notes.append(f"{len(failures)} of {of}, {label}: {reason}")
 
     def results(self) -> dict[str, Any]:
-        """The parts `short`, `cost` and `harness` of the results."""
+        """The parts `short_tasks`, `cost` and `harness` of the results."""
         return {
             "short": [
                 {
@@ -181,14 +188,14 @@ class _Others:
                     "chance": short.config(name)["metadata"]["chance"],
                     "samples": by_label,
                 }
-                for name, by_label in self.choices.items()
+                for name, by_label in self.short_scores.items()
             ],
             "cost": self.cost,
-            "harness": [{"task": name, "metrics": by} for name, by in self.metrics.items()],
+            "harness": [{"task": name, "metrics": by} for name, by in self.harness_metrics.items()],
         }
 
 
-def _about(session: Session, total: float) -> dict[str, Any]:
+def _run_metadata(session: Session, total: float) -> dict[str, Any]:
     """The part `run` of the results: enough to run it again and to tell two runs apart."""
     request, model = session.request, session.model
     return {
@@ -228,14 +235,14 @@ def _about(session: Session, total: float) -> dict[str, Any]:
     }
 
 
-def _say_progress(done: int, of: int, seconds: float) -> None:
+def _log_progress(done: int, of: int, seconds: float) -> None:
     if done < of:
         left = seconds / done * (of - done) / 60
         text = f"about {left:,.0f} min" if left > 1 else "less than a minute"
         logger.info("%d of %d methods done, %s left", done, of, text)
 
 
-def _complain(results: dict[str, Any]) -> None:
+def _warn_failures(results: dict[str, Any]) -> None:
     """Say what failed; raise if nothing worked."""
     rows = [
         row
@@ -250,10 +257,10 @@ def _complain(results: dict[str, Any]) -> None:
     if failed and len(failed) == len(rows):
         raise ValueError(f"not one of {len(rows)} samples could be answered: {failed[0]}")
     reasons = [*notes, *results["run"]["failed"]]
-    if reasons and not rows and not _anything(results):
+    if reasons and not rows and not _has_results(results):
         raise ValueError(f"nothing could be measured: {reasons[0]}")
-    if missing := gaps(results):
-        logger.error(sentence(missing))
+    if missing := find_gaps(results):
+        logger.error(gap_sentence(missing))
     if failed:
         logger.warning(
             "%d of %d samples failed (%s); the report lists them, and the same command tries them "
@@ -268,7 +275,7 @@ def _complain(results: dict[str, Any]) -> None:
         logger.warning("failed: %s", note)
 
 
-def _anything(results: dict[str, Any]) -> bool:
+def _has_results(results: dict[str, Any]) -> bool:
     """Whether there is any result besides retrieval."""
     long = results["perplexity"] or {}
     kinds = (long, long.get("key_tokens") or {}, long.get("sliding") or {})

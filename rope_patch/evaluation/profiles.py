@@ -11,7 +11,7 @@ import torch
 from rope_patch import tasks
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
-from rope_patch.patching.plan import target
+from rope_patch.patching.plan import resolve_factor_and_length
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.rope_config import read_geometries
@@ -54,7 +54,7 @@ PROFILES = {
 }
 
 
-def choose(name: str | None) -> Profile:
+def choose_profile(name: str | None) -> Profile:
     """The profile of that name, or the one for this machine, which is then logged.
 
     Raises:
@@ -70,7 +70,7 @@ def choose(name: str | None) -> Profile:
     return PROFILES[name]
 
 
-def fitting(
+def fit_tasks(
     chosen: tuple[str, ...], model: str, gguf_file: str | None, shortest: int
 ) -> tuple[str, ...]:
     """Return a profile's tasks; those without room in the shortest length give way to recall.
@@ -84,7 +84,7 @@ def fitting(
         shortest: Of the lengths, in tokens.
     """
     expanded = tasks.expand(list(chosen))
-    tokenizer = read_tokenizer(demo.resolve(model), gguf_file=gguf_file)
+    tokenizer = read_tokenizer(demo.resolve_model_path(model), gguf_file=gguf_file)
     least: dict[str, int] = {}
     for name in expanded:
         if name in tasks.names():
@@ -105,7 +105,7 @@ def fitting(
     return (*_RECALL, *(name for name in expanded if name not in least))
 
 
-def lengths(
+def default_lengths(
     model: str,
     factor: float | None,
     length: int | None,
@@ -117,12 +117,12 @@ def lengths(
 
     Without a factor or length (methods that follow the length need none) up to twice of it.
     """
-    config = read_config(demo.resolve(model), gguf_file=gguf_file)
+    config = read_config(demo.resolve_model_path(model), gguf_file=gguf_file)
     geometries = read_geometries(config.get_text_config(decoder=True), trained_length, start)
     trained = next(iter(geometries.values())).trained_length
     longest = 2 * trained
     if factor is not None or length is not None:
-        _, longest = target(factor, length, trained)
+        _, longest = resolve_factor_and_length(factor, length, trained)
     found = {trained // 2, trained, longest}
     doubled = 2 * trained
     while doubled < longest:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import tasks
-from rope_patch.methods import registered
+from rope_patch.methods import registered_methods
 from rope_patch.patching import check
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import empty_model, require_dtype
@@ -26,7 +26,7 @@ MEASURES = (PERPLEXITY, KEY_TOKENS, SLIDING, SPEED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class EvalRequest:
     """What to evaluate.
 
     Attributes:
@@ -102,7 +102,11 @@ class Request:
 
     def patch_arguments(self, method: str) -> dict[str, Any]:
         """What `patch` gets for one of the methods."""
-        known = registered()[method].__dataclass_fields__ if method in registered() else {}
+        known = (
+            registered_methods()[method].__dataclass_fields__
+            if method in registered_methods()
+            else {}
+        )
         return {
             "method": method,
             "factor": self.factor,
@@ -136,7 +140,7 @@ class Request:
         return max((*self.lengths, self.perplexity_length or 0))
 
 
-def check_request(request: Request, path: str, config: Any) -> None:
+def check_request(request: EvalRequest, path: str, config: Any) -> None:
     """Refuses a request that cannot be met, before anything large is read.
 
     Args:
@@ -165,11 +169,11 @@ def check_request(request: Request, path: str, config: Any) -> None:
     if SPEED in request.tasks and len(set(request.methods)) < 2:
         raise ValueError("speed is a ratio to the first method's: give at least two methods")
     for text in (*request.texts, *request.haystacks):
-        texts.read(text)
+        texts.read_text(text)
     check_methods(request, path, config)
 
 
-def check_methods(request: Request, path: str, config: Any) -> None:
+def check_methods(request: EvalRequest, path: str, config: Any) -> None:
     """Refuse methods that the model cannot be patched with; their tasks may be unknown yet.
 
     Args:
@@ -204,9 +208,11 @@ def _check_task(name: str) -> None:
         )
 
 
-def _check_options(request: Request) -> None:
+def _check_options(request: EvalRequest) -> None:
     patches = [method for method in request.methods if method != BASELINE]
-    fields = {key for method in patches for key in registered()[method].__dataclass_fields__}
+    fields = {
+        key for method in patches for key in registered_methods()[method].__dataclass_fields__
+    }
     if unused := sorted(request.options.keys() - fields):
         raise ValueError(
             f"none of the methods {', '.join(request.methods)} has the option {unused[0]!r}; their "
@@ -214,7 +220,7 @@ def _check_options(request: Request) -> None:
         )
 
 
-def _check_saved(request: Request, saved: dict[str, Any] | None) -> None:
+def _check_saved(request: EvalRequest, saved: dict[str, Any] | None) -> None:
     """Refuses to patch a saved patch again."""
     if saved is None or set(request.methods) == {BASELINE}:
         return

@@ -11,8 +11,8 @@ from rope_patch.evaluation.session import Session
 from rope_patch.tasks.samples import TooShort
 from rope_patch.utils import atomic_files
 
-_FIRST = 10  # samples at a length that a precision starts with
-_CONTROLS = 6  # samples without their answer, which should all fail
+_INITIAL_SAMPLES = 10  # samples at a length that a precision starts with
+_CONTROL_SAMPLES = 6  # samples without their answer, which should all fail
 
 
 class RetrievalRun:
@@ -28,15 +28,15 @@ class RetrievalRun:
     def __init__(self, session: Session) -> None:
         self.session = session
         request = session.request
-        self.names = request.retrieval
+        self.task_names = request.retrieval
         first = request.samples
         if first is None:
             first = len(request.depths)
             if request.precision:
-                first = min(_FIRST, request.max_samples)
-        at = [(name, length) for name in self.names for length in request.lengths]
+                first = min(_INITIAL_SAMPLES, request.max_samples)
+        at = [(name, length) for name in self.task_names for length in request.lengths]
         self.counts = dict.fromkeys(at, first)
-        self.built = {(n, length): self._build(n, length, first) for n, length in at}
+        self.tasks = {(n, length): self._build(n, length, first) for n, length in at}
         self.scores: dict[str, dict[str, dict[int, list[dict[str, Any]]]]] = {}
         self.controls: list[dict[str, Any]] = []
 
@@ -44,29 +44,29 @@ class RetrievalRun:
         """Questions to texts without their answer, at the shortest length."""
         request = self.session.request
         length, depths = min(request.lengths), list(request.depths)
-        for name in self.names if request.controls else []:
+        for name in self.task_names if request.controls else []:
             try:
-                task = self._build(name, length, _CONTROLS, planted=False)
+                task = self._build(name, length, _CONTROL_SAMPLES, planted=False)
             except ValueError as error:
                 self.session.not_run.append(f"control of {name}: {error}")
                 continue
-            (rows,) = self._ask([task], f"{name} without its answer")
+            (rows,) = self._score_tasks([task], f"{name} without its answer")
             entry = {"task": name, "lengths": [length], "depths": depths}
             self.controls.append({**entry, "samples": {BASELINE: rows}})
 
     def measure(self, label: str, place: str) -> None:
         """All samples under the method that the model has now."""
         for length in self.session.request.lengths:
-            self._measure([(name, length) for name in self.names], label, place)
+            self._measure([(name, length) for name in self.task_names], label, place)
 
     def measure_more(self) -> None:
         """More samples, under every method, until intervals are as narrow as was asked for."""
         request = self.session.request
-        while wanting := self.session.processes.same(self._wanting()):
+        while wanting := self.session.processes.broadcast(self._imprecise()):
             for name, length in wanting:
                 count = min(2 * self.counts[name, length], request.max_samples)
                 self.counts[name, length] = count
-                self.built[name, length] = self._build(name, length, count)
+                self.tasks[name, length] = self._build(name, length, count)
             for method in request.methods:
                 with self.session.patched(method) as label:
                     for length in request.lengths:
@@ -111,13 +111,15 @@ class RetrievalRun:
         if not wanted:
             return
         length = wanted[0][1]
-        built = [self.built[at] for at in wanted]
-        with self.session.timed("retrieval"):
-            found = self._ask(built, f"{place}, {length:,} tokens", f"{label}-{length}")
+        built = [self.tasks[at] for at in wanted]
+        with self.session.timer("retrieval"):
+            found = self._score_tasks(built, f"{place}, {length:,} tokens", f"{label}-{length}")
         for (name, _), rows in zip(wanted, found, strict=True):
             self.scores.setdefault(name, {}).setdefault(label, {})[length] = rows
 
-    def _ask(self, built: list[Any], place: str, name: str = "") -> list[list[dict[str, Any]]]:
+    def _score_tasks(
+        self, built: list[Any], place: str, name: str = ""
+    ) -> list[list[dict[str, Any]]]:
         """Every sample's score by the model as it is now, task by task.
 
         Args:
@@ -126,14 +128,14 @@ class RetrievalRun:
             name: Of the file for lm-eval's own results; none if empty.
         """
         folder = self.session.request.folder / "lm_eval"
-        path = folder / f"{atomic_files.plain(name)}.json" if name else None
+        path = folder / f"{atomic_files.safe_filename(name)}.json" if name else None
         with self.session.language_model(place) as lm:
             results = lm_eval_tasks.evaluate(lm, built, path)
         samples = results.get("samples", {})
         each = [{"samples": {t.config.task: samples.get(t.config.task, [])}} for t in built]
         return [lm_eval_tasks.scores(one, lm.failures) for one in each]
 
-    def _wanting(self) -> list[tuple[str, int]]:
+    def _imprecise(self) -> list[tuple[str, int]]:
         """Tasks and lengths whose interval is too wide, under any of the methods."""
         precision, most = self.session.request.precision, self.session.request.max_samples
         if precision is None:
@@ -143,15 +145,15 @@ class RetrievalRun:
             for (name, length), count in self.counts.items()
             if count < most
             and any(
-                not _settled(rows.get(length) or [], precision)
+                not _is_precise(rows.get(length) or [], precision)
                 for rows in self.scores[name].values()
             )
         ]
 
 
-def _settled(rows: list[dict[str, Any]], precision: float) -> bool:
+def _is_precise(rows: list[dict[str, Any]], precision: float) -> bool:
     scores = [row["score"] for row in rows]
     if all(score is None for score in scores):
         return True  # more of what fails would fail as well
     interval = statistics.accuracy(scores, [row["text"] for row in rows])
-    return statistics.settled(interval, precision)
+    return statistics.is_precise(interval, precision)

@@ -21,14 +21,14 @@ def cautions(results: dict[str, Any], documents: Sequence[Sequence[int]]) -> lis
     return [
         sentence
         for sentence in (
-            _reading(results["perplexity"] or {}, documents),
-            _answering(results["retrieval"], trained),
+            _reading_caution(results["perplexity"] or {}, documents),
+            _answering_caution(results["retrieval"], trained),
         )
         if sentence is not None
     ]
 
 
-def _reading(perplexity: dict[str, Any], documents: Sequence[Sequence[int]]) -> str | None:
+def _reading_caution(perplexity: dict[str, Any], documents: Sequence[Sequence[int]]) -> str | None:
     control = perplexity.get("control")
     if not control:
         return None
@@ -45,7 +45,7 @@ def _reading(perplexity: dict[str, Any], documents: Sequence[Sequence[int]]) -> 
     )
 
 
-def _answering(retrieval: list[dict[str, Any]], trained: int) -> str | None:
+def _answering_caution(retrieval: list[dict[str, Any]], trained: int) -> str | None:
     rows = [
         row
         for entry in retrieval

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from rope_patch.evaluation.language_model import LongContextLM
-from rope_patch.evaluation.request import BASELINE, Request
-from rope_patch.inference.answers import Answers, key_of
+from rope_patch.evaluation.request import BASELINE, EvalRequest
+from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.patching import Patch, current, patch
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.saving import read_sidecar
 from rope_patch.rope_config import read_geometries
 from rope_patch.utils import atomic_files, checksums, provenance
 from rope_patch.utils.atomic_files import NotWritten
-from rope_patch.utils.errors import reason
+from rope_patch.utils.errors import describe_error
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")
@@ -31,16 +31,16 @@ _FORMAT = "rope_patch.eval.piece/1"
 
 
 @dataclass(frozen=True)
-class Piece:
+class CachedComputation:
     """A piece of results that is computed from passes of one length.
 
     Attributes:
-        what: What identifies it, besides the model as it is now.
+        identity: What identifies it, besides the model as it is now.
         length: Tokens of each pass.
         compute: Computes it, as JSON can hold it.
     """
 
-    what: dict[str, Any]
+    identity: dict[str, Any]
     length: int
     compute: Callable[[], Any]
 
@@ -61,7 +61,8 @@ class Session:
         trained_length: Tokens.
         methods: What is known of each method that ran, by label.
         seconds: Time taken, by part.
-        tokens: Of prompts `asked`, and of those that went through the model (`read`).
+        tokens: Of prompts `prompt_tokens`, and of those that went through the model
+            (`computed_tokens`).
         continued: Whether an earlier run left answers, whose time is not in `seconds`.
         not_run: What was asked for and could not be done, with the reason.
         failed: Samples of short tasks that failed and are not counted, with the reason.
@@ -71,7 +72,7 @@ class Session:
     weights = ""
     continued = False
 
-    def __init__(self, request: Request, path: str, config: Any, tokenizer: Any) -> None:
+    def __init__(self, request: EvalRequest, path: str, config: Any, tokenizer: Any) -> None:
         self.request = request
         self.path = path
         self.tokenizer = tokenizer
@@ -94,10 +95,12 @@ class Session:
             where = {"": device}  # the whole model in every process, on its own GPU
         # A model that was saved with a patch is, as it is, one with that patch.
         self.model = (read_model if read_sidecar(self.path) is None else load)(
-            self.path, dtype=_dtype(request), device_map=where, gguf_file=request.gguf_file
+            self.path, dtype=_resolve_dtype(request), device_map=where, gguf_file=request.gguf_file
         )
         self.weights = provenance.fingerprint(self.model)
-        self.answers = Answers(request.folder / "cache", self.processes.rank, self.processes.size)
+        self.answers = AnswerStore(
+            request.folder / "cache", self.processes.rank, self.processes.size
+        )
         self.continued = len(self.answers) > 0
 
     @contextlib.contextmanager
@@ -109,7 +112,7 @@ class Session:
         handle = current(self.model)
         label = BASELINE if handle is None else str(handle.method)
         if label not in self.methods:
-            self.methods[label] = _describe(label, handle, self.request.longest)
+            self.methods[label] = _describe_method(label, handle, self.request.longest)
         try:
             yield label
         finally:
@@ -117,7 +120,7 @@ class Session:
                 handle.undo()
 
     @contextlib.contextmanager
-    def timed(self, part: str) -> Iterator[None]:
+    def timer(self, part: str) -> Iterator[None]:
         """Counts the time until its end."""
         started = time.monotonic()
         yield
@@ -143,23 +146,23 @@ class Session:
             processes=self.processes,
         )
         yield lm
-        self.tokens["asked"] += lm.asked
-        self.tokens["read"] += lm.read
+        self.tokens["asked"] += lm.prompt_tokens
+        self.tokens["read"] += lm.computed_tokens
 
-    def pieces(self, pieces: Sequence[Piece]) -> list[Any]:
+    def compute_cached(self, pieces: Sequence[CachedComputation]) -> list[Any]:
         """Pieces of results, computed unless an earlier run left them.
 
         Returns:
             Each as JSON gives it back.
         """
-        keys = [key_of(self.identity(p.length, p.length), p.what) for p in pieces]
+        keys = [answer_key(self.identity(p.length, p.length), p.identity) for p in pieces]
         paths = [self.request.folder / "cache" / f"piece-{key}.json" for key in keys]
         known = dict(zip(paths, zip(keys, pieces, strict=True), strict=True))
         missing: list[Path] = []
-        if self.processes.main:  # others may already see new files
-            missing = [path for path, (key, _) in known.items() if not _is_whole(path, key)]
-        missing = self.processes.same(missing)
-        for path in self.processes.share(missing, lambda path: known[path][1].length):
+        if self.processes.is_main:  # others may already see new files
+            missing = [path for path, (key, _) in known.items() if not _is_intact(path, key)]
+        missing = self.processes.broadcast(missing)
+        for path in self.processes.own_share(missing, lambda path: known[path][1].length):
             key, piece = known[path]
             body = {"format": _FORMAT, "key": key, "value": piece.compute()}
             atomic_files.write_json(path, checksums.seal(body))
@@ -169,11 +172,13 @@ class Session:
             for path, key in zip(paths, keys, strict=True)
         ]
 
-    def attempted(self, name: str, pieces: Sequence[Piece]) -> list[Any] | None:
+    def try_compute_cached(
+        self, name: str, pieces: Sequence[CachedComputation]
+    ) -> list[Any] | None:
         """The pieces, or None and a note where one of them cannot be had."""
-        return self.attempt(name, partial(self.pieces, pieces))
+        return self.try_measure(name, partial(self.compute_cached, pieces))
 
-    def attempt(self, name: str, measure: Callable[[], Any]) -> Any:
+    def try_measure(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return what `measure` returns, or None and note the failure in `not_run`."""
         try:
             return measure()
@@ -182,7 +187,7 @@ class Session:
         except Exception as error:
             if self.processes.size > 1:
                 raise  # the others wait for this one
-            self.not_run.append(f"{name}: {reason(error)}")
+            self.not_run.append(f"{name}: {describe_error(error)}")
             return None
 
     def identity(self, length: int, end: int) -> dict[str, Any]:
@@ -202,13 +207,13 @@ class Session:
             "dtype": str(self.model.dtype),
             "device": self.model.device.type,
             "attention": self.model.config._attn_implementation,
-            "rotation": None if handle is None else _rotation(handle, length, end),
+            "rotation": None if handle is None else _rotation_identity(handle, length, end),
             "trained_length": self.trained_length,
             "versions": provenance.versions(),
         }
 
 
-def _is_whole(path: Path, key: str) -> bool:
+def _is_intact(path: Path, key: str) -> bool:
     """Return whether a piece can be used; warn of a file that cannot."""
     try:
         checksums.unseal(path.read_bytes(), format=_FORMAT, key=key)
@@ -220,32 +225,32 @@ def _is_whole(path: Path, key: str) -> bool:
     return True
 
 
-def _rotation(handle: Patch, length: int, end: int) -> Any:
+def _rotation_identity(handle: Patch, length: int, end: int) -> Any:
     """What rotates a sequence; None for the model's own rotation."""
-    if handle.method.reach(max(length, 1), handle.trained_length) < end:
+    if handle.method.valid_until(max(length, 1), handle.trained_length) < end:
         return [handle.method.name, handle.method.options()]  # changes on the way
     found: dict[str, Any] = {}
     for kind, frequencies in handle.frequencies_at(length).items():
         if not frequencies.close_to(handle.original_frequencies[kind]):
             numbers = [frequencies.attention_factor, *frequencies.inv_freq.tolist()]
             found[kind or "all"] = numbers
-    if found and handle.method.kept_tokens:
-        found["kept tokens"] = handle.method.kept_tokens
+    if found and handle.method.start_token_count:
+        found["kept tokens"] = handle.method.start_token_count
     return found or None
 
 
-def _describe(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:
+def _describe_method(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:
     if handle is None:
         return {"label": label, "method": None}
     # A method that follows the length is shown as it is where the evaluation goes.
-    shown = handle.frequencies_at(longest) if handle.method.grows else handle.frequencies
+    shown = handle.frequencies_at(longest) if handle.method.is_dynamic else handle.frequencies
     return {
         "label": label,
         "method": handle.method.name,
         "paper": handle.method.paper,
         "factor": handle.factor,
         "length": handle.length,
-        "follows_length": handle.method.follows_length(handle.trained_length),
+        "follows_length": handle.method.is_length_dependent(handle.trained_length),
         "options": handle.method.options(),
         "rope_parameters": {
             kind or "all": handle.method.rope_parameters(geometry)
@@ -262,7 +267,7 @@ def _describe(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:
     }
 
 
-def _dtype(request: Request) -> Any:
+def _resolve_dtype(request: EvalRequest) -> Any:
     if request.dtype != "auto":
         return getattr(torch, request.dtype)
     return "auto" if torch.cuda.is_available() else torch.float32

@@ -15,14 +15,14 @@ from rope_patch.evaluation.request import (
     PERPLEXITY,
     SLIDING,
     SPEED,
-    Request,
+    EvalRequest,
     check_request,
 )
 from rope_patch.exporting import vllm
-from rope_patch.exporting.target import Target, nested
-from rope_patch.methods import registered
+from rope_patch.exporting.target import Target, nest_fields
+from rope_patch.methods import registered_methods
 from rope_patch.patching import check
-from rope_patch.patching.plan import Plan
+from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.pretrained.saving import read_sidecar
@@ -30,16 +30,16 @@ from rope_patch.utils import atomic_files
 
 ENGINES = ("vllm",)
 
-_OURS_ALONE = {
+_TRANSFORMERS_ONLY = {
     PERPLEXITY: "reads one document in several ways, which lm-eval has no task for",
     KEY_TOKENS: "needs a second pass over the same tokens with short context",
     SLIDING: "needs windows at chosen places of a document",
     SPEED: "times transformers' own forward passes; time the engine with its own benchmark",
 }
-_INSTEAD = "evaluate it with transformers (leave --engine out)"
+_ALTERNATIVE = "evaluate it with transformers (leave --engine out)"
 
 
-def commands(engine: str, request: Request) -> list[str]:
+def commands(engine: str, request: EvalRequest) -> list[str]:
     """The shell commands that run a request's tasks on another engine, through lm-eval.
 
     The model's weights are not read. Each method becomes a config (`hf_overrides`), each length a
@@ -58,20 +58,22 @@ def commands(engine: str, request: Request) -> list[str]:
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}: expected {', '.join(ENGINES)}")
-    path = demo.resolve(request.model)
+    path = demo.resolve_model_path(request.model)
     if request.gguf_file is not None:
         raise ValueError(
             f"{engine} reads no GGUF file within a folder as transformers does: give a folder of "
-            f"safetensors, or {_INSTEAD}"
+            f"safetensors, or {_ALTERNATIVE}"
         )
     config = read_config(path)
     check_request(request, path, config)
-    _check_saved(path)
-    runs = _runs(request)
+    _require_native_patch(path)
+    runs = _lm_eval_runs(request)
     if not runs:
         name = request.tasks[0]
-        raise ValueError(f"{engine} cannot run {name}: it {_OURS_ALONE[name]}; {_INSTEAD}")
-    lines = _left_out(request)
+        raise ValueError(
+            f"{engine} cannot run {name}: it {_TRANSFORMERS_ONLY[name]}; {_ALTERNATIVE}"
+        )
+    lines = _omission_notes(request)
     for method in dict.fromkeys(request.methods):
         plan = None
         if method != BASELINE:
@@ -79,13 +81,15 @@ def commands(engine: str, request: Request) -> list[str]:
             plan = check(empty_model(path, config), **arguments)
             _require_rotation(plan)
         folder = (
-            request.folder / engine / atomic_files.plain(str(plan.method) if plan else BASELINE)
+            request.folder
+            / engine
+            / atomic_files.safe_filename(str(plan.method) if plan else BASELINE)
         )
         for name, run in runs.items():
             try:
-                changed = overrides(config, plan, run["length"])
+                changed = config_overrides(config, plan, run["length"])
             except ValueError as error:
-                raise ValueError(f"{error}; leave it out, or {_INSTEAD}") from error
+                raise ValueError(f"{error}; leave it out, or {_ALTERNATIVE}") from error
             arguments = {
                 "pretrained": path,
                 "dtype": request.dtype,
@@ -102,7 +106,7 @@ def commands(engine: str, request: Request) -> list[str]:
     return lines
 
 
-def overrides(config: Any, plan: Plan | None, length: int) -> dict[str, Any]:
+def config_overrides(config: Any, plan: PatchPlan | None, length: int) -> dict[str, Any]:
     """The entries of a model's config that make a method of it, in a form that vLLM reads alike.
 
     transformers reads them alike, too.
@@ -122,36 +126,36 @@ def overrides(config: Any, plan: Plan | None, length: int) -> dict[str, Any]:
     # vLLM makes cos and sin for so many positions, and refuses a larger max_model_len.
     reached = max(length, text.max_position_embeddings, plan.length or 0 if plan else 0)
     if plan is not None:
-        return vllm.overrides(Target.of_plan(plan, config), length, reached)
+        return vllm.overrides(Target.from_plan(plan, config), length, reached)
     if reached == text.max_position_embeddings:
         return {}
-    return nested(config, {"max_position_embeddings": reached})
+    return nest_fields(config, {"max_position_embeddings": reached})
 
 
-def _require_rotation(plan: Plan) -> None:
+def _require_rotation(plan: PatchPlan) -> None:
     """Refuses a model whose positions are dropped, which has to be trained without them first."""
     if not any(frequencies.inv_freq.any() for frequencies in plan.frequencies().values()):
         raise ValueError(
             f"vllm cannot run {plan.method}: nothing rotates there, which is to be trained first; "
-            f"leave it out, or {_INSTEAD}"
+            f"leave it out, or {_ALTERNATIVE}"
         )
 
 
-def _check_saved(path: str) -> None:
+def _require_native_patch(path: str) -> None:
     """Refuses a saved patch that the folder's own config does not say in full."""
     saved = read_sidecar(path)
     if saved is None:
         return
-    kind = registered().get(saved["method"])
-    follows = kind is None or kind(**saved["options"]).follows_length(saved["trained_length"])
+    kind = registered_methods().get(saved["method"])
+    follows = kind is None or kind(**saved["options"]).is_length_dependent(saved["trained_length"])
     if follows or not saved.get("native"):
         raise ValueError(
             f"vllm cannot run {path} as it was saved: it was patched with {saved['method']}, which "
-            f"its config does not say or vLLM reads otherwise; {_INSTEAD}"
+            f"its config does not say or vLLM reads otherwise; {_ALTERNATIVE}"
         )
 
 
-def _runs(request: Request) -> dict[str, dict[str, Any]]:
+def _lm_eval_runs(request: EvalRequest) -> dict[str, dict[str, Any]]:
     """What to ask lm-eval for, by the name of the folder that it goes to."""
     own: dict[str, Any] = {
         "samples": request.samples or len(request.depths),
@@ -164,7 +168,7 @@ def _runs(request: Request) -> dict[str, dict[str, Any]]:
         own["text"] = list(request.haystacks)
     if request.questions:
         own["questions"] = request.questions
-    theirs = [name for name in request.harness if external_tasks.made_at_length(name)]
+    theirs = [name for name in request.harness if external_tasks.accepts_length(name)]
     others = [name for name in request.harness if name not in theirs]
     runs: dict[str, dict[str, Any]] = {}
 
@@ -176,7 +180,7 @@ def _runs(request: Request) -> dict[str, dict[str, Any]]:
     for length in request.lengths:
         add(str(length), request.retrieval, length, {"length": length, **own})
         for name in theirs:
-            spelled = external_tasks.spelled_length(name, length)
+            spelled = external_tasks.length_metadata(name, length)
             add(f"{name}-{length}", [name], length, spelled, request.samples)
     drawn = {"samples": request.short_samples, "seed": request.seed}
     add("short", request.short, request.longest, drawn)
@@ -184,10 +188,10 @@ def _runs(request: Request) -> dict[str, dict[str, Any]]:
     return runs
 
 
-def _left_out(request: Request) -> list[str]:
+def _omission_notes(request: EvalRequest) -> list[str]:
     """What lm-eval on another engine does not measure, a comment each."""
     notes = [
-        f"# {name} is left out: it {_OURS_ALONE[name]}"
+        f"# {name} is left out: it {_TRANSFORMERS_ONLY[name]}"
         for name in MEASURES
         if name in request.tasks
     ]

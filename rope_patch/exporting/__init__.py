@@ -15,15 +15,15 @@ from rope_patch.exporting.target import Target
 
 __all__ = ["ENGINES", "Export", "export", "write_folder"]
 
-_EXPORTS = {
+_EXPORTERS = {
     "transformers": transformers.export,
-    "transformers4": transformers.export_old,
+    "transformers4": transformers.export_v4,
     "vllm": vllm.export,
     "sglang": sglang.export,
     "llama.cpp": llama_cpp.export,
     "mlx": mlx.export,
 }
-ENGINES = tuple(_EXPORTS)
+ENGINES = tuple(_EXPORTERS)
 
 
 def export(model_or_config: Any, engine: str) -> Export:
@@ -45,12 +45,12 @@ def export(model_or_config: Any, engine: str) -> Export:
         TypeError: Neither a model nor a config.
     """
     require_engine(engine)
-    return _EXPORTS[engine](Target.of(model_or_config))
+    return _EXPORTERS[engine](Target.from_model(model_or_config))
 
 
 def require_engine(engine: str) -> None:
     """Raise ValueError unless the engine is one of `ENGINES`."""
-    if engine not in _EXPORTS:
+    if engine not in _EXPORTERS:
         close = get_close_matches(str(engine), ENGINES, n=1, cutoff=0.5)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")

@@ -25,7 +25,7 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 # llama.cpp's converter takes model*.safetensors, sorted, and older ones guess the type to write
 # from the first tensor of all: this name comes after the weights'.
 SHARD = "model_rope_freqs.safetensors"
-_LEFT_OUT = (CONFIG, INDEX, SHARD, "rope_patch.json")  # the last says what the config was before
+_NOT_LINKED = (CONFIG, INDEX, SHARD, "rope_patch.json")  # the last says what the config was before
 
 
 def write_folder(
@@ -61,13 +61,13 @@ def write_folder(
             "there is nothing to convert anew: the words of this export are for a GGUF file that "
             "was converted from the model as it was"
         )
-    weights = _weights(source)
+    weights = _weight_files(source)
     require_new_folder(folder)
-    config = merged(_read(source / CONFIG), export.config)
-    with atomic_files.writing(
+    config = merge_config(_read_json(source / CONFIG), export.config)
+    with atomic_files.explain_write_errors(
         folder.parent, folder.name, "Nothing of it is left: REMEDY, and try again"
     ):
-        _make(export, source, folder, config, weights)
+        _build_folder(export, source, folder, config, weights)
     return folder
 
 
@@ -81,24 +81,24 @@ def require_new_folder(folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty: expected a new folder, as nothing is overwritten")
-    atomic_files.require_folder(folder, "the converter's files")
+    atomic_files.require_writable_folder(folder, "the converter's files")
 
 
-def _make(
+def _build_folder(
     export: Export, source: Path, folder: Path, config: dict[str, Any], weights: list[Path]
 ) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         made = Path(temporary) / folder.name
         made.mkdir()
-        _write(made / CONFIG, config)
+        _write_json(made / CONFIG, config)
         for path in sorted(source.iterdir()):
-            if path.is_file() and path.name not in _LEFT_OUT:
-                _link(path, made / path.name)
+            if path.is_file() and path.name not in _NOT_LINKED:
+                _link_file(path, made / path.name)
         if (source / INDEX).is_file():
-            _write(made / INDEX, _indexed(_read(source / INDEX), export))
+            _write_json(made / INDEX, _add_to_index(_read_json(source / INDEX), export))
         if export.tensors:
-            _require_new(export, weights)
+            _require_new_tensors(export, weights)
             numbers = {k: torch.tensor(v, dtype=torch.float32) for k, v in export.tensors.items()}
             save_file(numbers, made / SHARD, metadata={"format": "pt"})
         if folder.exists():
@@ -106,7 +106,7 @@ def _make(
         made.rename(folder)
 
 
-def merged(config: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def merge_config(config: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """A config with other fields; those of a nested config go into it.
 
     Fields of transformers 4 that say the rotation as well do not stay beside `rope_parameters`.
@@ -114,7 +114,7 @@ def merged(config: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     said = dict(config)
     for name, value in new.items():
         nested = isinstance(value, dict) and name.endswith("_config")
-        said[name] = merged(said.get(name) or {}, value) if nested else value
+        said[name] = merge_config(said.get(name) or {}, value) if nested else value
     if "rope_parameters" in new:
         said.pop("rope_scaling", None)
         theta = new["rope_parameters"].get("rope_theta")  # none where layer types have their own
@@ -123,7 +123,7 @@ def merged(config: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _weights(source: Path) -> list[Path]:
+def _weight_files(source: Path) -> list[Path]:
     """The files that the converter reads."""
     if not source.is_dir():
         raise ValueError(
@@ -139,7 +139,7 @@ def _weights(source: Path) -> list[Path]:
     return found
 
 
-def _require_new(export: Export, weights: list[Path]) -> None:
+def _require_new_tensors(export: Export, weights: list[Path]) -> None:
     for path in weights:
         with safe_open(path, framework="pt") as opened:
             if known := export.tensors.keys() & set(opened.keys()):
@@ -149,11 +149,11 @@ def _require_new(export: Export, weights: list[Path]) -> None:
                 )
 
 
-def _indexed(index: dict[str, Any], export: Export) -> dict[str, Any]:
+def _add_to_index(index: dict[str, Any], export: Export) -> dict[str, Any]:
     return {**index, "weight_map": {**index["weight_map"], **dict.fromkeys(export.tensors, SHARD)}}
 
 
-def _link(path: Path, to: Path) -> None:
+def _link_file(path: Path, to: Path) -> None:
     for how in (os.symlink, os.link, shutil.copyfile):
         try:
             how(path.resolve(), to)
@@ -164,12 +164,12 @@ def _link(path: Path, to: Path) -> None:
             return
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(parse_json(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): get the checkpoint again") from error
 
 
-def _write(path: Path, said: dict[str, Any]) -> None:
+def _write_json(path: Path, said: dict[str, Any]) -> None:
     path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")

@@ -6,10 +6,12 @@ sqrt(ln(length) / ln(original)). So any factor from 1 on is an original length.
 
 from __future__ import annotations
 
-from rope_patch.exporting.target import INSTEAD, Target
+from rope_patch.exporting.target import STATIC_ALTERNATIVE, Target
 
 
-def pretended_length(target: Target, engine: str, length: int, attention_factor: float) -> float:
+def original_length_for_factor(
+    target: Target, engine: str, length: int, attention_factor: float
+) -> float:
     """The original length that gives an attention factor, not a whole number as a rule.
 
     Args:
@@ -25,6 +27,6 @@ def pretended_length(target: Target, engine: str, length: int, attention_factor:
         raise target.refuse(
             engine,
             f"an attention factor below 1 ({attention_factor:g}) cannot be said pair by pair "
-            "there; leave it out, or " + INSTEAD,
+            "there; leave it out, or " + STATIC_ALTERNATIVE,
         )
     return length if attention_factor == 1 else length ** (1 / attention_factor**2)

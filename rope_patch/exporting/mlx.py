@@ -14,16 +14,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rope_patch.exporting.longrope_length import pretended_length
+from rope_patch.exporting.longrope_length import original_length_for_factor
 from rope_patch.exporting.result import Export
-from rope_patch.exporting.rotation import Rotation
+from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.exporting.target import Target
-from rope_patch.methods.ntk_by_parts import attention_law
+from rope_patch.methods.ntk_by_parts import yarn_mscale
 
 NAME = "mlx"
 
 # Whose model file hands rope_scaling on, with max_position_embeddings.
-_SCALED = (
+_SCALING_ARCHITECTURES = (
     "llama",
     "mistral",
     "qwen2",
@@ -39,7 +39,7 @@ _SCALED = (
     "seed_oss",
 )
 # Whose model file reads rope_theta alone.
-_THETA_ONLY = (
+_THETA_ONLY_ARCHITECTURES = (
     "cohere",
     "cohere2",
     "gemma",
@@ -61,11 +61,11 @@ def export(target: Target) -> Export:
         ValueError: mlx-lm has no form for the rotation.
     """
     target.require_static(NAME)
-    if target.model_type not in _SCALED + _THETA_ONLY:
+    if target.model_type not in _SCALING_ARCHITECTURES + _THETA_ONLY_ARCHITECTURES:
         raise target.refuse(
             NAME,
             f"which fields it reads for {target.model_type} is not known here; known are "
-            f"{', '.join(_SCALED + _THETA_ONLY)}",
+            f"{', '.join(_SCALING_ARCHITECTURES + _THETA_ONLY_ARCHITECTURES)}",
         )
     fields: dict[str, Any] = {"max_position_embeddings": target.length}
     if target.layers_differ:
@@ -82,30 +82,30 @@ def export(target: Target) -> Export:
     share = rotation.parameters.get("partial_rotary_factor", 1.0)
     if share != 1 and rotation.scaling != "proportional":
         fields["partial_rotary_factor"] = share
-    fields |= _scaling(target, rotation)
+    fields |= _rope_fields(target, rotation)
     notes = [
         "for the config.json that mlx_lm.convert writes, or for the model's own before converting; "
         "mlx-lm has no option for them on its command line"
     ]
-    if isinstance(_original(fields), float):
+    if isinstance(_original_length_field(fields), float):
         notes.append(
             "original_max_position_embeddings is not the trained length there: mlx-lm makes the "
             "attention factor from it and max_position_embeddings, and uses it for nothing else"
         )
-    return Export(engine=NAME, config=target.nested(fields), notes=notes)
+    return Export(engine=NAME, config=target.nest_fields(fields), notes=notes)
 
 
-def _original(fields: dict[str, Any]) -> Any:
+def _original_length_field(fields: dict[str, Any]) -> Any:
     inner = fields["rope_scaling"] or {}
     return {**fields, **inner}.get("original_max_position_embeddings")
 
 
-def _scaling(target: Target, rotation: Rotation) -> dict[str, Any]:
+def _rope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
     """`rope_scaling`, with what goes beside it."""
     scaling, parameters = rotation.scaling, rotation.parameters
     if scaling == "default":
         return {"rope_scaling": None}
-    if target.model_type in _THETA_ONLY:
+    if target.model_type in _THETA_ONLY_ARCHITECTURES:
         raise target.refuse(
             NAME, f"its {target.model_type} takes a theta and no scaling; use ntk or abf"
         )
@@ -116,16 +116,18 @@ def _scaling(target: Target, rotation: Rotation) -> dict[str, Any]:
             kept = {k: v for k, v in parameters.items() if k != "rope_theta"}
             return {"rope_scaling": kept}
         if scaling == "yarn" and parameters.get("truncate", True) and parameters["factor"] > 1:
-            return {"rope_scaling": _yarn(rotation)}
+            return {"rope_scaling": _yarn_fields(rotation)}
         if scaling == "proportional" and rotation.frequencies.inv_freq.any():
-            return {"rope_scaling": _proportional(rotation)}
+            return {"rope_scaling": _proportional_fields(rotation)}
     if target.model_type == "gpt_oss":
         raise target.refuse(
             NAME,
             "its gpt_oss takes no stretches pair by pair; use linear, ntk, abf, llama3 or yarn "
             "with truncate=True",
         )
-    original: float = pretended_length(target, NAME, target.length, rotation.attention_factor)
+    original: float = original_length_for_factor(
+        target, NAME, target.length, rotation.attention_factor
+    )
     sets = {"long_factor": rotation.stretch, "short_factor": rotation.stretch}
     outer = {"original_max_position_embeddings": float(original)}
     if target.model_type == "phi3":
@@ -133,17 +135,17 @@ def _scaling(target: Target, rotation: Rotation) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": "longrope", **sets, **outer}}
 
 
-def _yarn(rotation: Rotation) -> dict[str, Any]:
+def _yarn_fields(rotation: LayerRotation) -> dict[str, Any]:
     names = ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
     kept = {key: rotation.parameters[key] for key in names if key in rotation.parameters}
     factor, wanted = kept["factor"], rotation.attention_factor
-    if wanted != attention_law(factor):
+    if wanted != yarn_mscale(factor):
         kept["mscale"] = (wanted - 1) / (0.1 * math.log(factor))
         kept["mscale_all_dim"] = 0
     return kept
 
 
-def _proportional(rotation: Rotation) -> dict[str, Any]:
+def _proportional_fields(rotation: LayerRotation) -> dict[str, Any]:
     inv_freq = rotation.frequencies.inv_freq
     turning = int((inv_freq > 0).sum())
     # It rounds down what the share makes of a head's dimensions; halfway to the next is safe.

@@ -18,13 +18,13 @@ import json
 from typing import Any
 
 from rope_patch.exporting.result import Export
-from rope_patch.exporting.rotation import Rotation
+from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.exporting.target import Target
-from rope_patch.exporting.vllm import is_deepseeks
-from rope_patch.methods.ntk_by_parts import attention_law
+from rope_patch.exporting.vllm import is_deepseek_yarn
+from rope_patch.methods.ntk_by_parts import yarn_mscale
 
 NAME = "sglang"
-_UNLESS_SAID = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attn_factor": 1.0}
+_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attn_factor": 1.0}
 
 
 def export(target: Target) -> Export:
@@ -34,7 +34,7 @@ def export(target: Target) -> Export:
         ValueError: SGLang has no form for the rotation.
     """
     target.require_static(NAME)
-    spelled = {k: _spell(target, k, r) for k, r in target.rotations.items()}
+    spelled = {k: _rope_fields(target, k, r) for k, r in target.rotations.items()}
     fields = {"max_position_embeddings": target.length, **target.fields(spelled)}
     nested = target.text is not target.config
     override = [] if nested else ["--json-model-override-args", json.dumps(fields)]
@@ -58,21 +58,21 @@ def export(target: Target) -> Export:
         notes.append("on a CPU, SGLang takes the theta of Gemma 3 and no scaling")
     return Export(
         engine=NAME,
-        config=target.nested(fields),
+        config=target.nest_fields(fields),
         arguments=[*override, "--context-length", str(target.length)],
         notes=notes,
     )
 
 
-def _spell(target: Target, kind: str | None, rotation: Rotation) -> dict[str, Any]:
+def _rope_fields(target: Target, kind: str | None, rotation: LayerRotation) -> dict[str, Any]:
     parameters = dict(rotation.parameters)
     scaling = rotation.scaling
     if kind is not None:
-        return _layer_type(target, kind, rotation)
+        return _gemma3_layer_fields(target, kind, rotation)
     if scaling == "default":
         return parameters
-    if target.latent:
-        if scaling == "yarn" and is_deepseeks(parameters):
+    if target.is_mla:
+        if scaling == "yarn" and is_deepseek_yarn(parameters):
             return parameters
         raise target.refuse(
             NAME,
@@ -88,14 +88,14 @@ def _spell(target: Target, kind: str | None, rotation: Rotation) -> dict[str, An
             "with its own attention factor; use ntk, abf or yarn",
         )
     if scaling == "yarn":
-        return _yarn(rotation)
+        return _yarn_fields(rotation)
     if scaling in ("linear", "llama3"):
         return parameters
-    return _explicit(target, rotation)
+    return _longrope_fields(target, rotation)
 
 
-def _explicit(target: Target, rotation: Rotation) -> dict[str, Any]:
-    if not target.halves:
+def _longrope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
+    if not target.is_half_layout:
         raise target.refuse(
             NAME,
             "its longrope, which could say it pair by pair, rotates halves of heads, and this "
@@ -103,16 +103,16 @@ def _explicit(target: Target, rotation: Rotation) -> dict[str, Any]:
         )
     factor = rotation.attention_factor
     return {
-        **rotation.explicit(target.length),
+        **rotation.as_longrope(target.length),
         "original_max_position_embeddings": target.length,
         "short_mscale": factor,
         "long_mscale": factor,
     }
 
 
-def _yarn(rotation: Rotation) -> dict[str, Any]:
-    parameters, standing = dict(rotation.parameters), rotation.standing
-    law = attention_law(parameters["factor"])
+def _yarn_fields(rotation: LayerRotation) -> dict[str, Any]:
+    parameters, standing = dict(rotation.parameters), rotation.checkpoint_parameters
+    law = yarn_mscale(parameters["factor"])
     if rotation.attention_factor != law:
         parameters["attention_factor"] = rotation.attention_factor
         parameters["attn_factor"] = rotation.attention_factor / law
@@ -121,13 +121,13 @@ def _yarn(rotation: Rotation) -> dict[str, Any]:
         parameters.pop(key, None)
         if key in standing:
             parameters[key] = None
-    for key, value in _UNLESS_SAID.items():
+    for key, value in _YARN_DEFAULTS.items():
         if key in standing:
             parameters.setdefault(key, value)
     return parameters
 
 
-def _layer_type(target: Target, kind: str, rotation: Rotation) -> dict[str, Any]:
+def _gemma3_layer_fields(target: Target, kind: str, rotation: LayerRotation) -> dict[str, Any]:
     if target.model_type != "gemma3_text":
         raise target.refuse(
             NAME,
@@ -139,4 +139,4 @@ def _layer_type(target: Target, kind: str, rotation: Rotation) -> dict[str, Any]
             NAME, "windows take a theta there and no scaling; use ntk or abf for them"
         )
     news = rotation.scaling == "proportional"  # for transformers before 5.5
-    return rotation.explicit(target.length) if news else rotation.parameters
+    return rotation.as_longrope(target.length) if news else rotation.parameters

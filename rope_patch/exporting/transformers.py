@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from rope_patch.exporting.longrope_length import pretended_length
+from rope_patch.exporting.longrope_length import original_length_for_factor
 from rope_patch.exporting.result import Export
-from rope_patch.exporting.rotation import Rotation
-from rope_patch.exporting.target import INSTEAD, Target
-from rope_patch.rope_config import own_scaling
+from rope_patch.exporting.rotation import LayerRotation
+from rope_patch.exporting.target import STATIC_ALTERNATIVE, Target
+from rope_patch.rope_config import config_rope_type
 
-NAME, OLD = "transformers", "transformers4"
+NAME, NAME_V4 = "transformers", "transformers4"
 
-_SIDECAR = "save the model with rope_patch.save and load it with rope_patch.load, or use yarn"
+_SIDECAR_ADVICE = (
+    "save the model with rope_patch.save and load it with rope_patch.load, or use yarn"
+)
 _GEMMA3 = ("gemma3_text",)
-_OUTER = ("rope_theta", "partial_rotary_factor")  # what transformers 4 has beside rope_scaling
+_OUTER_KEYS = ("rope_theta", "partial_rotary_factor")  # what transformers 4 has beside rope_scaling
 
 
 def export(target: Target) -> Export:
@@ -28,33 +30,33 @@ def export(target: Target) -> Export:
     Raises:
         ValueError: No config says the rotation.
     """
-    target.require_form(NAME, _SIDECAR)
-    spelled = {kind: _spell(target, rotation) for kind, rotation in target.rotations.items()}
+    target.require_config_form(NAME, _SIDECAR_ADVICE)
+    spelled = {kind: _rope_fields(target, rotation) for kind, rotation in target.rotations.items()}
     fields = {"max_position_embeddings": _positions(target), **target.fields(spelled)}
-    return Export(engine=NAME, config=target.nested(fields), notes=_following(target))
+    return Export(engine=NAME, config=target.nest_fields(fields), notes=_dynamic_notes(target))
 
 
-def _spell(target: Target, rotation: Rotation) -> dict[str, Any]:
+def _rope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
     """Without `proportional`, which 5.5 was the first to know, unless the model needs that."""
-    news = rotation.scaling == "proportional" != own_scaling(rotation.standing)
-    return rotation.explicit(target.length) if news else rotation.parameters
+    news = rotation.scaling == "proportional" != config_rope_type(rotation.checkpoint_parameters)
+    return rotation.as_longrope(target.length) if news else rotation.parameters
 
 
-def export_old(target: Target) -> Export:
+def export_v4(target: Target) -> Export:
     """The fields for transformers 4.
 
     Raises:
         ValueError: Its configs have no form for the rotation.
     """
-    target.require_form(OLD, _SIDECAR)
+    target.require_config_form(NAME_V4, _SIDECAR_ADVICE)
     alike = target.rotations.get(None)
-    fields = _gemma3(target) if alike is None else _old(target, alike)
+    fields = _gemma3_fields(target) if alike is None else _v4_fields(target, alike)
     return Export(
-        engine=OLD,
-        config=target.nested({"max_position_embeddings": _positions(target), **fields}),
+        engine=NAME_V4,
+        config=target.nest_fields({"max_position_embeddings": _positions(target), **fields}),
         notes=[
             "for a config.json without rope_parameters, which transformers 5 writes and 4 ignores",
-            *_following(target),
+            *_dynamic_notes(target),
         ],
     )
 
@@ -65,8 +67,8 @@ def _positions(target: Target) -> int:
     return dynamic[0].trained_length if dynamic else target.length
 
 
-def _following(target: Target) -> list[str]:
-    if not target.follows:
+def _dynamic_notes(target: Target) -> list[str]:
+    if not target.is_length_dependent:
         return []
     return [
         "transformers changes the rotation with the longest sequence of a batch and leaves keys "
@@ -80,16 +82,16 @@ def _following(target: Target) -> list[str]:
     ]
 
 
-def _old(target: Target, rotation: Rotation) -> dict[str, Any]:
+def _v4_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
     parameters = dict(rotation.parameters)
     if rotation.scaling == "proportional":
-        parameters = rotation.explicit(target.length)
-    fields = {key: parameters.pop(key) for key in _OUTER if key in parameters}
+        parameters = rotation.as_longrope(target.length)
+    fields = {key: parameters.pop(key) for key in _OUTER_KEYS if key in parameters}
     if target.model_type == "phi3":
-        return {**fields, **_phi3(target, rotation, parameters)}
-    if target.latent and rotation.scaling not in ("default", "yarn"):
+        return {**fields, **_phi3_fields(target, rotation, parameters)}
+    if target.is_mla and rotation.scaling not in ("default", "yarn"):
         raise target.refuse(
-            OLD,
+            NAME_V4,
             "multi-head latent attention takes there a new theta or YaRN; use ntk, abf or yarn",
         )
     if rotation.scaling == "default" and "mrope_section" not in parameters:
@@ -97,45 +99,50 @@ def _old(target: Target, rotation: Rotation) -> dict[str, Any]:
     if "mrope_section" in parameters:
         if rotation.scaling != "default":
             raise target.refuse(
-                OLD, "M-RoPE takes no scaling there, only a new theta; use ntk or abf"
+                NAME_V4, "M-RoPE takes no scaling there, only a new theta; use ntk or abf"
             )
         parameters["type"] = "mrope"
     if parameters["rope_type"] == "longrope":
         original = parameters["original_max_position_embeddings"]
-        if target.follows or getattr(target.text, "original_max_position_embeddings", None):
+        if target.is_length_dependent or getattr(
+            target.text, "original_max_position_embeddings", None
+        ):
             fields["original_max_position_embeddings"] = original
     return {**fields, "rope_scaling": parameters}
 
 
-def _phi3(target: Target, rotation: Rotation, parameters: dict[str, Any]) -> dict[str, Any]:
+def _phi3_fields(
+    target: Target, rotation: LayerRotation, parameters: dict[str, Any]
+) -> dict[str, Any]:
     if rotation.scaling == "default":
         return {"rope_scaling": None}
     original = parameters["original_max_position_embeddings"]
-    if not target.follows:
-        original = _pretended(target, rotation)
-    elif abs(_pretended(target, rotation) / original - 1) > 1e-6:
+    if not target.is_length_dependent:
+        original = _original_length_for(target, rotation)
+    elif abs(_original_length_for(target, rotation) / original - 1) > 1e-6:
         raise target.refuse(
-            OLD,
-            "Phi-3's attention factor comes from the two lengths there, and is another; " + INSTEAD,
+            NAME_V4,
+            "Phi-3's attention factor comes from the two lengths there, and is another; "
+            + STATIC_ALTERNATIVE,
         )
     names = {"type": "longrope"} | {k: parameters[k] for k in ("short_factor", "long_factor")}
     return {"rope_scaling": names, "original_max_position_embeddings": original}
 
 
-def _pretended(target: Target, rotation: Rotation) -> float:
-    return pretended_length(target, OLD, target.length, rotation.attention_factor)
+def _original_length_for(target: Target, rotation: LayerRotation) -> float:
+    return original_length_for_factor(target, NAME_V4, target.length, rotation.attention_factor)
 
 
-def _gemma3(target: Target) -> dict[str, Any]:
+def _gemma3_fields(target: Target) -> dict[str, Any]:
     windows, rest = (target.rotations.get(k) for k in ("sliding_attention", "full_attention"))
     if target.model_type not in _GEMMA3 or windows is None or rest is None:
         raise target.refuse(
-            OLD,
+            NAME_V4,
             f"it has no fields for the layer types of {target.model_type} that are known here; "
             "use transformers 5",
         )
     if windows.scaling != "default":
         raise target.refuse(
-            OLD, "windows take a theta there and no scaling; use ntk or abf for them"
+            NAME_V4, "windows take a theta there and no scaling; use ntk or abf for them"
         )
-    return {**_old(target, rest), "rope_local_base_freq": windows.theta}
+    return {**_v4_fields(target, rest), "rope_local_base_freq": windows.theta}

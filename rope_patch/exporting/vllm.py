@@ -17,12 +17,12 @@ import json
 from typing import Any
 
 from rope_patch.exporting.result import Export
-from rope_patch.exporting.rotation import Rotation
+from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.exporting.target import Target
-from rope_patch.rope_config import own_scaling
+from rope_patch.rope_config import config_rope_type
 
 NAME = "vllm"
-_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 def export(target: Target) -> Export:
@@ -64,25 +64,28 @@ def overrides(target: Target, length: int, positions: int) -> dict[str, Any]:
         For `hf_overrides`; nested as the config is.
     """
     target.require_static(NAME)
-    spelled = {k: _spell(target, r, length) for k, r in target.rotations.items()}
+    spelled = {k: _rope_fields(target, r, length) for k, r in target.rotations.items()}
     fields = {"max_position_embeddings": positions, **target.fields(spelled)}
-    return target.nested(fields)
+    return target.nest_fields(fields)
 
 
-def _spell(target: Target, rotation: Rotation, length: int) -> dict[str, Any]:
+def _rope_fields(target: Target, rotation: LayerRotation, length: int) -> dict[str, Any]:
     parameters = dict(rotation.parameters)
     if target.model_type == "gpt_oss":
-        return _gpt_oss(target, rotation, length)
+        return _gpt_oss_fields(target, rotation, length)
     scaling = rotation.scaling
-    if target.latent:
-        return _latent(target, rotation)
+    if target.is_mla:
+        return _mla_fields(target, rotation)
     if scaling == "yarn":
         reach = parameters["factor"] * parameters["original_max_position_embeddings"]
         # vLLM merges what it is told about a nested config into what stands there.
-        merged = target.text is not target.config and own_scaling(rotation.standing) == "yarn"
-        keys = parameters.keys() | (rotation.standing.keys() if merged else set())
+        merged = (
+            target.text is not target.config
+            and config_rope_type(rotation.checkpoint_parameters) == "yarn"
+        )
+        keys = parameters.keys() | (rotation.checkpoint_parameters.keys() if merged else set())
         if length <= reach and not {"attention_factor", "mscale"} & keys:
-            return {**_BETAS, **parameters} if merged else parameters
+            return {**_YARN_DEFAULTS, **parameters} if merged else parameters
     elif scaling == "default" or (
         scaling in ("linear", "llama3") and "mrope_section" not in parameters
     ):
@@ -93,23 +96,23 @@ def _spell(target: Target, rotation: Rotation, length: int) -> dict[str, Any]:
             "for a model with several positions a token (M-RoPE) it reads a new theta, or YaRN "
             "with its own attention factor; use ntk, abf or yarn",
         )
-    if not target.halves:
+    if not target.is_half_layout:
         raise target.refuse(
             NAME,
             "its longrope, which could say it pair by pair, rotates halves of heads, and this "
             "model rotates neighbours; use linear, ntk, abf, llama3 or yarn with default options",
         )
-    said = rotation.explicit(length) if scaling != "longrope" else parameters
+    said = rotation.as_longrope(length) if scaling != "longrope" else parameters
     factor = rotation.attention_factor
     return {**said, "short_mscale": factor, "long_mscale": factor}
 
 
-def _latent(target: Target, rotation: Rotation) -> dict[str, Any]:
+def _mla_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
     """DeepSeek's: YaRN that is always truncated, with the sharpening in the softmax scale."""
     parameters = rotation.parameters
     if rotation.scaling == "default":
         return parameters
-    if rotation.scaling == "yarn" and is_deepseeks(parameters):
+    if rotation.scaling == "yarn" and is_deepseek_yarn(parameters):
         return parameters
     raise target.refuse(
         NAME,
@@ -118,13 +121,13 @@ def _latent(target: Target, rotation: Rotation) -> dict[str, Any]:
     )
 
 
-def is_deepseeks(parameters: dict[str, Any]) -> bool:
+def is_deepseek_yarn(parameters: dict[str, Any]) -> bool:
     """Whether YaRN is spelled as in DeepSeek's configs: cos and sin as they were."""
     both = parameters.get("mscale_all_dim") and "attention_factor" not in parameters
     return bool(both) and parameters.get("truncate", True)
 
 
-def _gpt_oss(target: Target, rotation: Rotation, length: int) -> dict[str, Any]:
+def _gpt_oss_fields(target: Target, rotation: LayerRotation, length: int) -> dict[str, Any]:
     """Its model file makes YaRN of whatever it is given: with a factor of 1, that is any theta."""
     parameters = rotation.parameters
     if rotation.scaling == "default":
@@ -133,11 +136,11 @@ def _gpt_oss(target: Target, rotation: Rotation, length: int) -> dict[str, Any]:
             "rope_theta": rotation.theta,
             "factor": 1.0,
             "original_max_position_embeddings": length,
-            **_BETAS,
+            **_YARN_DEFAULTS,
         }
     reach = parameters.get("factor", 1) * parameters.get("original_max_position_embeddings", 0)
     if rotation.scaling == "yarn" and "attention_factor" not in parameters and length <= reach:
-        return {**_BETAS, **parameters}
+        return {**_YARN_DEFAULTS, **parameters}
     raise target.refuse(
         NAME,
         "gpt-oss takes there YaRN with its own attention factor, up to factor times the trained "

@@ -14,13 +14,13 @@ from rope_patch.utils import atomic_files, checksums
 logger = logging.getLogger("rope_patch")
 
 
-def key_of(*parts: Any) -> str:
+def answer_key(*parts: Any) -> str:
     """A key for whatever identifies an answer: weights, patch, prompt, ..."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-class Answers:
+class AnswerStore:
     """Answers (dicts) by key, in files of JSON lines that only ever grow.
 
     Every answer is on the disk before the next question is asked. Each line is sealed, so one that
@@ -37,37 +37,37 @@ class Answers:
 
     def __init__(self, folder: Path | None = None, rank: int = 0, size: int = 1) -> None:
         self._folder = folder
-        self._known: dict[str, dict[str, Any]] = {}
-        self._own = None if folder is None else folder / f"answers-{rank}.jsonl"
-        for path in self._paths():
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._own_file = None if folder is None else folder / f"answers-{rank}.jsonl"
+        for path in self._files():
             owner = path.stem.removeprefix("answers-")
             mine = owner == str(rank) or (rank == 0 and owner not in map(str, range(size)))
-            self._load(path, mend=mine)
+            self._load(path, repair=mine)
 
-    def done(self, key: str) -> bool:
+    def is_answered(self, key: str) -> bool:
         """Whether there is an answer that is no failure."""
-        return "error" not in self._known.get(key, {"error": "not asked"})
+        return "error" not in self._answers.get(key, {"error": "not asked"})
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._answers)
 
     def __getitem__(self, key: str) -> dict[str, Any]:
-        return self._known[key]
+        return self._answers[key]
 
     def reload(self) -> None:
         """Reads what this and other processes have written."""
-        for path in self._paths():
-            self._load(path, mend=False)
+        for path in self._files():
+            self._load(path, repair=False)
 
-    def _paths(self) -> list[Path]:
+    def _files(self) -> list[Path]:
         return [] if self._folder is None else sorted(self._folder.glob("answers-*.jsonl"))
 
-    def _load(self, path: Path, *, mend: bool) -> None:
+    def _load(self, path: Path, *, repair: bool) -> None:
         """Read one file.
 
         Args:
             path: The file.
-            mend: Whether to warn of what is damaged and to drop it.
+            repair: Whether to warn of what is damaged and to drop it.
         """
         lines = path.read_bytes().split(b"\n")
         whole, flaws = [], []
@@ -79,11 +79,11 @@ class Answers:
                     flaws.append((number, str(error)))
                 continue
             whole.append(line)
-            if not self.done(entry["key"]):
-                self._known[entry["key"]] = entry["answer"]
-        if not flaws or not mend:
+            if not self.is_answered(entry["key"]):
+                self._answers[entry["key"]] = entry["answer"]
+        if not flaws or not repair:
             return
-        atomic_files.write(path, b"".join(line + b"\n" for line in whole))
+        atomic_files.atomic_write(path, b"".join(line + b"\n" for line in whole))
         if flaws[-1][0] == len(lines):
             flaws.pop()  # what a kill left of the last line
         if flaws:
@@ -98,13 +98,13 @@ class Answers:
     def put(self, key: str, answer: dict[str, Any]) -> None:
         """Keeps an answer; it is as JSON gives it back from then on."""
         sealed = checksums.seal({"key": key, "answer": answer})
-        self._known[key] = sealed["answer"]
-        if self._own is not None:
-            with atomic_files.writing(self._own.parent, self._own.name):
-                _append(self._own, json.dumps(sealed))
+        self._answers[key] = sealed["answer"]
+        if self._own_file is not None:
+            with atomic_files.explain_write_errors(self._own_file.parent, self._own_file.name):
+                _append_line(self._own_file, json.dumps(sealed))
 
 
-def _append(path: Path, line: str) -> None:
+def _append_line(path: Path, line: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.seek(0, os.SEEK_END)

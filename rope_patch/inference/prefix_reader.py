@@ -15,11 +15,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from rope_patch.patching import current
 
 _CHUNK, _CPU_CHUNK = 2048, 512  # tokens of a prompt that are read at once
-_SMALLEST = 64
-_MARKS = 16  # places of a prompt that layers with a window can be brought back to
+_MIN_CHUNK = 64
+_MAX_SNAPSHOTS = 16  # places of a prompt that layers with a window can be brought back to
 
 
-class Reader:
+class PrefixReader:
     """Reads prompts one after another, and what they begin with in common once.
 
     Prompts are read in chunks on a fixed grid, and only whole chunks are shared. So every chunk is
@@ -39,153 +39,161 @@ class Reader:
         chunk: Tokens read at once; halved where memory runs out.
 
     Attributes:
-        asked: Tokens of all prompts so far.
-        read: Tokens that went through the model for them.
+        prompt_tokens: Tokens of all prompts so far.
+        tokens_read: Tokens that went through the model for them.
     """
 
     def __init__(self, model: Any, share: bool = True, chunk: int | None = None) -> None:
         self.model = model
         self.handle = current(model)
         kinds = {type(layer) for layer in DynamicCache(config=_text_config(model)).layers}
-        self.whole = not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+        self.in_one_pass = not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
         # Keys that turn are followed through the cache's own operations only.
         turns = self._reach_of(1) < math.inf
-        self.windows = DynamicSlidingWindowLayer in kinds and not self.whole and not turns
-        self.share = share and not self.whole
-        self.chunk = chunk or (_CPU_CHUNK if device(model).type == "cpu" else _CHUNK)
-        self.asked = 0
-        self.read = 0
-        self._ids: list[int] = []
+        self.has_windows = DynamicSlidingWindowLayer in kinds and not self.in_one_pass and not turns
+        self.share = share and not self.in_one_pass
+        self.chunk = chunk or (_CPU_CHUNK if input_device(model).type == "cpu" else _CHUNK)
+        self.prompt_tokens = 0
+        self.tokens_read = 0
+        self._prompt: list[int] = []
         self._reach = math.inf
         self._cache: Any = None
-        self._marks: dict[int, list[Any]] = {}  # by tokens read: the layers with a window
+        self._window_snapshots: dict[
+            int, list[Any]
+        ] = {}  # by tokens read: the layers with a window
 
     def __call__(
         self,
         ids: list[int],
-        step: Callable[[int], Any] = lambda tokens: None,
+        on_progress: Callable[[int], Any] = lambda tokens: None,
         length: int | None = None,
     ) -> Any:
         """A cache with the keys and values of all but the last token of a prompt.
 
         Args:
             ids: The prompt's tokens, at least one.
-            step: Told how many tokens of the prompt are done, whenever some are.
+            on_progress: Told how many tokens of the prompt are done, whenever some are.
             length: Tokens of the sequence that the rotation follows; the prompt's unless given.
 
         Returns:
             A cache that the caller may extend until the next call.
         """
-        self.asked += len(ids)
+        self.prompt_tokens += len(ids)
         wanted, length = ids[:-1], length or len(ids)
-        start = self._shared(wanted, self._reach_of(length))
+        start = self._shared_tokens(wanted, self._reach_of(length))
         if start:
             if start < self._cache.get_seq_length():
-                self._go_back(start)
+                self._rewind(start)
         else:
             # Without a config, layers with a window keep all keys too, and masks do the rest.
-            config = _text_config(self.model) if self.whole or self.windows else None
-            self._cache, self._marks = DynamicCache(config=config), {}
-        self._ids = []  # until all is read
-        step(start)
-        size = max(len(wanted), 1) if self.whole else self.chunk
-        every = -(-len(wanted) // self.chunk // _MARKS) * self.chunk
+            config = _text_config(self.model) if self.in_one_pass or self.has_windows else None
+            self._cache, self._window_snapshots = DynamicCache(config=config), {}
+        self._prompt = []  # until all is read
+        on_progress(start)
+        size = max(len(wanted), 1) if self.in_one_pass else self.chunk
+        every = -(-len(wanted) // self.chunk // _MAX_SNAPSHOTS) * self.chunk
         if self.handle is not None:
             self.handle.fix_length(length)
         try:
             while start < len(wanted):
                 stop = min(start + size, len(wanted))
-                self._feed(wanted[start:stop])
-                step(stop - start)
+                self._prefill_chunk(wanted[start:stop])
+                on_progress(stop - start)
                 start = stop
-                if self.windows and start % max(every, self.chunk) == 0:
-                    self._marks[start] = [copy.copy(layer) for layer in self._cache.layers]
+                if self.has_windows and start % max(every, self.chunk) == 0:
+                    self._window_snapshots[start] = [
+                        copy.copy(layer) for layer in self._cache.layers
+                    ]
         finally:
             if self.handle is not None:
                 self.handle.fix_length(None)
-        step(1)
-        self._ids, self._reach = wanted, self._reach_of(length)
+        on_progress(1)
+        self._prompt, self._reach = wanted, self._reach_of(length)
         return self._cache
 
-    def scratch(self, cache: Any, tokens: int) -> Any:
-        """The cache to read so many more tokens with, which `forget` takes out of it again."""
+    def borrow(self, cache: Any, tokens: int) -> Any:
+        """The cache to read so many more tokens with, which `give_back` takes out of it again."""
         # What left a window cannot be brought back by cutting, nor keys that turned meanwhile.
         turns = self._reach < cache.get_seq_length() + tokens
-        return copy.deepcopy(cache) if self.whole or self.windows or turns else cache
+        return copy.deepcopy(cache) if self.in_one_pass or self.has_windows or turns else cache
 
-    def forget(self, cache: Any, scratch: Any, tokens: int) -> None:
+    def give_back(self, cache: Any, scratch: Any, tokens: int) -> None:
         """Brings a cache back to what it was before so many tokens were read with its scratch."""
         if scratch is cache:
-            _cut(cache, tokens)
+            _drop_last_tokens(cache, tokens)
 
-    def smaller(self) -> bool:
+    def halve_chunk(self) -> bool:
         """Frees memory and halves the chunk; False where it is as small as it gets."""
         self.clear()
-        if self.whole or self.chunk <= _SMALLEST:
+        if self.in_one_pass or self.chunk <= _MIN_CHUNK:
             return False
         self.chunk //= 2
         return True
 
     def clear(self) -> None:
         """Forgets what was read, and frees its memory."""
-        self._cache, self._ids, self._marks = None, [], {}
+        self._cache, self._prompt, self._window_snapshots = None, [], {}
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _shared(self, ids: list[int], reach: float) -> int:
+    def _shared_tokens(self, ids: list[int], reach: float) -> int:
         """How many tokens the cache holds of a prompt's, in whole chunks, rotated as it asks."""
-        if not self.share or not self._ids or reach != self._reach:
+        if not self.share or not self._prompt or reach != self._reach:
             return 0
         if self._reach < self._cache.get_seq_length():
             return 0  # turned while the answer was written
-        if ids == self._ids and (not self.windows or self._cache.get_seq_length() == len(ids)):
+        if ids == self._prompt and (
+            not self.has_windows or self._cache.get_seq_length() == len(ids)
+        ):
             return len(ids)
         same = 0
-        for old, new in zip(self._ids, ids, strict=False):
+        for old, new in zip(self._prompt, ids, strict=False):
             if old != new:
                 break
             same += 1
-        if self.windows:
-            return max((mark for mark in self._marks if mark <= same), default=0)
+        if self.has_windows:
+            return max((mark for mark in self._window_snapshots if mark <= same), default=0)
         return same // self.chunk * self.chunk
 
-    def _go_back(self, length: int) -> None:
+    def _rewind(self, length: int) -> None:
         """Leaves so many tokens in the cache."""
-        if not self.windows:
-            _cut(self._cache, self._cache.get_seq_length() - length)
+        if not self.has_windows:
+            _drop_last_tokens(self._cache, self._cache.get_seq_length() - length)
             return
         # Layers put new tensors in the place of old ones, so a copy of a layer keeps its own.
-        self._cache.layers[:] = [copy.copy(layer) for layer in self._marks[length]]
-        self._marks = {mark: kept for mark, kept in self._marks.items() if mark <= length}
+        self._cache.layers[:] = [copy.copy(layer) for layer in self._window_snapshots[length]]
+        self._window_snapshots = {
+            mark: kept for mark, kept in self._window_snapshots.items() if mark <= length
+        }
 
     def _reach_of(self, length: int) -> float:
         """Up to which length in tokens sequences are rotated as one of `length` is."""
         if self.handle is None:
             return math.inf
-        return self.handle.method.reach(length, self.handle.trained_length)
+        return self.handle.method.valid_until(length, self.handle.trained_length)
 
-    def _feed(self, ids: list[int]) -> None:
-        tokens = torch.tensor([ids], device=device(self.model))
+    def _prefill_chunk(self, ids: list[int]) -> None:
+        tokens = torch.tensor([ids], device=input_device(self.model))
         with torch.no_grad():
             self.model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self.read += len(ids)
+        self.tokens_read += len(ids)
 
 
-def device(model: Any) -> torch.device:
+def input_device(model: Any) -> torch.device:
     """Where a model's input goes."""
     found = model.get_input_embeddings().weight.device
     return torch.device("cpu") if found.type == "meta" else found  # offloaded: hooks move it
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or in the machine."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def _cut(cache: Any, tokens: int) -> None:
+def _drop_last_tokens(cache: Any, tokens: int) -> None:
     """Takes the last tokens out of a cache."""
     if tokens > 0:
         cache.crop(-tokens)

@@ -13,10 +13,10 @@ from typing import Any
 
 from rope_patch.utils.errors import parse_json
 
-IGNORED = -100  # the label of a token that is not scored, as in transformers
+IGNORE_INDEX = -100  # the label of a token that is not scored, as in transformers
 
 _DEPTHS = (10, 30, 50, 70, 90)  # percent, of the needle that is asked for first
-_TAIL = 8  # a document's last eighth is scored
+_SCORED_DIVISOR = 8  # a document's last eighth is scored
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Sample:
         return [p for start, stop in self.answers for p in range(start, stop)]
 
 
-def digest(samples: Sequence[Sample]) -> str:
+def samples_digest(samples: Sequence[Sample]) -> str:
     """Tells sets of samples apart."""
     said = [[s.ids, s.answers, s.group, s.prose] for s in samples]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
@@ -90,7 +90,7 @@ def needle_samples(
     """
     from rope_patch.tasks.needles import multiquery
 
-    require_long(tokenizer, texts, length)
+    require_text_length(tokenizer, texts, length)
     rows = multiquery(
         tokenizer=tokenizer,
         length=length,
@@ -100,7 +100,7 @@ def needle_samples(
         planted=planted,
         text=None if texts is None else tuple(texts),
     )["test"]
-    return _asked(tokenizer, rows, seed)
+    return _samples_from_rows(tokenizer, rows, seed)
 
 
 def needles_refusal(tokenizer: Any, length: int) -> str | None:
@@ -137,10 +137,10 @@ def recall_samples(
     rows = multiquery(
         tokenizer=tokenizer, length=length, samples=count, seed=seed, planted=planted
     )["test"]
-    return _asked(tokenizer, rows, seed)
+    return _samples_from_rows(tokenizer, rows, seed)
 
 
-def _asked(tokenizer: Any, rows: Any, seed: int) -> list[Sample]:
+def _samples_from_rows(tokenizer: Any, rows: Any, seed: int) -> list[Sample]:
     """Return samples of rows that ask for several answers in one target."""
     found = []
     for row in rows:
@@ -152,9 +152,9 @@ def _asked(tokenizer: Any, rows: Any, seed: int) -> list[Sample]:
             here = re.compile(rf"\b{re.escape(value)}\b").search(whole, at)
             assert here is not None, f"{value!r} is not in its target"
             # The space before it is a part of its first token, or a token that tells nothing.
-            first = _common(ids, _encode(tokenizer, whole[: here.start()]))
+            first = _common_prefix_length(ids, _encode(tokenizer, whole[: here.start()]))
             at = here.end()
-            answers.append((first, _common(ids, _encode(tokenizer, whole[:at]))))
+            answers.append((first, _common_prefix_length(ids, _encode(tokenizer, whole[:at]))))
         found.append(Sample(tuple(ids), tuple(answers), f"{seed}/{row['text']}"))
     return found
 
@@ -183,9 +183,9 @@ def document_samples(
     names = list(texts or library.names())
     excerpts = []
     for name in names:
-        available = len(_encode(tokenizer, library.read(name))) // length
+        available = len(_encode(tokenizer, library.read_text(name))) // length
         if not available:
-            require_long(tokenizer, [name], length)
+            require_text_length(tokenizer, [name], length)
         excerpts += library.documents([name], tokenizer, length, available)
     if len(excerpts) < count:
         raise ValueError(
@@ -193,7 +193,7 @@ def document_samples(
             f"{len(excerpts)}: give more texts, fewer samples or a shorter length"
         )
     drawn = random.Random(f"{seed}/documents/{length}").sample(excerpts, count)
-    first = length - max(length // _TAIL, 1)
+    first = length - max(length // _SCORED_DIVISOR, 1)
     return [Sample(tuple(d.tokens), ((first, length),), d.name, prose=True) for d in drawn]
 
 
@@ -219,7 +219,7 @@ def read_samples(file: str | Path) -> list[Sample]:
             ids, labels = said["input_ids"], said["labels"]
             if not all(type(token) is int for token in [*ids, *labels]):
                 raise TypeError("tokens are whole numbers")
-            found.append(_labelled(ids, labels, str(said.get("group", number))))
+            found.append(_from_labels(ids, labels, str(said.get("group", number))))
         except (ValueError, KeyError, TypeError) as error:
             said = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
@@ -231,13 +231,13 @@ def read_samples(file: str | Path) -> list[Sample]:
     return found
 
 
-def recalled(input_ids: Any, labels: Any) -> list[Sample]:
+def from_labelled_tensors(input_ids: Any, labels: Any) -> list[Sample]:
     """Samples from tensors of tokens and labels, both `[B, S]`; each row is a group of its own."""
     rows = zip(input_ids.tolist(), labels.tolist(), strict=True)
-    return [_labelled(ids, told, str(number)) for number, (ids, told) in enumerate(rows)]
+    return [_from_labels(ids, told, str(number)) for number, (ids, told) in enumerate(rows)]
 
 
-def swapped(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
+def permuted_answers(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
     """The control of any samples: each answer replaced by one to another sample.
 
     A model that finds the answers thinks these unlikely; one that does not, as likely as the right
@@ -261,12 +261,12 @@ def swapped(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
     return found
 
 
-def _labelled(ids: list[int], labels: list[int], group: str) -> Sample:
+def _from_labels(ids: list[int], labels: list[int], group: str) -> Sample:
     if len(ids) != len(labels):
         raise ValueError(f"got {len(ids)} input_ids and {len(labels)} labels")
     answers: list[tuple[int, int]] = []
     for position, label in enumerate(labels):
-        if label == IGNORED:
+        if label == IGNORE_INDEX:
             continue
         if label != ids[position]:
             raise ValueError(
@@ -280,12 +280,12 @@ def _labelled(ids: list[int], labels: list[int], group: str) -> Sample:
     return Sample(tuple(ids), tuple(answers), group)
 
 
-def require_long(tokenizer: Any, texts: Sequence[str] | None, length: int) -> None:
+def require_text_length(tokenizer: Any, texts: Sequence[str] | None, length: int) -> None:
     """Refuses texts that would have to be repeated to fill a sample."""
     from rope_patch.tasks import texts as library
 
     for name in texts or ():
-        if (tokens := len(_encode(tokenizer, library.read(name)))) < length:
+        if (tokens := len(_encode(tokenizer, library.read_text(name)))) < length:
             raise ValueError(
                 f"the text {name!r} has {tokens:,} tokens, {length:,} are needed: give a longer "
                 "one or a shorter length"
@@ -296,7 +296,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, verbose=False).input_ids
 
 
-def _common(ids: list[int], start: list[int]) -> int:
+def _common_prefix_length(ids: list[int], start: list[int]) -> int:
     """How many tokens two lists begin with in common."""
     same = 0
     for one, other in zip(ids, start, strict=False):

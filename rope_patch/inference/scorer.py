@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
-from rope_patch.inference.prefix_reader import Reader, device, out_of_memory
+from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_out_of_memory
 from rope_patch.inference.samples import Sample
 from rope_patch.patching import current
 
-_CPU_BATCH, _GPU_BATCH = 4096, 32768  # tokens read at once where samples are of one length
-_LOGITS = 2**27  # numbers in the logits that exist at once: 512 MB in float32
-_FEED = 512  # tokens whose logits exist at once behind a long prompt
+_CPU_BATCH_TOKENS, _GPU_BATCH_TOKENS = (
+    4096,
+    32768,
+)  # tokens read at once where samples are of one length
+_MAX_LOGITS = 2**27  # numbers in the logits that exist at once: 512 MB in float32
+_TAIL_CHUNK = 512  # tokens whose logits exist at once behind a long prompt
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,14 @@ class Scorer:
 
     Attributes:
         units: Numbers of the samples that are scored together, in the order of the samples.
-        read: Tokens that went through the model so far.
+        tokens_read: Tokens that went through the model so far.
     """
 
     def __init__(self, model: Any, samples: Sequence[Sample]) -> None:
         self.model = model
         self.samples = samples
-        self.read = 0
-        self.units = self._plan()
+        self.tokens_read = 0
+        self.units = self._make_units()
         self._chunk: int | None = None  # the reader's own, until memory ran out
 
     def cost(self, unit: Sequence[int]) -> int:
@@ -59,19 +62,19 @@ class Scorer:
     def score(self, unit: Sequence[int]) -> dict[int, Score]:
         """Scores a unit's samples, under whatever patch the model has now."""
         lengths = {self.samples[i].answers[-1][1] for i in unit}
-        if len(unit) > 1 and len(lengths) == 1 and self._batch(lengths.pop(), unit) > 1:
-            return self._together(unit)
-        reader = Reader(self.model, chunk=self._chunk)
-        return {i: self._alone(self.samples[i], reader) for i in unit}
+        if len(unit) > 1 and len(lengths) == 1 and self._batch_size(lengths.pop(), unit) > 1:
+            return self._score_batch(unit)
+        reader = PrefixReader(self.model, chunk=self._chunk)
+        return {i: self._score_single(self.samples[i], reader) for i in unit}
 
-    def _plan(self) -> list[list[int]]:
+    def _make_units(self) -> list[list[int]]:
         alike: dict[int, list[int]] = {}
         for i, sample in enumerate(self.samples):
             alike.setdefault(sample.answers[-1][1], []).append(i)
         units: list[list[int]] = []
         single: dict[int, str] = {}
         for length, numbers in alike.items():
-            size = self._batch(length, numbers)
+            size = self._batch_size(length, numbers)
             if size > 1 and len(numbers) > 1:
                 units += [numbers[at : at + size] for at in range(0, len(numbers), size)]
             else:
@@ -81,31 +84,31 @@ class Scorer:
             by_group.setdefault(group, []).append(i)
         return sorted([*units, *by_group.values()])
 
-    def _batch(self, length: int, numbers: Sequence[int]) -> int:
+    def _batch_size(self, length: int, numbers: Sequence[int]) -> int:
         """How many samples of a length are read at once."""
-        tokens = _CPU_BATCH if device(self.model).type == "cpu" else _GPU_BATCH
+        tokens = _CPU_BATCH_TOKENS if input_device(self.model).type == "cpu" else _GPU_BATCH_TOKENS
         positions = max(len(self.samples[i].positions) for i in numbers)
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        return min(tokens // length, _LOGITS // (positions * vocabulary))
+        return min(tokens // length, _MAX_LOGITS // (positions * vocabulary))
 
     @torch.no_grad()
-    def _together(self, unit: Sequence[int]) -> dict[int, Score]:
+    def _score_batch(self, unit: Sequence[int]) -> dict[int, Score]:
         """In one pass, or in halves where memory runs out."""
         stop = self.samples[unit[0]].answers[-1][1] - 1  # the last token has nothing to predict
         rows = [self.samples[i].ids[:stop] for i in unit]
         asked = sorted({p - 1 for i in unit for p in self.samples[i].positions})
-        ids = torch.tensor(rows, device=device(self.model))
+        ids = torch.tensor(rows, device=input_device(self.model))
         try:
             kept = torch.tensor(asked, device=ids.device)
             logits = self.model(ids, use_cache=False, logits_to_keep=kept).logits
         except Exception as error:
-            if len(unit) == 1 or not out_of_memory(error):
+            if len(unit) == 1 or not is_out_of_memory(error):
                 raise
             logits = None
         if logits is None:  # only now is the error gone, which held on to what was computed
             half = len(unit) // 2
-            return self._together(unit[:half]) | self._together(unit[half:])
-        self.read += ids.numel()
+            return self._score_batch(unit[:half]) | self._score_batch(unit[half:])
+        self.tokens_read += ids.numel()
         if logits.shape[1] == stop:  # an architecture that makes them all
             logits = logits[:, asked]
         where = {position: at for at, position in enumerate(asked)}
@@ -113,52 +116,52 @@ class Scorer:
         for i, row in zip(unit, logits, strict=True):
             positions = self.samples[i].positions
             own = row[torch.tensor([where[p - 1] for p in positions], device=row.device)]
-            found[i] = _summed(self.samples[i], *_likely(self.samples[i], positions, own))
+            found[i] = _aggregate(self.samples[i], *_token_nll(self.samples[i], positions, own))
         return found
 
     @torch.no_grad()
-    def _alone(self, sample: Sample, reader: Reader) -> Score:
+    def _score_single(self, sample: Sample, reader: PrefixReader) -> Score:
         """The prompt in chunks, and what is scored behind it."""
         first, stop = sample.answers[0][0], sample.answers[-1][1] - 1
         while True:
-            before = reader.read
+            before = reader.tokens_read
             try:
                 cache = reader(list(sample.ids[:first]), length=stop)
-                found = self._behind(sample, cache, first, stop)
+                found = self._score_after_cache(sample, cache, first, stop)
                 break
             except Exception as error:
-                if not (out_of_memory(error) and reader.smaller()):
+                if not (is_out_of_memory(error) and reader.halve_chunk()):
                     raise
                 self._chunk = reader.chunk
             finally:
-                self.read += reader.read - before
-        return _summed(sample, *found)
+                self.tokens_read += reader.tokens_read - before
+        return _aggregate(sample, *found)
 
-    def _behind(
+    def _score_after_cache(
         self, sample: Sample, cache: Any, first: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `_likely` says of all scored tokens."""
-        at, handle = device(self.model), current(self.model)
+        """What `_token_nll` says of all scored tokens."""
+        at, handle = input_device(self.model), current(self.model)
         nll, right = [], []
         if handle is not None:
             handle.fix_length(stop)
         try:
-            for start in range(first - 1, stop, _FEED):
-                end = min(start + _FEED, stop)
+            for start in range(first - 1, stop, _TAIL_CHUNK):
+                end = min(start + _TAIL_CHUNK, stop)
                 fed = torch.tensor([sample.ids[start:end]], device=at)
                 logits = self.model(fed, past_key_values=cache, use_cache=True).logits[0]
                 here = [p for p in sample.positions if start < p <= end]
-                told = _likely(sample, here, logits[[p - 1 - start for p in here]])
+                told = _token_nll(sample, here, logits[[p - 1 - start for p in here]])
                 nll.append(told[0])
                 right.append(told[1])
-                self.read += end - start
+                self.tokens_read += end - start
         finally:
             if handle is not None:
                 handle.fix_length(None)
         return torch.cat(nll), torch.cat(right)
 
 
-def _likely(
+def _token_nll(
     sample: Sample, positions: list[int], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Nats for the tokens at some positions, and whether each is the likeliest one.
@@ -174,8 +177,8 @@ def _likely(
     return nll.double().cpu(), (logits.argmax(-1) == wanted).cpu()
 
 
-def _summed(sample: Sample, nll: torch.Tensor, right: torch.Tensor) -> Score:
-    """From what `_likely` says of all scored tokens."""
+def _aggregate(sample: Sample, nll: torch.Tensor, right: torch.Tensor) -> Score:
+    """From what `_token_nll` says of all scored tokens."""
     hits, at = [], 0
     for start, stop in sample.answers:
         hits.append(bool(right[at : at + stop - start].all()))

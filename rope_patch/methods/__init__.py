@@ -10,9 +10,9 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method
-from rope_patch.methods.registry import build, registered
+from rope_patch.methods.registry import build, registered_methods
 
-__all__ = ["Frequencies", "Method", "build", "frequencies", "list_methods", "registered"]
+__all__ = ["Frequencies", "Method", "build", "frequencies", "list_methods", "registered_methods"]
 
 for _file in (
     "default",
@@ -34,7 +34,7 @@ for _file in (
 
 def list_methods() -> dict[str, str]:
     """Return the names and one-line descriptions of all methods, in a stable order."""
-    return {name: (cls.__doc__ or "").splitlines()[0] for name, cls in registered().items()}
+    return {name: (cls.__doc__ or "").splitlines()[0] for name, cls in registered_methods().items()}
 
 
 def frequencies(

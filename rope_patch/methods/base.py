@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # The stretch that stands for a pair that no longer rotates: JSON has no infinity, and this one is
 # finite in float32. It turns a pair by 1e-9 radians in a billion tokens.
-STILL = 1e18
+NO_ROTATION = 1e18
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Frequencies:
             self.inv_freq.shape == other.inv_freq.shape
             and abs(self.attention_factor - other.attention_factor) < 1e-6
             and torch.allclose(
-                self.inv_freq.double(), other.inv_freq.double(), rtol=2e-6, atol=2 / STILL
+                self.inv_freq.double(), other.inv_freq.double(), rtol=2e-6, atol=2 / NO_ROTATION
             )
         )
 
@@ -70,8 +70,8 @@ class Method(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     training: ClassVar[str]
-    grows: ClassVar[bool] = False  # the factor follows the sequence: users need not give one
-    factor_in_formula: ClassVar[bool] = False  # what they give is no target, but an option
+    is_dynamic: ClassVar[bool] = False  # the factor follows the sequence: users need not give one
+    factor_is_option: ClassVar[bool] = False  # what they give is no target, but an option
 
     factor: float = option("target length / trained length", default=1.0)
 
@@ -84,12 +84,12 @@ class Method(ABC):
             )
 
     @property
-    def native(self) -> bool:
+    def has_config_form(self) -> bool:
         """Whether a config of transformers can say it."""
         return True
 
     @property
-    def kept_tokens(self) -> int:
+    def start_token_count(self) -> int:
         """Positions below this keep the unextended rotation, whatever `frequencies` says."""
         return 0
 
@@ -106,7 +106,7 @@ class Method(ABC):
             Frequencies in float64.
         """
 
-    def reach(self, length: float, trained_length: int) -> float:
+    def valid_until(self, length: float, trained_length: int) -> float:
         """How far the rotation that a sequence gets will serve it while it grows.
 
         Args:
@@ -119,14 +119,14 @@ class Method(ABC):
         """
         return math.inf
 
-    def at(self, geometry: Geometry, length: float) -> Frequencies:
+    def frequencies_at(self, geometry: Geometry, length: float) -> Frequencies:
         """The rotation that a sequence of `length` tokens gets, which serves it up to its reach."""
-        reach = self.reach(length, geometry.trained_length)
+        reach = self.valid_until(length, geometry.trained_length)
         return self.frequencies(geometry, None if math.isinf(reach) else reach)
 
-    def follows_length(self, trained_length: int) -> bool:
+    def is_length_dependent(self, trained_length: int) -> bool:
         """Whether short sequences are rotated otherwise than long ones."""
-        return math.isfinite(self.reach(1, trained_length))
+        return math.isfinite(self.valid_until(1, trained_length))
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """Spells the method as a transformers `rope_parameters` dict that rotates the same.
@@ -134,25 +134,27 @@ class Method(ABC):
         Methods without a spelling of their own are written as `longrope` with explicit factors.
         """
         frequencies = self.frequencies(geometry)
-        stretch = (geometry.unscaled() / frequencies.inv_freq).clamp(max=STILL).tolist()
+        stretch = (
+            (geometry.unscaled_inv_freq() / frequencies.inv_freq).clamp(max=NO_ROTATION).tolist()
+        )
         return {
             "rope_type": "longrope",
             "factor": float(self.factor),
             "long_factor": stretch,
             "short_factor": stretch,
             "attention_factor": float(frequencies.attention_factor),
-            **origin(geometry),
+            **original_rope_parameters(geometry),
         }
 
     def options(self) -> dict[str, Any]:
         """The options as plain data, `factor` included."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: _to_plain_data(getattr(self, f.name)) for f in fields(self)}
 
     def __str__(self) -> str:
         return f"{self.name} ×{self.factor:g}"
 
 
-def origin(geometry: Geometry) -> dict[str, Any]:
+def original_rope_parameters(geometry: Geometry) -> dict[str, Any]:
     """The entries of `rope_parameters` that tell where an extension starts from."""
     return {
         "rope_theta": geometry.theta,
@@ -179,5 +181,5 @@ def require_tokens(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a whole number of tokens, at least 1, got {value!r}")
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_data(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value

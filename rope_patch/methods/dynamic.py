@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from rope_patch.geometry import Geometry
 from rope_patch.methods.abf import ABF
 from rope_patch.methods.base import Frequencies, option
-from rope_patch.methods.growth import Growing
+from rope_patch.methods.growth import LengthGrowth
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.llama3 import Llama3
 from rope_patch.methods.ntk import NTK
@@ -24,14 +24,14 @@ from rope_patch.methods.yarn import YaRN
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dynamic(Growing):
+class Dynamic(LengthGrowth):
     """Follows the sequence's length with the factor of the method behind it among the bases."""
 
     @property
-    def native(self) -> bool:
+    def has_config_form(self) -> bool:
         return False
 
-    def stretch(self, ratio: float) -> float:
+    def factor_at(self, ratio: float) -> float:
         """The inner method's factor for a sequence of `ratio` times the trained length, above 1."""
         return ratio
 
@@ -40,7 +40,7 @@ class Dynamic(Growing):
         if ratio <= 1:
             return Frequencies(geometry.inv_freq())
         # The method behind this class in the bases, at the factor of this length.
-        return super(Dynamic, replace(self, factor=self.stretch(ratio))).frequencies(  # type: ignore[safe-super]
+        return super(Dynamic, replace(self, factor=self.factor_at(ratio))).frequencies(  # type: ignore[safe-super]
             geometry
         )
 
@@ -57,7 +57,7 @@ class Dynamic(Growing):
 class DynamicNTK(Dynamic, NTK):
     """NTK-aware, the factor following the sequence; transformers' `dynamic`, with its factor."""
 
-    factor_in_formula: ClassVar[bool] = True
+    factor_is_option: ClassVar[bool] = True
 
     factor: float = option(
         "transformers' factor: the stretch is factor * n / trained_length - (factor - 1)",
@@ -65,10 +65,10 @@ class DynamicNTK(Dynamic, NTK):
     )
 
     @property
-    def native(self) -> bool:
+    def has_config_form(self) -> bool:
         return True
 
-    def stretch(self, ratio: float) -> float:
+    def factor_at(self, ratio: float) -> float:
         return self.factor * ratio - (self.factor - 1)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:

@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from rope_patch.methods.base import Method, option
 
-_GROWTH = ("stepped", "exact")
-_STEPS = 4  # a doubling takes so many steps: the factor is on the grid 2^(k / 4)
+_GROWTH_CHOICES = ("stepped", "exact")
+_STEPS_PER_DOUBLING = 4  # a doubling takes so many steps: the factor is on the grid 2^(k / 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growing(Method):
+class LengthGrowth(Method):
     """Has a rotation for every length beyond the trained one, and changes it in steps."""
 
-    grows: ClassVar[bool] = True
+    is_dynamic: ClassVar[bool] = True
 
     growth: str = option(
         "stepped: the factor rises on the grid 2^(k/4), so cached keys are seldom rotated again; "
@@ -26,22 +26,24 @@ class Growing(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.growth not in _GROWTH:
-            raise ValueError(f"growth must be one of {', '.join(_GROWTH)}, got {self.growth!r}")
+        if self.growth not in _GROWTH_CHOICES:
+            raise ValueError(
+                f"growth must be one of {', '.join(_GROWTH_CHOICES)}, got {self.growth!r}"
+            )
 
-    def reach(self, length: float, trained_length: int) -> float:
+    def valid_until(self, length: float, trained_length: int) -> float:
         if length <= trained_length:
             return float(trained_length)
         if self.growth == "exact":
             return float(length)
-        step = math.ceil(_STEPS * math.log2(length / trained_length))
+        step = math.ceil(_STEPS_PER_DOUBLING * math.log2(length / trained_length))
         # The logarithm's rounding may land one step off at the steps themselves.
-        while _rung(step - 1, trained_length) >= length:
+        while _step_length(step - 1, trained_length) >= length:
             step -= 1
-        while _rung(step, trained_length) < length:
+        while _step_length(step, trained_length) < length:
             step += 1
-        return _rung(step, trained_length)
+        return _step_length(step, trained_length)
 
 
-def _rung(step: int, trained_length: int) -> float:
-    return trained_length * 2 ** (step / _STEPS)
+def _step_length(step: int, trained_length: int) -> float:
+    return trained_length * 2 ** (step / _STEPS_PER_DOUBLING)

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods.base import Frequencies, Method, option, origin, require_number
+from rope_patch.methods.base import (
+    Frequencies,
+    Method,
+    option,
+    original_rope_parameters,
+    require_number,
+)
 from rope_patch.methods.registry import register
 
 
@@ -48,5 +54,5 @@ class Llama3(Method):
             "factor": float(self.factor),
             "low_freq_factor": float(self.low_freq_factor),
             "high_freq_factor": float(self.high_freq_factor),
-            **origin(geometry),
+            **original_rope_parameters(geometry),
         }

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods.base import Frequencies, Method, option, origin, require_number
+from rope_patch.methods.base import (
+    Frequencies,
+    Method,
+    option,
+    original_rope_parameters,
+    require_number,
+)
 from rope_patch.methods.registry import register
 
 
@@ -48,7 +54,7 @@ class LongRoPE(Method):
         super().__post_init__()
         for name in ("long_factor", "short_factor"):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _stretches(name, value))
+                object.__setattr__(self, name, _as_factors(name, value))
         if self.attention_factor is not None:
             require_number("attention_factor", self.attention_factor)
             if self.attention_factor <= 0:
@@ -62,42 +68,42 @@ class LongRoPE(Method):
         object.__setattr__(self, "start_tokens", int(self.start_tokens))
 
     @property
-    def native(self) -> bool:
+    def has_config_form(self) -> bool:
         return not self.start_tokens
 
     @property
-    def kept_tokens(self) -> int:
+    def start_token_count(self) -> int:
         return self.start_tokens
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         import torch
 
         is_long = seq_len is None or seq_len > geometry.trained_length
-        stretch = self._fitting("long_factor" if is_long else "short_factor", geometry)
+        stretch = self._checked_factors("long_factor" if is_long else "short_factor", geometry)
         return Frequencies(
             geometry.inv_freq() / torch.tensor(stretch, dtype=torch.float64, device="cpu"),
             self._cos_sin_factor(geometry),
         )
 
-    def reach(self, length: float, trained_length: int) -> float:
+    def valid_until(self, length: float, trained_length: int) -> float:
         short = self.short_factor or (1.0,) * len(self.long_factor)
         is_long = length > trained_length or short == self.long_factor
         return math.inf if is_long else float(trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """`longrope`; with start tokens, which no config can say, the rotation before."""
-        if not self.native:
+        if not self.has_config_form:
             return {"rope_type": "default", "rope_theta": geometry.theta}
         return {
             "rope_type": "longrope",
             "factor": float(self.factor),
-            "long_factor": list(self._fitting("long_factor", geometry)),
-            "short_factor": list(self._fitting("short_factor", geometry)),
+            "long_factor": list(self._checked_factors("long_factor", geometry)),
+            "short_factor": list(self._checked_factors("short_factor", geometry)),
             "attention_factor": self._cos_sin_factor(geometry),
-            **origin(geometry),
+            **original_rope_parameters(geometry),
         }
 
-    def _fitting(self, name: str, geometry: Geometry) -> Sequence[float]:
+    def _checked_factors(self, name: str, geometry: Geometry) -> Sequence[float]:
         pairs = geometry.rotary_dim // 2
         stretch = getattr(self, name)
         if stretch is None:
@@ -115,7 +121,7 @@ class LongRoPE(Method):
         return math.sqrt(1 + math.log(self.factor) / math.log(geometry.trained_length))
 
 
-def _stretches(name: str, value: Any) -> tuple[float, ...]:
+def _as_factors(name: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a list of numbers, got {value!r}")
     for number in value:

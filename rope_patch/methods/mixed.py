@@ -13,7 +13,7 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.abf import ABF
-from rope_patch.methods.base import Frequencies, Method, origin
+from rope_patch.methods.base import Frequencies, Method, original_rope_parameters
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.longrope import LongRoPE
 from rope_patch.methods.ntk import NTK
@@ -33,10 +33,10 @@ class Mixed(Method):
     """
 
     @property
-    def native(self) -> bool:
-        return super().native and not self.sharpens()
+    def has_config_form(self) -> bool:
+        return super().has_config_form and not self.scales_attention()
 
-    def sharpens(self) -> bool:
+    def scales_attention(self) -> bool:
         """Whether the inner method's attention factor is another than 1."""
         return False
 
@@ -45,12 +45,12 @@ class Mixed(Method):
             return Frequencies(geometry.inv_freq())
         return super().frequencies(geometry)  # type: ignore[safe-super]
 
-    def reach(self, length: float, trained_length: int) -> float:
+    def valid_until(self, length: float, trained_length: int) -> float:
         return math.inf if length > trained_length else float(trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """`longrope` where that can say it; else the unscaled rotation, true of short sequences."""
-        if not self.native:
+        if not self.has_config_form:
             return {"rope_type": "default", "rope_theta": geometry.theta}
         stretch = geometry.inv_freq() / self.frequencies(geometry).inv_freq
         return {
@@ -59,7 +59,7 @@ class Mixed(Method):
             "long_factor": stretch.tolist(),
             "short_factor": [1.0] * len(stretch),
             "attention_factor": 1.0,
-            **origin(geometry),
+            **original_rope_parameters(geometry),
         }
 
 
@@ -88,7 +88,7 @@ class MixedNTKByParts(Mixed, NTKByParts):
 class MixedYaRN(Mixed, YaRN):
     """YaRN beyond the trained length, the original rotation and attention up to it."""
 
-    def sharpens(self) -> bool:
+    def scales_attention(self) -> bool:
         return self.cos_sin_factor() != 1
 
 
@@ -113,5 +113,5 @@ class MixedLongRoPE(Mixed, LongRoPE):
                 "rotation up to the trained length; use longrope for another one"
             )
 
-    def sharpens(self) -> bool:
+    def scales_attention(self) -> bool:
         return self.attention_factor != 1 and (self.attention_factor is not None or self.factor > 1)

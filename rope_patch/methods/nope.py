@@ -13,13 +13,13 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, option, require_number
-from rope_patch.methods.growth import Growing
+from rope_patch.methods.growth import LengthGrowth
 from rope_patch.methods.registry import register
 
 
 @register("nope", paper="DroPE, arXiv:2512.12167", training="needed")
 @dataclass(frozen=True, kw_only=True)
-class NoPE(Growing):
+class NoPE(LengthGrowth):
     """DroPE: no rotation at all; train at the original length, then read as far as it carries."""
 
     temperature: float = option(
@@ -38,7 +38,7 @@ class NoPE(Growing):
             )
 
     @property
-    def native(self) -> bool:
+    def has_config_form(self) -> bool:
         return self.temperature == 0
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
@@ -52,8 +52,8 @@ class NoPE(Growing):
         sharper = 1 + self.temperature * math.log(max(1.0, ratio))
         return Frequencies(geometry.inv_freq() * 0, math.sqrt(sharper))
 
-    def reach(self, length: float, trained_length: int) -> float:
-        return super().reach(length, trained_length) if self.temperature else math.inf
+    def valid_until(self, length: float, trained_length: int) -> float:
+        return super().valid_until(length, trained_length) if self.temperature else math.inf
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """No pair rotates: all that a config can say, as none knows the temperature."""

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods.base import Frequencies, Method, option, origin, require_number
+from rope_patch.methods.base import (
+    Frequencies,
+    Method,
+    option,
+    original_rope_parameters,
+    require_number,
+)
 from rope_patch.methods.registry import register
 
 if TYPE_CHECKING:
@@ -45,10 +51,10 @@ class NTKByParts(Method):
                 f"beta_slow={self.beta_slow}, beta_fast={self.beta_fast}"
             )
 
-    def ends(self, geometry: Geometry) -> tuple[float, float]:
+    def ramp_bounds(self, geometry: Geometry) -> tuple[float, float]:
         """The pairs, not necessarily whole ones, at which the ramp starts and ends."""
-        low = geometry.pair_with_turns(self.beta_fast)
-        high = geometry.pair_with_turns(self.beta_slow)
+        low = geometry.pair_with_rotations(self.beta_fast)
+        high = geometry.pair_with_rotations(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         # The upper clamp is R - 1, not R / 2 - 1, in every implementation: kept, to rotate alike.
@@ -60,7 +66,7 @@ class NTKByParts(Method):
         """How far each pair is interpolated: 0 keeps it, 1 divides by the factor, `[R / 2]`."""
         import torch
 
-        low, high = self.ends(geometry)
+        low, high = self.ramp_bounds(geometry)
         pair = torch.arange(geometry.rotary_dim // 2, dtype=torch.float64, device="cpu")
         return ((pair - low) / (high - low)).clamp(0, 1)
 
@@ -79,17 +85,21 @@ class NTKByParts(Method):
         # explicit form is the only one that rotates alike.
         if not self.truncate and geometry.layer_type is not None:
             return super().rope_parameters(geometry)
-        spelled = {"rope_type": "yarn", "factor": float(self.factor), **origin(geometry)}
+        spelled = {
+            "rope_type": "yarn",
+            "factor": float(self.factor),
+            **original_rope_parameters(geometry),
+        }
         # Only what differs from the defaults of every engine: some of them know no more keys.
         if (self.beta_fast, self.beta_slow) != (32, 1):
             spelled |= {"beta_fast": float(self.beta_fast), "beta_slow": float(self.beta_slow)}
         if not self.truncate:
             spelled["truncate"] = False
-        if (attention_factor := self.cos_sin_factor()) != attention_law(self.factor):
+        if (attention_factor := self.cos_sin_factor()) != yarn_mscale(self.factor):
             spelled["attention_factor"] = attention_factor
         return spelled
 
 
-def attention_law(factor: float, mscale: float = 1.0) -> float:
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """YaRN's multiplier of cos and sin, 0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0

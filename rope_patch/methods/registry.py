@@ -32,12 +32,12 @@ def register(name: str, *, paper: str, training: str) -> Callable[[_M], _M]:
     return decorate
 
 
-def registered() -> dict[str, type[Method]]:
+def registered_methods() -> dict[str, type[Method]]:
     """All methods by name, in order of registration."""
     return dict(_REGISTRY)
 
 
-def get(name: str) -> type[Method]:
+def get_method(name: str) -> type[Method]:
     """The method of that name.
 
     Raises:
@@ -61,7 +61,7 @@ def build(name: str, **options: Any) -> Method:
         ValueError: Unknown name or option (with the closest match), or one that is missing.
         TypeError: A value of the wrong type.
     """
-    cls = get(name)
+    cls = get_method(name)
     known = {f.name: f for f in fields(cls)}
     for key in options:
         if key not in known:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rope_patch.methods.base import option, require_number
-from rope_patch.methods.ntk_by_parts import NTKByParts, attention_law
+from rope_patch.methods.ntk_by_parts import NTKByParts, yarn_mscale
 from rope_patch.methods.registry import register
 
 
@@ -37,7 +37,7 @@ class YaRN(NTKByParts):
         if self.attention_factor is not None:
             return float(self.attention_factor)
         if self.mscale and self.mscale_all_dim:  # as in transformers: both, and neither of them 0
-            return attention_law(self.factor, self.mscale) / attention_law(
+            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(
                 self.factor, self.mscale_all_dim
             )
-        return attention_law(self.factor)
+        return yarn_mscale(self.factor)

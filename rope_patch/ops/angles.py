@@ -15,14 +15,14 @@ import math
 
 import torch
 
-_CIRCLE = 2.0**64
+_UNITS_PER_TURN = 2.0**64
 
 # 2^64 / 2 pi, the first 29 bits and the rest.
-_FIRST = 341782637.0 * 2**33
-_SECOND = 6770722122.4962435
+_UNITS_PER_RADIAN_HIGH = 341782637.0 * 2**33
+_UNITS_PER_RADIAN_LOW = 6770722122.4962435
 
 
-def make_turns(
+def pack_frequencies(
     inv_freq: torch.Tensor, attention_factor: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
     """What kernels rotate by: frequencies as integers, and the attention factor.
@@ -38,9 +38,9 @@ def make_turns(
     at_home = inv_freq.cpu() if inv_freq.device.type == "mps" else inv_freq  # it has no float64
     x = at_home.float().double()
     # 2^64 / 2 pi in two parts: 24 bits of frequency times 29 of the first are exact in 53.
-    high = x * _FIRST
+    high = x * _UNITS_PER_RADIAN_HIGH
     whole = high.floor()
-    rest = (high - whole + x * _SECOND).round().to(torch.int64)
+    rest = (high - whole + x * _UNITS_PER_RADIAN_LOW).round().to(torch.int64)
     upper = (whole / 2**32).floor()
     lower = whole - upper * 2**32
     integers = (upper.to(torch.int64) << 32) + lower.to(torch.int64) + rest
@@ -50,14 +50,14 @@ def make_turns(
 
 
 def cos_sin(
-    positions: torch.Tensor, turns: torch.Tensor, sections: torch.Tensor | None = None
+    positions: torch.Tensor, packed_freqs: torch.Tensor, sections: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of each token and pair, times the attention factor.
 
     Args:
         positions: Tokens, `[S]` or `[B, S]`; `[A, B, S]` where a token has a position on each of A
             axes (M-RoPE, arXiv:2409.12191).
-        turns: See `make_turns`, `[R / 2 + 1]` or `[B, R / 2 + 1]`.
+        packed_freqs: See `pack_frequencies`, `[R / 2 + 1]` or `[B, R / 2 + 1]`.
         sections: Which axis each pair turns by, `[R / 2]`; only with `[A, B, S]`.
 
     Returns:
@@ -67,19 +67,19 @@ def cos_sin(
         at = positions.to(torch.int64)[sections.long()].permute(1, 2, 0)
     else:
         at = positions.to(torch.int64)[..., None]
-    rows = turns.reshape(-1, 1, turns.shape[-1])
+    rows = packed_freqs.reshape(-1, 1, packed_freqs.shape[-1])
     phase = at * rows[..., :-1]
     if phase.ndim == 2:
         phase = phase[None]
     # Only the part within half a turn of zero is left, so float32 holds the angle well.
     wide = torch.float32 if phase.device.type == "mps" else torch.float64
-    angle = phase.to(wide) * (2 * math.pi / _CIRCLE)
+    angle = phase.to(wide) * (2 * math.pi / _UNITS_PER_TURN)
     factor = rows[..., -1:].to(torch.int32).view(torch.float32)
     return angle.cos().float() * factor, angle.sin().float() * factor
 
 
-def turns_between(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """What takes keys that were rotated by `old` on to `new`, exactly; see `make_turns`."""
+def rerotation_frequencies(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """What takes keys that were rotated by `old` on to `new`, exactly; see `pack_frequencies`."""
     factors = [t[..., -1].to(torch.int32).view(torch.float32) for t in (old, new)]
     bits = (factors[1] / factors[0]).view(torch.int32).to(torch.int64)
     return torch.cat([new[..., :-1] - old[..., :-1], bits[..., None]], dim=-1)

@@ -16,46 +16,46 @@ from typing import Any
 import torch
 
 from rope_patch.ops import reference
-from rope_patch.ops.angles import cos_sin, turns_between
-from rope_patch.ops.cpu import rope_by_tables
+from rope_patch.ops.angles import cos_sin, rerotation_frequencies
+from rope_patch.ops.cpu import rope_from_cos_sin
 from rope_patch.ops.modes import needs_plain_torch
-from rope_patch.ops.validation import require_fit
+from rope_patch.ops.validation import validate_shapes
 
 logger = logging.getLogger("rope_patch")
 
 KERNELS = ("auto", "reference", "triton", "hf")
 
 _DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-_OLDEST, _NEWEST = (3, 6), (3, 9)
+_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_MIN_TRITON, _MAX_TRITON = (3, 6), (3, 9)
 
 # Weights of a rotated pair further apart than this make a normed x that is derived from rounded
 # outputs too wrong: the error grows with the ratio, and at 64 it is that of a rounding or two.
-_SPREAD = 64.0
+_MAX_PAIR_RATIO = 64.0
 
 # Weights below this make outputs that float16 has no bits for.
-_SMALLEST = 2.0**-14
+_MIN_WEIGHT = 2.0**-14
 
 
 # Modules of `ops/kernels`, once Triton has turned out to run.
-_kernels: dict[str, Any] = {}
+_kernel_modules: dict[str, Any] = {}
 
 
-def triton_problem() -> str | None:
+def triton_unavailable_reason() -> str | None:
     """Why Triton's kernels cannot run here, or None; logged once, where there is a GPU."""
-    return _triton_problem()
+    return _triton_unavailable_reason()
 
 
 @functools.cache
-def _triton_problem() -> str | None:
+def _triton_unavailable_reason() -> str | None:
     try:
         version = importlib.import_module("triton").__version__
         known = tuple(int(part) for part in version.split(".")[:2])
-        if not _OLDEST <= known <= _NEWEST:
+        if not _MIN_TRITON <= known <= _MAX_TRITON:
             problem = f"Triton is {version}, and 3.6 to 3.9 are supported"
         else:
             for name in ("autograd", "custom_ops", "rope", "qk_norm_rope"):
-                _kernels[name] = importlib.import_module(f"rope_patch.ops.kernels.{name}")
+                _kernel_modules[name] = importlib.import_module(f"rope_patch.ops.kernels.{name}")
             return None
     except Exception as error:  # a broken installation can raise anything
         problem = f"Triton cannot be imported ({error})"
@@ -64,17 +64,17 @@ def _triton_problem() -> str | None:
     return problem
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Whether Triton runs kernels on the CPU, slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 # torch.compiler.assume_constant_result, without importing the compiler for it.
-for _constant in (triton_problem, interpreted):
+for _constant in (triton_unavailable_reason, is_interpreted):
     setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def on_triton(x: torch.Tensor, kernels: str = "auto") -> bool:
+def use_triton(x: torch.Tensor, kernels: str = "auto") -> bool:
     """Whether a tensor is one for Triton's kernels.
 
     Args:
@@ -85,16 +85,21 @@ def on_triton(x: torch.Tensor, kernels: str = "auto") -> bool:
         ValueError: It is demanded and cannot be.
     """
     if kernels == "auto":
-        fits = x.is_cuda and type(x) in _PLAIN and x.dtype in _DTYPES and triton_problem() is None
+        fits = (
+            x.is_cuda
+            and type(x) in _PLAIN_TYPES
+            and x.dtype in _DTYPES
+            and triton_unavailable_reason() is None
+        )
         return fits and (torch.compiler.is_compiling() or not needs_plain_torch())
     if kernels != "triton":
         return False
-    if problem := triton_problem():
+    if problem := triton_unavailable_reason():
         raise ValueError(
             f'kernels="triton" was asked for, but {problem[0].lower()}{problem[1:]}: install it '
             "(pip install 'rope-patch[kernels]'), or leave kernels at \"auto\""
         )
-    if not x.is_cuda and not interpreted():
+    if not x.is_cuda and not is_interpreted():
         raise ValueError(
             f'kernels="triton" needs tensors on a GPU, got {x.device.type}: move them, leave '
             'kernels at "auto", or set TRITON_INTERPRET=1 before starting Python to test'
@@ -111,7 +116,7 @@ def rope(
     q: torch.Tensor,
     k: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
-    turns: torch.Tensor | None = None,
+    packed_freqs: torch.Tensor | None = None,
     *,
     sections: torch.Tensor | None = None,
     interleaved: bool = False,
@@ -128,8 +133,8 @@ def rope(
         q: Queries, `[B, S, H, D]`; any strides.
         k: Keys, `[B, S, K, D]`, or None.
         positions: Tokens, integers `[S]` or `[B, S]`; `[A, B, S]` with `sections`.
-        turns: Frequencies, see `make_turns`, `[R / 2 + 1]` or `[B, R / 2 + 1]`; R <= D dimensions
-            rotate, the others stay.
+        packed_freqs: Frequencies, see `make_turns`, `[R / 2 + 1]` or `[B, R / 2 + 1]`; R <= D
+            dimensions rotate, the others stay.
         sections: Where tokens have a position on each of A axes, which one each pair turns by,
             integers `[R / 2]` (M-RoPE, arXiv:2409.12191).
         interleaved: Whether a pair is two neighbours (GPT-J, Cohere) rather than the same place in
@@ -146,30 +151,30 @@ def rope(
     Raises:
         ValueError: Tensors that do not fit together, or kernels that cannot run.
     """
-    if positions is None or turns is None:
+    if positions is None or packed_freqs is None:
         raise ValueError("positions and turns are needed: see rope_patch.ops.make_turns")
-    if not on_triton(q, kernels):
-        _require(kernels)
-        require_fit(q, k, positions, turns, sections, heads_dim)
+    if not use_triton(q, kernels):
+        _require_torch_backend(kernels)
+        validate_shapes(q, k, positions, packed_freqs, sections, heads_dim)
         given: Any = {"interleaved": interleaved, "heads_dim": heads_dim}
         if kernels == "auto":  # quicker on a CPU, and itself the reference elsewhere
-            cos, sin = cos_sin(positions, turns, sections)
-            turned = rope_by_tables(q, k, cos, sin, repeated=False, **given)
+            cos, sin = cos_sin(positions, packed_freqs, sections)
+            turned = rope_from_cos_sin(q, k, cos, sin, repeated=False, **given)
         else:
-            turned = reference.rope(q, k, positions, turns, sections=sections, **given)
-        return _write_over(q, k, *turned) if inplace else turned
-    rest = (positions, turns, sections, interleaved, heads_dim, False)
+            turned = reference.rope(q, k, positions, packed_freqs, sections=sections, **given)
+        return _copy_inplace(q, k, *turned) if inplace else turned
+    rest = (positions, packed_freqs, sections, interleaved, heads_dim, False)
     if torch.compiler.is_compiling():
         made = [*torch.ops.rope_patch.rope(q, k, *rest), None]
-        return _write_over(q, k, made[0], made[1]) if inplace else (made[0], made[1])
+        return _copy_inplace(q, k, made[0], made[1]) if inplace else (made[0], made[1])
     if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
-        return _kernels["autograd"].Rope.apply(q, k, *rest, inplace)
+        return _kernel_modules["autograd"].Rope.apply(q, k, *rest, inplace)
     if inplace:
         torch.autograd.graph.increment_version([x for x in (q, k) if x is not None])
-    return _kernels["rope"].rope(q, k, *rest, inplace)
+    return _kernel_modules["rope"].rope(q, k, *rest, inplace)
 
 
-def _write_over(
+def _copy_inplace(
     q: torch.Tensor, k: torch.Tensor | None, turned_q: torch.Tensor, turned_k: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     q.copy_(turned_q)
@@ -184,7 +189,7 @@ def qk_norm_rope(
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
     positions: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     *,
     eps: float,
     offset: float = 0.0,
@@ -206,7 +211,7 @@ def qk_norm_rope(
             heads of a token are normed together (OLMo 2).
         k_weight: The same, `[D]` or `[K, D]`.
         positions: See `rope`.
-        turns: See `rope`.
+        packed_freqs: See `rope`.
         eps: Added to the mean of squares.
         offset: Added to the weights: 0 for Llama's form, 1 for Gemma's.
         sections: See `rope`.
@@ -226,25 +231,25 @@ def qk_norm_rope(
     """
     if save not in ("input", "output"):
         raise ValueError(f'save must be "input" or "output", got {save!r}')
-    if not on_triton(q, kernels):
-        _require(kernels)
-        require_fit(q, k, positions, turns, sections, heads_dim, q_weight, k_weight)
+    if not use_triton(q, kernels):
+        _require_torch_backend(kernels)
+        validate_shapes(q, k, positions, packed_freqs, sections, heads_dim, q_weight, k_weight)
         return reference.qk_norm_rope(
-            q, k, q_weight, k_weight, positions, turns, eps=eps, offset=offset, sections=sections,
+            q, k, q_weight, k_weight, positions, packed_freqs, eps=eps, offset=offset, sections=sections,
             interleaved=interleaved, heads_dim=heads_dim,
         )  # fmt: skip
     rest = (
-        q, k, q_weight, k_weight, positions, turns, sections, eps, offset, interleaved, heads_dim,
+        q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved, heads_dim,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         normed = torch.ops.rope_patch.qk_norm_rope(*rest)
         return normed[0], normed[1]
     if torch.is_grad_enabled() and any(x.requires_grad for x in rest[:4]):
-        rederive = save == "output" and may_save_output(
-            q_weight, k_weight, turns, offset=offset, interleaved=interleaved
+        rederive = save == "output" and can_recompute_from_output(
+            q_weight, k_weight, packed_freqs, offset=offset, interleaved=interleaved
         )
-        return _kernels["autograd"].QKNormRope.apply(*rest, rederive)
-    return _kernels["qk_norm_rope"].forward(*rest, False)[:2]
+        return _kernel_modules["autograd"].QKNormRope.apply(*rest, rederive)
+    return _kernel_modules["qk_norm_rope"].forward(*rest, False)[:2]
 
 
 @torch.no_grad()
@@ -275,23 +280,23 @@ def rerotate_(
     Raises:
         ValueError: Tensors that do not fit together, or kernels that cannot run.
     """
-    between = turns_between(old, new)
-    if not all(on_triton(keys, kernels) for keys in layers):
-        _require(kernels)
+    between = rerotation_frequencies(old, new)
+    if not all(use_triton(keys, kernels) for keys in layers):
+        _require_torch_backend(kernels)
         for keys in layers:
-            require_fit(keys, None, positions, between, None, 1)
+            validate_shapes(keys, None, positions, between, None, 1)
         reference.rerotate_(layers, positions, between, interleaved=interleaved)
         return
     how = (None, interleaved, 1, False, True, True)
     for keys in layers:
-        _kernels["rope"].rope(keys, None, positions, between, *how)
+        _kernel_modules["rope"].rope(keys, None, positions, between, *how)
         torch.autograd.graph.increment_version(keys)  # as any operation in place does
 
 
-def may_save_output(
+def can_recompute_from_output(
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     *,
     offset: float = 0.0,
     interleaved: bool = False,
@@ -302,21 +307,22 @@ def may_save_output(
     and dividing by the smaller weight makes them grow by the ratio of the two.
     """
     return all(
-        _spread(weight.detach() + offset, 2 * (turns.shape[-1] - 1), interleaved) <= _SPREAD
+        _pair_weight_ratio(weight.detach() + offset, 2 * (packed_freqs.shape[-1] - 1), interleaved)
+        <= _MAX_PAIR_RATIO
         for weight in (q_weight, k_weight)
     )
 
 
-def _spread(weight: torch.Tensor, rotary_dim: int, interleaved: bool) -> float:
+def _pair_weight_ratio(weight: torch.Tensor, rotary_dim: int, interleaved: bool) -> float:
     """The largest ratio of the two weights of a pair; infinite where one is next to 0."""
     size = weight.abs().float()
     pairs = size[..., :rotary_dim].unflatten(-1, (-1, 2) if interleaved else (2, -1))
     low, high = torch.aminmax(pairs, dim=-1 if interleaved else -2)
-    if not bool((size >= _SMALLEST).all()):
+    if not bool((size >= _MIN_WEIGHT).all()):
         return float("inf")
     return float((high / low).max()) if rotary_dim else 1.0
 
 
-def _require(kernels: str) -> None:
+def _require_torch_backend(kernels: str) -> None:
     if kernels not in ("auto", "reference"):
         raise ValueError(f'kernels must be "auto", "reference" or "triton" here, got {kernels!r}')

@@ -9,7 +9,7 @@ import torch
 
 from rope_patch.ops.angles import cos_sin
 
-_SLOTS = 4096  # rotated at once: what is in float32 meanwhile stays small beside the cache
+_CHUNK_TOKENS = 4096  # rotated at once: what is in float32 meanwhile stays small beside the cache
 
 # Bits of float32's mantissa that a narrower type has no room for.
 _SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13}
@@ -32,7 +32,7 @@ def rotate(
         the first R are as they were.
     """
     rotary_dim = 2 * cos.shape[-1]
-    turned = _turned(x[..., :rotary_dim], cos, sin, interleaved)
+    turned = _rotate_pairs(x[..., :rotary_dim], cos, sin, interleaved)
     return torch.cat((turned.to(x.dtype), x[..., rotary_dim:]), dim=-1)
 
 
@@ -40,7 +40,7 @@ def rope(
     q: torch.Tensor,
     k: torch.Tensor | None,
     positions: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     *,
     sections: torch.Tensor | None = None,
     interleaved: bool = False,
@@ -53,7 +53,7 @@ def rope(
         q: Queries, `[B, S, H, D]`.
         k: Keys, `[B, S, K, D]`, if any.
         positions: See `rope_patch.ops.angles.cos_sin`.
-        turns: See `rope_patch.ops.angles.make_turns`.
+        packed_freqs: See `rope_patch.ops.angles.make_turns`.
         sections: See `rope_patch.ops.angles.cos_sin`.
         interleaved: See `rotate`.
         heads_dim: Where the heads are: 2, or 1 for `[B, H, S, D]`.
@@ -62,7 +62,7 @@ def rope(
     Returns:
         Both, rotated, in their dtypes.
     """
-    cos, sin = (c.unsqueeze(heads_dim) for c in cos_sin(positions, turns, sections))
+    cos, sin = (c.unsqueeze(heads_dim) for c in cos_sin(positions, packed_freqs, sections))
     sin = -sin if conjugate else sin
     turned = (None if x is None else rotate(x, cos, sin, interleaved=interleaved) for x in (q, k))
     return next(turned), next(turned)  # type: ignore[return-value]
@@ -99,7 +99,7 @@ def qk_norm_rope(
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
     positions: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     *,
     eps: float,
     offset: float = 0.0,
@@ -113,7 +113,7 @@ def qk_norm_rope(
         for x, weight in ((q, q_weight), (k, k_weight))
     )
     given: Any = {"sections": sections, "interleaved": interleaved, "heads_dim": heads_dim}
-    turned_q, turned_k = rope(next(normed), next(normed), positions, turns, **given)
+    turned_q, turned_k = rope(next(normed), next(normed), positions, packed_freqs, **given)
     assert turned_k is not None
     return turned_q.to(q.dtype), turned_k.to(k.dtype)
 
@@ -122,7 +122,7 @@ def qk_norm_rope(
 def rerotate_(
     layers: Sequence[torch.Tensor],
     positions: torch.Tensor,
-    between: torch.Tensor,
+    packed_freqs: torch.Tensor,
     *,
     interleaved: bool = False,
 ) -> None:
@@ -135,12 +135,13 @@ def rerotate_(
         layers: Keys of one layer or of several on one device, `[B, K, S, D]` each, of which the
             first R dimensions of each head are rotated.
         positions: Tokens, `[B, S]` or `[S]`.
-        between: What to turn them on by, `[R / 2 + 1]` or `[B, R / 2 + 1]`; see `turns_between`.
+        packed_freqs: What to turn them on by, `[R / 2 + 1]` or `[B, R / 2 + 1]`; see
+            `turns_between`.
         interleaved: See `rotate`.
     """
-    for piece in _pieces(positions):
-        cos, sin = (c[:, None] for c in cos_sin(positions[..., piece], between))
-        _turn_(layers, piece, cos, sin, interleaved)
+    for piece in _chunks(positions):
+        cos, sin = (c[:, None] for c in cos_sin(positions[..., piece], packed_freqs))
+        _rotate_layers_(layers, piece, cos, sin, interleaved)
 
 
 @torch.no_grad()
@@ -170,19 +171,19 @@ def rerotate_as_transformers_(
     wide = torch.float32 if device.type == "mps" else torch.float64  # all that mps has
     was, becomes = (f.to(device, torch.float32)[:, None] for f in (old, new))
     factor = scale.to(device, wide)[:, None, None]
-    for piece in _pieces(positions):
+    for piece in _chunks(positions):
         at = positions[:, piece].to(device, torch.float32)[..., None]
         angle = (at * becomes).to(wide) - (at * was).to(wide)
         cos, sin = ((f(angle) * factor).float()[:, None] for f in (torch.cos, torch.sin))
-        _turn_(layers, piece, cos, sin, interleaved)
+        _rotate_layers_(layers, piece, cos, sin, interleaved)
 
 
-def _pieces(positions: torch.Tensor) -> Iterator[slice]:
-    for start in range(0, positions.shape[-1], _SLOTS):
-        yield slice(start, start + _SLOTS)
+def _chunks(positions: torch.Tensor) -> Iterator[slice]:
+    for start in range(0, positions.shape[-1], _CHUNK_TOKENS):
+        yield slice(start, start + _CHUNK_TOKENS)
 
 
-def _turn_(
+def _rotate_layers_(
     layers: Sequence[torch.Tensor],
     piece: slice,
     cos: torch.Tensor,
@@ -191,10 +192,10 @@ def _turn_(
 ) -> None:
     for keys in layers:
         part = keys[:, :, piece, : 2 * cos.shape[-1]]
-        part.copy_(_round_fairly(_turned(part, cos, sin, interleaved), keys.dtype))
+        part.copy_(_stochastic_round(_rotate_pairs(part, cos, sin, interleaved), keys.dtype))
 
 
-def _turned(
+def _rotate_pairs(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -203,7 +204,7 @@ def _turned(
     return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
 
 
-def _round_fairly(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _stochastic_round(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rounds float32 up or down by a chance that makes the mean exact (stochastic rounding).
 
     The chance is a hash of the number itself, so the same key always becomes the same.

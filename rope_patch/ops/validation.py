@@ -7,11 +7,11 @@ import torch
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def require_fit(
+def validate_shapes(
     q: torch.Tensor,
     k: torch.Tensor | None,
     positions: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     sections: torch.Tensor | None,
     heads_dim: int,
     q_weight: torch.Tensor | None = None,
@@ -39,13 +39,17 @@ def require_fit(
             f"[axes, {batch}, {tokens}]"
         )  # fmt: skip
         raise ValueError(f"positions must be {expected}, got {_shape(positions)}")
-    pairs = turns.shape[-1] - 1
-    if turns.dtype != torch.int64 or tuple(turns.shape[:-1]) not in ((), (1,), (batch,)):
+    pairs = packed_freqs.shape[-1] - 1
+    if packed_freqs.dtype != torch.int64 or tuple(packed_freqs.shape[:-1]) not in (
+        (),
+        (1,),
+        (batch,),
+    ):
         raise ValueError(
             f"turns must be int64 [R / 2 + 1] or [{batch}, R / 2 + 1] as make_turns returns them, "
-            f"got {turns.dtype} {_shape(turns)}"
+            f"got {packed_freqs.dtype} {_shape(packed_freqs)}"
         )
-    if turns.stride(-1) != 1 or not (sections is None or sections.is_contiguous()):
+    if packed_freqs.stride(-1) != 1 or not (sections is None or sections.is_contiguous()):
         raise ValueError("turns and sections must be contiguous, but for the rows of turns")
     if 2 * pairs > dim:
         raise ValueError(f"{pairs} pairs do not fit into heads of {dim} dimensions")

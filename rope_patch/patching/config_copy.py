@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.undo_log import UndoLog
 
 
-class ConfigSwap:
+class ConfigOverride:
     """Gives one model configs of its own, so that another made from the same object is untouched.
 
     Undoing restores the changed fields, and then the very objects that stood there, unless somebody
@@ -21,16 +21,16 @@ class ConfigSwap:
     """
 
     def __init__(self) -> None:
-        self._swaps = Swaps()
-        self._fields = Swaps()
+        self._undo_log = UndoLog()
+        self._field_log = UndoLog()
         self._copies: list[tuple[PreTrainedConfig, PreTrainedConfig]] = []
 
-    def apply(self, model: nn.Module, kind: type, fields: dict[str, Any]) -> None:
+    def apply(self, model: nn.Module, config_class: type, fields: dict[str, Any]) -> None:
         """Makes the copies and changes them.
 
         Args:
             model: The model whose modules hold configs.
-            kind: The class of the configs to change.
+            config_class: The class of the configs to change.
             fields: Their new values.
         """
         copies: dict[int, Any] = {}  # deepcopy's memo: also maps configs inside other configs
@@ -41,12 +41,12 @@ class ConfigSwap:
                 if id(value) not in copies:
                     own = copy.deepcopy(value, copies)
                     self._copies.append((own, copy.deepcopy(own)))
-                self._swaps.set(module, attribute, copies[id(value)])
+                self._undo_log.set(module, attribute, copies[id(value)])
         texts = [own.get_text_config(decoder=True) for own, _ in self._copies]
-        for config in {id(text): text for text in texts if isinstance(text, kind)}.values():
+        for config in {id(text): text for text in texts if isinstance(text, config_class)}.values():
             for name, value in fields.items():
                 name = config.attribute_map.get(name, name)
-                self._fields.set(config, name, copy.deepcopy(value))
+                self._field_log.set(config, name, copy.deepcopy(value))
 
     def undo(self) -> list[str]:
         """Restore the fields, and the original objects if nothing else was changed.
@@ -54,11 +54,11 @@ class ConfigSwap:
         Returns:
             The names of the fields that somebody has set to another value since; those stay.
         """
-        foreign = self._fields.undo()
+        foreign = self._field_log.undo()
         if not foreign and all(_equal(own, unchanged) for own, unchanged in self._copies):
-            foreign += self._swaps.undo()
+            foreign += self._undo_log.undo()
         else:
-            self._swaps.forget()
+            self._undo_log.forget()
         self._copies.clear()
         return foreign
 

@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def as_by_default() -> Iterator[None]:
+def torch_defaults() -> Iterator[None]:
     """Run with torch's own defaults: float32, on the CPU, without gradients, autocast or inference.
 
     Probes compare numbers that modules compute, and must come to the same result under

@@ -10,25 +10,30 @@ from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
-from rope_patch.patching.architecture.probe import report_cast, set_frequencies
+from rope_patch.patching.architecture.probe import set_frequencies, warn_about_cast
 from rope_patch.patching.architecture.rotary_modules import find_owner
-from rope_patch.patching.config_copy import ConfigSwap
-from rope_patch.patching.defaults import as_by_default
+from rope_patch.patching.config_copy import ConfigOverride
+from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.assisted_decoding import limit_candidates
-from rope_patch.patching.dynamic.batching_guard import guard_batching, require_no_manager
+from rope_patch.patching.dynamic.batching_guard import guard_batching, require_no_batching_manager
 from rope_patch.patching.dynamic.compile_op import TraceRefusal
 from rope_patch.patching.dynamic.generation_loop import watch_generate
-from rope_patch.patching.kernels.eligibility import put_ours, who_rotates
-from rope_patch.patching.kernels.liger import watch_for_liger
-from rope_patch.patching.mla_scale import unsharpened
-from rope_patch.patching.plan import Plan, make_plan
-from rope_patch.patching.position_guard import Placed, require_places
+from rope_patch.patching.kernels.eligibility import install_kernels, summarize_kernels
+from rope_patch.patching.kernels.liger import warn_about_liger
+from rope_patch.patching.mla_scale import base_softmax_scale
+from rope_patch.patching.plan import PatchPlan, make_plan
+from rope_patch.patching.position_guard import PositionIdsGuard, install_position_guards
 from rope_patch.patching.replicas import support_replicas
-from rope_patch.patching.request_keywords import named_after_method
-from rope_patch.patching.stamp import digest, require_static, stamp, stamp_caches
-from rope_patch.patching.start_tokens import keep_start
+from rope_patch.patching.request_keywords import require_keywords
+from rope_patch.patching.stamp import (
+    install_cache_stamps,
+    require_static,
+    rotation_digest,
+    stamp_cache,
+)
+from rope_patch.patching.start_tokens import install_start_tokens
 from rope_patch.patching.summary import summarize
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.undo_log import UndoLog
 
 logger = logging.getLogger("rope_patch")
 
@@ -50,43 +55,43 @@ class Patch:
             trained length where there is no target (see `frequencies_at`).
         original_config: The text config of the unpatched model.
         original_frequencies: What the unpatched model rotates by, for the layer types that changed.
-        sharpening: By the square of what softmax scales are multiplied, where an architecture has
-            the attention factor there instead of in cos and sin; else 1.
-        sharpened: The attentions that have it there.
+        softmax_mscale: By the square of what softmax scales are multiplied, where an architecture
+            has the attention factor there instead of in cos and sin; else 1.
+        mla_attentions: The attentions that have it there.
     """
 
-    @as_by_default()
-    def __init__(self, plan: Plan) -> None:
+    @torch_defaults()
+    def __init__(self, plan: PatchPlan) -> None:
         self.method = plan.method
         self.trained_length = plan.trained_length
         self.length = plan.length
         self.factor = None if plan.length is None else plan.length / plan.trained_length
         self.geometries = plan.geometries
         self.original_config = plan.config
-        self._unchanged = plan.unchanged
-        self._followings = [following for _, _, following in plan.followings]
+        self._unchanged_layer_types = plan.unchanged_layer_types
+        self._length_hooks = [following for _, _, following in plan.length_hooks]
         self.frequencies = plan.frequencies()
-        if self._followings:
+        if self._length_hooks:
             self.frequencies = self.frequencies_at(plan.length or plan.trained_length)
-        self.sharpening = plan.sharpening
-        self.sharpened = plan.sharpened
+        self.softmax_mscale = plan.softmax_mscale
+        self.mla_attentions = plan.mla_attentions
         self.original_frequencies = {
             kind: found[kind]
             for _, found in plan.rotaries
             for kind in plan.geometries
             if kind in found
         }
-        self._rotation = digest(plan, self.frequencies)
-        self._rotating = who_rotates(plan.kernels, plan.rotations)
-        self._placed: list[Placed] = []
-        self._group: Any = None
+        self._rotation_digest = rotation_digest(plan, self.frequencies)
+        self._kernel_summary = summarize_kernels(plan.kernels, plan.rotation_sites)
+        self._position_guards: list[PositionIdsGuard] = []
+        self._context_parallel_group: Any = None
         # What leaving a `with` block needs, until the patch is over.
         self._model: nn.Module | None = None
-        self._plan: Plan | None = None
-        self._before: Patch | None = None
+        self._plan: PatchPlan | None = None
+        self._previous: Patch | None = None
         self._entered = self._over = False
-        self._swaps = Swaps()
-        self._config = ConfigSwap()
+        self._undo_log = UndoLog()
+        self._config_override = ConfigOverride()
         self._active = False
 
     @property
@@ -101,9 +106,9 @@ class Patch:
         return self._active
 
     @property
-    def follows(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether the frequencies follow the length of each sequence."""
-        return bool(self._followings)
+        return bool(self._length_hooks)
 
     def undo(self) -> None:
         """Puts the unpatched model back, bit for bit; leaves it alone if the patch is not active.
@@ -112,15 +117,15 @@ class Patch:
         of modules, which a warning names. The model cannot refuse caches any more: those that the
         patch filled, and managers of continuous batching, are not for the model after it.
         """
-        self._remove()
+        self._deactivate()
         self._over = True
         if not self._entered:
-            self._model = self._plan = self._before = None
+            self._model = self._plan = self._previous = None
 
     def frequencies_at(self, length: float) -> dict[str | None, Frequencies]:
         """The rotation of a sequence of `length` tokens, for each layer type that changed."""
-        if self._followings:
-            return self._followings[0].frequencies(length)
+        if self._length_hooks:
+            return self._length_hooks[0].frequencies(length)
         return self.frequencies
 
     def fix_length(self, length: int | None) -> None:
@@ -135,8 +140,8 @@ class Patch:
         """
         if length is not None:
             require_tokens("length", length)
-        for following in self._followings:
-            following.fixed = length
+        for following in self._length_hooks:
+            following.fixed_length = length
 
     def accept_cache(self, cache: Any) -> None:
         """Say that this very rotation rotated a cache's keys, which a rebuilt cache cannot tell.
@@ -151,8 +156,8 @@ class Patch:
             ValueError: The frequencies follow the sequence, so only the model can tell.
             TypeError: Not a cache.
         """
-        require_static(self.method, self._followings)
-        stamp(cache, self._rotation)
+        require_static(self.method, self._length_hooks)
+        stamp_cache(cache, self._rotation_digest)
 
     def share_length(self, group: Any) -> None:
         """Says that processes hold parts of the same sequences, so lengths are the largest of all.
@@ -164,15 +169,15 @@ class Patch:
         Args:
             group: The processes, a torch.distributed group; None ends it.
         """
-        self._group = group
-        for following in self._followings:
+        self._context_parallel_group = group
+        for following in self._length_hooks:
             following.group = group
-        for placed in self._placed:
+        for placed in self._position_guards:
             placed.group = group
 
     def summary(self) -> str:
         """What is in effect, a few lines to print."""
-        return summarize(self, self._unchanged, self._rotating)
+        return summarize(self, self._unchanged_layer_types, self._kernel_summary)
 
     def __str__(self) -> str:
         length = "any length" if self.length is None else f"{self.length:,} tokens"
@@ -186,7 +191,7 @@ class Patch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        model, before = self._model, self._before
+        model, before = self._model, self._previous
         self._entered = False
         self.undo()
         if model is None:  # it was over when the block began
@@ -200,9 +205,9 @@ class Patch:
         # A copy of a module must not take along what was patched around it.
         return {**vars(self), "_model": None}
 
-    def _remove(self) -> None:
+    def _deactivate(self) -> None:
         """Undo what was changed, so that it can be applied again."""
-        foreign = self._swaps.undo() + self._config.undo()
+        foreign = self._undo_log.undo() + self._config_override.undo()
         self._active = False
         if foreign:
             logger.warning(
@@ -219,62 +224,67 @@ class Patch:
         if self._plan is not None and not self._over:
             self._apply(model if self._model is None else self._model, self._plan)
 
-    @as_by_default()
-    def _apply(self, model: nn.Module, plan: Plan) -> None:
+    @torch_defaults()
+    def _apply(self, model: nn.Module, plan: PatchPlan) -> None:
         """Changes the model; leaves it as it was if anything goes wrong on the way."""
         self._model, self._plan = model, plan
         try:
             rotaries = [rotary for rotary, _ in plan.rotaries]
-            self._placed = require_places(model, rotaries, self._swaps)
-            if not plan.followings:
-                stamp_caches(model, rotaries, self._rotation, self._swaps)
-            guard_batching(model, self._rotation, self._followings, self._swaps)
-            for placed in self._placed:
-                placed.group = self._group
-            report_cast(rotaries)
+            self._position_guards = install_position_guards(model, rotaries, self._undo_log)
+            if not plan.length_hooks:
+                install_cache_stamps(model, rotaries, self._rotation_digest, self._undo_log)
+            guard_batching(model, self._rotation_digest, self._length_hooks, self._undo_log)
+            for placed in self._position_guards:
+                placed.group = self._context_parallel_group
+            warn_about_cast(rotaries)
             # Where the frequencies follow the sequence, hooks put others in their place.
             initial = self.frequencies_at(1)
             for rotary, before in plan.rotaries:
-                set_frequencies(rotary, before, initial, self._swaps)
-                if kept := plan.method.kept_tokens:
-                    keep_start(
-                        model, rotary, plan.geometries, before, plan.config, kept, self._swaps
+                set_frequencies(rotary, before, initial, self._undo_log)
+                if kept := plan.method.start_token_count:
+                    install_start_tokens(
+                        model, rotary, plan.geometries, before, plan.config, kept, self._undo_log
                     )
-                self._swaps.set(rotary.module, "extra_repr", partial(str, str(self)))
-                self._swaps.set(rotary.module, "_rope_patch", self)
-            for attention in plan.sharpened:
-                scale = unsharpened(attention) * self.sharpening**2
-                self._swaps.set(attention, "scaling", scale)
-            for decoder, rotary, following in plan.followings:
-                self._swaps.hook(decoder, before=TraceRefusal(str(self.method)))
-                following.attach(decoder, rotary, self._swaps)
-            limit_candidates(model, plan.followings, self._swaps)
-            watch_generate(model, plan.followings, self._swaps)
-            for rotation in plan.rotations:
-                put_ours(rotation, plan.kernels, self._swaps)
-                for _, rotary, following in plan.followings:
-                    if rotary is rotation.rotary and rotation.hands_over:
+                self._undo_log.set(rotary.module, "extra_repr", partial(str, str(self)))
+                self._undo_log.set(rotary.module, "_rope_patch", self)
+            for attention in plan.mla_attentions:
+                scale = base_softmax_scale(attention) * self.softmax_mscale**2
+                self._undo_log.set(attention, "scaling", scale)
+            for decoder, rotary, following in plan.length_hooks:
+                self._undo_log.hook(decoder, before=TraceRefusal(str(self.method)))
+                following.attach(decoder, rotary, self._undo_log)
+            limit_candidates(model, plan.length_hooks, self._undo_log)
+            watch_generate(model, plan.length_hooks, self._undo_log)
+            for rotation in plan.rotation_sites:
+                install_kernels(rotation, plan.kernels, self._undo_log)
+                for _, rotary, following in plan.length_hooks:
+                    if rotary is rotation.rotary and rotation.uses_passthrough:
                         following.kernels = plan.kernels
-            support_replicas(self._swaps)
-            ours = {id(r.rotary.module): r.problem is None for r in plan.rotations}
+            support_replicas(self._undo_log)
+            ours = {id(r.rotary.module): r.problem is None for r in plan.rotation_sites}
             for rotary in rotaries:
                 here = ours.get(id(rotary.module), False)
-                watch_for_liger(find_owner(model, rotary), rotary, ours=here, swaps=self._swaps)
+                warn_about_liger(
+                    find_owner(model, rotary),
+                    rotary,
+                    uses_our_kernels=here,
+                    undo_log=self._undo_log,
+                )
             # transformers' own dynamic scaling takes this field for the trained length, and where
             # no config has a form for the method, a larger one would promise too much.
-            reached = plan.length if plan.method.native and not plan.grows else None
+            reached = plan.length if plan.method.has_config_form and not plan.is_dynamic else None
             fields = {
                 "max_position_embeddings": reached or plan.trained_length,
                 "rope_parameters": plan.rope_parameters(),
             }
-            self._config.apply(model, type(plan.config), fields)
+            self._config_override.apply(model, type(plan.config), fields)
             self._active = True
         except BaseException:
             self.undo()
             raise
 
 
-@named_after_method
+@require_keywords
 def patch(
     model: nn.Module,
     method: str,
@@ -331,10 +341,10 @@ def patch(
     )
     handle = Patch(plan)
     if standing := current(model):
-        standing._remove()
-        handle._before = standing
+        standing._deactivate()
+        handle._previous = standing
         if not standing._entered:  # nobody leaves it, so it need not know what it replaced
-            standing._before = None
+            standing._previous = None
     try:
         handle._apply(model, plan)
     except BaseException:
@@ -346,7 +356,7 @@ def patch(
     return handle
 
 
-@as_by_default()
+@torch_defaults()
 def check(
     model: nn.Module,
     method: str,
@@ -358,10 +368,10 @@ def check(
     kernels: str = "auto",
     start: str = "auto",
     **options: Any,
-) -> Plan:
+) -> PatchPlan:
     """Raises whatever `patch` would raise for the same arguments; changes nothing."""
     standing = current(model)
-    require_no_manager(model)
+    require_no_batching_manager(model)
     return make_plan(
         model,
         standing.original_config if standing else None,

@@ -10,15 +10,15 @@ import torch
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.methods.base import origin
+from rope_patch.methods.base import original_rope_parameters
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.nope import NoPE
-from rope_patch.rope_config import by_layer_type, own_scaling
+from rope_patch.rope_config import by_layer_type, config_rope_type
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wrapped(Method):
+class MethodWrapper(Method):
     """Named, described and saved as what is within; subclasses say what they do to its rotation.
 
     Attributes:
@@ -29,19 +29,19 @@ class Wrapped(Method):
 
     def __post_init__(self) -> None:
         # What describes a method's class describes this one, too.
-        for name in ("name", "paper", "training", "grows", "factor_in_formula", "factor"):
+        for name in ("name", "paper", "training", "is_dynamic", "factor_is_option", "factor"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     @property
-    def native(self) -> bool:
-        return self.inner.native
+    def has_config_form(self) -> bool:
+        return self.inner.has_config_form
 
     @property
-    def kept_tokens(self) -> int:
-        return self.inner.kept_tokens
+    def start_token_count(self) -> int:
+        return self.inner.start_token_count
 
-    def reach(self, length: float, trained_length: int) -> float:
-        return self.inner.reach(length, trained_length)
+    def valid_until(self, length: float, trained_length: int) -> float:
+        return self.inner.valid_until(length, trained_length)
 
     def options(self) -> dict[str, Any]:
         return self.inner.options()
@@ -51,7 +51,7 @@ class Wrapped(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continued(Wrapped):
+class ContinuedScaling(MethodWrapper):
     """Stretches what a model runs with, instead of the unscaled rotation.
 
     The geometry brings the frequencies and the attention factor to start from. A model that has two
@@ -59,34 +59,34 @@ class Continued(Wrapped):
     scaling of their own are extended by the inner method alone.
 
     Attributes:
-        standing: The `rope_parameters` of each layer type that starts from its own scaling.
-        short: The frequencies that these layer types have for short sequences, `[R / 2]`, where
-            they are others than the geometry's.
+        own_parameters: The `rope_parameters` of each layer type that starts from its own scaling.
+        short_frequencies: The frequencies that these layer types have for short sequences, `[R /
+            2]`, where they are others than the geometry's.
         short_length: Up to how many tokens.
-        sharpens: Whether `inner` has an attention factor of its own at the target, for some layer
-            type with a short set.
-        stops: The layer types of which some pair does not rotate there.
+        scales_attention: Whether `inner` has an attention factor of its own at the target, for some
+            layer type with a short set.
+        layer_types_with_stopped_pairs: The layer types of which some pair does not rotate there.
     """
 
-    standing: Mapping[str | None, dict[str, Any]]
-    short: Mapping[str | None, tuple[float, ...]] = field(default_factory=dict)
+    own_parameters: Mapping[str | None, dict[str, Any]]
+    short_frequencies: Mapping[str | None, tuple[float, ...]] = field(default_factory=dict)
     short_length: int = 0
-    sharpens: bool = False
-    stops: frozenset[str | None] = frozenset()
+    scales_attention: bool = False
+    layer_types_with_stopped_pairs: frozenset[str | None] = frozenset()
 
     @classmethod
-    def of(
+    def wrap_if_needed(
         cls,
         inner: Method,
         geometries: Mapping[str | None, Geometry],
-        standing: Mapping[str | None, dict[str, Any]],
+        own_parameters: Mapping[str | None, dict[str, Any]],
     ) -> Method:
         """Puts a method on geometries of which some were started from a model's own scaling.
 
         Args:
             inner: The method.
             geometries: Where it starts, for each layer type.
-            standing: The config's `rope_parameters` for each.
+            own_parameters: The config's `rope_parameters` for each.
 
         Returns:
             `inner` itself where no geometry was.
@@ -100,12 +100,12 @@ class Continued(Wrapped):
         short: dict[str | None, tuple[float, ...]] = {}
         lengths: dict[str | None, int] = {}
         for kind, geometry in running.items():
-            said = standing[kind]
-            if isinstance(inner, NoPE) or own_scaling(said) != "longrope":
+            said = own_parameters[kind]
+            if isinstance(inner, NoPE) or config_rope_type(said) != "longrope":
                 continue  # what rotates nothing leaves no set of frequencies, short or long
             if said["short_factor"] != said["long_factor"]:
                 stretch = torch.tensor(said["short_factor"], dtype=torch.float64, device="cpu")
-                short[kind] = tuple((geometry.unscaled() / stretch).tolist())
+                short[kind] = tuple((geometry.unscaled_inv_freq() / stretch).tolist())
                 lengths[kind] = int(said["original_max_position_embeddings"])
         if len(set(lengths.values())) > 1:
             got = ", ".join(f"{kind}: {length:,}" for kind, length in lengths.items())
@@ -117,76 +117,78 @@ class Continued(Wrapped):
         reached = {kind: inner.frequencies(geometry) for kind, geometry in running.items()}
         return cls(
             inner=inner,
-            standing={kind: standing[kind] for kind in running},
-            short=short,
+            own_parameters={kind: own_parameters[kind] for kind in running},
+            short_frequencies=short,
             short_length=max(lengths.values(), default=0),
-            sharpens=any(reached[kind].attention_factor != 1 for kind in short),
-            stops=frozenset(kind for kind, r in reached.items() if bool((r.inv_freq == 0).any())),
+            scales_attention=any(reached[kind].attention_factor != 1 for kind in short),
+            layer_types_with_stopped_pairs=frozenset(
+                kind for kind, r in reached.items() if bool((r.inv_freq == 0).any())
+            ),
         )
 
     @property
-    def native(self) -> bool:
+    def has_config_form(self) -> bool:
         if isinstance(self.inner, NoPE):
-            return self.inner.native
-        if not self.inner.native or self.inner.grows:
+            return self.inner.has_config_form
+        if not self.inner.has_config_form or self.inner.is_dynamic:
             return False
-        if not all(self._proportional(kind) for kind in self.stops):
+        if not all(self._is_proportional(kind) for kind in self.layer_types_with_stopped_pairs):
             return False
         if isinstance(self.inner, Mixed):  # three sets of frequencies are more than a config has
-            return not self.short
-        return not self.sharpens
+            return not self.short_frequencies
+        return not self.scales_attention
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         if not geometry.base:
             return self.inner.frequencies(geometry, seq_len)
-        short = self.short.get(geometry.layer_type)
+        short = self.short_frequencies.get(geometry.layer_type)
         if short and seq_len is not None and seq_len <= self.short_length:
             inv_freq = torch.tensor(short, dtype=torch.float64, device="cpu")
             return Frequencies(inv_freq, geometry.attention_factor)
         changed = self.inner.frequencies(geometry, seq_len)
         return Frequencies(changed.inv_freq, changed.attention_factor * geometry.attention_factor)
 
-    def reach(self, length: float, trained_length: int) -> float:
+    def valid_until(self, length: float, trained_length: int) -> float:
         if length <= self.short_length:
             return float(self.short_length)
-        return self.inner.reach(length, trained_length)
+        return self.inner.valid_until(length, trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """`longrope` with the stretch of both scalings; what stood there, where that cannot be."""
         if not geometry.base:  # a layer type that no scaling was trained into
             return self.inner.rope_parameters(geometry)
         kind = geometry.layer_type
-        if not self.native:
-            return dict(self.standing[kind])
+        if not self.has_config_form:
+            return dict(self.own_parameters[kind])
         if isinstance(self.inner, NoPE):
             if geometry.attention_factor == 1:
                 return self.inner.rope_parameters(geometry)
             return super().rope_parameters(geometry)  # for `proportional` it would be 1
-        if self._proportional(kind):
-            factor = float(self.standing[kind].get("factor") or 1.0) * self.inner.factor
-            return {**self.standing[kind], "factor": factor}
+        if self._is_proportional(kind):
+            factor = float(self.own_parameters[kind].get("factor") or 1.0) * self.inner.factor
+            return {**self.own_parameters[kind], "factor": factor}
         reached = self.frequencies(geometry)
-        short, switches = reached.inv_freq, kind in self.short
+        short, switches = reached.inv_freq, kind in self.short_frequencies
         if switches or isinstance(self.inner, Mixed):
             until = self.short_length if switches else geometry.trained_length
             short = self.frequencies(geometry, until).inv_freq
         return {
             "rope_type": "longrope",
             "factor": float(self.factor),
-            "long_factor": (geometry.unscaled() / reached.inv_freq).tolist(),
-            "short_factor": (geometry.unscaled() / short).tolist(),
+            "long_factor": (geometry.unscaled_inv_freq() / reached.inv_freq).tolist(),
+            "short_factor": (geometry.unscaled_inv_freq() / short).tolist(),
             "attention_factor": float(reached.attention_factor),
-            **origin(geometry),
+            **original_rope_parameters(geometry),
             **({"original_max_position_embeddings": self.short_length} if switches else {}),
         }
 
-    def _proportional(self, kind: str | None) -> bool:
-        own = own_scaling(self.standing[kind])
+    def _is_proportional(self, kind: str | None) -> bool:
+        own = config_rope_type(self.own_parameters[kind])
         static = isinstance(self.inner, Linear) and not isinstance(self.inner, Mixed)
         return own == "proportional" and static
 
     def __str__(self) -> str:
-        scalings = dict.fromkeys(own_scaling(said) for said in self.standing.values())
+        scalings = dict.fromkeys(config_rope_type(said) for said in self.own_parameters.values())
         return f"{self.inner} on the config's own {' and '.join(scalings)}"
 
 
@@ -195,7 +197,7 @@ def describe_start(config: Any, geometries: dict[str | None, Geometry]) -> list[
     standing = by_layer_type(config.rope_parameters)
     lines = []
     for kind, geometry in geometries.items():
-        if (own := own_scaling(standing[kind])) == "default":
+        if (own := config_rope_type(standing[kind])) == "default":
             continue
         where = "" if kind is None else f"{kind}: "
         lines.append(

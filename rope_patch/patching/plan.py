@@ -12,34 +12,34 @@ from torch import nn
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_number, require_tokens
-from rope_patch.methods.registry import get
-from rope_patch.patching.architecture.probe import require_effect, unpatched
+from rope_patch.methods.registry import get_method
+from rope_patch.patching.architecture.probe import reference_frequencies, require_buffer_is_used
 from rope_patch.patching.architecture.rotary_modules import (
-    Rotary,
+    RotaryModule,
     find_decoder,
     find_owner,
     find_rotaries,
 )
-from rope_patch.patching.dynamic.hooks import Following
-from rope_patch.patching.kernels.eligibility import Rotation, find_rotation, require_kernels
-from rope_patch.patching.method_wrappers import Continued
+from rope_patch.patching.dynamic.hooks import LengthHooks
+from rope_patch.patching.kernels.eligibility import RotationSite, inspect_site, require_kernels
+from rope_patch.patching.method_wrappers import ContinuedScaling
 from rope_patch.patching.mla_scale import (
-    InSoftmax,
-    config_sharpening,
-    find_sharpened,
-    of_layer_types,
+    SoftmaxScaled,
+    config_mscale,
+    filter_by_layer_type,
+    find_mla_attentions,
 )
-from rope_patch.patching.start_tokens import require_keepable
+from rope_patch.patching.start_tokens import require_start_tokens_supported
 from rope_patch.rope_config import (
     LONGROPE_ONLY,
     by_layer_type,
-    own_scaling,
+    config_rope_type,
+    extends_scaled_frequencies,
     read_geometries,
-    starts_running,
 )
 
 # What transformers' scalings are spelled with, which the standing one does not hand on to the next.
-_SCALING = {
+_SCALING_KEYS = {
     "rope_type",
     "type",
     "factor",
@@ -60,7 +60,7 @@ _SCALING = {
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PatchPlan:
     """A request that can be met.
 
     Attributes:
@@ -68,26 +68,27 @@ class Plan:
         length: Target length in tokens; None where the method follows every length and no largest
             one was named.
         geometries: The unextended rotation of each layer type that changes (None: all layers).
-        unchanged: The layer types that stay as they are.
+        unchanged_layer_types: The layer types that stay as they are.
         config: The text config of the unpatched model.
         rotaries: The modules to change, each with what it rotates by when unpatched.
-        followings: Where the frequencies follow the sequence: the decoder, its rotary module, and
+        length_hooks: Where the frequencies follow the sequence: the decoder, its rotary module, and
             what will link them.
         kernels: Who rotates; see `patch`.
-        rotations: Where it can be us.
-        sharpened: The attentions whose softmax scale has the attention factor (`InSoftmax`).
+        rotation_sites: Where it can be us.
+        mla_attentions: The attentions whose softmax scale has the attention factor
+            (`SoftmaxScaled`).
     """
 
     method: Method
     length: int | None
     geometries: dict[str | None, Geometry]
-    unchanged: list[str]
+    unchanged_layer_types: list[str]
     config: Any
-    rotaries: list[tuple[Rotary, dict[str | None, Frequencies]]]
-    followings: list[tuple[nn.Module, Rotary, Following]] = field(default_factory=list)
+    rotaries: list[tuple[RotaryModule, dict[str | None, Frequencies]]]
+    length_hooks: list[tuple[nn.Module, RotaryModule, LengthHooks]] = field(default_factory=list)
     kernels: str = "auto"
-    rotations: list[Rotation] = field(default_factory=list)
-    sharpened: list[nn.Module] = field(default_factory=list)
+    rotation_sites: list[RotationSite] = field(default_factory=list)
+    mla_attentions: list[nn.Module] = field(default_factory=list)
 
     @property
     def trained_length(self) -> int:
@@ -95,16 +96,16 @@ class Plan:
         return next(iter(self.geometries.values())).trained_length
 
     @property
-    def sharpening(self) -> float:
-        """By the square of what the softmax scale is multiplied (`InSoftmax`), else 1."""
-        if not isinstance(self.method, InSoftmax):
+    def softmax_mscale(self) -> float:
+        """By the square of what the softmax scale is multiplied (`SoftmaxScaled`), else 1."""
+        if not isinstance(self.method, SoftmaxScaled):
             return 1.0
-        return self.method.sharpening(next(iter(self.geometries.values())))
+        return self.method.softmax_mscale(next(iter(self.geometries.values())))
 
     @property
-    def grows(self) -> bool:
+    def is_dynamic(self) -> bool:
         """Whether the rotation changes with the sequence, however long that gets."""
-        return self.method.grows and bool(self.followings)
+        return self.method.is_dynamic and bool(self.length_hooks)
 
     def frequencies(self, length: float | None = None) -> dict[str | None, Frequencies]:
         """What each layer type that changes will rotate by, for sequences of `length` tokens.
@@ -112,20 +113,24 @@ class Plan:
         At the target length unless another is given; at the trained one if there is no target.
         """
         length = length or self.length or self.trained_length
-        return {kind: self.method.at(g, length) for kind, g in self.geometries.items()}
+        return {kind: self.method.frequencies_at(g, length) for kind, g in self.geometries.items()}
 
     def rope_parameters(self) -> dict[str, Any]:
         """The config's `rope_parameters` once the plan is carried out."""
         standing = self.config.rope_parameters
         spelled: dict[Any, dict[str, Any]] = {}
-        only = self.config.model_type in LONGROPE_ONLY and self.method.native and not self.grows
+        only = (
+            self.config.model_type in LONGROPE_ONLY
+            and self.method.has_config_form
+            and not self.is_dynamic
+        )
         for kind, geometry in self.geometries.items():
             spelled[kind] = self.method.rope_parameters(geometry)
             if only and spelled[kind]["rope_type"] not in ("default", "longrope"):
                 spelled[kind] = Method.rope_parameters(self.method, geometry)
             # What is not about scaling stays: partial rotation, M-RoPE sections, temperatures.
             for key, value in by_layer_type(standing)[kind].items():
-                if key not in _SCALING:
+                if key not in _SCALING_KEYS:
                     spelled[kind].setdefault(key, value)
         return spelled.get(None) or {**standing, **spelled}
 
@@ -142,7 +147,7 @@ def make_plan(
     kernels: str,
     start: str,
     options: dict[str, Any],
-) -> Plan:
+) -> PatchPlan:
     """Checks a request against a model; see `patch` for the arguments.
 
     Args:
@@ -159,10 +164,10 @@ def make_plan(
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
     every = read_geometries(config, trained_length, start)  # first: it says what cannot be
-    before = [(rotary, unpatched(rotary, config)) for rotary in rotaries]
+    before = [(rotary, reference_frequencies(rotary, config)) for rotary in rotaries]
     geometries = {
-        kind: started(geometry, before, config, start)
-        for kind, geometry in select(every, layer_types, config).items()
+        kind: resolve_base(geometry, before, config, start)
+        for kind, geometry in select_layer_types(every, layer_types, config).items()
     }
     lengths = {kind: geometry.trained_length for kind, geometry in geometries.items()}
     trained, *others = dict.fromkeys(lengths.values())
@@ -172,42 +177,43 @@ def make_plan(
             f"{', '.join(f'{n:,} tokens for {kind}' for kind, n in lengths.items())}: patch one of "
             "them (layer_types=...), or name the length (trained_length=...)"
         )
-    options, reached = aim(method, factor, length, trained, options)
+    options, reached = resolve_options(method, factor, length, trained, options)
     built = build(method, **options)
     standing = by_layer_type(config.rope_parameters)
-    built = Continued.of(built, geometries, standing)
-    sharpened = [m for rotary in rotaries for m in find_sharpened(find_owner(model, rotary))]
-    sharpened = of_layer_types(sharpened, config, geometries)
+    built = ContinuedScaling.wrap_if_needed(built, geometries, standing)
+    sharpened = [m for rotary in rotaries for m in find_mla_attentions(find_owner(model, rotary))]
+    sharpened = filter_by_layer_type(sharpened, config, geometries)
     if sharpened:
         running = any(geometry.base for geometry in geometries.values())
-        own = config_sharpening(sharpened[0], config) if running else 1.0
-        built = InSoftmax(inner=built, own=own)
-    plan = Plan(
+        own = config_mscale(sharpened[0], config) if running else 1.0
+        built = SoftmaxScaled(inner=built, own_mscale=own)
+    plan = PatchPlan(
         method=built,
         length=reached,
         geometries=geometries,
-        unchanged=[str(kind) for kind in every if kind not in geometries],
+        unchanged_layer_types=[str(kind) for kind in every if kind not in geometries],
         config=config,
         rotaries=before,
         kernels=kernels,
-        sharpened=sharpened,
+        mla_attentions=sharpened,
     )
     for rotary, own_frequencies in before:
-        require_effect(rotary, config, own_frequencies)
-    _require_understood(plan)
+        require_buffer_is_used(rotary, config, own_frequencies)
+    _require_known_rotation(plan)
     _require_change(plan)
-    require_keepable(model, built, reached, geometries, before, config)
-    if plan.method.follows_length(trained):
-        plan.followings.extend(_followings(model, plan))
+    require_start_tokens_supported(model, built, reached, geometries, before, config)
+    if plan.method.is_length_dependent(trained):
+        plan.length_hooks.extend(_make_length_hooks(model, plan))
     if kernels != "hf":
-        plan.rotations.extend(
-            find_rotation(model, rotary, config, _kept(plan, rotary)) for rotary in rotaries
+        plan.rotation_sites.extend(
+            inspect_site(model, rotary, config, _start_tokens_of(plan, rotary))
+            for rotary in rotaries
         )
-        require_kernels(kernels, plan.rotations)
+        require_kernels(kernels, plan.rotation_sites)
     return plan
 
 
-def aim(
+def resolve_options(
     method: str,
     factor: float | None,
     length: int | None,
@@ -232,17 +238,17 @@ def aim(
     Raises:
         ValueError: Not exactly one of factor and length, where that is needed.
     """
-    kind = get(method)
-    if not kind.grows:
-        factor, length = target(factor, length, trained)
+    kind = get_method(method)
+    if not kind.is_dynamic:
+        factor, length = resolve_factor_and_length(factor, length, trained)
         return {"factor": factor, **options}, length
-    if kind.factor_in_formula and factor is not None:
+    if kind.factor_is_option and factor is not None:
         require_number("factor", factor)
         options = {"factor": float(factor), **options}
         factor = None if length is not None or factor <= 1 else factor
     if factor is None and length is None:
         return options, None
-    factor, length = target(factor, length, trained)
+    factor, length = resolve_factor_and_length(factor, length, trained)
     if factor < 1:
         raise ValueError(
             f"factor must be at least 1 (largest length / trained length), got {factor}"
@@ -250,7 +256,9 @@ def aim(
     return options, length
 
 
-def target(factor: float | None, length: int | None, trained: int) -> tuple[float, int]:
+def resolve_factor_and_length(
+    factor: float | None, length: int | None, trained: int
+) -> tuple[float, int]:
     """Factor and target length (tokens) from exactly one of them; ValueError otherwise."""
     if (factor is None) == (length is None):
         got = "neither" if factor is None else f"factor={factor} and length={length}"
@@ -272,7 +280,7 @@ def target(factor: float | None, length: int | None, trained: int) -> tuple[floa
     return length / trained, int(length)
 
 
-def select(
+def select_layer_types(
     geometries: dict[str | None, Geometry], layer_types: list[str] | None, config: Any
 ) -> dict[str | None, Geometry]:
     """The geometries that a request is about; ValueError for a layer type that is not there."""
@@ -290,9 +298,9 @@ def select(
     return {kind: geometries[kind] for kind in layer_types}
 
 
-def started(
+def resolve_base(
     geometry: Geometry,
-    before: list[tuple[Rotary, dict[str | None, Frequencies]]],
+    before: list[tuple[RotaryModule, dict[str | None, Frequencies]]],
     config: Any,
     start: str,
 ) -> Geometry:
@@ -307,21 +315,21 @@ def started(
     rotary_dim = 2 * len(own.inv_freq)
     sized = replace(geometry, rotary_dim=rotary_dim, head_dim=max(geometry.head_dim, rotary_dim))
     parameters = by_layer_type(config.rope_parameters)[kind]
-    if not starts_running(parameters, start):
+    if not extends_scaled_frequencies(parameters, start):
         return sized
     running = own.inv_freq
-    if own_scaling(parameters) == "longrope":  # the module starts with the short set
+    if config_rope_type(parameters) == "longrope":  # the module starts with the short set
         stretch = torch.tensor(parameters["long_factor"], dtype=torch.float64, device="cpu")
-        running = sized.unscaled() / stretch
+        running = sized.unscaled_inv_freq() / stretch
     return replace(sized, base=tuple(running.tolist()), attention_factor=own.attention_factor)
 
 
-def _require_understood(plan: Plan) -> None:
+def _require_known_rotation(plan: PatchPlan) -> None:
     """Refuses an architecture whose plain rotation is not the one that its config describes."""
     for rotary, before in plan.rotaries:
         for kind in before.keys() & plan.geometries.keys():
             parameters = by_layer_type(plan.config.rope_parameters)[kind]
-            if own_scaling(parameters) != "default":
+            if config_rope_type(parameters) != "default":
                 continue
             geometry = plan.geometries[kind]
             expected, got = geometry.inv_freq(), before[kind].inv_freq
@@ -333,15 +341,15 @@ def _require_understood(plan: Plan) -> None:
                 )
 
 
-def _require_change(plan: Plan) -> None:
+def _require_change(plan: PatchPlan) -> None:
     # A method that follows the sequence changes nothing before the trained length is passed.
     lengths = (plan.trained_length, plan.trained_length + 1, plan.length)
     for frequencies in [plan.frequencies(length) for length in lengths]:
         for kind, after in frequencies.items():
             if any(kind in b and not b[kind].close_to(after) for _, b in plan.rotaries):
                 return
-    for attention in plan.sharpened:
-        if abs(config_sharpening(attention, plan.config) - plan.sharpening) > 1e-6:
+    for attention in plan.mla_attentions:
+        if abs(config_mscale(attention, plan.config) - plan.softmax_mscale) > 1e-6:
             return
     raise ValueError(
         f"{plan.method} would change nothing: the model already rotates that way; expected a "
@@ -349,14 +357,16 @@ def _require_change(plan: Plan) -> None:
     )
 
 
-def _kept(plan: Plan, rotary: Rotary) -> int:
+def _start_tokens_of(plan: PatchPlan, rotary: RotaryModule) -> int:
     """How many first positions of a rotary module have a rotation of their own."""
     changes = rotary.prefixes.keys() & plan.geometries.keys()
-    return plan.method.kept_tokens if changes else 0
+    return plan.method.start_token_count if changes else 0
 
 
-def _followings(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Rotary, Following]]:
-    found: list[tuple[nn.Module, Rotary, Following]] = []
+def _make_length_hooks(
+    model: nn.Module, plan: PatchPlan
+) -> list[tuple[nn.Module, RotaryModule, LengthHooks]]:
+    found: list[tuple[nn.Module, RotaryModule, LengthHooks]] = []
     for rotary, before in plan.rotaries:
         if not rotary.prefixes.keys() & plan.geometries.keys():
             continue
@@ -366,6 +376,6 @@ def _followings(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Rotary, F
                 f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "
                 "followed in one cache yet: use a method whose frequencies stay, such as yarn"
             )
-        following = Following(decoder, rotary, plan.method, plan.geometries, before, plan.config)
+        following = LengthHooks(decoder, rotary, plan.method, plan.geometries, before, plan.config)
         found.append((decoder, rotary, following))
     return found

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.patching.architecture.rotary_modules import Rotary
+from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.dynamic import sequence_lengths
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.undo_log import UndoLog
 
 _POSITIONS = "position_ids"
 
 
-class Placed:
+class PositionIdsGuard:
     """Ahead of a forward: refuses a part of a sequence that nobody said the place of.
 
     Attributes:
@@ -43,7 +43,9 @@ class Placed:
             )
 
 
-def require_places(model: nn.Module, rotaries: list[Rotary], swaps: Swaps) -> list[Placed]:
+def install_position_guards(
+    model: nn.Module, rotaries: list[RotaryModule], undo_log: UndoLog
+) -> list[PositionIdsGuard]:
     """Has the modules that are given tokens and positions for a rotation insist on the positions.
 
     The decoder, and what is between it and the outermost, as a multimodal model counts positions
@@ -53,7 +55,7 @@ def require_places(model: nn.Module, rotaries: list[Rotary], swaps: Swaps) -> li
     Args:
         model: The model.
         rotaries: Its rotary modules.
-        swaps: Where the changes are recorded.
+        undo_log: Where the changes are recorded.
     """
     rotating = {id(rotary.module) for rotary in rotaries}
     readers = [
@@ -64,19 +66,19 @@ def require_places(model: nn.Module, rotaries: list[Rotary], swaps: Swaps) -> li
     ]
     found = []
     for reader in readers[1:] or readers:
-        found.append(Placed(reader))
-        swaps.hook(reader, before=found[-1])
+        found.append(PositionIdsGuard(reader))
+        undo_log.hook(reader, before=found[-1])
     return found
 
 
 def parameter_names(module: nn.Module) -> list[str]:
     """Return the names of what a module's forward takes."""
     kind: Any = type(module)
-    return _read(kind)
+    return _parameter_names(kind)
 
 
 @functools.cache
-def _read(kind: Any) -> list[str]:
+def _parameter_names(kind: Any) -> list[str]:
     try:
         return list(inspect.signature(kind.forward).parameters)[1:]
     except (TypeError, ValueError):  # a forward that says nothing of itself

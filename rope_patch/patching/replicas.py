@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.patching.architecture.probe import row_by_row
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.architecture.probe import forward_per_row
+from rope_patch.patching.undo_log import UndoLog
 
 
-class Replicating:
+class ReplicaMaker:
     """A module's `_replicate_for_data_parallel`, which binds its forward to the replica."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -27,22 +27,22 @@ class Replicating:
         module: Any = self.module
         replica = type(module)._replicate_for_data_parallel(module)
         # Held strongly by its own forward, a replica and its weights would outlive the step.
-        replica.__dict__["forward"] = for_replica(module.forward, weakref.proxy(replica))
+        replica.__dict__["forward"] = forward_for_replica(module.forward, weakref.proxy(replica))
         return replica
 
 
-def for_replica(forward: Any, replica: Any) -> Any:
+def forward_for_replica(forward: Any, replica: Any) -> Any:
     """Return a module's forward for its replica; somebody else's forward is returned as it is."""
     if isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module):
         return partial(forward.__func__, replica)
-    if isinstance(forward, partial) and forward.func is row_by_row:
+    if isinstance(forward, partial) and forward.func is forward_per_row:
         names, _, own = forward.args
-        return partial(row_by_row, names, replica, for_replica(own, replica))
-    make = getattr(forward, "for_replica", None)
+        return partial(forward_per_row, names, replica, forward_for_replica(own, replica))
+    make = getattr(forward, "forward_for_replica", None)
     return forward if make is None else make(replica)
 
 
-def support_replicas(swaps: Swaps) -> None:
+def support_replicas(undo_log: UndoLog) -> None:
     """Make replicas of all modules whose forward has been set right."""
-    for module in swaps.owners("forward"):
-        swaps.set(module, "_replicate_for_data_parallel", Replicating(module))
+    for module in undo_log.owners("forward"):
+        undo_log.set(module, "_replicate_for_data_parallel", ReplicaMaker(module))

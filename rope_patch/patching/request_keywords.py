@@ -10,7 +10,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def named_after_method(function: Callable[P, R]) -> Callable[P, R]:
+def require_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Have a function of a model, a method and named options say which name a number lacks.
 
     Raises:

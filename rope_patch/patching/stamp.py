@@ -14,29 +14,29 @@ import torch
 from torch import nn
 
 from rope_patch.methods import Frequencies
-from rope_patch.patching.architecture.rotary_modules import Rotary
-from rope_patch.patching.dynamic.cache_record import made_cache
+from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.patching.dynamic.cache_record import cache_in_output
 from rope_patch.patching.dynamic.compile_op import UNCAPTURED
-from rope_patch.patching.plan import Plan
+from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.position_guard import parameter_names
-from rope_patch.patching.start_tokens import kept_frequencies
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.start_tokens import start_frequencies
+from rope_patch.patching.undo_log import UndoLog
 
 _CACHE = "past_key_values"
 
 
-class Stamp:
+class StampHooks:
     """Hooks around a decoder's forward that mark and check its caches.
 
     Attributes:
-        rotation: The digest of the decoder's rotation; see `digest`.
+        rotation: The digest of the decoder's rotation; see `rotation_digest`.
     """
 
     def __init__(self, decoder: nn.Module, rotation: str) -> None:
         self.rotation = rotation
         self._at = parameter_names(decoder).index(_CACHE)
 
-    def check(
+    def check_cache(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Mark the cache of a forward call; before the forward.
@@ -44,7 +44,7 @@ class Stamp:
         Raises:
             ValueError: The cache holds keys of another rotation. It is as it was.
         """
-        cache = self._given(args, kwargs)
+        cache = self._cache_of_call(args, kwargs)
         if cache is None and (cache := kwargs.get("cache")) is None:  # a paged one
             return None
         held = getattr(cache, "rotation", None)
@@ -58,25 +58,27 @@ class Stamp:
             length = cache.get_seq_length()
             if torch.compiler.is_compiling() and isinstance(length, torch.Tensor):
                 # A graph cannot read the length: an operator does, when the graph runs.
-                changed = _joined(torch.ops.rope_patch.require_empty(length), args, kwargs)
+                changed = _add_to_tokens(torch.ops.rope_patch.require_empty(length), args, kwargs)
             elif int(length) > 0:
-                raise ValueError(refusal(int(length), marked=held is not None))
+                raise ValueError(cache_refusal(int(length), marked=held is not None))
         elif held is not None:  # the length of a paged cache is unknown
-            raise ValueError(refusal(None, marked=True))
+            raise ValueError(cache_refusal(None, marked=True))
         cache.rotation = self.rotation
         return changed
 
-    def mark(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def mark_cache(
+        self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
         """Mark a cache that the decoder made itself, and note its length; after the forward."""
-        cache = self._given(args, kwargs)
+        cache = self._cache_of_call(args, kwargs)
         if cache is None:
-            cache = made_cache(output)
+            cache = cache_in_output(output)
             if cache is None:
                 return
             cache.rotation = self.rotation
         _note_length(cache)
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _cache_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the cache that a forward call is given, or None."""
         cache = kwargs.get(_CACHE)
         if cache is None and len(args) > self._at:
@@ -88,34 +90,36 @@ class StampedPrompt:
     """PEFT's `get_prompt`, whose cache holds trained keys, which belong to any rotation."""
 
     def __init__(self, own: Any, rotation: str) -> None:
-        self.own = own
+        self.original_method = own
         self.rotation = rotation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        prompt = self.own(*args, **kwargs)
+        prompt = self.original_method(*args, **kwargs)
         if hasattr(prompt, "get_seq_length"):  # else embeddings, as for prompt tuning
-            stamp(prompt, self.rotation)
+            stamp_cache(prompt, self.rotation)
         return prompt
 
 
-def stamp_caches(model: nn.Module, rotaries: list[Rotary], rotation: str, swaps: Swaps) -> None:
+def install_cache_stamps(
+    model: nn.Module, rotaries: list[RotaryModule], rotation: str, undo_log: UndoLog
+) -> None:
     """Have a model's decoders mark and check their caches.
 
     Args:
         model: The model.
         rotaries: Its rotary modules.
         rotation: The digest of their rotation.
-        swaps: Where the changes are recorded.
+        undo_log: Where the changes are recorded.
     """
-    for decoder in _decoders(model, rotaries):
-        hooks = Stamp(decoder, rotation)
-        swaps.hook(decoder, before=hooks.check, after=hooks.mark)
+    for decoder in _innermost_decoders(model, rotaries):
+        hooks = StampHooks(decoder, rotation)
+        undo_log.hook(decoder, before=hooks.check_cache, after=hooks.mark_cache)
     for module in model.modules():
         if hasattr(type(module), "get_prompt") and hasattr(module, "prompt_encoder"):
-            swaps.set(module, "get_prompt", StampedPrompt(module.get_prompt, rotation))
+            undo_log.set(module, "get_prompt", StampedPrompt(module.get_prompt, rotation))
 
 
-def stamp(cache: Any, rotation: str) -> None:
+def stamp_cache(cache: Any, rotation: str) -> None:
     """Mark a cache with the rotation of its keys.
 
     Raises:
@@ -157,13 +161,13 @@ def _known_length(cache: Any) -> int | None:
     return length
 
 
-def require_static(method: object, followings: list[Any]) -> None:
+def require_static(method: object, length_hooks: list[Any]) -> None:
     """Raise if frequencies follow the sequence, so that only the model can record a rotation.
 
     Raises:
         ValueError: They do; it says what to do instead.
     """
-    if followings:
+    if length_hooks:
         raise ValueError(
             f"{method} follows the length, and accepts no cache without the record that the model "
             "keeps in it: expected a method whose frequencies stay, such as yarn; copy caches of "
@@ -171,7 +175,7 @@ def require_static(method: object, followings: list[Any]) -> None:
         )
 
 
-def digest(plan: Plan, after: dict[str | None, Frequencies]) -> str:
+def rotation_digest(plan: PatchPlan, after: dict[str | None, Frequencies]) -> str:
     """Return what two patches have in common if and only if they rotate alike.
 
     Args:
@@ -180,15 +184,20 @@ def digest(plan: Plan, after: dict[str | None, Frequencies]) -> str:
     """
     sets, start = set(), set()
     for rotary, before in plan.rotaries:
-        sets |= {(str(kind), _numbers((before | after)[kind])) for kind in rotary.prefixes}
-        if plan.method.kept_tokens:
-            kept = kept_frequencies(plan.geometries, before)
-            start |= {(str(kind), _numbers(frequencies)) for kind, frequencies in kept.items()}
-    parts = (sorted(sets), plan.method.kept_tokens, sorted(start), f"{plan.sharpening:.6g}")
+        sets |= {(str(kind), _float32_hex((before | after)[kind])) for kind in rotary.prefixes}
+        if plan.method.start_token_count:
+            kept = start_frequencies(plan.geometries, before)
+            start |= {(str(kind), _float32_hex(frequencies)) for kind, frequencies in kept.items()}
+    parts = (
+        sorted(sets),
+        plan.method.start_token_count,
+        sorted(start),
+        f"{plan.softmax_mscale:.6g}",
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def refusal(length: int | None, *, marked: bool) -> str:
+def cache_refusal(length: int | None, *, marked: bool) -> str:
     """Say why a cache is refused, and what to do.
 
     Args:
@@ -218,7 +227,7 @@ def require_empty(length: torch.Tensor) -> torch.Tensor:
         length: Tokens in the cache, one number.
     """
     if int(length) > 0:
-        raise ValueError(refusal(int(length), marked=False))
+        raise ValueError(cache_refusal(int(length), marked=False))
     return torch.zeros_like(length)
 
 
@@ -232,7 +241,7 @@ def _is_exporting() -> bool:
     return ask is not None and ask()
 
 
-def _joined(
+def _add_to_tokens(
     zero: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add 0 to the tokens, so that no compiler drops the operator that made it."""
@@ -242,7 +251,7 @@ def _joined(
     return (args[0] + zero.to(args[0].device), *args[1:]), kwargs
 
 
-def _decoders(model: nn.Module, rotaries: list[Rotary]) -> list[nn.Module]:
+def _innermost_decoders(model: nn.Module, rotaries: list[RotaryModule]) -> list[nn.Module]:
     """Return the innermost modules around the rotary modules that are given a cache."""
     inner: dict[int, nn.Module] = {}
     for rotary in rotaries:
@@ -261,6 +270,6 @@ def _decoders(model: nn.Module, rotaries: list[Rotary]) -> list[nn.Module]:
     ]
 
 
-def _numbers(frequencies: Frequencies) -> str:
+def _float32_hex(frequencies: Frequencies) -> str:
     numbers = [*frequencies.inv_freq.tolist(), frequencies.attention_factor]
     return torch.tensor(numbers, dtype=torch.float32, device="cpu").numpy().tobytes().hex()

@@ -18,18 +18,18 @@ from torch import nn
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.patching.architecture.layout import several_positions
-from rope_patch.patching.architecture.probe import fresh, set_frequencies
-from rope_patch.patching.architecture.rotary_modules import Rotary, find_decoder
-from rope_patch.patching.dynamic.sequence_lengths import columns, require_documents
-from rope_patch.patching.kernels.attention_forward import forward_slot
-from rope_patch.patching.method_wrappers import Continued
-from rope_patch.patching.mla_scale import InSoftmax
-from rope_patch.patching.replicas import for_replica
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.architecture.layout import is_mrope
+from rope_patch.patching.architecture.probe import make_probe, set_frequencies
+from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_decoder
+from rope_patch.patching.dynamic.sequence_lengths import mask_columns, require_document_positions
+from rope_patch.patching.kernels.attention_forward import forward_attribute
+from rope_patch.patching.method_wrappers import ContinuedScaling
+from rope_patch.patching.mla_scale import SoftmaxScaled
+from rope_patch.patching.replicas import forward_for_replica
+from rope_patch.patching.undo_log import UndoLog
 
 
-def kept_frequencies(
+def start_frequencies(
     geometries: dict[str | None, Geometry], before: dict[str | None, Frequencies]
 ) -> dict[str | None, Frequencies]:
     """What the first tokens rotate by: the start of the extension, for each layer type it changes.
@@ -46,7 +46,7 @@ def kept_frequencies(
     return found
 
 
-class KeptStart:
+class StartTokenRotary:
     """A rotary module's forward, in which positions below `tokens` are rotated by other numbers.
 
     Those come from a second module of the same kind, so its layout of cos and sin, or complex
@@ -56,54 +56,58 @@ class KeptStart:
     def __init__(
         self, own: Any, start: nn.Module, kinds: Iterable[str | None], tokens: int
     ) -> None:
-        self.own = own
-        self.start = start
-        self.kinds = tuple(kinds)
+        self.original_forward = own
+        self.start_module = start
+        self.layer_types = tuple(kinds)
         self.tokens = tokens
 
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        turned = self.own(x, position_ids, *args, **kwargs)
+        turned = self.original_forward(x, position_ids, *args, **kwargs)
         kind = args[0] if args else kwargs.get("layer_type")
-        if kind not in self.kinds and None not in self.kinds:
+        if kind not in self.layer_types and None not in self.layer_types:
             return turned
         if not torch.compiler.is_compiling():
-            self._follow(x.device)
-        kept = self.start(x, position_ids, *args, **kwargs)
+            self._sync_device(x.device)
+        kept = self.start_module(x, position_ids, *args, **kwargs)
         first = position_ids < self.tokens
         if isinstance(turned, torch.Tensor):
-            return _chosen(first, kept, turned)
-        return tuple(_chosen(first, k, t) for k, t in zip(kept, turned, strict=True))
+            return _select_by_position(first, kept, turned)
+        return tuple(_select_by_position(first, k, t) for k, t in zip(kept, turned, strict=True))
 
-    def for_replica(self, replica: Any) -> KeptStart:
+    def for_replica(self, replica: Any) -> StartTokenRotary:
         """Return the forward for a replica of the module (`nn.DataParallel`), on its own device."""
-        own = for_replica(self.own, replica)
-        return KeptStart(own, copy.deepcopy(self.start), self.kinds, self.tokens)
+        own = forward_for_replica(self.original_forward, replica)
+        return StartTokenRotary(
+            own, copy.deepcopy(self.start_module), self.layer_types, self.tokens
+        )
 
     def retire(self) -> None:
         """Rotate all tokens alike from now on: the patch is undone, but a wrapper calls this."""
         self.tokens = 0
 
-    def _follow(self, device: torch.device) -> None:
+    def _sync_device(self, device: torch.device) -> None:
         """Brings the second module to where the model is; some forwards do not do it themselves."""
-        if next(self.start.buffers()).device != device:
-            self.start.to(device)
+        if next(self.start_module.buffers()).device != device:
+            self.start_module.to(device)
 
 
-def _chosen(first: torch.Tensor, kept: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
+def _select_by_position(
+    first: torch.Tensor, kept: torch.Tensor, turned: torch.Tensor
+) -> torch.Tensor:
     first = first.to(turned.device).reshape(*first.shape, *[1] * (turned.ndim - first.ndim))
     return torch.where(first, kept, turned)
 
 
-def keep_start(
+def install_start_tokens(
     model: nn.Module,
-    rotary: Rotary,
+    rotary: RotaryModule,
     geometries: dict[str | None, Geometry],
     before: dict[str | None, Frequencies],
     config: Any,
     tokens: int,
-    swaps: Swaps,
+    undo_log: UndoLog,
 ) -> None:
     """Has the first tokens rotate as before the extension.
 
@@ -114,32 +118,32 @@ def keep_start(
         before: What the unpatched module rotates by.
         config: The text config of the unpatched model.
         tokens: How many positions.
-        swaps: Where the changes are recorded.
+        undo_log: Where the changes are recorded.
     """
-    kept = kept_frequencies(geometries, before)
+    kept = start_frequencies(geometries, before)
     if not kept:
         return
-    slot = forward_slot(rotary.module)
+    slot = forward_attribute(rotary.module)
     own = getattr(rotary.module, slot)
-    swaps.set(rotary.module, slot, _wrapped(rotary, own, before, kept, config, tokens))
+    undo_log.set(rotary.module, slot, _make_forward(rotary, own, before, kept, config, tokens))
     decoder = find_decoder(model, rotary)
-    swaps.hook(decoder, before=Counted(decoder))
+    undo_log.hook(decoder, before=PaddingAwarePositions(decoder))
 
 
-def _wrapped(
-    rotary: Rotary,
+def _make_forward(
+    rotary: RotaryModule,
     own: Any,
     before: dict[str | None, Frequencies],
     kept: dict[str | None, Frequencies],
     config: Any,
     tokens: int,
-) -> KeptStart:
-    start = fresh(rotary, config)
-    set_frequencies(Rotary(start, rotary.prefixes), before, kept, Swaps())
-    return KeptStart(own, start, kept, tokens)
+) -> StartTokenRotary:
+    start = make_probe(rotary, config)
+    set_frequencies(RotaryModule(start, rotary.prefixes), before, kept, UndoLog())
+    return StartTokenRotary(own, start, kept, tokens)
 
 
-class Counted:
+class PaddingAwarePositions:
     """Ahead of a decoder's forward: counts positions from each row's first token.
 
     A mask tells where that is. Without start tokens only distances matter, and models that are
@@ -155,7 +159,7 @@ class Counted:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         if given.get("position_ids") is not None:
             return None
-        require_documents(given)
+        require_document_positions(given)
         mask = given.get("attention_mask")
         if not isinstance(mask, torch.Tensor):
             return None
@@ -169,7 +173,7 @@ class Counted:
         past = cache.get_seq_length() if cache is not None else 0
         counted = mask.long().cumsum(1) - 1
         # A mask of the new tokens alone says nothing of those before them.
-        counted = counted + past if mask.shape[1] == steps else columns(counted, past, steps)
+        counted = counted + past if mask.shape[1] == steps else mask_columns(counted, past, steps)
         positions = counted.clamp(min=0).to(tokens.device)
         at = self._names.index("position_ids")
         if len(args) > at:
@@ -178,7 +182,9 @@ class Counted:
 
 
 @contextmanager
-def left_alone(layers: list[torch.Tensor], at: torch.Tensor, tokens: int) -> Iterator[None]:
+def preserve_start_keys(
+    layers: list[torch.Tensor], at: torch.Tensor, tokens: int
+) -> Iterator[None]:
     """Around a change of cached keys: those of the first tokens are the same bits afterwards.
 
     Args:
@@ -197,12 +203,12 @@ def left_alone(layers: list[torch.Tensor], at: torch.Tensor, tokens: int) -> Ite
         keys[rows, :, slots] = kept
 
 
-def require_keepable(
+def require_start_tokens_supported(
     model: nn.Module,
     method: Method,
     length: int | None,
     geometries: dict[str | None, Geometry],
-    rotaries: list[tuple[Rotary, dict[str | None, Frequencies]]],
+    rotaries: list[tuple[RotaryModule, dict[str | None, Frequencies]]],
     config: Any,
 ) -> None:
     """Refuses start tokens where they would do nothing, or cannot be had.
@@ -218,7 +224,7 @@ def require_keepable(
     Raises:
         ValueError: Says why.
     """
-    tokens = method.kept_tokens
+    tokens = method.start_token_count
     if not tokens:
         return
     trained = next(iter(geometries.values())).trained_length
@@ -230,60 +236,60 @@ def require_keepable(
             "which is trained no further"
         )
     inner = method
-    if isinstance(inner, InSoftmax):
-        sharpening = inner.sharpening(next(iter(geometries.values())))
-        if abs(sharpening - inner.own) > 1e-6:
+    if isinstance(inner, SoftmaxScaled):
+        sharpening = inner.softmax_mscale(next(iter(geometries.values())))
+        if abs(sharpening - inner.own_mscale) > 1e-6:
             raise ValueError(
                 "start_tokens keep their attention as it was, but this architecture has the "
                 f"attention factor ({sharpening:.6g}) in its softmax scale, which knows no tokens: "
                 "pass attention_factor=1, or leave start_tokens out"
             )
         inner = inner.inner
-    if isinstance(inner, Continued) and inner.short:
+    if isinstance(inner, ContinuedScaling) and inner.short_frequencies:
         raise ValueError(
             "start_tokens keep the rotation from before, but the config's own longrope has two of "
             "them, for short and for long sequences: leave start_tokens out, or pass "
             'start="unscaled"'
         )
     for rotary, before in rotaries:
-        kept = kept_frequencies(geometries, before)
+        kept = start_frequencies(geometries, before)
         if not kept:
             continue
         name = type(rotary.module).__name__
-        if several_positions(rotary.module, config):
+        if is_mrope(rotary.module, config):
             raise ValueError(
                 f"{type(config).__name__} gives a token several positions (M-RoPE), so {name} "
                 "knows no first tokens: leave start_tokens out"
             )
         find_decoder(model, rotary)
-        if not _keeps(rotary, before, kept, config, tokens):
+        if not _probe_start_tokens(rotary, before, kept, config, tokens):
             raise ValueError(
                 f"{name} does not hand out one rotation for each position in the way that others "
                 "do, so the first cannot be kept apart: leave start_tokens out"
             )
 
 
-def _keeps(
-    rotary: Rotary,
+def _probe_start_tokens(
+    rotary: RotaryModule,
     before: dict[str | None, Frequencies],
     kept: dict[str | None, Frequencies],
     config: Any,
     tokens: int,
 ) -> bool:
     """Tries it on a module of the same kind, token by token beside all at once."""
-    changed = fresh(rotary, config)
+    changed = make_probe(rotary, config)
     halved = {k: Frequencies(f.inv_freq / 2, 2 * f.attention_factor) for k, f in kept.items()}
-    set_frequencies(Rotary(changed, rotary.prefixes), before, halved, Swaps())
-    plain = fresh(rotary, config)
-    set_frequencies(Rotary(plain, rotary.prefixes), before, kept, Swaps())
-    ours = _wrapped(rotary, changed.forward, before, kept, config, tokens)
+    set_frequencies(RotaryModule(changed, rotary.prefixes), before, halved, UndoLog())
+    plain = make_probe(rotary, config)
+    set_frequencies(RotaryModule(plain, rotary.prefixes), before, kept, UndoLog())
+    ours = _make_forward(rotary, changed.forward, before, kept, config, tokens)
     with torch.device("cpu"):
         x = torch.zeros(2, 3, 4)
         positions = torch.tensor([[tokens + 5, tokens - 1, tokens], [tokens, 2 * tokens, 0]])
     for kind in kept:
         kinds = () if kind is None else (kind,)
         try:
-            got, low, high = (_parts(f(x, positions, *kinds)) for f in (ours, plain, changed))
+            got, low, high = (_as_tuple(f(x, positions, *kinds)) for f in (ours, plain, changed))
             for row, column in positions.new_ones(2, 3).nonzero().tolist():
                 expected = low if positions[row, column] < tokens else high
                 for a, b in zip(got, expected, strict=True):
@@ -294,5 +300,5 @@ def _keeps(
     return True
 
 
-def _parts(handed: Any) -> tuple[torch.Tensor, ...]:
+def _as_tuple(handed: Any) -> tuple[torch.Tensor, ...]:
     return handed if isinstance(handed, tuple) else (handed,)

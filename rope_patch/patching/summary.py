@@ -9,21 +9,23 @@ from rope_patch.patching.method_wrappers import describe_start
 
 if TYPE_CHECKING:
     from rope_patch.patching.handle import Patch
-    from rope_patch.patching.kernels.eligibility import Rotating
+    from rope_patch.patching.kernels.eligibility import KernelSummary
 
 
-def summarize(handle: Patch, unchanged: Iterable[str | None], rotating: Rotating) -> str:
+def summarize(
+    handle: Patch, unchanged_layer_types: Iterable[str | None], kernel_summary: KernelSummary
+) -> str:
     """Return what `Patch.summary` says.
 
     Args:
         handle: The patch.
-        unchanged: The layer types that it leaves alone.
-        rotating: Who applies the rotation; see `who_rotates`.
+        unchanged_layer_types: The layer types that it leaves alone.
+        kernel_summary: Who applies the rotation; see `who_rotates`.
     """
     method = handle.method
     lines = [f"{handle}" + ("" if handle.active else " (undone)")]
     shown, where = handle.frequencies, ""
-    if method.grows and handle.follows:
+    if method.is_dynamic and handle.is_length_dependent:
         length = handle.length or 2 * handle.trained_length
         shown, where = handle.frequencies_at(length), f" at {length:,} tokens"
     for kind, geometry in handle.geometries.items():
@@ -36,21 +38,21 @@ def summarize(handle: Patch, unchanged: Iterable[str | None], rotating: Rotating
             f"pairs changed{where} (slowest: {slowest}), "
             f"attention factor {changed.attention_factor:.6g}"
         )
-    lines += [f"  {kind}: unchanged" for kind in unchanged]
-    if tokens := method.kept_tokens:
+    lines += [f"  {kind}: unchanged" for kind in unchanged_layer_types]
+    if tokens := method.start_token_count:
         lines.append(f"  positions below {tokens:,} keep the rotation from before, in all of these")
     lines += describe_start(handle.original_config, handle.geometries)
-    if handle.sharpening != 1:
+    if handle.softmax_mscale != 1:
         lines.append(
-            f"  softmax scale ×{handle.sharpening**2:.6g}: heads that rotate only in part have "
+            f"  softmax scale ×{handle.softmax_mscale**2:.6g}: heads that rotate only in part have "
             "the attention factor there"
         )
     options = {k: v for k, v in method.options().items() if k != "factor" and v is not None}
     if options:
-        lines.append("  options: " + ", ".join(f"{k}={_short(v)}" for k, v in options.items()))
-    lines.append(f"  {rotating}")
+        lines.append("  options: " + ", ".join(f"{k}={_abbreviate(v)}" for k, v in options.items()))
+    lines.append(f"  {kernel_summary}")
     return "\n".join(lines)
 
 
-def _short(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     return f"[{len(value)} numbers]" if isinstance(value, tuple | list) else str(value)

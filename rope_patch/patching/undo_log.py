@@ -13,7 +13,7 @@ class ABSENT:
     """Stands for "the object had no such attribute of its own"; a class, so that copies keep it."""
 
 
-class Swaps:
+class UndoLog:
     """A list of changes that can be undone.
 
     Everything it holds is copied and pickled along with the model that holds it, so a deep copy of
@@ -34,7 +34,7 @@ class Swaps:
                 still in use, because somebody has put something around it.
             old: What to put back, if not the value that stands there now.
         """
-        standing = _own(owner, attribute)
+        standing = _instance_attribute(owner, attribute)
         setattr(owner, attribute, value)
         self._changes.append((owner, attribute, value, standing if old is None else old))
 
@@ -80,7 +80,7 @@ class Swaps:
                 own = type(owner).forward.__get__(owner) if old is ABSENT else old
                 owner._old_forward = own
                 continue
-            present = _own(owner, attribute)
+            present = _instance_attribute(owner, attribute)
             if not _is_still(present, value):
                 foreign.append(f"{type(owner).__name__}.{attribute}")
                 if hasattr(value, "retire"):
@@ -99,7 +99,7 @@ class Swaps:
         self._changes.clear()
 
 
-def _own(owner: Any, attribute: str) -> Any:
+def _instance_attribute(owner: Any, attribute: str) -> Any:
     """The instance's own attribute, or ABSENT if only its class has it."""
     if isinstance(owner, nn.Module) and attribute in owner._buffers:
         return owner._buffers[attribute]

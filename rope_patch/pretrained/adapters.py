@@ -15,17 +15,19 @@ from torch import nn
 
 from rope_patch.methods import Frequencies, build
 from rope_patch.patching import Patch, check, current, patch
-from rope_patch.patching.architecture.probe import unpatched
+from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_owner, find_rotaries
-from rope_patch.patching.mla_scale import config_sharpening, find_sharpened, of_layer_types
-from rope_patch.pretrained.saving import ADAPTER, SIDECAR, read_sidecar, recorded_request
-from rope_patch.rope_config import by_layer_type, own_scaling
+from rope_patch.patching.mla_scale import config_mscale, filter_by_layer_type, find_mla_attentions
+from rope_patch.pretrained.saving import ADAPTER_CONFIG, SIDECAR, read_sidecar, request_from_sidecar
+from rope_patch.rope_config import by_layer_type, config_rope_type
 from rope_patch.utils.errors import parse_json
 
 logger = logging.getLogger("rope_patch")
 
 
-def require_agreement(model: nn.Module, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+def require_same_rotation(
+    model: nn.Module, folder: str | os.PathLike[str]
+) -> dict[str, Any] | None:
     """Whether a base rotates as an adapter's did in training, or can be made to; changes nothing.
 
     Args:
@@ -47,36 +49,36 @@ def require_agreement(model: nn.Module, folder: str | os.PathLike[str]) -> dict[
                 "base is now patched: %s",
                 folder,
                 SIDECAR,
-                describe(standing),
+                describe_patch(standing),
             )
         return None
-    if standing is None and _runs_so(model, sidecar):
+    if standing is None and _config_already_rotates_so(model, sidecar):
         return None
-    request = recorded_request(sidecar)
+    request = request_from_sidecar(sidecar)
     trained_with = f"the adapter in {folder} was trained on a base that was patched with"
     try:
         wanted = Patch(check(model, **request))
     except (ValueError, TypeError) as error:
         said = ", ".join(f"{k}={v!r}" for k, v in request.items() if v is not None)
         raise ValueError(f"{trained_with} {said}, which this one cannot be: {error}") from error
-    if not _same_base(wanted, sidecar):
+    if not _matches_sidecar(wanted, sidecar):
         raise ValueError(
-            f"{trained_with} {describe(wanted)}, and that would rotate {type(model).__name__} "
+            f"{trained_with} {describe_patch(wanted)}, and that would rotate {type(model).__name__} "
             f"otherwise: the config of its base said {sidecar['original']}, that of this one says "
             f"{wanted.original}; load the base that the adapter was trained on"
         )
     if standing is None:
         return request
-    if not _same(wanted, standing):
+    if not _patches_equal(wanted, standing):
         raise ValueError(
-            f"{trained_with} {describe(wanted)}, got one that is patched with "
-            f"{describe(standing)}; rope_patch.unpatch(model) first, and load_adapter patches it "
+            f"{trained_with} {describe_patch(wanted)}, got one that is patched with "
+            f"{describe_patch(standing)}; rope_patch.unpatch(model) first, and load_adapter patches it "
             "as the adapter needs it"
         )
     return None
 
 
-def describe(handle: Patch) -> str:
+def describe_patch(handle: Patch) -> str:
     """A patch in one line: method, lengths, options, layer types and start."""
     options = {k: v for k, v in handle.method.options().items() if k != "factor" and v is not None}
     kinds = [str(kind) for kind in handle.geometries if kind is not None]
@@ -94,11 +96,11 @@ def describe(handle: Patch) -> str:
     )
 
 
-def _same(wanted: Patch, standing: Patch) -> bool:
+def _patches_equal(wanted: Patch, standing: Patch) -> bool:
     """Whether two patches of one model rotate sequences of all lengths alike."""
-    if abs(wanted.sharpening - standing.sharpening) > 1e-6:
+    if abs(wanted.softmax_mscale - standing.softmax_mscale) > 1e-6:
         return False
-    if wanted.method.kept_tokens != standing.method.kept_tokens:
+    if wanted.method.start_token_count != standing.method.start_token_count:
         return False
     lengths = {1.0}
     for handle in (wanted, standing):
@@ -114,7 +116,7 @@ def _same(wanted: Patch, standing: Patch) -> bool:
     return True
 
 
-def _recorded(sidecar: dict[str, Any]) -> dict[str | None, Frequencies]:
+def _sidecar_frequencies(sidecar: dict[str, Any]) -> dict[str | None, Frequencies]:
     try:
         return {
             None if kind == "all" else kind: Frequencies(
@@ -128,19 +130,23 @@ def _recorded(sidecar: dict[str, Any]) -> dict[str | None, Frequencies]:
         ) from error
 
 
-def _same_base(wanted: Patch, sidecar: dict[str, Any]) -> bool:
+def _matches_sidecar(wanted: Patch, sidecar: dict[str, Any]) -> bool:
     """Whether the recorded patch, put on this base, comes to the recorded frequencies."""
-    recorded = _recorded(sidecar)
+    recorded = _sidecar_frequencies(sidecar)
     return recorded.keys() == wanted.frequencies.keys() and all(
         frequencies.close_to(recorded[kind]) for kind, frequencies in wanted.frequencies.items()
     )
 
 
-def _runs_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
+def _config_already_rotates_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
     """Whether the base's own config makes it rotate as the patch did: saved with it, say."""
-    recorded = _recorded(sidecar)
+    recorded = _sidecar_frequencies(sidecar)
     method = build(sidecar["method"], **sidecar["options"])
-    if not recorded or method.kept_tokens or method.follows_length(sidecar["trained_length"]):
+    if (
+        not recorded
+        or method.start_token_count
+        or method.is_length_dependent(sidecar["trained_length"])
+    ):
         return False
     rotaries = find_rotaries(model)
     config: Any = rotaries[0].module.config
@@ -148,13 +154,13 @@ def _runs_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
     for kind in recorded:
         own = standing.get(kind, {})
         switches = own.get("long_factor") != own.get("short_factor")
-        if own_scaling(own) == "dynamic" or switches:  # then no one set is all there is
+        if config_rope_type(own) == "dynamic" or switches:  # then no one set is all there is
             return False
-    attentions = [a for rotary in rotaries for a in find_sharpened(find_owner(model, rotary))]
-    for attention in of_layer_types(attentions, config, recorded):
-        if abs(config_sharpening(attention, config) - sidecar.get("sharpening", 1.0)) > 1e-6:
+    attentions = [a for rotary in rotaries for a in find_mla_attentions(find_owner(model, rotary))]
+    for attention in filter_by_layer_type(attentions, config, recorded):
+        if abs(config_mscale(attention, config) - sidecar.get("sharpening", 1.0)) > 1e-6:
             return False
-    found = [unpatched(rotary, config) for rotary in rotaries]
+    found = [reference_frequencies(rotary, config) for rotary in rotaries]
     return all(
         kind in rotates and rotates[kind].close_to(frequencies)
         for rotates in found
@@ -162,7 +168,7 @@ def _runs_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
     )
 
 
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -195,12 +201,12 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> A
             f"expected a new name for the adapter in {folder}, got {name!r}, which the model has "
             f"already ({', '.join(model.peft_config)}); pass adapter_name=..."
         )
-    request = require_agreement(model, folder)
+    request = require_same_rotation(model, folder)
     base = model.get_base_model() if is_peft else model
-    _require_fit(peft, base, folder)
+    _require_matching_model(peft, base, folder)
     handle = patch(model, **request) if request else None
     try:
-        if places := _places(peft, base, folder):
+        if places := _peft_device_map(peft, base, folder):
             kwargs.setdefault("device_map", places)
         if is_peft:
             model.load_adapter(os.fspath(folder), **kwargs)
@@ -215,7 +221,7 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> A
 def is_adapter(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a folder with an adapter, and no whole model beside it."""
     folder = Path(path)
-    return (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def require_adapter(path: str | os.PathLike[str]) -> None:
@@ -227,14 +233,17 @@ def require_adapter(path: str | os.PathLike[str]) -> None:
             "fetched first: huggingface_hub.snapshot_download(name) returns its folder"
         )
     there = sorted(p.name for p in folder.iterdir())
-    weights = [name for name in _WEIGHTS if name in there]
-    for needed, found in ((ADAPTER, ADAPTER in there), (_WEIGHTS[0], bool(weights))):
+    weights = [name for name in _WEIGHTS_FILES if name in there]
+    for needed, found in (
+        (ADAPTER_CONFIG, ADAPTER_CONFIG in there),
+        (_WEIGHTS_FILES[0], bool(weights)),
+    ):
         if not found:
             raise ValueError(
                 f"{path} holds no {needed}: expected a folder that rope_patch.save or PEFT wrote, "
                 f"found {', '.join(there[:5]) or 'nothing'}"
             )
-    if weights[0] == _WEIGHTS[0]:
+    if weights[0] == _WEIGHTS_FILES[0]:
         try:
             with safe_open(folder / weights[0], "pt"):
                 pass
@@ -244,14 +253,14 @@ def require_adapter(path: str | os.PathLike[str]) -> None:
             ) from error
 
 
-def base_of(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
+def adapter_base(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
     """The model that an adapter was trained on: its path or name on the Hub, and its revision.
 
     Raises:
         ValueError: The adapter does not say, or is damaged.
     """
     require_adapter(folder)
-    path = Path(folder) / ADAPTER
+    path = Path(folder) / ADAPTER_CONFIG
     try:
         said = parse_json(path.read_text())
         base, revision = said.get("base_model_name_or_path"), said.get("revision")
@@ -267,7 +276,7 @@ def base_of(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
     return base, revision
 
 
-def _require_fit(peft: Any, base: Any, folder: str | os.PathLike[str]) -> None:
+def _require_matching_model(peft: Any, base: Any, folder: str | os.PathLike[str]) -> None:
     """Tries the adapter on an empty model first: PEFT changes a model before it finds out."""
     try:
         with torch.device("meta"):
@@ -281,11 +290,11 @@ def _require_fit(peft: Any, base: Any, folder: str | os.PathLike[str]) -> None:
         if "size mismatch" in said or "Target modules" in said:
             raise ValueError(
                 f"the adapter in {folder} does not fit {type(base).__name__}: {said}; expected the "
-                f"model that it was trained on, {base_of(folder)[0]!r}"
+                f"model that it was trained on, {adapter_base(folder)[0]!r}"
             ) from error
 
 
-def _places(peft: Any, base: Any, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+def _peft_device_map(peft: Any, base: Any, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Where the parts of an offloaded base lie, by PEFT's names: it would place them anew."""
     places = getattr(base, "hf_device_map", None) or {}
     if not {"cpu", "disk"} & set(places.values()):

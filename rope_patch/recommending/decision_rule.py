@@ -11,15 +11,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rope_patch.recommending.scores import Gap, Scores, answers, gap
+from rope_patch.recommending.scores import (
+    ScoreDifference,
+    Scores,
+    gain_over_control,
+    score_difference,
+)
 from rope_patch.statistics import Interval, retention
 
 # A method holds if it keeps this share of the answers that the plain model gets right.
-HOLDS = 0.5
+MIN_RETAINED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Contender:
+class MeasuredVariant:
     """A method and what was measured of it.
 
     Attributes:
@@ -54,10 +59,11 @@ class Choice:
         behind: By name, how each differs from the best at the target length.
         price: By name, how each differs from the plain model within the trained length, on answers
             and on prose.
-        kept: Of the chosen, or else of the best: the share of the plain model's answers within the
-            trained length that it gets right at the target length; None where that cannot be said.
-        informed: Of the best, by how many nats a true answer is likelier than one that the text
-            does not say; None where it was not measured.
+        retained_share: Of the chosen, or else of the best: the share of the plain model's answers
+            within the trained length that it gets right at the target length; None where that
+        cannot be said.
+        information_gain: Of the best, by how many nats a true answer is likelier than one that the
+            text does not say; None where it was not measured.
         reasons: The steps that led there, a sentence each.
     """
 
@@ -65,20 +71,20 @@ class Choice:
     verdict: str
     best: str | None = None
     ties: tuple[str, ...] = ()
-    behind: dict[str, Gap] = field(default_factory=dict)
-    price: dict[str, tuple[Gap, Gap | None]] = field(default_factory=dict)
-    kept: Interval | None = None
-    informed: Interval | None = None
+    behind: dict[str, ScoreDifference] = field(default_factory=dict)
+    price: dict[str, tuple[ScoreDifference, ScoreDifference | None]] = field(default_factory=dict)
+    retained_share: Interval | None = None
+    information_gain: Interval | None = None
     reasons: tuple[str, ...] = ()
 
 
-def best_of(contenders: Sequence[Contender]) -> Contender:
+def lowest_loss(contenders: Sequence[MeasuredVariant]) -> MeasuredVariant:
     """The one with the smallest loss at the target length."""
     return min(contenders, key=lambda one: one.long.mean)
 
 
 def choose(
-    contenders: Sequence[Contender], plain: Contender, control: Scores | None = None
+    contenders: Sequence[MeasuredVariant], plain: MeasuredVariant, control: Scores | None = None
 ) -> Choice:
     """Applies the rule.
 
@@ -89,24 +95,26 @@ def choose(
     Args:
         contenders: All on the same samples.
         plain: The model as it is: what prices are held against; need not be a contender.
-        control: The best contender's scores of the control, see `answers`.
+        control: The best contender's scores of the control, see `gain_over_control`.
 
     Raises:
         ValueError: No contenders.
     """
     if not contenders:
         raise ValueError("expected contenders to choose from, got none: measure some first")
-    best = best_of(contenders)
-    behind = {one.name: gap(one.long, best.long) for one in contenders}
+    best = lowest_loss(contenders)
+    behind = {one.name: score_difference(one.long, best.long) for one in contenders}
     price = {one.name: _price(one, plain) for one in contenders}
-    ties = [one for one in contenders if one is best or not behind[one.name].worse]
+    ties = [one for one in contenders if one is best or not behind[one.name].is_worse]
     names = tuple(one.name for one in ties)
-    informed = None if control is None else answers(best.long, control)
-    base = plain.short.right()
-    kept = {one.name: _kept(one, base) for one in ties}
-    reasons = [f"best at the length: {best.name}" + _told(names, best.name, "cannot be told apart")]
+    informed = None if control is None else gain_over_control(best.long, control)
+    base = plain.short.accuracy_interval()
+    kept = {one.name: _retained_share(one, base) for one in ties}
+    reasons = [
+        f"best at the length: {best.name}" + _ties_text(names, best.name, "cannot be told apart")
+    ]
 
-    def choice(one: Contender | None, verdict: str) -> Choice:
+    def choice(one: MeasuredVariant | None, verdict: str) -> Choice:
         shown = kept[best.name if one is None else one.name]
         name = None if one is None else one.name
         told = tuple(reasons)
@@ -118,12 +126,16 @@ def choose(
             f"({informed.estimate:+.3f} nats, {informed.low:+.3f} to {informed.high:+.3f})"
         )
         return choice(None, "nothing holds")
-    holding = [one for one in ties if (share := kept[one.name]) is None or share.estimate >= HOLDS]
+    holding = [
+        one
+        for one in ties
+        if (share := kept[one.name]) is None or share.estimate >= MIN_RETAINED_SHARE
+    ]
     if not holding:
         share = kept[best.name]
         reasons.append(
             f"it keeps {share.estimate:.0%} of the answers that the plain model gets right within "
-            f"its trained length ({share.low:.0%} to {share.high:.0%}), less than {HOLDS:.0%}"
+            f"its trained length ({share.low:.0%} to {share.high:.0%}), less than {MIN_RETAINED_SHARE:.0%}"
             if share is not None
             else "none keeps enough"
         )
@@ -132,7 +144,7 @@ def choose(
     fewest = min(one.lost for one in left)
     if len(left) > 1 and any(one.lost > fewest for one in left):
         left = [one for one in left if one.lost == fewest]
-        reasons.append("most engines run without this package: " + _names(left))
+        reasons.append("most engines run without this package: " + _join_names(left))
     chosen = min(left, key=lambda one: (one.options, one.dynamic, one.long.mean))
     if len(left) > 1:
         reasons.append(f"the simplest of these: {chosen.name}")
@@ -142,25 +154,31 @@ def choose(
     return choice(chosen, "use")
 
 
-def _cheapest(left: list[Contender], plain: Contender, reasons: list[str]) -> list[Contender]:
+def _cheapest(
+    left: list[MeasuredVariant], plain: MeasuredVariant, reasons: list[str]
+) -> list[MeasuredVariant]:
     """Those that cannot be told from the smallest price within the trained length."""
-    least = min(left, key=lambda one: _cost(one, plain))
+    least = min(left, key=lambda one: _short_context_cost(one, plain))
     found = [
         one
         for one in left
-        if not gap(one.short, least.short).worse
-        and (one.prose is None or least.prose is None or not gap(one.prose, least.prose).worse)
+        if not score_difference(one.short, least.short).is_worse
+        and (
+            one.prose is None
+            or least.prose is None
+            or not score_difference(one.prose, least.prose).is_worse
+        )
     ]
     if len(left) > 1:
         names = [one.name for one in found]
         reasons.append(
             f"the smallest price within the trained length: {least.name}"
-            + _told(names, least.name, "no dearer that one could tell")
+            + _ties_text(names, least.name, "no dearer that one could tell")
         )
     return found
 
 
-def _cost(one: Contender, plain: Contender) -> float:
+def _short_context_cost(one: MeasuredVariant, plain: MeasuredVariant) -> float:
     """Nats that short context loses, answers and prose weighing the same."""
     costs = [one.short.mean - plain.short.first(len(one.short)).mean]
     if one.prose is not None and plain.prose is not None:
@@ -168,25 +186,27 @@ def _cost(one: Contender, plain: Contender) -> float:
     return math.fsum(costs) / len(costs)
 
 
-def _price(one: Contender, plain: Contender) -> tuple[Gap, Gap | None]:
+def _price(
+    one: MeasuredVariant, plain: MeasuredVariant
+) -> tuple[ScoreDifference, ScoreDifference | None]:
     prose = None
     if one.prose is not None and plain.prose is not None:
-        prose = gap(one.prose, plain.prose)
-    return gap(one.short, plain.short), prose
+        prose = score_difference(one.prose, plain.prose)
+    return score_difference(one.short, plain.short), prose
 
 
-def _kept(one: Contender, base: Interval | None) -> Interval | None:
+def _retained_share(one: MeasuredVariant, base: Interval | None) -> Interval | None:
     """The share of the plain model's short answers; None where that has too few to keep any."""
-    right = one.long.right()
+    right = one.long.accuracy_interval()
     if base is None or right is None or not base.low > 0:
         return None
     return retention(right, base)
 
 
-def _told(names: Sequence[str], best: str, how: str) -> str:
+def _ties_text(names: Sequence[str], best: str, how: str) -> str:
     others = [name for name in names if name != best]
     return f"; {how}: {', '.join(others)}" if others else ""
 
 
-def _names(contenders: Sequence[Contender]) -> str:
+def _join_names(contenders: Sequence[MeasuredVariant]) -> str:
     return ", ".join(one.name for one in contenders)

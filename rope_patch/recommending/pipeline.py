@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.inference.samples import Sample, needles_refusal, read_samples
 from rope_patch.patching import current
 from rope_patch.searching import model as opening
-from rope_patch.searching.journal import Kept, State
-from rope_patch.searching.measure.fitness import find_space
+from rope_patch.searching.journal import SearchJournal, SharedJournal
+from rope_patch.searching.measure.fitness import make_space
 from rope_patch.searching.result.search_result import SearchResult
 from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
 
 if TYPE_CHECKING:
     from rope_patch.recommending.result import Recommendation
-    from rope_patch.recommending.sample_sets import Material
+    from rope_patch.recommending.sample_sets import SampleBlocks
 
 logger = logging.getLogger(__name__)
 
-MOST = 96  # samples of each kind, if there is time
+MAX_SAMPLES = 96  # samples of each kind, if there is time
 
 
 def recommend(
@@ -38,7 +38,7 @@ def recommend(
     text: str | Sequence[str] | None = None,
     samples: Sequence[Sample] | str | os.PathLike[str] | None = None,
     short_length: int | None = None,
-    most: int = MOST,
+    most: int = MAX_SAMPLES,
     search: bool = True,
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
@@ -96,17 +96,17 @@ def recommend(
     """
     # What these need, statistics above all, is no part of a plain installation.
     from rope_patch.recommending import variants
-    from rope_patch.recommending.bench import BLOCK, Bench, Clock, spent_before
-    from rope_patch.recommending.result import SEARCHED, Recommendation, rows_of
-    from rope_patch.recommending.scoreboard import held_out
-    from rope_patch.recommending.successive_halving import Judge
-    from rope_patch.recommending.summary import sentence
+    from rope_patch.recommending.bench import BLOCK_SIZE, Bench, TimeBudget, earlier_usage
+    from rope_patch.recommending.result import SEARCH_FOLDER, Recommendation, to_rows
+    from rope_patch.recommending.scoreboard import held_out_table
+    from rope_patch.recommending.successive_halving import Race
+    from rope_patch.recommending.summary import verdict_sentence
 
-    _require_sound(budget, most, BLOCK)
+    _validate_request(budget, most, BLOCK_SIZE)
     if folder is not None:
-        atomic_files.require_folder(folder, "the recommendation")
+        atomic_files.require_writable_folder(folder, "the recommendation")
     processes = Processes()
-    source = opening.opened(
+    source = opening.open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
     asked: dict[str, Any] = {
@@ -114,54 +114,54 @@ def recommend(
         "layer_types": layer_types,
         "start": start,
     }
-    if (standing := current(source.sketch)) is not None:
+    if (standing := current(source.skeleton)) is not None:
         raise ValueError(
             f"the model is patched already ({standing}): methods are measured on the model as it "
             "was, so call rope_patch.unpatch(model) first"
         )
-    space = find_space(source.sketch, length=length, **asked)
+    space = make_space(source.skeleton, length=length, **asked)
     trained = space.geometry.trained_length
     short = trained // 2 if short_length is None else short_length
     if samples is None and short_length is None and source.tokenizer is not None:
-        short = _room_for_needles(source.tokenizer, short, trained)
+        short = _short_length_for_needles(source.tokenizer, short, trained)
     if not 1 < short <= trained:
         raise ValueError(
             f"short_length must be at most the trained length of {trained:,} tokens, got "
             f"{short:,}: prices are what methods cost within it"
         )
-    sets = _material(samples, text, source.tokenizer, space.length, trained, short, most, seed)
-    live = source.read()
+    sets = _build_samples(samples, text, source.tokenizer, space.length, trained, short, most, seed)
+    live = source.load()
     identity = {
         "what": "recommend",
         "seed": seed,
-        **opening.identity(live, space),
+        **opening.run_identity(live, space),
         "short_length": short,
         "most": most,
-        "block": BLOCK,
+        "block": BLOCK_SIZE,
         **sets.identity,
-        "versions": opening.versions(),
+        "versions": opening.dependency_versions(),
     }
-    kept_there = atomic_files.advising(State.advice(folder))
-    with kept_there, opening.evaluating(live), Kept(folder, identity, processes) as kept:
+    kept_there = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
+    with kept_there, opening.eval_mode(live), SharedJournal(folder, identity, processes) as kept:
         kept.lock()
-        spent, searched = spent_before(kept)
-        clock = Clock(budget, spent, processes, progress)
-        bench = Bench(live, space, sets.sets, asked, kept, clock, processes)
-        bench.searched = searched
-        judge = Judge(live, space, asked, bench, clock, kept, seed, search)
-        judge.not_measured += sets.missing
+        spent, searched = earlier_usage(kept)
+        clock = TimeBudget(budget, spent, processes, progress)
+        bench = Bench(live, space, sets.by_kind, asked, kept, clock, processes)
+        bench.candidates_searched = searched
+        judge = Race(live, space, asked, bench, clock, kept, seed, search)
+        judge.not_measured += sets.not_measured
         try:
             choice = judge.run()
         finally:
             clock.close()
-        rows = rows_of(list(judge.rows.values()), choice)
-        searched_in = None if folder is None else str(Path(folder) / SEARCHED)
+        rows = to_rows(list(judge.rows.values()), choice)
+        searched_in = None if folder is None else str(Path(folder) / SEARCH_FOLDER)
         python = shell = ""
         if choice.name is not None:
             row = judge.rows[choice.name]
-            python = variants.python(row.entry, space, asked, searched_in)
-            shell = variants.shell(row.entry, space, asked, source.name, row.engines)
-        looked = judge.searched
+            python = variants.patch_call(row.variant, space, asked, searched_in)
+            shell = variants.export_command(row.variant, space, asked, source.name, row.engines)
+        looked = judge.search_outcome
         found = Recommendation(
             model=source.name,
             weights=identity["weights"],
@@ -172,13 +172,13 @@ def recommend(
             seconds=clock.spent(),
             method=choice.name,
             outcome=choice.verdict,
-            verdict=sentence(choice, rows, space.length, trained),
+            verdict=verdict_sentence(choice, rows, space.length, trained),
             reasons=choice.reasons,
             python=python,
             shell=shell,
             rows=rows,
-            samples=judge.blocks * BLOCK,
-            scored=bench.scored,
+            samples=judge.block_count * BLOCK_SIZE,
+            scored=bench.samples_scored,
             not_measured=tuple(judge.not_measured),
             seed=seed,
             versions=identity["versions"],
@@ -194,21 +194,21 @@ def recommend(
                 geometry=space.geometry,
                 candidate=looked.candidate,
                 history=looked.history,
-                held_out=held_out(judge.rows),
+                held_out=held_out_table(judge.rows),
                 asked={k: v for k, v in asked.items() if v not in (None, "auto")},
                 evaluations_per_minute=looked.rate,
                 versions=identity["versions"],
                 command=shlex.join(sys.argv) if command is None else command,
-                config=opening.config(live),
+                config=opening.plain_config(live),
             ),
         )
-        if processes.main and folder is not None:
+        if processes.is_main and folder is not None:
             found.save(folder)
         processes.wait()
     return found
 
 
-def _require_sound(budget: float, most: int, fewest: int) -> None:
+def _validate_request(budget: float, most: int, fewest: int) -> None:
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise TypeError(f"budget must be a number of minutes, got {budget!r}")
     if not (budget > 0 and math.isfinite(budget)):
@@ -217,14 +217,14 @@ def _require_sound(budget: float, most: int, fewest: int) -> None:
         raise ValueError(f"most must be at least {fewest} samples, the fewest that tell anything")
 
 
-def _room_for_needles(tokenizer: Any, short: int, trained: int) -> int:
+def _short_length_for_needles(tokenizer: Any, short: int, trained: int) -> int:
     """Return the short length, or the trained one where only that has room for needles."""
     if needles_refusal(tokenizer, short) and not needles_refusal(tokenizer, trained):
         return trained
     return short
 
 
-def _material(
+def _build_samples(
     samples: Sequence[Sample] | str | os.PathLike[str] | None,
     text: str | Sequence[str] | None,
     tokenizer: Any,
@@ -233,7 +233,7 @@ def _material(
     short: int,
     most: int,
     seed: int,
-) -> Material:
+) -> SampleBlocks:
     from rope_patch.recommending import sample_sets
 
     texts = [text] if isinstance(text, str) else text
@@ -244,7 +244,7 @@ def _material(
     if samples is None:
         why = needles_refusal(tokenizer, short)
         if why is None:
-            return sample_sets.needles(tokenizer, length, short, most, seed, texts)
+            return sample_sets.needle_blocks(tokenizer, length, short, most, seed, texts)
         if texts is not None:
             raise ValueError(
                 f"{why}, and what methods cost is measured on {short:,}: give a longer "
@@ -254,7 +254,7 @@ def _material(
         logger.warning(
             "%s, %s are for what methods cost: asking for word pairs instead", why, f"{short:,}"
         )
-        return sample_sets.recall(tokenizer, length, short, most, seed)
+        return sample_sets.recall_blocks(tokenizer, length, short, most, seed)
     if isinstance(samples, str | os.PathLike):
         samples = read_samples(Path(samples))
     longest = max((len(sample.ids) for sample in samples), default=0)
@@ -263,4 +263,4 @@ def _material(
             f"samples of up to {longest:,} tokens, to measure at {length:,}: give a longer length "
             "or shorter samples"
         )
-    return sample_sets.given(samples, trained, tokenizer, short, most, seed, texts)
+    return sample_sets.from_user_samples(samples, trained, tokenizer, short, most, seed, texts)

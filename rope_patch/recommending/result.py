@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.recommending.decision_rule import Choice
-from rope_patch.recommending.scores import Scores, gap
+from rope_patch.recommending.scores import Scores, score_difference
 from rope_patch.statistics import Interval
 from rope_patch.utils import atomic_files
-from rope_patch.utils.checksums import strict
+from rope_patch.utils.checksums import json_safe
 
 if TYPE_CHECKING:
-    from rope_patch.recommending.scoreboard import Row
+    from rope_patch.recommending.scoreboard import VariantScores
     from rope_patch.searching.result.search_result import SearchResult
 
 FORMAT = "rope_patch.recommend/1"
-JSON, MARKDOWN, SEARCHED = "recommendation.json", "recommendation.md", "searched"
+JSON_FILE, MARKDOWN_FILE, SEARCH_FOLDER = "recommendation.json", "recommendation.md", "searched"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Recommendation:
         """Plain data, strict JSON; what was searched is a file of its own."""
         said = {each.name: getattr(self, each.name) for each in fields(self)}
         said.pop("found")
-        return strict({"format": FORMAT, **said})
+        return json_safe({"format": FORMAT, **said})
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes `recommendation.json` and `recommendation.md`, and `searched/found.json`.
@@ -90,28 +90,28 @@ class Recommendation:
         Returns:
             The path of `recommendation.json`, which is written last.
         """
-        from rope_patch.recommending.summary import markdown
+        from rope_patch.recommending.summary import as_markdown
 
         folder = Path(folder)
         if self.found is not None:
-            self.found.save(folder / SEARCHED)
-        atomic_files.write(folder / MARKDOWN, markdown(self))
-        atomic_files.write(folder / JSON, json.dumps(self.to_dict(), indent=1) + "\n")
-        return folder / JSON
+            self.found.save(folder / SEARCH_FOLDER)
+        atomic_files.atomic_write(folder / MARKDOWN_FILE, as_markdown(self))
+        atomic_files.atomic_write(folder / JSON_FILE, json.dumps(self.to_dict(), indent=1) + "\n")
+        return folder / JSON_FILE
 
     def __str__(self) -> str:
-        from rope_patch.recommending.summary import recount
+        from rope_patch.recommending.summary import as_text
 
-        return recount(self)
+        return as_text(self)
 
 
-def rows_of(rows: Sequence[Row], choice: Choice) -> list[dict[str, Any]]:
+def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any]]:
     """All that is known of each method, as plain data."""
     found = []
-    plain = next(row for row in rows if row.entry.method is None)
-    best = next((row for row in rows if row.entry.name == choice.best), None)
+    plain = next(row for row in rows if row.variant.method is None)
+    best = next((row for row in rows if row.variant.name == choice.best), None)
     for row in rows:
-        entry, name = row.entry, row.entry.name
+        entry, name = row.variant, row.variant.name
         found.append(
             {
                 "name": name,
@@ -120,21 +120,21 @@ def rows_of(rows: Sequence[Row], choice: Choice) -> list[dict[str, Any]]:
                 "status": status(row, choice),
                 "engines": list(row.engines),
                 "everywhere": set(row.engines) >= set(plain.engines),
-                "long": _scores(row.long),
-                "short": _scores(row.short),
-                "prose": _scores(row.prose),
-                "behind": None if best is None else _gap(row.long, best.long),
-                "price": _gap(row.short, plain.short),
-                "prose_price": _gap(row.prose, plain.prose),
-                "leaves_short": entry.within.candidate is None,
+                "long": _scores_to_dict(row.long),
+                "short": _scores_to_dict(row.short),
+                "prose": _scores_to_dict(row.prose),
+                "behind": None if best is None else _difference_to_dict(row.long, best.long),
+                "price": _difference_to_dict(row.short, plain.short),
+                "prose_price": _difference_to_dict(row.prose, plain.prose),
+                "leaves_short": entry.short_rotation.candidate is None,
             }
         )
     return found
 
 
-def status(row: Row, choice: Choice) -> str:
+def status(row: VariantScores, choice: Choice) -> str:
     """What became of a method, in a few words."""
-    name = row.entry.name
+    name = row.variant.name
     if name == choice.name:
         return "recommended"
     if row.status:
@@ -144,24 +144,24 @@ def status(row: Row, choice: Choice) -> str:
     return "worse than the best at the length" if name in choice.behind else "not compared"
 
 
-def interval_of(interval: Interval | None) -> list[float] | None:
+def interval_to_list(interval: Interval | None) -> list[float] | None:
     """Estimate, low and high."""
     return None if interval is None else [interval.estimate, interval.low, interval.high]
 
 
-def _scores(scores: Scores | None) -> dict[str, Any] | None:
+def _scores_to_dict(scores: Scores | None) -> dict[str, Any] | None:
     if scores is None:
         return None
     return {
-        "nll": interval_of(scores.loss()),
-        "accuracy": interval_of(scores.right()),
+        "nll": interval_to_list(scores.loss_interval()),
+        "accuracy": interval_to_list(scores.accuracy_interval()),
         "samples": len(scores),
     }
 
 
-def _gap(scores: Scores | None, other: Scores | None) -> dict[str, Any] | None:
+def _difference_to_dict(scores: Scores | None, other: Scores | None) -> dict[str, Any] | None:
     """How they differ on the samples that both were given."""
     if scores is None or other is None:
         return None
-    found = gap(scores, other)
-    return {"nll": interval_of(found.nll), "accuracy": interval_of(found.hits)}
+    found = score_difference(scores, other)
+    return {"nll": interval_to_list(found.nll), "accuracy": interval_to_list(found.hits)}

@@ -41,24 +41,24 @@ class Scores:
         """Nats for a scored token."""
         return math.fsum(self.nll) / len(self.nll)
 
-    def answers(self) -> tuple[list[float], list[str]]:
+    def flat_hits(self) -> tuple[list[float], list[str]]:
         """Every answer, 1 where it was right, and its text."""
         pairs = zip(self.hits, self.groups, strict=True)
         found = [(float(hit), group) for hits, group in pairs for hit in hits]
         return [hit for hit, _ in found], [group for _, group in found]
 
-    def loss(self) -> Interval:
+    def loss_interval(self) -> Interval:
         """Nats for a scored token, with its 95% interval over texts."""
-        return bootstrap_mean(_by_text(self.nll, self.groups))
+        return bootstrap_mean(_group_by_text(self.nll, self.groups))
 
-    def right(self) -> Interval | None:
+    def accuracy_interval(self) -> Interval | None:
         """The share of answers that are right; None where there are no answers."""
-        hits, groups = self.answers()
+        hits, groups = self.flat_hits()
         return accuracy(hits, groups) if hits else None
 
 
 @dataclass(frozen=True)
-class Gap:
+class ScoreDifference:
     """How two methods differ on the same samples, with 95% intervals.
 
     Attributes:
@@ -70,26 +70,26 @@ class Gap:
     hits: Interval | None
 
     @property
-    def worse(self) -> bool:
+    def is_worse(self) -> bool:
         """Whether the first is told from the second, and worse."""
         if self.hits is not None and self.hits.high < 0:
             return True
         return self.nll.low > 0 and self.nll.estimate > NEGLIGIBLE
 
 
-def gap(first: Scores, second: Scores) -> Gap:
+def score_difference(first: Scores, second: Scores) -> ScoreDifference:
     """How the first differs from the second, on the samples that both have been given."""
     count = min(len(first), len(second))
     first, second = first.first(count), second.first(count)
     differences = [a - b for a, b in zip(first.nll, second.nll, strict=True)]
-    nll = bootstrap_mean(_by_text(differences, first.groups))
-    hits, groups = first.answers()
+    nll = bootstrap_mean(_group_by_text(differences, first.groups))
+    hits, groups = first.flat_hits()
     if not hits:
-        return Gap(nll, None)
-    return Gap(nll, paired_difference(hits, second.answers()[0], groups).difference)
+        return ScoreDifference(nll, None)
+    return ScoreDifference(nll, paired_difference(hits, second.flat_hits()[0], groups).difference)
 
 
-def answers(plain: Scores, control: Scores) -> Interval:
+def gain_over_control(plain: Scores, control: Scores) -> Interval:
     """By how many nats a true answer is likelier than one that the text does not say.
 
     Args:
@@ -99,22 +99,22 @@ def answers(plain: Scores, control: Scores) -> Interval:
     Raises:
         ValueError: The control is of other texts.
     """
-    true, false = _means(plain), _means(control)
+    true, false = _mean_by_text(plain), _mean_by_text(control)
     differences = [[false[group] - true[group]] for group in true if group in false]
     if not differences:
         raise ValueError("expected the control of the same texts, got none of them")
     return bootstrap_mean(differences)
 
 
-def _by_text(values: Sequence[float], groups: Sequence[str]) -> list[list[float]]:
+def _group_by_text(values: Sequence[float], groups: Sequence[str]) -> list[list[float]]:
     found: dict[str, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
         found.setdefault(group, []).append(value)
     return list(found.values())
 
 
-def _means(scores: Scores) -> dict[str, float]:
+def _mean_by_text(scores: Scores) -> dict[str, float]:
     """Nats for a scored token in each text."""
-    by_text = _by_text(scores.nll, scores.groups)
+    by_text = _group_by_text(scores.nll, scores.groups)
     means = (math.fsum(values) / len(values) for values in by_text)
     return dict(zip(dict.fromkeys(scores.groups), means, strict=True))

@@ -12,7 +12,7 @@ from rope_patch.recommending.variants import PLAIN
 if TYPE_CHECKING:
     from rope_patch.recommending.result import Recommendation
 
-_NOTHING = "–"
+_NO_VALUE = "–"
 _NOTES = (
     "Intervals are 95% each, over texts, not for all comparisons together. The best of several "
     "looks better on the samples that it was chosen by than it is.",
@@ -23,7 +23,9 @@ _NOTES = (
 )
 
 
-def sentence(choice: Choice, rows: Sequence[dict[str, Any]], length: int, trained: int) -> str:
+def verdict_sentence(
+    choice: Choice, rows: Sequence[dict[str, Any]], length: int, trained: int
+) -> str:
     """The verdict.
 
     Args:
@@ -43,36 +45,36 @@ def sentence(choice: Choice, rows: Sequence[dict[str, Any]], length: int, traine
     if choice.name is None:
         best = by_name[str(choice.best)]
         return (
-            f"Nothing here holds {at}: the best, {choice.best}, gets {_right(best['long'])} there"
-            f"{_kept(choice)}. Fine-tune at that length (rope-patch finetune), or ask for a "
+            f"Nothing here holds {at}: the best, {choice.best}, gets {_accuracy_text(best['long'])} there"
+            f"{_retained_share(choice)}. Fine-tune at that length (rope-patch finetune), or ask for a "
             "shorter one."
         )
     row = by_name[choice.name]
     if choice.name == PLAIN:
         return (
-            f"Nothing is needed {at}: the plain model gets {_right(row['long'])} there, and no "
+            f"Nothing is needed {at}: the plain model gets {_accuracy_text(row['long'])} there, and no "
             "method that was measured is better."
         )
     plain = by_name[PLAIN]["long"]
     return (
-        f"Use {choice.name} {at}: it gets {_right(row['long'])} there{_kept(choice)}; the plain "
-        f"model gets {_right(plain)}. {_price(row, trained)}"
+        f"Use {choice.name} {at}: it gets {_accuracy_text(row['long'])} there{_retained_share(choice)}; the plain "
+        f"model gets {_accuracy_text(plain)}. {_price_text(row, trained)}"
     )
 
 
-def recount(found: Recommendation) -> str:
+def as_text(found: Recommendation) -> str:
     """For a terminal."""
     lines = [_title(found), "", found.verdict]
     if found.python:
         lines += ["", f"  {found.python}"]
     if found.shell:
         lines += [f"  {found.shell}"]
-    lines += ["", *_aligned(_table(found)), "", *(f"- {reason}" for reason in found.reasons)]
+    lines += ["", *_align(_table(found)), "", *(f"- {reason}" for reason in found.reasons)]
     lines += [f"- not measured: {why}" for why in found.not_measured]
-    return "\n".join([*lines, "", *_NOTES, _spent(found)])
+    return "\n".join([*lines, "", *_NOTES, _cost_line(found)])
 
 
-def markdown(found: Recommendation) -> str:
+def as_markdown(found: Recommendation) -> str:
     """As a page."""
     head, *rows = _table(found)
     lines = [f"# {_title(found)}", "", f"**{found.verdict}**", ""]
@@ -83,7 +85,7 @@ def markdown(found: Recommendation) -> str:
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines += ["", *(f"- {reason}" for reason in found.reasons)]
     lines += [f"- not measured: {why}" for why in found.not_measured]
-    for note in (*_NOTES, _spent(found)):
+    for note in (*_NOTES, _cost_line(found)):
         lines += ["", note]
     if found.command:
         lines += ["", f"Made by `{found.command}`."]
@@ -97,7 +99,7 @@ def _title(found: Recommendation) -> str:
     )
 
 
-def _spent(found: Recommendation) -> str:
+def _cost_line(found: Recommendation) -> str:
     said = (
         f"{found.samples} samples at the length for what was compared in the end, {found.scored:,} "
         f"scored in all"
@@ -125,23 +127,23 @@ def _table(found: Recommendation) -> list[list[str]]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     long, short = row["long"] or {}, row["short"] or {}
-    price = row["price"] and _signed(row["price"]["nll"])
-    prose = row["prose_price"] and _percent(row["prose_price"]["nll"])
+    price = row["price"] and _format_signed(row["price"]["nll"])
+    prose = row["prose_price"] and _format_percent(row["prose_price"]["nll"])
     return [
         row["name"],
-        _share(long.get("accuracy")),
-        _nats(long.get("nll")),
-        _signed(row["behind"]["nll"]) if row["behind"] else _NOTHING,
-        _share(short.get("accuracy")),
-        price or _NOTHING,
-        prose or _NOTHING,
+        _format_share(long.get("accuracy")),
+        _format_nats(long.get("nll")),
+        _format_signed(row["behind"]["nll"]) if row["behind"] else _NO_VALUE,
+        _format_share(short.get("accuracy")),
+        price or _NO_VALUE,
+        prose or _NO_VALUE,
         "everywhere" if row["everywhere"] else ", ".join(row["engines"]) or "nowhere",
         str(long.get("samples", 0)),
         row["status"],
     ]
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+def _align(table: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     widths[-1] = 0
     return [
@@ -150,54 +152,54 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _right(scores: dict[str, Any]) -> str:
-    nats = f"{_nats(scores['nll'])} nats a token"
+def _accuracy_text(scores: dict[str, Any]) -> str:
+    nats = f"{_format_nats(scores['nll'])} nats a token"
     if scores["accuracy"] is None:
         return nats
-    return f"{_share(scores['accuracy'])} of answers right ({nats})"
+    return f"{_format_share(scores['accuracy'])} of answers right ({nats})"
 
 
-def _kept(choice: Choice) -> str:
-    if choice.kept is None:
+def _retained_share(choice: Choice) -> str:
+    if choice.retained_share is None:
         return ""
-    share = choice.kept
+    share = choice.retained_share
     return (
         f", {share.estimate:.0%} ({share.low:.0%} to {share.high:.0%}) of what the plain model "
         "gets right within its trained length"
     )
 
 
-def _price(row: dict[str, Any], trained: int) -> str:
+def _price_text(row: dict[str, Any], trained: int) -> str:
     if row["leaves_short"]:
         return f"Within the trained {trained:,} tokens it changes nothing."
-    said = [f"{_signed(row['price']['nll'])} nats a token of answers"]
+    said = [f"{_format_signed(row['price']['nll'])} nats a token of answers"]
     if row["prose_price"]:
-        said.append(f"{_percent(row['prose_price']['nll'])} perplexity of prose")
+        said.append(f"{_format_percent(row['prose_price']['nll'])} perplexity of prose")
     return f"Within the trained {trained:,} tokens it costs {', '.join(said)}."
 
 
-def _share(interval: Sequence[float] | None) -> str:
+def _format_share(interval: Sequence[float] | None) -> str:
     if interval is None:
-        return _NOTHING
+        return _NO_VALUE
     estimate, low, high = interval
     return f"{estimate:.0%} ({low:.0%} to {high:.0%})"
 
 
-def _nats(interval: Sequence[float] | None) -> str:
+def _format_nats(interval: Sequence[float] | None) -> str:
     if interval is None:
-        return _NOTHING
+        return _NO_VALUE
     estimate, low, high = interval
     return f"{estimate:.3f} ({low:.3f} to {high:.3f})"
 
 
-def _signed(interval: Sequence[float]) -> str:
+def _format_signed(interval: Sequence[float]) -> str:
     estimate, low, high = interval
     if estimate == low == high == 0:
         return "0"
     return f"{estimate:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
-def _percent(interval: Sequence[float]) -> str:
+def _format_percent(interval: Sequence[float]) -> str:
     """A difference in nats as a change of perplexity."""
     if not any(interval):
         return "0"

@@ -13,20 +13,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rope_patch.exporting import ENGINES, export
-from rope_patch.methods import build, registered
+from rope_patch.methods import build, registered_methods
 from rope_patch.patching import check, patch
-from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.strategies import base
 
 PLAIN = "plain"
 # In the order in which they are measured, should the budget end before all are.
-STATIC = ("yarn", "ntk-by-parts", "ntk", "llama3", "linear")
-_SHOWN = ("vllm", "llama.cpp", "transformers")
-_DYNAMIC = {"ntk": "dynamic"}  # the others: dynamic- and their name
+STATIC_METHODS = ("yarn", "ntk-by-parts", "ntk", "llama3", "linear")
+_PREFERRED_ENGINES = ("vllm", "llama.cpp", "transformers")
+_DYNAMIC_NAMES = {"ntk": "dynamic"}  # the others: dynamic- and their name
 
 
 @dataclass(frozen=True)
-class Rotation:
+class VariantRotation:
     """One rotation of sequences of some length.
 
     Attributes:
@@ -46,33 +46,33 @@ class Rotation:
         return json.dumps(said, sort_keys=True)
 
 
-OWN = Rotation()
+UNPATCHED = VariantRotation()
 
 
 @dataclass(frozen=True)
-class Entry:
+class Variant:
     """A method to choose from.
 
     Attributes:
         name: What it is called in tables.
         method: As `rope_patch.patch` takes it; None for the model as it is.
         options: Its options, without factor and length.
-        long: How it rotates sequences of the target length.
-        within: How it rotates those within the trained length.
+        long_rotation: How it rotates sequences of the target length.
+        short_rotation: How it rotates those within the trained length.
         dynamic: Whether these differ.
-        searched: Whether it was found by a search.
+        from_search: Whether it was found by a search.
     """
 
     name: str
     method: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    long: Rotation = OWN
-    within: Rotation = OWN
+    long_rotation: VariantRotation = UNPATCHED
+    short_rotation: VariantRotation = UNPATCHED
     dynamic: bool = False
-    searched: bool = False
+    from_search: bool = False
 
     @property
-    def numbers(self) -> int:
+    def option_count(self) -> int:
         """How many numbers it needs besides the length; -1 for the plain model."""
         if self.method is None:
             return -1
@@ -80,17 +80,17 @@ class Entry:
         return sum(len(value) if isinstance(value, list | tuple) else 1 for value in values)
 
 
-def known(space: Space) -> list[Entry]:
+def standard_variants(space: SearchSpace) -> list[Variant]:
     """The plain model, the static methods, and these following the length."""
-    found = [Entry(PLAIN)]
-    statics = [name for name in STATIC if name != "ntk" or space.pairs > 1]
+    found = [Variant(PLAIN)]
+    statics = [name for name in STATIC_METHODS if name != "ntk" or space.pairs > 1]
     for name in statics:
-        rotation = Rotation(Candidate(name, name), space.factor)
-        found.append(Entry(name, name, {}, rotation, rotation))
-    return found + [_following(space, name, {}) for name in statics]
+        rotation = VariantRotation(Candidate(name, name), space.factor)
+        found.append(Variant(name, name, {}, rotation, rotation))
+    return found + [_dynamic_variant(space, name, {}) for name in statics]
 
 
-def searched(space: Space, strategy: str, candidate: Candidate) -> list[Entry]:
+def search_variants(space: SearchSpace, strategy: str, candidate: Candidate) -> list[Variant]:
     """The forms that a candidate of a search can be used in.
 
     For all lengths alike; for sequences beyond the trained length only, where within it nothing but
@@ -101,7 +101,7 @@ def searched(space: Space, strategy: str, candidate: Candidate) -> list[Entry]:
         options["short_factor"] = options["long_factor"]
     name = f"searched ({strategy})"
     static = Candidate(candidate.origin, candidate.method, options)
-    everywhere = Rotation(static, space.factor)
+    everywhere = VariantRotation(static, space.factor)
     kept = {
         "long_factor": candidate.stretch(space),
         "attention_factor": candidate.attention_factor(space),
@@ -109,33 +109,35 @@ def searched(space: Space, strategy: str, candidate: Candidate) -> list[Entry]:
     if start := candidate.options.get("start_tokens"):
         kept["start_tokens"] = start
     leaves = kept["attention_factor"] == 1 and not start
-    beyond = Rotation(Candidate(candidate.origin, "longrope", kept), space.factor)
+    beyond = VariantRotation(Candidate(candidate.origin, "longrope", kept), space.factor)
     found = [
-        Entry(name, candidate.method, options, everywhere, everywhere, searched=True),
+        Variant(name, candidate.method, options, everywhere, everywhere, from_search=True),
         # Of the same rotation beyond the trained length, so measured there by the first.
-        Entry(
+        Variant(
             f"{name}, short kept",
             "longrope",
             kept,
             everywhere,
-            OWN if leaves else beyond,
+            UNPATCHED if leaves else beyond,
             dynamic=True,
-            searched=True,
+            from_search=True,
         ),
     ]
     if candidate.method == "yarn":
-        found.append(_following(space, "yarn", options, f"{name}, dynamic", searched=True))
+        found.append(_dynamic_variant(space, "yarn", options, f"{name}, dynamic", searched=True))
     return found
 
 
-def numbers(space: Space, rotation: Rotation) -> tuple[object, ...]:
+def rotation_key(space: SearchSpace, rotation: VariantRotation) -> tuple[object, ...]:
     """What a model would tell rotations apart by, but for rounding."""
     if rotation.candidate is None:
         return ()
-    return base.rotation(replace(space, factor=rotation.factor), rotation.candidate)
+    return base.rotation_key(replace(space, factor=rotation.factor), rotation.candidate)
 
 
-def refusal(model: Any, entry: Entry, space: Space, asked: Mapping[str, Any]) -> str | None:
+def refusal_reason(
+    model: Any, entry: Variant, space: SearchSpace, asked: Mapping[str, Any]
+) -> str | None:
     """Why a model cannot have a method, or None."""
     if entry.method is None:
         return None
@@ -146,29 +148,33 @@ def refusal(model: Any, entry: Entry, space: Space, asked: Mapping[str, Any]) ->
     return None
 
 
-def engines(model: Any, entry: Entry, space: Space, asked: Mapping[str, Any]) -> tuple[str, ...]:
+def native_engines(
+    model: Any, entry: Variant, space: SearchSpace, asked: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Which engines rotate as a method does, without this package."""
     if entry.method is None:
-        return _engines(model)
+        return _exporting_engines(model)
     arguments = {**asked, **entry.options}
     with patch(model, entry.method, length=space.length, kernels="hf", **arguments):
-        return _engines(model)
+        return _exporting_engines(model)
 
 
-def python(entry: Entry, space: Space, asked: Mapping[str, Any], folder: str | None) -> str:
+def patch_call(
+    entry: Variant, space: SearchSpace, asked: Mapping[str, Any], folder: str | None
+) -> str:
     """The line that applies it."""
     if entry.method is None:
         return ""
     if entry.method == "longrope" and entry.dynamic and folder is not None:
         return f"rope_patch.patch(model, 'longrope', **rope_patch.SearchResult.load({folder!r}))"
-    said = {"length": space.length, **_given(asked), **entry.options}
+    said = {"length": space.length, **_explicit_arguments(asked), **entry.options}
     written = "".join(f", {name}={value!r}" for name, value in said.items())
     return f"rope_patch.patch(model, {entry.method!r}{written})"
 
 
-def shell(
-    entry: Entry,
-    space: Space,
+def export_command(
+    entry: Variant,
+    space: SearchSpace,
     asked: Mapping[str, Any],
     model: str,
     runs: tuple[str, ...],
@@ -182,12 +188,12 @@ def shell(
         model: The model's name.
         runs: The engines that run it; the command is for the first that people serve with.
     """
-    engine = next((name for name in _SHOWN if name in runs), None)
+    engine = next((name for name in _PREFERRED_ENGINES if name in runs), None)
     if entry.method is None or engine is None:
         return ""
     words = ["rope-patch", "export", model, "--engine", engine, "--method", entry.method]
     words += ["--length", str(space.length)]
-    for name, value in _given(asked).items():
+    for name, value in _explicit_arguments(asked).items():
         if name == "layer_types":
             return ""  # the command has no such option
         words += [f"--{name.replace('_', '-')}", str(value)]
@@ -196,20 +202,22 @@ def shell(
     return shlex.join(words)
 
 
-def _following(
-    space: Space, name: str, options: dict[str, Any], called: str = "", searched: bool = False
-) -> Entry:
-    method = _DYNAMIC.get(name, f"dynamic-{name}")
-    assert method in registered(), method
+def _dynamic_variant(
+    space: SearchSpace, name: str, options: dict[str, Any], called: str = "", searched: bool = False
+) -> Variant:
+    method = _DYNAMIC_NAMES.get(name, f"dynamic-{name}")
+    assert method in registered_methods(), method
     trained = space.geometry.trained_length
-    factor = build(method).reach(space.length, trained) / trained
+    factor = build(method).valid_until(space.length, trained) / trained
     if abs(factor / space.factor - 1) < 1e-3:
         factor = space.factor  # a step that ends at the target, but for rounding it to tokens
-    rotation = Rotation(Candidate(name, name, options), factor)
-    return Entry(called or method, method, options, rotation, OWN, dynamic=True, searched=searched)
+    rotation = VariantRotation(Candidate(name, name, options), factor)
+    return Variant(
+        called or method, method, options, rotation, UNPATCHED, dynamic=True, from_search=searched
+    )
 
 
-def _engines(model: Any) -> tuple[str, ...]:
+def _exporting_engines(model: Any) -> tuple[str, ...]:
     found = []
     for engine in ENGINES:
         try:
@@ -220,6 +228,6 @@ def _engines(model: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _explicit_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked for and is not what `patch` takes by itself."""
     return {k: v for k, v in asked.items() if v is not None and (k, v) != ("start", "auto")}

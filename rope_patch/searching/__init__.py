@@ -1,7 +1,7 @@
 """The best rotation for one checkpoint, found by measuring candidates on it."""
 
-from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.pipeline import search
 from rope_patch.searching.result.search_result import SearchResult
 
-__all__ = ["Candidate", "SearchResult", "Space", "search"]
+__all__ = ["Candidate", "SearchResult", "SearchSpace", "search"]

@@ -12,7 +12,7 @@ from rope_patch.methods import build
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What is searched: stretches for one rotation, for one target.
 
     Attributes:
@@ -48,15 +48,15 @@ class Candidate:
     method: str
     options: dict[str, Any] = field(default_factory=dict)
 
-    def stretch(self, space: Space) -> list[float]:
+    def stretch(self, space: SearchSpace) -> list[float]:
         """By how much each pair is slowed down, `[R / 2]`; infinite where it is stopped."""
         found, base = self._frequencies(space).inv_freq, space.geometry.inv_freq()
         return torch.where(found == base, 1.0, base / found).tolist()  # pairs that stand still, too
 
-    def attention_factor(self, space: Space) -> float:
+    def attention_factor(self, space: SearchSpace) -> float:
         """The multiplier of cos and sin."""
         return float(self._frequencies(space).attention_factor)
 
-    def _frequencies(self, space: Space) -> Any:
+    def _frequencies(self, space: SearchSpace) -> Any:
         method = build(self.method, factor=space.factor, **self.options)
         return method.frequencies(space.geometry)

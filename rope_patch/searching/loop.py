@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.journal import Kept, plain
+from rope_patch.searching.journal import SharedJournal, candidate_to_dict
 from rope_patch.searching.measure.fitness import Evaluation, Fitness
-from rope_patch.searching.progress import Watch
+from rope_patch.searching.progress import SearchProgress
 from rope_patch.searching.strategies.base import Proposals
 
 
-def run(
-    on: Fitness, proposals: Proposals, budget: int, kept: Kept, watch: Watch
+def search_loop(
+    on: Fitness, proposals: Proposals, budget: int, kept: SharedJournal, watch: SearchProgress
 ) -> tuple[Candidate, list[dict[str, Any]], float]:
     """Searches.
 
@@ -43,7 +43,7 @@ def run(
     candidate: Candidate | None = Candidate("yarn", "yarn")
     reference = math.nan
     while candidate is not None:
-        number, rotation, chosen = len(history), _rotation(on, candidate), candidate
+        number, rotation, chosen = len(history), _rotation_key(on, candidate), candidate
         against = best[1] if best else None
 
         def measure(chosen: Candidate = chosen, rotation: str = rotation) -> Evaluation:
@@ -52,7 +52,7 @@ def run(
                 return on.measure(chosen, against=against)  # noqa: B023 (called at once)
             return replace(known, tokens=0, seconds=0.0)
 
-        found = kept.evaluation(f"search/{number}", chosen, measure, budget=budget)
+        found = kept.get_or_measure(f"search/{number}", chosen, measure, budget=budget)
         seen.setdefault(rotation, found)
         if found.tokens:
             spent = [spent[0] + 1, spent[1] + found.seconds]
@@ -63,7 +63,7 @@ def run(
         history.append(
             {
                 "number": number,
-                **(plain(chosen) or {}),
+                **(candidate_to_dict(chosen) or {}),
                 "fitness": found.fitness,
                 "complete": found.complete,
                 "best": best[1].fitness if best else math.inf,
@@ -71,20 +71,20 @@ def run(
                 **({"error": found.error} if found.error else {}),
             }
         )
-        watch.tell(history, reference, _rate(*spent))
+        watch.update(history, reference, _per_minute(*spent))
         candidate = None
         if number < budget:
             fitness = found.fitness if number else None
-            candidate = kept.processes.together(lambda: _ask(proposals, fitness))  # noqa: B023
+            candidate = kept.processes.run_on_main(lambda: _next_candidate(proposals, fitness))  # noqa: B023
     if best is None:
         raise ValueError(
             f"none of {len(history)} candidates could be measured; the first one: "
             f"{history[0].get('error')}"
         )
-    return best[0], history, _rate(*spent)
+    return best[0], history, _per_minute(*spent)
 
 
-def _ask(proposals: Proposals, fitness: float | None) -> Candidate | None:
+def _next_candidate(proposals: Proposals, fitness: float | None) -> Candidate | None:
     """The next candidate, given the last one's fitness; None where there is nothing more to try."""
     try:
         return next(proposals) if fitness is None else proposals.send(fitness)
@@ -92,7 +92,7 @@ def _ask(proposals: Proposals, fitness: float | None) -> Candidate | None:
         return None
 
 
-def _rotation(on: Fitness, candidate: Candidate) -> str:
+def _rotation_key(on: Fitness, candidate: Candidate) -> str:
     """Tells rotations apart; candidates that have none by what they ask for."""
     try:
         found: Any = [
@@ -105,5 +105,5 @@ def _rotation(on: Fitness, candidate: Candidate) -> str:
     return json.dumps(found, sort_keys=True)
 
 
-def _rate(count: float, seconds: float) -> float:
+def _per_minute(count: float, seconds: float) -> float:
     return 60 * count / seconds if seconds else 0.0

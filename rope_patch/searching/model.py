@@ -10,30 +10,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.searching.candidates import Space
+from rope_patch.searching.candidates import SearchSpace
 from rope_patch.utils import provenance
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.versions import version
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model to measure, live or not read yet.
 
     Attributes:
         name: To show.
         tokenizer: None only with a live model.
-        sketch: The live model, or one without weights on which requests can be checked.
-        read: Returns the live model.
+        skeleton: The live model, or one without weights on which requests can be checked.
+        load: Returns the live model.
     """
 
     name: str
     tokenizer: Any
-    sketch: Any
-    read: Callable[[], Any]
+    skeleton: Any
+    load: Callable[[], Any]
 
 
-def opened(
+def open_model(
     model: Any,
     tokenizer: Any,
     processes: Processes,
@@ -41,7 +41,7 @@ def opened(
     dtype: Any = None,
     device_map: Any = None,
     gguf_file: str | None = None,
-) -> Source:
+) -> ModelSource:
     """Return a model with its tokenizer and name; weights are not read yet.
 
     Args:
@@ -58,7 +58,7 @@ def opened(
     """
     if not isinstance(model, str | os.PathLike):
         name = str(getattr(model.config, "_name_or_path", "") or "a live model")
-        return Source(name, tokenizer, model, lambda: model)
+        return ModelSource(name, tokenizer, model, lambda: model)
     import torch
 
     from rope_patch.pretrained import demo
@@ -75,7 +75,7 @@ def opened(
     if isinstance(dtype, str):
         require_dtype(dtype)
     require_device(device_map)
-    name, path = str(model), demo.resolve(str(model))
+    name, path = str(model), demo.resolve_model_path(str(model))
     if read_sidecar(path) is not None:
         raise ValueError(
             f"{name} was saved with a patch by rope_patch.save: search on the model that it was "
@@ -96,10 +96,10 @@ def opened(
     def read() -> Any:
         return read_model(path, dtype=dtype, device_map=where, gguf_file=gguf_file)
 
-    return Source(name, tokenizer, sketch, read)
+    return ModelSource(name, tokenizer, sketch, read)
 
 
-def identity(model: Any, space: Space) -> dict[str, Any]:
+def run_identity(model: Any, space: SearchSpace) -> dict[str, Any]:
     """What measurements depend on besides samples and candidates, as JSON can hold it."""
     geometry = space.geometry
     base = json.dumps(geometry.inv_freq().tolist()).encode()
@@ -117,7 +117,7 @@ def identity(model: Any, space: Space) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def dependency_versions() -> dict[str, str]:
     """Versions that measurements and proposals depend on."""
     found = provenance.versions()
     return {
@@ -126,7 +126,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def config(model: Any) -> dict[str, Any]:
+def plain_config(model: Any) -> dict[str, Any]:
     """The model's config as plain data, without where on this machine it was read from."""
     said = model.config.to_dict()
     said.pop("_name_or_path", None)
@@ -134,7 +134,7 @@ def config(model: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def eval_mode(model: Any) -> Iterator[None]:
     """The model in evaluation mode, and every module as it was afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

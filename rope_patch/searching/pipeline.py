@@ -12,13 +12,22 @@ from typing import Any
 
 from rope_patch.inference.samples import Sample
 from rope_patch.searching import model as opening
-from rope_patch.searching.journal import Kept, State
-from rope_patch.searching.loop import run
+from rope_patch.searching.journal import SearchJournal, SharedJournal
+from rope_patch.searching.loop import search_loop
 from rope_patch.searching.measure import sample_sets
-from rope_patch.searching.measure.fitness import Evaluation, Fitness, find_space
-from rope_patch.searching.measure.sample_sets import COUNT, FITNESS, Given, Sets
-from rope_patch.searching.measure.sanity_check import judge, require_able, unigram_loss
-from rope_patch.searching.progress import Watch
+from rope_patch.searching.measure.fitness import Evaluation, Fitness, make_space
+from rope_patch.searching.measure.sample_sets import (
+    DEFAULT_COUNT,
+    FITNESS_KINDS,
+    SampleSets,
+    SampleSource,
+)
+from rope_patch.searching.measure.sanity_check import (
+    compare_with_control,
+    require_competence,
+    unigram_loss,
+)
+from rope_patch.searching.progress import SearchProgress
 from rope_patch.searching.result import comparison
 from rope_patch.searching.result.search_result import SearchResult
 from rope_patch.searching.strategies.registry import STRATEGIES, Strategy
@@ -36,10 +45,10 @@ def search(
     budget: int = 200,
     fitness: str | None = None,
     text: str | Sequence[str] | None = None,
-    samples: Given | None = None,
-    held_out: Given | int | None = None,
-    short: Given | None = None,
-    count: int = COUNT,
+    samples: SampleSource | None = None,
+    held_out: SampleSource | int | None = None,
+    short: SampleSource | None = None,
+    count: int = DEFAULT_COUNT,
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
@@ -100,17 +109,17 @@ def search(
             a file could not be written, with how to go on.
         TypeError: A value of the wrong type.
     """
-    strategy = _strategy(method, options)
-    _require_sound(budget, fitness, folder)
+    strategy = _get_strategy(method, options)
+    _validate_request(budget, fitness, folder)
     if folder is not None:
-        atomic_files.require_folder(folder, "the search")
+        atomic_files.require_writable_folder(folder, "the search")
     if picture is not None:
-        atomic_files.require_file(picture, "the picture", folder_exists=False)
+        atomic_files.require_writable_file(picture, "the picture", folder_exists=False)
     if (length is None) == (factor is None):
         given = "neither" if length is None else f"length={length} and factor={factor}"
         raise ValueError(f"give exactly one of length and factor, got {given}")
     processes = Processes()
-    source = opening.opened(
+    source = opening.open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
     asked: dict[str, Any] = {
@@ -118,7 +127,7 @@ def search(
         "layer_types": layer_types,
         "start": start,
     }
-    space = find_space(source.sketch, factor=factor, length=length, **asked)
+    space = make_space(source.skeleton, factor=factor, length=length, **asked)
     sets = sample_sets.prepare(
         space,
         source.tokenizer,
@@ -130,7 +139,7 @@ def search(
         short=short,
         seed=seed,
     )
-    live = source.read()
+    live = source.load()
 
     def measuring(chosen: Sequence[Sample]) -> Fitness:
         return Fitness(live, chosen, factor=space.factor, processes=processes, **asked)
@@ -140,33 +149,35 @@ def search(
         "strategy": method,
         "options": options,
         "seed": seed,
-        **opening.identity(live, space),
+        **opening.run_identity(live, space),
         **sample_sets.identity(sets),
-        "versions": opening.versions(),
+        "versions": opening.dependency_versions(),
     }
     title = f"{source.name}: {method}"
-    shown = processes.main and progress
-    kept_there = atomic_files.advising(State.advice(folder))
-    with kept_there, opening.evaluating(live), Kept(folder, identity, processes) as kept:
-        kept.require_budget(method, budget, strategy.continues)
-        watch = Watch(
+    shown = processes.is_main and progress
+    kept_there = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
+    with kept_there, opening.eval_mode(live), SharedJournal(folder, identity, processes) as kept:
+        kept.require_same_budget(method, budget, strategy.continues)
+        watch = SearchProgress(
             space,
             budget,
             title=title,
-            picture=picture if processes.main else None,
+            picture=picture if processes.is_main else None,
             progress=shown,
         )
         try:
-            _require_able(sets, space.geometry.trained_length, measuring, kept)
+            _require_competent_model(sets, space.geometry.trained_length, measuring, kept)
             kept.lock()
             proposals = strategy.propose(space, budget, seed, **options)
-            best, history, rate = run(on, proposals, budget, kept, watch)
+            best, history, rate = search_loop(on, proposals, budget, kept, watch)
         finally:
             watch.close()
         judged = measuring(sets.held_out)
         labels = {comparison.FOUND: best, comparison.PLAIN: None}
-        labels |= {reference: kept.known(reference) for reference in comparison.REFERENCES}
-        final = {label: kept.judged(judged, one) for label, one in labels.items()}
+        labels |= {
+            reference: kept.reference_candidate(reference) for reference in comparison.REFERENCES
+        }
+        final = {label: kept.held_out_evaluation(judged, one) for label, one in labels.items()}
         found = SearchResult(
             model=source.name,
             weights=identity["weights"],
@@ -181,9 +192,9 @@ def search(
             evaluations_per_minute=rate,
             versions=identity["versions"],
             command=shlex.join(sys.argv) if command is None else command,
-            config=opening.config(live),
+            config=opening.plain_config(live),
         )
-        if processes.main:
+        if processes.is_main:
             watch.draw(history)
             if folder is not None:
                 found.save(folder)
@@ -191,7 +202,7 @@ def search(
     return found
 
 
-def _strategy(method: str, options: dict[str, Any]) -> Strategy:
+def _get_strategy(method: str, options: dict[str, Any]) -> Strategy:
     if method not in STRATEGIES:
         close = get_close_matches(str(method), STRATEGIES, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -206,13 +217,15 @@ def _strategy(method: str, options: dict[str, Any]) -> Strategy:
     return STRATEGIES[method]
 
 
-def _require_sound(budget: int, fitness: str | None, folder: str | os.PathLike[str] | None) -> None:
+def _validate_request(
+    budget: int, fitness: str | None, folder: str | os.PathLike[str] | None
+) -> None:
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise TypeError(f"budget must be a whole number of candidates, got {budget!r}")
     if budget < 1:
         raise ValueError(f"budget must be at least 1 candidate to measure, got {budget}")
-    if fitness is not None and fitness not in FITNESS:
-        raise ValueError(f"fitness must be one of {', '.join(FITNESS)}, got {fitness!r}")
+    if fitness is not None and fitness not in FITNESS_KINDS:
+        raise ValueError(f"fitness must be one of {', '.join(FITNESS_KINDS)}, got {fitness!r}")
     if folder is not None and list(Path(folder).glob("*.safetensors")):
         raise ValueError(
             f"{folder} holds a model, whose config.json the result would overwrite: give a folder "
@@ -220,24 +233,27 @@ def _require_sound(budget: int, fitness: str | None, folder: str | os.PathLike[s
         )
 
 
-def _require_able(
-    sets: Sets, length: int, measuring: Callable[[Sequence[Sample]], Fitness], kept: Kept
+def _require_competent_model(
+    sets: SampleSets,
+    length: int,
+    measuring: Callable[[Sequence[Sample]], Fitness],
+    kept: SharedJournal,
 ) -> None:
     """Refuses to search where the model cannot do at its trained length what is searched by."""
-    for kind, samples in sets.able.items():
+    for kind, samples in sets.sanity.items():
         on = measuring(samples)
-        said = kept.about(kind, samples)
+        said = kept.get_sanity(kind, samples)
         if said is None:
-            plain = _whole(on.measure(None))
+            plain = _require_complete(on.measure(None))
             control: Sequence[float | None] = unigram_loss(on.samples)
             if kind in sets.controls:
-                control = _whole(measuring(sets.controls[kind]).measure(None)).nll
-            said = judge(kind, length, plain, control)
-        require_able(said)
-        kept.note(kind, samples, said)
+                control = _require_complete(measuring(sets.controls[kind]).measure(None)).nll
+            said = compare_with_control(kind, length, plain, control)
+        require_competence(said)
+        kept.put_sanity(kind, samples, said)
 
 
-def _whole(found: Evaluation) -> Evaluation:
+def _require_complete(found: Evaluation) -> Evaluation:
     if found.error is not None:
         raise ValueError(f"the model as it is fails at its own trained length: {found.error}")
     return found

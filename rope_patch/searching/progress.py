@@ -7,15 +7,15 @@ import os
 import time
 from typing import Any
 
-from rope_patch.searching.candidates import Space
+from rope_patch.searching.candidates import SearchSpace
 from rope_patch.utils.progress import progress_bar
 
 logger = logging.getLogger("rope_patch")
 
-_SHARE = 0.05  # of the time, at most, that goes into pictures
+_PLOT_TIME_SHARE = 0.05  # of the time, at most, that goes into pictures
 
 
-class Watch:
+class SearchProgress:
     """Tells how far a search is: evaluations, the best so far against YaRN, how fast.
 
     Args:
@@ -31,7 +31,7 @@ class Watch:
 
     def __init__(
         self,
-        space: Space,
+        space: SearchSpace,
         budget: int,
         *,
         title: str = "",
@@ -39,16 +39,16 @@ class Watch:
         progress: bool = True,
     ) -> None:
         if picture is not None:
-            from rope_patch.diagnosing.plot import require_picture
+            from rope_patch.diagnosing.plot import require_plot_path
 
-            require_picture(picture)
+            require_plot_path(picture)
         self._space, self._title, self._picture = space, title, picture
         self._bar = progress_bar(
             total=budget, desc="searching", unit="evaluation", disable=not progress
         )
-        self._next = 0.0
+        self._next_plot_time = 0.0
 
-    def tell(self, history: list[dict[str, Any]], reference: float, rate: float) -> None:
+    def update(self, history: list[dict[str, Any]], reference: float, rate: float) -> None:
         """After each evaluation.
 
         Args:
@@ -59,7 +59,7 @@ class Watch:
         best = history[-1]["best"]
         self._bar.set_postfix_str(f"best {best:.4f}, yarn {reference:.4f}, {rate:.3g}/min", False)
         self._bar.update(history[-1]["number"] - self._bar.n)
-        if time.monotonic() >= self._next:
+        if time.monotonic() >= self._next_plot_time:
             self.draw(history)
 
     def draw(self, history: list[dict[str, Any]]) -> None:
@@ -74,7 +74,7 @@ class Watch:
         except (OSError, ValueError) as error:
             logger.warning("the picture of the search could not be drawn: %s", error)
         ended = time.monotonic()
-        self._next = ended + (ended - started) / _SHARE
+        self._next_plot_time = ended + (ended - started) / _PLOT_TIME_SHARE
 
     def close(self) -> None:
         """Leaves the bar as it is."""

@@ -5,7 +5,7 @@ same report.
 """
 
 from rope_patch.statistics.bootstrap import bootstrap_mean, perplexity_interval, perplexity_ratio
-from rope_patch.statistics.intervals import Interval, accuracy, needed, settled, wilson
+from rope_patch.statistics.intervals import Interval, accuracy, is_precise, required_samples, wilson
 from rope_patch.statistics.paired_tests import PairedTest, holm, mcnemar, paired_difference
 from rope_patch.statistics.retention import effective_length, retention
 
@@ -16,12 +16,12 @@ __all__ = [
     "bootstrap_mean",
     "effective_length",
     "holm",
+    "is_precise",
     "mcnemar",
-    "needed",
     "paired_difference",
     "perplexity_interval",
     "perplexity_ratio",
+    "required_samples",
     "retention",
-    "settled",
     "wilson",
 ]

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 from scipy import special
 
-from rope_patch.statistics.intervals import Interval, tail
+from rope_patch.statistics.intervals import Interval, half_alpha
 
 RESAMPLES = 2000
-FEWEST_DOCUMENTS = 6  # below, too few different resamples of documents exist for a 95% interval
-CHUNK = 1 << 19  # draws that exist at once: small enough for the processor's cache
+MIN_DOCUMENTS = 6  # below, too few different resamples of documents exist for a 95% interval
+DRAWS_AT_ONCE = 1 << 19  # draws that exist at once: small enough for the processor's cache
 
 Losses = Sequence[Sequence[float]]
 
@@ -21,7 +21,7 @@ Losses = Sequence[Sequence[float]]
 def bootstrap_mean(
     values: Losses,
     weights: Losses | None = None,
-    run: int | None = None,
+    run_length: int | None = None,
     confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -40,8 +40,8 @@ def bootstrap_mean(
         values: For each document its blocks' values, say mean losses in nats per token. May hold
             infinities, which the interval then reaches; NaN makes estimate and bounds NaN.
         weights: Each block's weight, say its tokens, above 0; None if all weigh the same.
-        run: Blocks in a run, about as many as depend on each other; None takes the cube root of
-            the number of blocks (Hall, Horowitz & Jing 1995). At most the shortest document.
+        run_length: Blocks in a run, about as many as depend on each other; None takes the cube root
+            of the number of blocks (Hall, Horowitz & Jing 1995). At most the shortest document.
         confidence: Two-sided level, between 0 and 1.
         resamples: How many means are drawn.
         seed: Of the draws.
@@ -56,33 +56,33 @@ def bootstrap_mean(
     held = [np.asarray(document, dtype=float) for document in values if len(document)]
     if not held:
         raise ValueError("expected at least one block of losses, got none; score some text first")
-    shares = _weights(values, weights)
+    shares = _checked_weights(values, weights)
     products = [value * weight for value, weight in zip(held, shares, strict=True)]
     count = sum(len(document) for document in held)
     with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is what it should be
         estimate = float(np.concatenate(products).sum() / np.concatenate(shares).sum())
-        if len(held) >= FEWEST_DOCUMENTS:
+        if len(held) >= MIN_DOCUMENTS:
             unit, n, draws = "documents", len(held), len(held)
             sums = np.array([product.sum() for product in products])
             sizes = np.array([share.sum() for share in shares])
         else:
-            length = max(1, min(run or math.ceil(count ** (1 / 3)), *map(len, held)))
+            length = max(1, min(run_length or math.ceil(count ** (1 / 3)), *map(len, held)))
             unit, n, draws = "blocks", count, count // length
-            sums = np.concatenate([_runs(product, length) for product in products])
-            sizes = np.concatenate([_runs(share, length) for share in shares])
+            sums = np.concatenate([_run_sums(product, length) for product in products])
+            sizes = np.concatenate([_run_sums(share, length) for share in shares])
         if math.isnan(estimate):
             return Interval(math.nan, math.nan, math.nan, n, draws, unit=unit)
         if draws < 2:
             return Interval(estimate, -math.inf, math.inf, n, draws, unit=unit)
-        means = resampled(sums, sizes, draws, resamples, seed)
-    low, high = percentiles(means, draws, confidence)
+        means = resample_means(sums, sizes, draws, resamples, seed)
+    low, high = percentile_bounds(means, draws, confidence)
     return Interval(estimate, min(low, estimate), max(high, estimate), n, draws, unit=unit)
 
 
 def perplexity_interval(
     losses: Losses,
     weights: Losses | None = None,
-    run: int | None = None,
+    run_length: int | None = None,
     confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -92,19 +92,19 @@ def perplexity_interval(
     Args:
         losses: For each document its blocks' mean losses, nats per token.
         weights: The blocks' tokens; None if all blocks have as many.
-        run: Blocks drawn together, see `bootstrap_mean`.
+        run_length: Blocks drawn together, see `bootstrap_mean`.
         confidence: Two-sided level, between 0 and 1.
         resamples: How many means are drawn.
         seed: Of the draws.
     """
-    return _exp(bootstrap_mean(losses, weights, run, confidence, resamples, seed))
+    return _exp_interval(bootstrap_mean(losses, weights, run_length, confidence, resamples, seed))
 
 
 def perplexity_ratio(
     losses_a: Losses,
     losses_b: Losses,
     weights: Losses | None = None,
-    run: int | None = None,
+    run_length: int | None = None,
     confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -118,7 +118,7 @@ def perplexity_ratio(
         losses_a: For each document its blocks' mean losses under a, nats per token.
         losses_b: The same blocks' under b.
         weights: The blocks' tokens; None if all blocks have as many.
-        run: Blocks drawn together, see `bootstrap_mean`.
+        run_length: Blocks drawn together, see `bootstrap_mean`.
         confidence: Two-sided level, between 0 and 1.
         resamples: How many means are drawn.
         seed: Of the draws.
@@ -140,10 +140,12 @@ def perplexity_ratio(
             np.asarray(a, dtype=float) - np.asarray(b, dtype=float)
             for a, b in zip(losses_a, losses_b, strict=True)
         ]
-    return _exp(bootstrap_mean(differences, weights, run, confidence, resamples, seed))
+    return _exp_interval(
+        bootstrap_mean(differences, weights, run_length, confidence, resamples, seed)
+    )
 
 
-def resampled(
+def resample_means(
     sums: np.ndarray, sizes: np.ndarray, draws: int, resamples: int, seed: int
 ) -> np.ndarray:
     """Means of units drawn with replacement, `[resamples]`.
@@ -156,7 +158,7 @@ def resampled(
         seed: Of the draws.
     """
     generator = np.random.default_rng(seed)
-    rows = max(1, CHUNK // draws)
+    rows = max(1, DRAWS_AT_ONCE // draws)
     means = []
     for start in range(0, resamples, rows):
         shape = (min(rows, resamples - start), draws)
@@ -165,13 +167,13 @@ def resampled(
     return np.concatenate(means)
 
 
-def percentiles(means: np.ndarray, units: int, confidence: float) -> tuple[float, float]:
+def percentile_bounds(means: np.ndarray, units: int, confidence: float) -> tuple[float, float]:
     """Bounds of resampled means, moved out as Student's quantiles are for few units.
 
     Plain percentiles are too narrow for few units, by `sqrt((units - 1) / units)` and for want of
     Student's t; the level is moved so that for a normal mean both are made up (Hesterberg 2015).
     """
-    t = special.stdtrit(units - 1, 1 - tail(confidence))
+    t = special.stdtrit(units - 1, 1 - half_alpha(confidence))
     level = special.ndtr(-math.sqrt(units / (units - 1)) * t)
     # Outward to a mean that was drawn: between a finite one and an infinite one lies nothing.
     low = np.quantile(means, level, method="lower")
@@ -179,7 +181,7 @@ def percentiles(means: np.ndarray, units: int, confidence: float) -> tuple[float
     return float(low), float(high)
 
 
-def _weights(values: Losses, weights: Losses | None) -> list[np.ndarray]:
+def _checked_weights(values: Losses, weights: Losses | None) -> list[np.ndarray]:
     if weights is None:
         return [np.ones(len(document)) for document in values if len(document)]
     shapes = [list(map(len, part)) for part in (values, weights)]
@@ -192,13 +194,13 @@ def _weights(values: Losses, weights: Losses | None) -> list[np.ndarray]:
     return held
 
 
-def _runs(values: np.ndarray, length: int) -> np.ndarray:
+def _run_sums(values: np.ndarray, length: int) -> np.ndarray:
     """Sums of `length` consecutive values from every start, wrapping at the end, `[n]`."""
     wrapped = np.concatenate([values, values[: length - 1]])
     return np.lib.stride_tricks.sliding_window_view(wrapped, length).sum(axis=1)
 
 
-def _exp(interval: Interval) -> Interval:
+def _exp_interval(interval: Interval) -> Interval:
     with np.errstate(over="ignore"):
         estimate, low, high = np.exp([interval.estimate, interval.low, interval.high]).tolist()
     return replace(interval, estimate=estimate, low=low, high=high)

@@ -59,7 +59,7 @@ def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
             "give the sum of scores in 0..1 and their number"
         )
     share = min(max(successes / n, 0.0), 1.0)
-    z2 = float(special.ndtri(1 - tail(confidence))) ** 2
+    z2 = float(special.ndtri(1 - half_alpha(confidence))) ** 2
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = math.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low = 0.0 if share == 0 else centre - half  # exact where rounding would miss it
@@ -106,7 +106,7 @@ def accuracy(
             f"expected at least one score, got {len(scores)} samples, all failed; "
             "leave this measurement out or run it again"
         )
-    values = checked([scores[i] for i in kept])
+    values = as_scores([scores[i] for i in kept])
     n = len(values)
     effective, least = float(n), float(n)
     if clusters is not None:
@@ -122,7 +122,7 @@ def accuracy(
     return Interval(mean, low, high, n, effective, failed=len(scores) - n)
 
 
-def needed(precision: float, confidence: float = 0.95, expected: float = 0.5) -> int:
+def required_samples(precision: float, confidence: float = 0.95, expected: float = 0.5) -> int:
     """How many independent samples bring Wilson's half-width down to `precision`.
 
     The half-width, set equal to the precision, is a quadratic equation in n.
@@ -142,7 +142,7 @@ def needed(precision: float, confidence: float = 0.95, expected: float = 0.5) ->
         )
     if precision >= 0.5:
         return 1
-    z2 = float(special.ndtri(1 - tail(confidence))) ** 2
+    z2 = float(special.ndtri(1 - half_alpha(confidence))) ** 2
     square = precision**2
     half_b = z2 * (square - expected * (1 - expected) / 2)
     c = z2 * z2 * (square - 0.25)  # negative, so that just one root is positive
@@ -150,19 +150,19 @@ def needed(precision: float, confidence: float = 0.95, expected: float = 0.5) ->
     return max(1, math.ceil(root - 1e-9))
 
 
-def settled(interval: Interval, precision: float) -> bool:
+def is_precise(interval: Interval, precision: float) -> bool:
     """Whether the interval's half-width is within `precision`; a NaN never is."""
     return interval.half_width <= precision * (1 + 1e-9)
 
 
-def tail(confidence: float) -> float:
+def half_alpha(confidence: float) -> float:
     """The probability left on either side of a two-sided interval."""
     if not 0 < confidence < 1:
         raise ValueError(f"expected confidence between 0 and 1, got {confidence}; say 0.95")
     return (1 - confidence) / 2
 
 
-def checked(scores: Sequence[float | None]) -> np.ndarray:
+def as_scores(scores: Sequence[float | None]) -> np.ndarray:
     """Scores as float64 `[n]`.
 
     Raises:
@@ -190,6 +190,6 @@ def _effective_n(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> floa
     by_cluster = groups / (groups - 1) * float(((sums - mean * sizes) ** 2).sum())
     if by_cluster == 0:
         return math.inf
-    upper = 1 - tail(confidence)
+    upper = 1 - half_alpha(confidence)
     few = special.stdtrit(n - 1, upper) / special.stdtrit(groups - 1, upper)
     return float(n * independent / by_cluster * few**2)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from rope_patch.statistics.bootstrap import RESAMPLES, percentiles, resampled
-from rope_patch.statistics.intervals import Interval, checked, cluster_sums
+from rope_patch.statistics.bootstrap import RESAMPLES, percentile_bounds, resample_means
+from rope_patch.statistics.intervals import Interval, as_scores, cluster_sums
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def mcnemar(
     Raises:
         ValueError: See `paired_difference`.
     """
-    return _test(a, b, clusters, confidence, resamples, seed, exact=True)
+    return _paired_test(a, b, clusters, confidence, resamples, seed, exact=True)
 
 
 def paired_difference(
@@ -93,7 +93,7 @@ def paired_difference(
     Raises:
         ValueError: If no pair was scored, a score is outside 0..1 or the lengths differ.
     """
-    return _test(a, b, clusters, confidence, resamples, seed, exact=False)
+    return _paired_test(a, b, clusters, confidence, resamples, seed, exact=False)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -118,7 +118,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return np.minimum(adjusted, 1).tolist()
 
 
-def _test(
+def _paired_test(
     a: Sequence[float | None],
     b: Sequence[float | None],
     clusters: Sequence[Hashable] | None,
@@ -139,7 +139,7 @@ def _test(
             f"expected at least one pair of scores, got {len(a)} in which one failed; "
             "leave this comparison out or run it again"
         )
-    ours, theirs = checked([a[i] for i in kept]), checked([b[i] for i in kept])
+    ours, theirs = as_scores([a[i] for i in kept]), as_scores([b[i] for i in kept])
     differences = ours - theirs
     sums, sizes = cluster_sums(differences, [texts[i] for i in kept])
     wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
@@ -149,15 +149,17 @@ def _test(
         p_value = min(1.0, 2 * float(special.bdtr(min(wins, losses), wins + losses, 0.5)))
     else:
         test = "sign flips of clusters"
-        p_value = _sign_flips(sums[sums != 0], resamples, seed)
-    low, high = _bounds(sums, sizes, float((differences**2).sum()), confidence, resamples, seed)
+        p_value = _sign_flip_p_value(sums[sums != 0], resamples, seed)
+    low, high = _difference_bounds(
+        sums, sizes, float((differences**2).sum()), confidence, resamples, seed
+    )
     n, mean = len(kept), float(differences.mean())
     bounds = min(low, mean), max(high, mean)
     interval = Interval(mean, *bounds, n, len(sums), failed=len(a) - n)
     return PairedTest(interval, p_value, wins, losses, n - wins - losses, test)
 
 
-def _bounds(
+def _difference_bounds(
     sums: np.ndarray,
     sizes: np.ndarray,
     squares: float,
@@ -171,11 +173,11 @@ def _bounds(
         size = min(max(float((sums**2).sum()) / squares, 1.0), size)
     sums = np.concatenate([sums, [size, -size]])
     sizes = np.concatenate([sizes, [size, size]])
-    means = resampled(sums, sizes, len(sums), resamples, seed)
-    return percentiles(means, len(sums), confidence)
+    means = resample_means(sums, sizes, len(sums), resamples, seed)
+    return percentile_bounds(means, len(sums), confidence)
 
 
-def _sign_flips(sums: np.ndarray, resamples: int, seed: int) -> float:
+def _sign_flip_p_value(sums: np.ndarray, resamples: int, seed: int) -> float:
     """How likely random signs make the total at least as large, either way."""
     least = abs(sums.sum()) - 1e-9  # equal totals count, rounding or not
     if 2 ** len(sums) <= resamples:

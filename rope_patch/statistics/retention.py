@@ -33,10 +33,10 @@ def retention(patched: Interval, base: Interval) -> Interval:
         )
     product = patched.estimate * base.estimate
     # Below, (A - sqrt(A² - BC)) / C is written B / (A + sqrt(A² - BC)), which allows C = 0.
-    b, c = _outer(patched.estimate, patched.low), _outer(base.estimate, base.high)
+    b, c = _squared_margin(patched.estimate, patched.low), _squared_margin(base.estimate, base.high)
     divisor = product + math.sqrt(max(product**2 - b * c, 0.0))
     low = b / divisor if divisor > 0 else 0.0
-    b, c = _outer(patched.estimate, patched.high), _outer(base.estimate, base.low)
+    b, c = _squared_margin(patched.estimate, patched.high), _squared_margin(base.estimate, base.low)
     high = (product + math.sqrt(max(product**2 - b * c, 0.0))) / c if c > 0 else math.inf
     if base.estimate > 0:
         ratio = patched.estimate / base.estimate
@@ -88,6 +88,6 @@ def effective_length(measured: Mapping[int, Interval], threshold: float) -> tupl
     return longest, "passes all"
 
 
-def _outer(estimate: float, bound: float) -> float:
+def _squared_margin(estimate: float, bound: float) -> float:
     """`estimate² - (estimate - bound)²`, without the cancellation."""
     return bound * (2 * estimate - bound)

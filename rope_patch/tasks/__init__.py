@@ -19,12 +19,12 @@ CHOICE = "_mc"  # of one whose answers are chosen by it among others
 
 def names() -> list[str]:
     """Names of the tasks."""
-    return sorted(name for name, config in _all().items() if "group" not in config)
+    return sorted(name for name, config in _all_configs().items() if "group" not in config)
 
 
 def groups() -> dict[str, list[str]]:
     """Names of the groups, with the tasks of each."""
-    return {name: config["task"] for name, config in _all().items() if "group" in config}
+    return {name: config["task"] for name, config in _all_configs().items() if "group" in config}
 
 
 def expand(chosen: list[str]) -> list[str]:
@@ -39,28 +39,28 @@ def config(name: str) -> dict[str, Any]:
     lm-eval reads the same files with `--include_path`; reading them here too lets one file serve
     for one task a length, without a table of all tasks that lm-eval has.
     """
-    return read(FOLDER / f"{name}.yaml")
+    return read_config(FOLDER / f"{name}.yaml")
 
 
 @lru_cache(maxsize=1)
-def _all() -> dict[str, dict[str, Any]]:
-    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml"))}
+def _all_configs() -> dict[str, dict[str, Any]]:
+    return {path.stem: read_config(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Return a task's config, with what it includes and its `!function` references resolved."""
     own = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     included = own.pop("include", None)
-    return read(path.parent / included) | own if included else own
+    return read_config(path.parent / included) | own if included else own
 
 
 class _Loader(yaml.SafeLoader):
     """YAML with lm-eval's `!function module.name`."""
 
 
-def _function(loader: _Loader, node: yaml.Node) -> Any:
+def _construct_function(loader: _Loader, node: yaml.Node) -> Any:
     module, name = str(node.value).rsplit(".", 1)
     return getattr(import_module(module), name)
 
 
-_Loader.add_constructor("!function", _function)
+_Loader.add_constructor("!function", _construct_function)

@@ -29,10 +29,10 @@ def build(**metadata: Any) -> dict[str, Any]:
     `span` (32 words unless given) is the length of the passage: 8 words are quoted, as the
     beginning of the answer, and the others are wanted.
     """
-    return samples.build(drafts, "rp_copy", ROOM, **metadata)
+    return samples.build(generate, "rp_copy", ROOM, **metadata)
 
 
-def drafts(text: samples.Text) -> list[samples.Draft]:
+def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Drafts of samples of one text: each asks for another passage.
 
     Raises:
@@ -42,7 +42,11 @@ def drafts(text: samples.Text) -> list[samples.Draft]:
     if not CUE < span <= LONGEST:
         raise ValueError(f"span must be {CUE + 1} to {LONGEST} words, got {span}")
     vocabulary = sorted(
-        {word for word in text.words()(_VOCABULARY) if _is_plain(word) and 3 <= len(word) <= 8}
+        {
+            word
+            for word in text.word_source()(_VOCABULARY)
+            if _is_plain(word) and 3 <= len(word) <= 8
+        }
     )
     if len(vocabulary) < 100:
         raise ValueError(
@@ -62,9 +66,9 @@ def drafts(text: samples.Text) -> list[samples.Draft]:
             shown[at:at] = passage  # from the back: no place moves
         return " ".join(shown)
 
-    def draft(passage: list[str], depth: int) -> samples.Draft:
+    def draft(passage: list[str], depth: int) -> samples.SampleDraft:
         rest = " ".join(passage[CUE:])
-        return samples.Draft(
+        return samples.SampleDraft(
             prompt=lambda n: PROMPT.format(words=words(n)),
             prefix=" ".join(passage[:CUE]),
             answers=[rest],

@@ -60,10 +60,10 @@ PLACES = [
 
 def build(**metadata: Any) -> dict[str, Any]:
     """Builds rp_count; the arguments are those of `samples.build`."""
-    return samples.build(drafts, "rp_count", ROOM, **metadata)
+    return samples.build(generate, "rp_count", ROOM, **metadata)
 
 
-def drafts(text: samples.Text) -> list[samples.Draft]:
+def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Drafts of samples of one text: each asks for another kind of things.
 
     One further kind, of which nothing is asked, is in every text, the control's too: to count
@@ -86,10 +86,10 @@ def drafts(text: samples.Text) -> list[samples.Draft]:
                 # One in every part of the text, of as many parts as there are sentences.
                 depth = 100 * (i + text.rng.random()) / count
                 needles.append((depth, NEEDLE.format(kind=kind, place=place)))
-    words = text.words()
+    words = text.word_source()
 
-    def draft(kind: str, count: int) -> samples.Draft:
-        return samples.Draft(
+    def draft(kind: str, count: int) -> samples.SampleDraft:
+        return samples.SampleDraft(
             prompt=lambda n: PROMPT.format(story=between_sentences(words(n), needles), kind=kind),
             prefix=PREFIX.format(kind=kind),
             answers=[str(count)],

@@ -38,14 +38,14 @@ FREQUENT_PREFIX = (
 
 COMMON = 10  # words asked for by the first task
 # RULER's repeats of common and of other words, and how many other words its example has.
-_LONG = {"example": (10, 3, 30), "list": (30, 3)}
-_SHORT = {"example": (3, 1, 10), "list": (6, 1)}
-_LONG_FROM = 4096  # tokens
+_LONG_SIZES = {"example": (10, 3, 30), "list": (30, 3)}
+_SHORT_SIZES = {"example": (3, 1, 10), "list": (6, 1)}
+_LONG_LENGTH = 4096  # tokens
 
 _NOISE = "..."  # RULER's most frequent word, which does not count
 _LETTERS = 6
 # From so many words on the third answer is at least two ahead of the word behind it.
-_FREQUENT_LEAST = 144
+_MIN_FREQUENT_WORDS = 144
 
 
 def common_words(**metadata: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def common_words(**metadata: Any) -> dict[str, Any]:
     Raises:
         ValueError: As `samples.build`, or a control (`planted=False`), which this task has not.
     """
-    return samples.build(_draw_common, "rp_cwe", COMMON_ROOM, **metadata | {"per_text": 1})
+    return samples.build(_generate_common, "rp_cwe", COMMON_ROOM, **metadata | {"per_text": 1})
 
 
 def frequent_words(**metadata: Any) -> dict[str, Any]:
@@ -73,19 +73,19 @@ def frequent_words(**metadata: Any) -> dict[str, Any]:
     Raises:
         ValueError: As `samples.build`, or a control (`planted=False`), which this task has not.
     """
-    return samples.build(_draw_frequent, "rp_fwe", FREQUENT_ROOM, **metadata | {"per_text": 1})
+    return samples.build(_generate_frequent, "rp_fwe", FREQUENT_ROOM, **metadata | {"per_text": 1})
 
 
-def _draw_common(text: samples.Text) -> list[samples.Draft]:
+def _generate_common(text: samples.TextContext) -> list[samples.SampleDraft]:
     _refuse_control(text, "rp_cwe")
     rng = text.rng
-    sizes = _SHORT if text.length < _LONG_FROM else _LONG
+    sizes = _SHORT_SIZES if text.length < _LONG_LENGTH else _LONG_SIZES
     words = rng.sample(_vocabulary(), len(_vocabulary()))
     often, seldom, others = sizes["example"]
     shown, words = words[:COMMON], words[COMMON:]
-    entries = _shuffled(shown, often, words[:others] * seldom, rng)
-    example = f"{COMMON_PROMPT.format(context=_numbered(entries))} {COMMON_PREFIX} "
-    example += f"{_numbered(shown)}\n"
+    entries = _shuffle_entries(shown, often, words[:others] * seldom, rng)
+    example = f"{COMMON_PROMPT.format(context=_number_words(entries))} {COMMON_PREFIX} "
+    example += f"{_number_words(shown)}\n"
     often, seldom = sizes["list"]
     common, words = words[others : others + COMMON], words[others + COMMON :]
     order = rng.random()
@@ -93,14 +93,16 @@ def _draw_common(text: samples.Text) -> list[samples.Draft]:
     def prompt(units: int) -> str:
         # As many other words as common ones at least, or there were nothing to tell apart.
         other = [_other(words, i // seldom) for i in range(COMMON * seldom + units)]
-        entries = _shuffled(common, often, other, random.Random(f"{order}/{units}"))
-        return example + COMMON_PROMPT.format(context=_numbered(entries))
+        entries = _shuffle_entries(common, often, other, random.Random(f"{order}/{units}"))
+        return example + COMMON_PROMPT.format(context=_number_words(entries))
 
-    target = _numbered(common)
-    return [samples.Draft(prompt=prompt, prefix=COMMON_PREFIX, answers=common, target=target)]
+    target = _number_words(common)
+    return [samples.SampleDraft(prompt=prompt, prefix=COMMON_PREFIX, answers=common, target=target)]
 
 
-def _shuffled(common: list[str], repeats: int, other: list[str], rng: random.Random) -> list[str]:
+def _shuffle_entries(
+    common: list[str], repeats: int, other: list[str], rng: random.Random
+) -> list[str]:
     """All of them mixed, where the common words first appear in the order given.
 
     RULER's answers have no order of their own; with this one the target's likelihood has a meaning.
@@ -116,7 +118,7 @@ def _shuffled(common: list[str], repeats: int, other: list[str], rng: random.Ran
     return [renamed.get(entry, entry) for entry in entries]
 
 
-def _numbered(words: list[str]) -> str:
+def _number_words(words: list[str]) -> str:
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
 
 
@@ -136,7 +138,7 @@ def _vocabulary() -> list[str]:
     return sorted({word for kind in kinds for word in source.filter(include_categories=[kind])})
 
 
-def _draw_frequent(text: samples.Text) -> list[samples.Draft]:
+def _generate_frequent(text: samples.TextContext) -> list[samples.SampleDraft]:
     _refuse_control(text, "rp_fwe")
     rng = text.rng
     coded: dict[str, None] = {}
@@ -146,13 +148,15 @@ def _draw_frequent(text: samples.Text) -> list[samples.Draft]:
     order = rng.random()
 
     def prompt(units: int) -> str:
-        ranks = list(islice(_zeta(len(vocabulary)), _FREQUENT_LEAST + units))
+        ranks = list(islice(_zeta(len(vocabulary)), _MIN_FREQUENT_WORDS + units))
         random.Random(f"{order}/{units}").shuffle(ranks)
         return FREQUENT_PROMPT.format(context=" ".join(vocabulary[rank - 1] for rank in ranks))
 
     answers = vocabulary[1:4]
     target = " ".join(answers)
-    return [samples.Draft(prompt=prompt, prefix=FREQUENT_PREFIX, answers=answers, target=target)]
+    return [
+        samples.SampleDraft(prompt=prompt, prefix=FREQUENT_PREFIX, answers=answers, target=target)
+    ]
 
 
 def _zeta(ranks: int) -> Iterator[int]:
@@ -168,7 +172,7 @@ def _zeta(ranks: int) -> Iterator[int]:
         heapq.heapreplace(upcoming, (at + k * k, k))
 
 
-def _refuse_control(text: samples.Text, task: str) -> None:
+def _refuse_control(text: samples.TextContext, task: str) -> None:
     if not text.planted:
         raise ValueError(
             f"{task} has no control: its answer is all of its text; take planted=False for "

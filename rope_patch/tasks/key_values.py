@@ -28,10 +28,10 @@ def build(**metadata: Any) -> dict[str, Any]:
     that is asked for in two digits only. Prompts grow by whole pairs, so they end within one pair
     of the length.
     """
-    return samples.build(drafts, "rp_json_kv", ROOM, **metadata)
+    return samples.build(generate, "rp_json_kv", ROOM, **metadata)
 
 
-def drafts(text: samples.Text) -> list[samples.Draft]:
+def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Drafts of samples of one text: each asks for another key of the same object.
 
     Raises:
@@ -49,7 +49,9 @@ def drafts(text: samples.Text) -> list[samples.Draft]:
     def pairs(n: int) -> str:
         while len(others) < n:  # made when needed: only the fitting of the length knows how many
             near = text.rng.random() < confusable
-            key = _near(text.rng, text.rng.choice(asked)[0]) if near else _uuid(text.rng)
+            key = (
+                _change_two_digits(text.rng, text.rng.choice(asked)[0]) if near else _uuid(text.rng)
+            )
             if key not in used:
                 used.add(key)
                 others.append((key, _uuid(text.rng)))
@@ -58,8 +60,8 @@ def drafts(text: samples.Text) -> list[samples.Draft]:
             shown.insert(round(depth * n / 100), pair)  # from the back: no place moves
         return "{" + ",\n ".join(f'"{key}": "{value}"' for key, value in shown) + "}"
 
-    def draft(key: str, value: str, depth: int) -> samples.Draft:
-        return samples.Draft(
+    def draft(key: str, value: str, depth: int) -> samples.SampleDraft:
+        return samples.SampleDraft(
             prompt=lambda n: PROMPT.format(pairs=pairs(n), key=key),
             prefix=PREFIX,
             answers=[value],
@@ -74,7 +76,7 @@ def _uuid(rng: random.Random) -> str:
     return str(UUID(int=rng.getrandbits(128)))
 
 
-def _near(rng: random.Random, key: str) -> str:
+def _change_two_digits(rng: random.Random, key: str) -> str:
     """The key with two of its digits changed."""
     digits = list(key)
     for i in rng.sample([i for i, digit in enumerate(key) if digit != "-"], 2):

@@ -15,7 +15,7 @@ from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 from rope_patch.tasks import samples
-from rope_patch.tasks.samples import Draft, Text
+from rope_patch.tasks.samples import SampleDraft, TextContext
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -42,20 +42,22 @@ _TITLES = {"Mr.", "Mrs.", "Dr.", "St."}
 def single_1(**metadata: Any) -> dict[str, Any]:
     """A number in a sentence said again and again; arguments as `samples.build` has them."""
     return samples.build(
-        lambda t: _single(t, "number", _noise), "rp_niah_single_1", ROOM, **metadata
+        lambda t: _single_needle(t, "number", _noise), "rp_niah_single_1", ROOM, **metadata
     )
 
 
 def single_2(**metadata: Any) -> dict[str, Any]:
     """A number in prose; arguments as `samples.build` has them."""
     return samples.build(
-        lambda t: _single(t, "number", _prose), "rp_niah_single_2", ROOM, **metadata
+        lambda t: _single_needle(t, "number", _prose), "rp_niah_single_2", ROOM, **metadata
     )
 
 
 def single_3(**metadata: Any) -> dict[str, Any]:
     """A UUID in prose; arguments as `samples.build` has them."""
-    return samples.build(lambda t: _single(t, "uuid", _prose), "rp_niah_single_3", ROOM, **metadata)
+    return samples.build(
+        lambda t: _single_needle(t, "uuid", _prose), "rp_niah_single_3", ROOM, **metadata
+    )
 
 
 def multikey_1(**metadata: Any) -> dict[str, Any]:
@@ -97,7 +99,9 @@ class _Needle(NamedTuple):
 _Haystack = Callable[[int, list[tuple[int, str]]], str]
 
 
-def _single(text: Text, kind: str, haystack: Callable[[Text], _Haystack]) -> list[Draft]:
+def _single_needle(
+    text: TextContext, kind: str, haystack: Callable[[TextContext], _Haystack]
+) -> list[SampleDraft]:
     """Samples of one text are the same words, each with a needle of its own at its own depth.
 
     So they share what stands before the shallowest needle, and none says another's answer.
@@ -106,18 +110,18 @@ def _single(text: Text, kind: str, haystack: Callable[[Text], _Haystack]) -> lis
     return [_draft(kind, fill, [one] if text.planted else [], [one], one.depth) for one in found]
 
 
-def _one_of_four(text: Text) -> list[Draft]:
+def _one_of_four(text: TextContext) -> list[SampleDraft]:
     """Samples of one text ask for its needles in turn: all but the question is the same.
 
     More samples than four have as many needles as samples, so each asks for another one.
     """
     found = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
-    return _asked_in_turn(text, "number", _prose(text), found)
+    return _ask_in_turn(text, "number", _prose(text), found)
 
 
 def _one_of_all(
-    text: Text, kind: str, keys: Callable[[random.Random], Iterator[str]]
-) -> list[Draft]:
+    text: TextContext, kind: str, keys: Callable[[random.Random], Iterator[str]]
+) -> list[SampleDraft]:
     """As `_one_of_four`, with nothing but needles around those asked for, however many."""
     names, values = keys(text.rng), _values(text.rng, kind)
     found = _needles(text.depths, names, values)
@@ -125,10 +129,12 @@ def _one_of_all(
     others = (
         NEEDLE.format(kind=f"{kind}s", key=k, value=v) for k, v in zip(names, values, strict=True)
     )
-    return _asked_in_turn(text, kind, _lines(others), found)
+    return _ask_in_turn(text, kind, _lines(others), found)
 
 
-def _asked_in_turn(text: Text, kind: str, fill: _Haystack, found: list[_Needle]) -> list[Draft]:
+def _ask_in_turn(
+    text: TextContext, kind: str, fill: _Haystack, found: list[_Needle]
+) -> list[SampleDraft]:
     asked, others = found[: len(text.depths)], found[len(text.depths) :]
     inside = found if text.planted else others
     decoys = tuple(one.value for one in others)
@@ -136,7 +142,7 @@ def _asked_in_turn(text: Text, kind: str, fill: _Haystack, found: list[_Needle])
     return [replace(draft, decoys=decoys) for draft in drafts]
 
 
-def _all_keys(text: Text) -> list[Draft]:
+def _all_keys(text: TextContext) -> list[SampleDraft]:
     """Samples of one text ask for the same four needles, each for another one first.
 
     The order asked for is the order to answer in, so each sample has another answer to a text that
@@ -151,7 +157,7 @@ def _all_keys(text: Text) -> list[Draft]:
     ]
 
 
-def _all_values(text: Text) -> list[Draft]:
+def _all_values(text: TextContext) -> list[SampleDraft]:
     """Samples of one text differ in one of the key's four values and in where it stands.
 
     Another key with four more values would make the task harder the more samples share a text, and
@@ -171,29 +177,29 @@ def _all_values(text: Text) -> list[Draft]:
 
 def _draft(
     kind: str, fill: _Haystack, inside: list[_Needle], asked: list[_Needle], depth: int
-) -> Draft:
+) -> SampleDraft:
     """The question for some needles, of a text with the needles `inside`."""
     prompt, prefix = (PROMPT_ONE, PREFIX_ONE) if len(asked) == 1 else (PROMPT_MANY, PREFIX_MANY)
-    keys = _listed(list(dict.fromkeys(needle.key for needle in asked)))
+    keys = _join_words(list(dict.fromkeys(needle.key for needle in asked)))
     answers = [needle.value for needle in asked]
     planted = [
         (n.depth, NEEDLE.format(kind=f"{kind}s", key=n.key, value=n.value))
         for n in sorted(inside, key=lambda needle: needle.depth)
     ]
-    return Draft(
+    return SampleDraft(
         prompt=lambda units: prompt.format(kind=kind, text=fill(units, planted), keys=keys),
         prefix=prefix.format(kind=kind, keys=keys),
         answers=answers,
-        target=_listed(answers),
+        target=_join_words(answers),
         depth=depth,
     )
 
 
-def _listed(items: list[str]) -> str:
+def _join_words(items: list[str]) -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])}, and {items[-1]}"
 
 
-def _depths(text: Text) -> list[int]:
+def _depths(text: TextContext) -> list[int]:
     """One for each sample, and random ones up to four."""
     further = max(SEVERAL - len(text.depths), 0)
     return [*text.depths, *(text.rng.randint(0, 100) for _ in range(further))]
@@ -205,20 +211,20 @@ def _needles(depths: Sequence[int], keys: Iterator[str], values: Iterator[str]) 
 
 def _words(rng: random.Random) -> Iterator[str]:
     adjectives, nouns = _vocabulary()
-    return _distinct(lambda: f"{rng.choice(adjectives)}-{rng.choice(nouns)}")
+    return _without_repeats(lambda: f"{rng.choice(adjectives)}-{rng.choice(nouns)}")
 
 
 def _uuids(rng: random.Random) -> Iterator[str]:
-    return _distinct(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
+    return _without_repeats(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
 
 
 def _values(rng: random.Random, kind: str) -> Iterator[str]:
     if kind == "uuid":
         return _uuids(rng)
-    return _distinct(lambda: str(rng.randint(1_000_000, 9_999_999)))
+    return _without_repeats(lambda: str(rng.randint(1_000_000, 9_999_999)))
 
 
-def _distinct(draw: Callable[[], str]) -> Iterator[str]:
+def _without_repeats(draw: Callable[[], str]) -> Iterator[str]:
     """What is drawn, without end and nothing twice: a question has one answer."""
     seen: set[str] = set()
     while True:
@@ -235,9 +241,9 @@ def _vocabulary() -> tuple[list[str], list[str]]:
     return tuple(known.filter(include_categories=[kind]) for kind in ("adjective", "noun"))
 
 
-def _prose(text: Text) -> _Haystack:
+def _prose(text: TextContext) -> _Haystack:
     """Words of a novel; a needle goes to the end of a sentence."""
-    words = text.words()
+    words = text.word_source()
 
     def fill(units: int, needles: list[tuple[int, str]]) -> str:
         taken = words(units)
@@ -251,7 +257,7 @@ def _ends_sentence(word: str) -> bool:
     return word.endswith(_SENTENCE_ENDS) and word not in _TITLES
 
 
-def _noise(_: Text) -> _Haystack:
+def _noise(_: TextContext) -> _Haystack:
     return _lines(repeat(NOISE))
 
 

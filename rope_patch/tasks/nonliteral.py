@@ -33,17 +33,17 @@ def build(**metadata: Any) -> dict[str, Any]:
     `distractors` (2 unless given) are sentences about further strangers, of whom nothing is asked:
     that a sentence does not belong to the story says too little then. The control keeps them.
     """
-    return samples.build(drafts, "rp_nonliteral", ROOM, **metadata)
+    return samples.build(generate, "rp_nonliteral", ROOM, **metadata)
 
 
-def drafts(text: samples.Text) -> list[samples.Draft]:
+def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Drafts of samples of one text: each asks for another of the strangers in it.
 
     Raises:
         ValueError: More strangers than there are facts or names that the story does not have.
     """
     data = facts()
-    names = _unused(tuple(data["names"]), text.texts)
+    names = _names_not_in(tuple(data["names"]), text.texts)
     asked = len(text.depths)
     distractors = int(text.options.get("distractors", 2))
     most = min(len(names), len(data["facts"]))
@@ -59,11 +59,11 @@ def drafts(text: samples.Text) -> list[samples.Draft]:
         (depth, NEEDLE.format(name=name, fact=fact))
         for depth, name, (fact, _) in zip(depths, strangers, chosen, strict=True)
     ]
-    words = text.words()
+    words = text.word_source()
     shown = needles if text.planted else needles[asked:]
 
-    def draft(name: str, question: str, depth: int) -> samples.Draft:
-        return samples.Draft(
+    def draft(name: str, question: str, depth: int) -> samples.SampleDraft:
+        return samples.SampleDraft(
             prompt=lambda n: PROMPT.format(
                 story=between_sentences(words(n), shown), question=question
             ),
@@ -108,7 +108,7 @@ def between_sentences(words: list[str], sentences: list[tuple[float, str]]) -> s
 
 
 @lru_cache(maxsize=8)
-def _unused(names: tuple[str, ...], sources: tuple[str, ...]) -> list[str]:
+def _names_not_in(names: tuple[str, ...], sources: tuple[str, ...]) -> list[str]:
     """The names that stand nowhere in the texts, not even inside a word."""
-    told = "\n".join(texts.read(source) for source in sources).lower()
+    told = "\n".join(texts.read_text(source) for source in sources).lower()
     return [name for name in names if name.lower() not in told]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.tasks import samples
-from rope_patch.tasks.synthetic_documents import Encyclopaedia, Question
+from rope_patch.tasks.synthetic_documents import DocumentQuestion, Encyclopaedia
 from rope_patch.utils.errors import parse_json
 
 ROOM = 32  # tokens that generation may take; they count towards the length
@@ -45,7 +45,7 @@ def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     Raises:
         ValueError: As `samples.build`, or a file that is not of that kind or has too few contexts.
     """
-    draw = partial(_draw, hops=1, known=read(questions) if questions else None)
+    draw = partial(_generate, hops=1, known=read_questions(questions) if questions else None)
     return samples.build(draw, "rp_qa_1", ROOM, **metadata)
 
 
@@ -61,11 +61,11 @@ def two_hops(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     Raises:
         ValueError: As `one_hop`.
     """
-    draw = partial(_draw, hops=2, known=read(questions) if questions else None)
+    draw = partial(_generate, hops=2, known=read_questions(questions) if questions else None)
     return samples.build(draw, "rp_qa_2", ROOM, **metadata)
 
 
-def read(path: str) -> list[Question]:
+def read_questions(path: str) -> list[DocumentQuestion]:
     """The questions of a file that have an answer.
 
     Raises:
@@ -81,30 +81,32 @@ def read(path: str) -> list[Question]:
     except ValueError:
         whole = None
     if isinstance(whole, dict) and "data" in whole:
-        found = list(_squad(whole, path))
+        found = list(_read_squad(whole, path))
     else:
-        found = list(_lines(raw, path))
+        found = list(_read_json_lines(raw, path))
     if not found:
         raise ValueError(f"{path} has no question with an answer: expected one at least")
     return found
 
 
-def _squad(whole: dict[str, Any], path: str) -> Iterator[Question]:
-    for a, article in enumerate(_field(whole, "data", list, path)):
+def _read_squad(whole: dict[str, Any], path: str) -> Iterator[DocumentQuestion]:
+    for a, article in enumerate(_get_field(whole, "data", list, path)):
         at = f"{path}, data[{a}]"
-        for p, paragraph in enumerate(_field(article, "paragraphs", list, at)):
+        for p, paragraph in enumerate(_get_field(article, "paragraphs", list, at)):
             at = f"{path}, data[{a}].paragraphs[{p}]"
-            context = _field(paragraph, "context", str, at)
-            for q, entry in enumerate(_field(paragraph, "qas", list, at)):
+            context = _get_field(paragraph, "context", str, at)
+            for q, entry in enumerate(_get_field(paragraph, "qas", list, at)):
                 at = f"{path}, data[{a}].paragraphs[{p}].qas[{q}]"
-                question = _field(entry, "question", str, at)
+                question = _get_field(entry, "question", str, at)
                 if entry.get("is_impossible"):
                     continue
-                answers = [_field(x, "text", str, at) for x in _field(entry, "answers", list, at)]
-                yield _question(question, answers, [context], at)
+                answers = [
+                    _get_field(x, "text", str, at) for x in _get_field(entry, "answers", list, at)
+                ]
+                yield _make_question(question, answers, [context], at)
 
 
-def _lines(raw: str, path: str) -> Iterator[Question]:
+def _read_json_lines(raw: str, path: str) -> Iterator[DocumentQuestion]:
     for i, line in enumerate(raw.split("\n"), start=1):
         if not line.strip():
             continue
@@ -115,13 +117,15 @@ def _lines(raw: str, path: str) -> Iterator[Question]:
             raise ValueError(
                 f"{at} is not JSON ({error}): expected SQuAD's format, or {_FIELDS} on each line"
             ) from None
-        question = _field(entry, "question", str, at)
-        answers = _field(entry, "answers", list, at)
-        context = _field(entry, "context", (str, list), at)
-        yield _question(question, answers, [context] if isinstance(context, str) else context, at)
+        question = _get_field(entry, "question", str, at)
+        answers = _get_field(entry, "answers", list, at)
+        context = _get_field(entry, "context", (str, list), at)
+        yield _make_question(
+            question, answers, [context] if isinstance(context, str) else context, at
+        )
 
 
-def _field(entry: Any, name: str, kind: type | tuple[type, ...], at: str) -> Any:
+def _get_field(entry: Any, name: str, kind: type | tuple[type, ...], at: str) -> Any:
     value = entry.get(name) if isinstance(entry, dict) else None
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -134,24 +138,30 @@ def _field(entry: Any, name: str, kind: type | tuple[type, ...], at: str) -> Any
     return value
 
 
-def _question(question: str, answers: list[Any], documents: list[Any], at: str) -> Question:
+def _make_question(
+    question: str, answers: list[Any], documents: list[Any], at: str
+) -> DocumentQuestion:
     for name, values in (("answers", answers), ("context", documents)):
         # An empty answer would be found in whatever a model writes.
         if not values or not all(isinstance(v, str) and v.strip() for v in values):
             raise ValueError(f"{at}: expected {name} with text in each, got {values!r:.200}")
     if not question.strip():
         raise ValueError(f"{at}: expected a question, got an empty one")
-    return Question(question=question, answers=list(dict.fromkeys(answers)), documents=documents)
+    return DocumentQuestion(
+        question=question, answers=list(dict.fromkeys(answers)), documents=documents
+    )
 
 
-def _draw(text: samples.Text, hops: int, known: list[Question] | None) -> list[samples.Draft]:
+def _generate(
+    text: samples.TextContext, hops: int, known: list[DocumentQuestion] | None
+) -> list[samples.SampleDraft]:
     rng = text.rng
     if known:
-        chosen, others = _chosen(known, len(text.depths), rng)
+        chosen, others = _choose_questions(known, len(text.depths), rng)
     else:
         made = Encyclopaedia(rng)
         ask = made.one_hop if hops == 1 else made.two_hops
-        chosen, others = [ask() for _ in text.depths], made.others()
+        chosen, others = [ask() for _ in text.depths], made.distractors()
     places: dict[str, float] = {}
     if text.planted:
         for question, depth in zip(chosen, text.depths, strict=True):
@@ -171,7 +181,7 @@ def _draw(text: samples.Text, hops: int, known: list[Question] | None) -> list[s
         return PROMPT.format(context="\n\n".join(numbered), question=question)
 
     return [
-        samples.Draft(
+        samples.SampleDraft(
             prompt=partial(prompt, question=question.question),
             prefix=PREFIX,
             answers=question.answers,
@@ -182,11 +192,11 @@ def _draw(text: samples.Text, hops: int, known: list[Question] | None) -> list[s
     ]
 
 
-def _chosen(
-    known: list[Question], count: int, rng: random.Random
-) -> tuple[list[Question], Iterator[str]]:
+def _choose_questions(
+    known: list[DocumentQuestion], count: int, rng: random.Random
+) -> tuple[list[DocumentQuestion], Iterator[str]]:
     """So many questions of different documents, and the documents that none of them needs."""
-    by_document: dict[str, list[Question]] = defaultdict(list)
+    by_document: dict[str, list[DocumentQuestion]] = defaultdict(list)
     for question in known:
         by_document[question.documents[-1]].append(question)
     if count > len(by_document):

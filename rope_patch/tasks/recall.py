@@ -27,7 +27,7 @@ def build(**metadata: Any) -> dict[str, Any]:
 
     The control has pairs too, of other words. A prompt ends within a pair's width of the length.
     """
-    return samples.build(drafts, "rp_recall", ROOM, **metadata)
+    return samples.build(generate, "rp_recall", ROOM, **metadata)
 
 
 def multiquery(**metadata: Any) -> dict[str, Any]:
@@ -35,22 +35,22 @@ def multiquery(**metadata: Any) -> dict[str, Any]:
 
     The target gives the keys too: `value key value key value ...`, the first key is the prefix.
     """
-    return samples.build(_all_drafts, "rp_recall_all", 2 * PAIRS, **metadata)
+    return samples.build(_generate_all_keys, "rp_recall_all", 2 * PAIRS, **metadata)
 
 
-def drafts(text: samples.Text) -> list[samples.Draft]:
+def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Return drafts of samples of one text: each asks for another key."""
     asked, prompt = _pairs(text, text.depths)
     decoys = tuple(value for _, value in asked[len(text.depths) :])
     return [
-        samples.Draft(
+        samples.SampleDraft(
             prompt=prompt, prefix=key, answers=[value], target=value, depth=depth, decoys=decoys
         )
         for (key, value), depth in zip(asked, text.depths, strict=False)
     ]
 
 
-def _all_drafts(text: samples.Text) -> list[samples.Draft]:
+def _generate_all_keys(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Return drafts that ask for all keys of a text, each in another order."""
     asked, prompt = _pairs(text, [])
     made = []
@@ -58,7 +58,7 @@ def _all_drafts(text: samples.Text) -> list[samples.Draft]:
         order = text.rng.sample(asked, len(asked))
         words = [word for pair in order for word in pair]
         made.append(
-            samples.Draft(
+            samples.SampleDraft(
                 prompt=prompt,
                 prefix=words[0],
                 answers=[value for _, value in order],
@@ -70,14 +70,14 @@ def _all_drafts(text: samples.Text) -> list[samples.Draft]:
 
 
 def _pairs(
-    text: samples.Text, depths: list[int]
+    text: samples.TextContext, depths: list[int]
 ) -> tuple[list[tuple[str, str]], Callable[[int], str]]:
     """Return what is asked for, and the prompt with so many marks of noise around it.
 
     Pairs beyond the given depths stand anywhere.
     """
     rng, number = text.rng, max(PAIRS, len(depths))
-    keys, values = words(text.tokenizer)
+    keys, values = single_token_words(text.tokenizer)
     if 2 * number > len(values):
         raise ValueError(
             f"rp_recall asks for {number} words of each text, twice as many are needed, and this "
@@ -102,7 +102,7 @@ def _pairs(
 
 
 @lru_cache(maxsize=2)
-def words(tokenizer: Any) -> tuple[list[str], list[str]]:
+def single_token_words(tokenizer: Any) -> tuple[list[str], list[str]]:
     """Return words that are one token each behind a blank: keys, and as many values.
 
     Raises:

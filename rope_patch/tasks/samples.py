@@ -1,8 +1,8 @@
 """Samples of any retrieval task: token-exact, built offline, the same on every run.
 
-A task's own file says what stands in a prompt (`Draft`); here prompts get their length. Samples may
-share one text, asked another question or with the needle elsewhere: the model reads what they share
-once, and statistics count them as the cluster that they are.
+A task's own file says what stands in a prompt (`SampleDraft`); here prompts get their length.
+Samples may share one text, asked another question or with the needle elsewhere: the model reads
+what they share once, and statistics count them as the cluster that they are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TooShort(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
+class SampleDraft:
     """One sample before it has its length.
 
     Attributes:
@@ -58,7 +58,7 @@ class Draft:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class TextContext:
     """What a task's draft function gets: one text and how many samples to draw from it.
 
     Attributes:
@@ -79,16 +79,16 @@ class Text:
     options: dict[str, Any]
     tokenizer: Any = None
 
-    def words(self) -> Callable[[int], list[str]]:
+    def word_source(self) -> Callable[[int], list[str]]:
         """The first n words from some place in some text on, repeated where it is too short."""
-        words = texts.words(self.rng.choice(self.texts))
+        words = texts.split_words(self.rng.choice(self.texts))
         start = self.rng.randrange(len(words))
         turned = words[start:] + words[:start]
         return lambda n: (turned * (1 + n // len(turned)))[:n]
 
 
 def build(
-    draw: Callable[[Text], list[Draft]],
+    draw: Callable[[TextContext], list[SampleDraft]],
     task: str,
     room: int,
     *,
@@ -107,7 +107,7 @@ def build(
     """Builds the samples of one task and length, as lm-eval's `custom_dataset`.
 
     Args:
-        draw: The task's: drafts of as many samples as `Text.depths` has, all of one text.
+        draw: The task's: drafts of as many samples as `TextContext.depths` has, all of one text.
         task: The task's name.
         room: Tokens that the answer may take; they count towards the length.
         tokenizer: The model's tokenizer or its name; `pretrained` is taken if there is none.
@@ -152,7 +152,7 @@ def build(
         first, number = len(rows), len(rows) // int(per_text)
         # Whole texts, also where the last is not used up: a sample is the same in any number.
         drafts = draw(
-            Text(
+            TextContext(
                 rng=random.Random(f"{seed}/{task}/{length}/{number}"),
                 length=length,
                 depths=[int(depths[i % len(depths)]) for i in range(first, first + int(per_text))],
@@ -165,21 +165,21 @@ def build(
         # All of a text's samples get the same filler, or they would not share it.
         units: int | None = None
         for draft in drafts:
-            units = _fit(tokenizer, draft, room, length, task, units)
+            units = _fit_to_length(tokenizer, draft, room, length, task, units)
         assert units is not None, f"{task} drew no samples"
         for i, draft in enumerate(drafts, start=first):
             row = {"id": f"{seed}/{task}/{length}/{i}", "task": task, "length": length}
-            row |= {"tokens": _size(tokenizer, draft, units) + room, "depth": draft.depth}
+            row |= {"tokens": _prompt_tokens(tokenizer, draft, units) + room, "depth": draft.depth}
             row |= {"text": number, "input": draft.prompt(units), "gen_prefix": draft.prefix}
             row |= {"answers": draft.answers, "target": draft.target}
-            row["target_tokens"] = _tokens(tokenizer, f" {draft.target}", special=False)
+            row["target_tokens"] = _count_tokens(tokenizer, f" {draft.target}", special=False)
             if choices:
                 row |= _choices(draft, drafts, task)
             rows.append(row)
     return {"test": Dataset.from_list(rows[:count])}
 
 
-def _choices(draft: Draft, drafts: list[Draft], task: str) -> dict[str, Any]:
+def _choices(draft: SampleDraft, drafts: list[SampleDraft], task: str) -> dict[str, Any]:
     """The answers to all questions of a text, sorted, so that places say nothing."""
     found = sorted({*(other.target for other in drafts), *draft.decoys})
     if len(found) < 2:
@@ -190,10 +190,12 @@ def _choices(draft: Draft, drafts: list[Draft], task: str) -> dict[str, Any]:
     return {"choices": found, "gold": found.index(draft.target)}
 
 
-def _fit(tokenizer: Any, draft: Draft, room: int, length: int, task: str, most: int | None) -> int:
+def _fit_to_length(
+    tokenizer: Any, draft: SampleDraft, room: int, length: int, task: str, most: int | None
+) -> int:
     """Units of filler with which a prompt fits, where one more does not or is more than `most`."""
     available = length - room
-    smallest = _size(tokenizer, draft, 0)
+    smallest = _prompt_tokens(tokenizer, draft, 0)
     if smallest > available:
         raise TooShort(length, task, smallest + room)
     most = available if most is None else most  # a unit takes at least a token
@@ -204,16 +206,16 @@ def _fit(tokenizer: Any, draft: Draft, room: int, length: int, task: str, most: 
         tries += 1
         # Sizes are as good as linear in units, so a few guesses do where halving takes twenty.
         guess = min(max(guess, fits + 1), fails - 1) if tries < 12 else (fits + fails) // 2
-        tokens = _size(tokenizer, draft, guess)
+        tokens = _prompt_tokens(tokenizer, draft, guess)
         fits, fails = (guess, fails) if tokens <= available else (fits, guess)
         rate = max((tokens - smallest) / guess, 0.1)
         guess += int((available - tokens) // rate)  # from the last guess, be it too low or too high
     return fits
 
 
-def _size(tokenizer: Any, draft: Draft, units: int) -> int:
-    return _tokens(tokenizer, f"{draft.prompt(units)} {draft.prefix}")
+def _prompt_tokens(tokenizer: Any, draft: SampleDraft, units: int) -> int:
+    return _count_tokens(tokenizer, f"{draft.prompt(units)} {draft.prefix}")
 
 
-def _tokens(tokenizer: Any, text: str, special: bool = True) -> int:
+def _count_tokens(tokenizer: Any, text: str, special: bool = True) -> int:
     return len(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)

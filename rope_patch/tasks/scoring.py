@@ -21,13 +21,15 @@ def all_answers(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """The share of the references that the text contains, in any case (string_match_all)."""
     written = str(results[0]).lower()
     found = [answer.lower() in written for answer in doc["answers"]]
-    return _generated(sum(found) / len(found), results[0])
+    return _with_target_likelihood(sum(found) / len(found), results[0])
 
 
 def any_answer(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """1 if the text contains one of the references, in any case (string_match_part)."""
     written = str(results[0]).lower()
-    return _generated(float(any(a.lower() in written for a in doc["answers"])), results[0])
+    return _with_target_likelihood(
+        float(any(a.lower() in written for a in doc["answers"])), results[0]
+    )
 
 
 def first_number(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
@@ -36,7 +38,7 @@ def first_number(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     number = found.group() if found else None
     if number in NUMBERS:
         number = str(NUMBERS.index(number))
-    return _generated(float(number in doc["answers"]), results[0])
+    return _with_target_likelihood(float(number in doc["answers"]), results[0])
 
 
 def likelihood(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
@@ -53,7 +55,7 @@ def choice(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     return {"score": float(right), "target_log_likelihood": found[gold]}
 
 
-def _generated(score: float, response: Any) -> dict[str, float]:
+def _with_target_likelihood(score: float, response: Any) -> dict[str, float]:
     scores = {"score": score}
     # Our own language model scores the target from the same pass; lm-eval's others don't.
     if (log_likelihood := getattr(response, "target_log_likelihood", None)) is not None:

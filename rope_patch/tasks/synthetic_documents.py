@@ -129,7 +129,7 @@ _COUNTY_QUESTION = "In which county lies the town where {name} was born?"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class DocumentQuestion:
     """A question over documents.
 
     Attributes:
@@ -153,12 +153,13 @@ class Encyclopaedia:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         women, men = (
-            _unlike(rng, [_list(names), _MIDDLE, _LAST], " ") for names in _FIRST.values()
+            _scattered_combinations(rng, [_list(names), _MIDDLE, _LAST], " ")
+            for names in _FIRST.values()
         )
         self._people = {"she": women, "he": men}
-        self._towns = _unlike(rng, _TOWN, "")
+        self._towns = _scattered_combinations(rng, _TOWN, "")
 
-    def one_hop(self) -> Question:
+    def one_hop(self) -> DocumentQuestion:
         """Asks for one attribute of a new person."""
         person = self._person()
         asked = self._rng.choice(list(_QUESTIONS))
@@ -169,16 +170,18 @@ class Encyclopaedia:
         elif asked == "instrument":
             answers.append(person["instrument"].removeprefix("the "))
         question = _QUESTIONS[asked].format(**person)
-        return Question(question=question, answers=answers, documents=[self._biography(person)])
+        return DocumentQuestion(
+            question=question, answers=answers, documents=[self._biography(person)]
+        )
 
-    def two_hops(self) -> Question:
+    def two_hops(self) -> DocumentQuestion:
         """Asks for the county of a new person's birth town, which has an article of its own."""
         person, county = self._person(), self._rng.choice(_COUNTY)
         documents = [self._biography(person), self._about_town(person["town"], county)]
         question = _COUNTY_QUESTION.format(**person)
-        return Question(question=question, answers=[county], documents=documents)
+        return DocumentQuestion(question=question, answers=[county], documents=documents)
 
-    def others(self) -> Iterator[str]:
+    def distractors(self) -> Iterator[str]:
         """Articles of people and towns that no question is about, without end."""
         while True:
             yield self._biography(self._person())
@@ -211,7 +214,9 @@ class Encyclopaedia:
         return " ".join([self._rng.choice(opening), *rest]).format(**words)
 
 
-def _unlike(rng: random.Random, parts: list[list[str]], joint: str) -> Iterator[str]:
+def _scattered_combinations(
+    rng: random.Random, parts: list[list[str]], joint: str
+) -> Iterator[str]:
     """Every combination of the parts once, in a scattered order, before any comes again."""
     count = math.prod(map(len, parts))
     # A step without a common factor visits all; near the golden section it scatters them.

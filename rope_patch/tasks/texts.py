@@ -23,7 +23,7 @@ def names() -> list[str]:
     return sorted(name.removesuffix(".txt.xz") for name in found if name.endswith(".txt.xz"))
 
 
-def read(text: str) -> str:
+def read_text(text: str) -> str:
     """Reads a text.
 
     Args:
@@ -51,20 +51,20 @@ def read(text: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """The words of a text, each with its punctuation.
 
     Raises:
-        ValueError: As `read`, or a text without any words.
+        ValueError: As `read_text`, or a text without any words.
     """
-    found = read(text).split()
+    found = read_text(text).split()
     if not found:
         raise ValueError(f"the text {text!r} is empty")
     return found
 
 
 @dataclass(frozen=True)
-class Document:
+class TokenizedDocument:
     """Tokens to measure perplexity on.
 
     Attributes:
@@ -85,7 +85,7 @@ class Document:
 
 def documents(
     texts: Sequence[str], tokenizer: Any, length: int, count: int | None = None
-) -> list[Document]:
+) -> list[TokenizedDocument]:
     """Documents of `length` tokens each: the start of every text, then further excerpts.
 
     Excerpts of a text follow one another without overlap, and start in the middle of a sentence
@@ -102,7 +102,7 @@ def documents(
         ValueError: The texts are shorter than that.
     """
     count = len(texts) if count is None else count
-    excerpts: list[tuple[int, Document]] = []
+    excerpts: list[tuple[int, TokenizedDocument]] = []
     for text in texts[:count]:
         head, ids = _tokens(text, tokenizer)
         if len(head) + len(ids) < length:
@@ -114,7 +114,7 @@ def documents(
         for turn in range(min(len(ids) // new, count)):
             name = text if turn == 0 else f"{text} {turn + 1}"
             tokens = head + ids[turn * new : (turn + 1) * new]
-            excerpts.append((turn, Document(name, tokens, len(head))))
+            excerpts.append((turn, TokenizedDocument(name, tokens, len(head))))
     if len(excerpts) < count:
         raise ValueError(
             f"{count} documents of {length:,} tokens are needed, the texts {', '.join(texts)} have "
@@ -126,7 +126,7 @@ def documents(
 
 def _tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before a text, and the text's own tokens."""
-    raw = read(text)
+    raw = read_text(text)
     own = tokenizer(raw[:100], verbose=False, add_special_tokens=False).input_ids
     both = tokenizer(raw[:100], verbose=False).input_ids
     head = next(k for k in range(len(both) + 1) if both[k : k + len(own)] == own)

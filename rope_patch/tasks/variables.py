@@ -43,10 +43,10 @@ def variable_tracking(**metadata: Any) -> dict[str, Any]:
     Raises:
         ValueError: As `samples.build`, or a control (`planted=False`), which this task has not.
     """
-    return samples.build(_draw, "rp_vt", ROOM, **metadata | {"per_text": 1})
+    return samples.build(_generate, "rp_vt", ROOM, **metadata | {"per_text": 1})
 
 
-def _draw(text: samples.Text) -> list[samples.Draft]:
+def _generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     if not text.planted:
         raise ValueError(
             "rp_vt has no control: without its chain there is nothing to ask; take planted=False "
@@ -54,21 +54,23 @@ def _draw(text: samples.Text) -> list[samples.Draft]:
         )
     rng = text.rng
     taught, asked = (str(value) for value in rng.sample(range(10_000, 100_000), 2))
-    shown, names = _names(rng, letters=3), _names(rng, letters=5)
-    example = _hide(shown, taught, _spread(rng), _EXAMPLE_NOISE)
+    shown, names = _variable_names(rng, letters=3), _variable_names(rng, letters=5)
+    example = _hide_chain(shown, taught, _assignment_places(rng), _EXAMPLE_NOISE)
     example = PROMPT.format(context=example, value=taught)
     example += f" {PREFIX.format(count=HOPS + 1, value=taught)} {' '.join(shown)}\n\n"
-    spread = _spread(rng)
+    spread = _assignment_places(rng)
 
     def prompt(units: int) -> str:
-        context = _hide(names, asked, spread, units)
+        context = _hide_chain(names, asked, spread, units)
         return example + PROMPT.format(context=context, value=asked)
 
     prefix = PREFIX.format(count=HOPS + 1, value=asked)
-    return [samples.Draft(prompt=prompt, prefix=prefix, answers=names, target=" ".join(names))]
+    return [
+        samples.SampleDraft(prompt=prompt, prefix=prefix, answers=names, target=" ".join(names))
+    ]
 
 
-def _names(rng: random.Random, letters: int) -> list[str]:
+def _variable_names(rng: random.Random, letters: int) -> list[str]:
     """Names of the chain's variables, no two the same."""
     names: dict[str, None] = {}
     while len(names) <= HOPS:
@@ -76,12 +78,12 @@ def _names(rng: random.Random, letters: int) -> list[str]:
     return list(names)
 
 
-def _spread(rng: random.Random) -> list[float]:
+def _assignment_places(rng: random.Random) -> list[float]:
     """Where the assignments go, from 0 to 1, in their order."""
     return sorted(rng.random() for _ in range(HOPS + 1))
 
 
-def _hide(names: list[str], value: str, spread: list[float], sentences: int) -> str:
+def _hide_chain(names: list[str], value: str, spread: list[float], sentences: int) -> str:
     """Noise of so many sentences with the chain in it."""
     noise = [NOISE[i % len(NOISE)] for i in range(sentences)]
     lines = [" ".join(noise[i : i + len(NOISE)]) + "\n" for i in range(0, sentences, len(NOISE))]

@@ -20,19 +20,19 @@ logger = logging.getLogger("rope_patch")
 MANIFEST = "whole.json"  # every file's size and sha256: written last
 PREFIX = "checkpoint-"
 MODEL = "model"  # the finished model's folder
-_ASIDE = ".writing"
+_TEMPORARY = ".writing"
 
 
 @contextlib.contextmanager
-def writing(
-    folder: Path, step: int, *, main: bool, wait: Callable[[], Any], keep: int | None = None
+def atomic_checkpoint(
+    folder: Path, step: int, *, is_main: bool, wait: Callable[[], Any], keep: int | None = None
 ) -> Iterator[Path]:
     """Let a checkpoint be written, and make it count once all of it is on the disk.
 
     Args:
         folder: The run's folder.
         step: Optimizer steps that were taken.
-        main: Whether this process is the one that moves files.
+        is_main: Whether this process is the one that moves files.
         wait: Returns when every process has called it.
         keep: How many checkpoints to keep, this one and those before it; all of them if None.
             Later ones go in any case.
@@ -43,26 +43,26 @@ def writing(
     Raises:
         OSError: It could not be written; says what is left to go on from. No half of it stays.
     """
-    aside = folder / _ASIDE
-    if main:
+    aside = folder / _TEMPORARY
+    if is_main:
         shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
         aside.mkdir(parents=True)
     wait()
-    with explaining_write_errors(folder, f"{PREFIX}{step}"):
+    with explain_write_errors(folder, f"{PREFIX}{step}"):
         try:
             yield aside
             wait()
-            if main:
+            if is_main:
                 written = aside / f"{PREFIX}{step}"
-                _seal(written)
+                _write_manifest(written)
                 shutil.rmtree(folder / written.name, ignore_errors=True)
                 written.rename(folder / written.name)
                 sync(folder)
         finally:
-            if main:
+            if is_main:
                 shutil.rmtree(aside, ignore_errors=True)
-    if main:
-        standing = _steps(folder)
+    if is_main:
+        standing = _checkpoints(folder)
         # Later ones are damaged, or of a course that the run was taken back from.
         left = [p for p in standing if step_of(p) > step]
         old = [p for p in standing if step_of(p) <= step][:-keep] if keep else []
@@ -72,37 +72,37 @@ def writing(
 
 
 @contextlib.contextmanager
-def explaining_write_errors(folder: Path, what: str) -> Iterator[None]:
+def explain_write_errors(folder: Path, description: str) -> Iterator[None]:
     """Say what is free, and what is left to go on from, if something cannot be written.
 
     Args:
         folder: The run's folder.
-        what: What is written there meanwhile.
+        description: What is written there meanwhile.
 
     Raises:
         OSError: It could not be written.
     """
 
     def advice() -> str:
-        last = newest_whole(folder)
+        last = latest_complete(folder)
         left = f"{last} is whole" if last else "There is no whole checkpoint"
         return f"{left}: REMEDY, and start again with --resume auto"
 
-    with atomic_files.writing(folder, what, advice):
+    with atomic_files.explain_write_errors(folder, description, advice):
         yield
 
 
-def newest_whole(folder: Path) -> Path | None:
+def latest_complete(folder: Path) -> Path | None:
     """The last checkpoint that is all there, or None; warns of newer ones that are not."""
-    for checkpoint in reversed(_steps(folder)):
-        damage = what_is_wrong(checkpoint)
+    for checkpoint in reversed(_checkpoints(folder)):
+        damage = find_damage(checkpoint)
         if damage is None:
             return checkpoint
         logger.warning("%s is passed over: %s", checkpoint, damage)
     return None
 
 
-def what_is_wrong(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
     """What a checkpoint lacks, or None if it is whole."""
     try:
         files = parse_json((checkpoint / MANIFEST).read_text())
@@ -129,7 +129,7 @@ def what_is_wrong(checkpoint: Path) -> str | None:
     return None
 
 
-def to_resume(folder: Path, resume: str) -> Path | None:
+def resume_checkpoint(folder: Path, resume: str) -> Path | None:
     """The checkpoint to go on from.
 
     Args:
@@ -137,28 +137,28 @@ def to_resume(folder: Path, resume: str) -> Path | None:
         resume: "auto", "no", or a checkpoint.
 
     Raises:
-        ValueError: Not the checkpoint it should be; or see `require_none`.
+        ValueError: Not the checkpoint it should be; or see `require_no_run`.
     """
     if resume == "auto":
-        return newest_whole(folder)
+        return latest_complete(folder)
     if resume == "no":
-        require_none(folder)
+        require_no_run(folder)
         return None
     checkpoint = Path(resume)
-    if not checkpoint.is_dir() or not _is_named(checkpoint.resolve()):
+    if not checkpoint.is_dir() or not _has_checkpoint_name(checkpoint.resolve()):
         raise ValueError(f"no checkpoint {resume}: expected auto, no, or a folder {PREFIX}N")
-    if damage := what_is_wrong(checkpoint):
+    if damage := find_damage(checkpoint):
         raise ValueError(f"{checkpoint} is not whole: {damage}; --resume auto finds one that is")
     return checkpoint.resolve()
 
 
-def require_none(folder: Path) -> None:
+def require_no_run(folder: Path) -> None:
     """Raise if a folder holds checkpoints or the finished model of a run.
 
     Raises:
         ValueError: It does; says what to do.
     """
-    if standing := _steps(folder):
+    if standing := _checkpoints(folder):
         raise ValueError(
             f"{folder} holds {standing[-1].name} of an earlier run: expected --resume auto to go "
             "on from it, or another --output_dir"
@@ -170,9 +170,9 @@ def require_none(folder: Path) -> None:
         )
 
 
-def any_in(folder: Path) -> bool:
+def contains_run(folder: Path) -> bool:
     """Return whether a folder holds checkpoints, whole or not, or the finished model of a run."""
-    return bool(_steps(folder)) or (folder / MODEL).exists()
+    return bool(_checkpoints(folder)) or (folder / MODEL).exists()
 
 
 def step_of(checkpoint: Path) -> int:
@@ -180,15 +180,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(PREFIX))
 
 
-def _steps(folder: Path) -> list[Path]:
-    return sorted(filter(_is_named, folder.glob(f"{PREFIX}*")), key=step_of)
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(filter(_has_checkpoint_name, folder.glob(f"{PREFIX}*")), key=step_of)
 
 
-def _is_named(checkpoint: Path) -> bool:
+def _has_checkpoint_name(checkpoint: Path) -> bool:
     return checkpoint.name.startswith(PREFIX) and checkpoint.name.removeprefix(PREFIX).isdecimal()
 
 
-def _seal(checkpoint: Path) -> None:
+def _write_manifest(checkpoint: Path) -> None:
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST)
     for path in files:
         sync(path)

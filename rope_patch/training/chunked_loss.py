@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.undo_log import UndoLog
 
 logger = logging.getLogger("rope_patch")
 
 # (hidden [N, H], weight [V, H], targets [N], bias [V] or None) -> sum of losses
-_Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+_LossSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
-def use(model: nn.Module, loss: str) -> tuple[str, Swaps]:
+def install_loss(model: nn.Module, loss: str) -> tuple[str, UndoLog]:
     """Makes a causal language model compute its training loss in the way that was asked for.
 
     Args:
@@ -38,17 +38,17 @@ def use(model: nn.Module, loss: str) -> tuple[str, Swaps]:
     Raises:
         ValueError: What was asked for by name cannot be had.
     """
-    swaps = Swaps()
+    swaps = UndoLog()
     if loss == "full":
         return loss, swaps
     name = "torch" if loss == "auto" else loss
-    why_not = _missing(name)
+    why_not = _unavailable_reason(name)
     if why_not is None:
-        causal = _causal(model)
+        causal = _unwrap_peft(model)
         head = causal.get_output_embeddings()
-        swaps.set(head, "forward", _hand_on(head))
-        swaps.set(causal, "_loss_function", _in_chunks(head, _SUMS[name]))
-        if _reaches_loss(causal, head):
+        swaps.set(head, "forward", _pass_hidden_states(head))
+        swaps.set(causal, "_loss_function", _chunked_loss_function(head, _LOSS_SUMS[name]))
+        if _head_input_reaches_loss(causal, head):
             return name, swaps
         swaps.undo()
         why_not = (
@@ -61,7 +61,7 @@ def use(model: nn.Module, loss: str) -> tuple[str, Swaps]:
     raise ValueError(f"loss: {loss} cannot be had: {why_not}; expected loss: full")
 
 
-def _by_torch(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+def _torch_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
     # In 16 bits torch would round the sum to them, too; single losses are rounded without bias.
     sums = hidden.dtype == torch.float32
     losses = functional.linear_cross_entropy(
@@ -75,16 +75,16 @@ def _by_torch(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor
     return losses if sums else losses.float().sum()
 
 
-def _by_liger(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
+def _liger_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return liger_fused_linear_cross_entropy(hidden, weight, targets, bias, reduction="sum")
 
 
-_SUMS: dict[str, _Sum] = {"torch": _by_torch, "liger": _by_liger}
+_LOSS_SUMS: dict[str, _LossSum] = {"torch": _torch_loss_sum, "liger": _liger_loss_sum}
 
 
-def _missing(name: str) -> str | None:
+def _unavailable_reason(name: str) -> str | None:
     """Why a loss cannot be had here, or None."""
     if name == "torch" and not hasattr(functional, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy"
@@ -98,18 +98,18 @@ def _missing(name: str) -> str | None:
     return None
 
 
-def _causal(model: nn.Module) -> Any:
+def _unwrap_peft(model: nn.Module) -> Any:
     """The causal language model inside PEFT's wrapper, or the model itself."""
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
 
 
-def _hand_on(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _pass_hidden_states(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     plain = head.forward
     return lambda hidden: hidden if head.training else plain(hidden)
 
 
-def _in_chunks(head: nn.Module, total_loss: _Sum) -> Callable[..., torch.Tensor]:
+def _chunked_loss_function(head: nn.Module, total_loss: _LossSum) -> Callable[..., torch.Tensor]:
     def loss_function(
         logits: torch.Tensor,
         labels: torch.Tensor | None,
@@ -121,7 +121,7 @@ def _in_chunks(head: nn.Module, total_loss: _Sum) -> Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         if not head.training:
             logits = logits.float()
-            total: _Sum = lambda rows, _w, targets, _b: functional.cross_entropy(  # noqa: E731
+            total: _LossSum = lambda rows, _w, targets, _b: functional.cross_entropy(  # noqa: E731
                 rows, targets, ignore_index=ignore_index, reduction="sum"
             )
         else:
@@ -150,13 +150,13 @@ def _in_chunks(head: nn.Module, total_loss: _Sum) -> Callable[..., torch.Tensor]
 
 
 @torch.no_grad()
-def _reaches_loss(causal: Any, head: nn.Module) -> bool:
+def _head_input_reaches_loss(causal: Any, head: nn.Module) -> bool:
     """Whether what goes into the head comes to the loss function as it is."""
     ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
     handed: list[torch.Tensor] = []
     hook = head.register_forward_hook(lambda _, __, output: handed.append(output))
     modes = [(module, module.training) for module in causal.modules()]
-    swaps = Swaps()
+    swaps = UndoLog()
     swaps.set(causal, "_loss_function", lambda logits, *_, **__: handed.append(logits))
     try:
         causal.eval()

@@ -26,32 +26,35 @@ from rope_patch.tasks import texts
 from rope_patch.utils.errors import parse_json
 
 IGNORED = -100  # a label that transformers' losses leave out
-KINDS = ".txt, .md, .jsonl, .json (lines; these also as .gz) and .parquet"
+FILE_TYPES = ".txt, .md, .jsonl, .json (lines; these also as .gz) and .parquet"
 _SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "lines", ".json": "lines"}
-_BLOCKS, _BLOCK = 256, 1 << 16  # of a large file's fingerprint: how many, of how many bytes
-_PARQUET_ROWS = 16  # read at once: long documents have megabytes each
+_SAMPLED_BLOCKS, _BLOCK_BYTES = (
+    256,
+    1 << 16,
+)  # of a large file's fingerprint: how many, of how many bytes
+_PARQUET_BATCH_ROWS = 16  # read at once: long documents have megabytes each
 
 
-class Entry(NamedTuple):
+class DocumentRef(NamedTuple):
     """A document that was not read yet: its number in its part, its place, how to load it."""
 
     number: int
-    where: str
+    location: str
     load: Callable[[], Any]
 
 
-class Document(NamedTuple):
+class TokenizedDocument(NamedTuple):
     """A document's place, tokens and labels, the latter `[S]` int64."""
 
-    where: str
+    location: str
     ids: torch.Tensor
     labels: torch.Tensor
 
 
-Part = Callable[[int], Iterator[Entry]]  # reads from the record of that number on
+SourcePart = Callable[[int], Iterator[DocumentRef]]  # reads from the record of that number on
 
 
-def find(source: str, text_column: str) -> list[Part]:
+def find_source(source: str, text_column: str) -> list[SourcePart]:
     """Finds what a source consists of.
 
     Args:
@@ -66,15 +69,15 @@ def find(source: str, text_column: str) -> list[Part]:
     if scheme == "novels":
         if name not in texts.names():
             raise ValueError(
-                f"no novel {name!r}{meant(name, texts.names())}: expected one of "
+                f"no novel {name!r}{did_you_mean(name, texts.names())}: expected one of "
                 f"{', '.join(texts.names())}"
             )
-        return [partial(_one, source, partial(texts.read, name))]
+        return [partial(_single_document, source, partial(texts.read_text, name))]
     if scheme == "hub":
-        return [partial(_streamed, source, text_column)]
-    parts = [_part(place, text_column) for place in _places(source)]
+        return [partial(_hub_dataset, source, text_column)]
+    parts = [_path_part(place, text_column) for place in _source_paths(source)]
     if not parts:
-        raise ValueError(f"no documents in {source!r}: expected files {KINDS}")
+        raise ValueError(f"no documents in {source!r}: expected files {FILE_TYPES}")
     return parts
 
 
@@ -85,20 +88,20 @@ def fingerprint(source: str) -> str:
     on the Hub counts by its name.
 
     Args:
-        source: See `find`.
+        source: See `find_source`.
 
     Raises:
-        ValueError: See `find`.
+        ValueError: See `find_source`.
         OSError: A file cannot be read.
     """
     scheme, _, name = source.partition(":")
     digest = hashlib.sha256()
     if scheme == "novels":
-        digest.update(texts.read(name).encode())
+        digest.update(texts.read_text(name).encode())
     elif scheme == "hub":
         digest.update(name.encode())
     else:
-        for place in _places(source):
+        for place in _source_paths(source):
             below = (
                 sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
             )
@@ -111,15 +114,15 @@ def _digest_file(path: Path, digest: Any) -> None:
     size = path.stat().st_size
     digest.update(f"{path.suffix} {size} ".encode())
     with path.open("rb") as file:
-        if size <= _BLOCKS * _BLOCK:
+        if size <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
             digest.update(file.read())
             return
-        for number in range(_BLOCKS):
-            file.seek(number * (size - _BLOCK) // (_BLOCKS - 1))
-            digest.update(file.read(_BLOCK))
+        for number in range(_SAMPLED_BLOCKS):
+            file.seek(number * (size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
 
 
-def _places(source: str) -> list[Path]:
+def _source_paths(source: str) -> list[Path]:
     """The files and saved datasets of a source that is no scheme's, in their order."""
     path = Path(source).expanduser()
     if path.exists():
@@ -130,13 +133,13 @@ def _places(source: str) -> list[Path]:
     else:
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(
-            f"no data {source!r}{meant(path.name, beside)}: expected a file, a folder, a glob, "
+            f"no data {source!r}{did_you_mean(path.name, beside)}: expected a file, a folder, a glob, "
             "hub:NAME or novels:NAME"
         )
-    return [place for match in matches for place in _below(match)]
+    return [place for match in matches for place in _paths_below(match)]
 
 
-def encode(entry: Entry, tokenizer: Any, text_column: str) -> Document:
+def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> TokenizedDocument:
     """A document's tokens, with the tokenizer's end token behind them unless it is there already.
 
     A record with `input_ids` is taken at its word, and its `labels` too; an end token appended to
@@ -145,31 +148,35 @@ def encode(entry: Entry, tokenizer: Any, text_column: str) -> Document:
     Raises:
         ValueError: A damaged or unsuitable record; says where it is.
     """
-    loaded = entry.load()
+    loaded = document.load()
     labels = None
     if isinstance(loaded, dict) and loaded.get("input_ids") is not None:
-        ids = _integers(loaded["input_ids"], "input_ids", entry.where)
-        _require_vocabulary(ids, len(tokenizer), entry.where)
+        ids = _to_int64(loaded["input_ids"], "input_ids", document.location)
+        _require_in_vocabulary(ids, len(tokenizer), document.location)
         if loaded.get("labels") is not None:
-            labels = _integers(loaded["labels"], "labels", entry.where)
-            _require_labels(labels, ids, len(tokenizer), entry.where)
+            labels = _to_int64(loaded["labels"], "labels", document.location)
+            _require_labels(labels, ids, len(tokenizer), document.location)
     else:
-        text = loaded if isinstance(loaded, str) else _text(loaded, text_column, entry.where)
+        text = (
+            loaded
+            if isinstance(loaded, str)
+            else _record_text(loaded, text_column, document.location)
+        )
         ids = torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
     end = tokenizer.eos_token_id
     if end is not None and len(ids) and ids[-1] != end:
         ids = torch.cat([ids, ids.new_tensor([end])])
         labels = None if labels is None else torch.cat([labels, ids.new_tensor([IGNORED])])
-    return Document(entry.where, ids, ids if labels is None else labels)
+    return TokenizedDocument(document.location, ids, ids if labels is None else labels)
 
 
-def meant(name: str, names: Sequence[str]) -> str:
+def did_you_mean(name: str, names: Sequence[str]) -> str:
     """A hint at the name that is closest to a wrong one, or nothing."""
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _below(path: Path) -> list[Path]:
+def _paths_below(path: Path) -> list[Path]:
     """The parts of a file or folder, sorted; a folder's hidden and other files are passed over."""
     if path.is_file():
         return [path]
@@ -179,51 +186,51 @@ def _below(path: Path) -> list[Path]:
     if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
         return [path]
     entries = [p for p in sorted(path.iterdir()) if not p.name.startswith(".")]
-    wanted = (p for p in entries if p.is_dir() or _kind(p))
-    return [place for entry in wanted for place in _below(entry)]
+    wanted = (p for p in entries if p.is_dir() or _file_type(p))
+    return [place for entry in wanted for place in _paths_below(entry)]
 
 
-def _part(place: Path, column: str) -> Part:
-    return partial(_saved, place, column) if place.is_dir() else _file(place, column)
+def _path_part(place: Path, column: str) -> SourcePart:
+    return partial(_saved_dataset, place, column) if place.is_dir() else _file_part(place, column)
 
 
-def _kind(path: Path) -> str | None:
+def _file_type(path: Path) -> str | None:
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
     return "parquet" if path.suffix.lower() == ".parquet" else _SUFFIXES.get(suffix)
 
 
-def _file(path: Path, column: str) -> Part:
+def _file_part(path: Path, column: str) -> SourcePart:
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty: expected documents; remove the file")
-    kind = _kind(path)
+    kind = _file_type(path)
     if kind is None:
-        raise ValueError(f"{path}: expected files {KINDS}, got {path.suffix or 'no suffix'!r}")
+        raise ValueError(f"{path}: expected files {FILE_TYPES}, got {path.suffix or 'no suffix'!r}")
     if kind == "text":
-        return partial(_one, str(path), partial(_read_text, path))
-    return partial(_lines if kind == "lines" else _parquet, path, column)
+        return partial(_single_document, str(path), partial(_read_text, path))
+    return partial(_json_lines if kind == "lines" else _parquet, path, column)
 
 
-def _one(where: str, load: Callable[[], str], start: int) -> Iterator[Entry]:
+def _single_document(where: str, load: Callable[[], str], start: int) -> Iterator[DocumentRef]:
     if start == 0:
-        yield Entry(0, where, load)
+        yield DocumentRef(0, where, load)
 
 
 def _read_text(path: Path) -> str:
-    with _opened(path) as file:
+    with _open_file(path) as file:
         return _decode(file.read(), str(path))
 
 
-def _lines(path: Path, column: str, start: int) -> Iterator[Entry]:
+def _json_lines(path: Path, column: str, start: int) -> Iterator[DocumentRef]:
     offset = 0
-    with _opened(path) as file:
+    with _open_file(path) as file:
         for number, line in enumerate(file):
             if number >= start and line.strip():
                 where = f"{path}:{number + 1}"
-                yield Entry(number, where, partial(_record, line, where, offset))
+                yield DocumentRef(number, where, partial(_parse_record, line, where, offset))
             offset += len(line)
 
 
-def _record(line: bytes, where: str, offset: int) -> dict[str, Any]:
+def _parse_record(line: bytes, where: str, offset: int) -> dict[str, Any]:
     text = _decode(line, where, offset)
     try:
         record = parse_json(text)
@@ -243,42 +250,46 @@ def _record(line: bytes, where: str, offset: int) -> dict[str, Any]:
     return record
 
 
-def _parquet(path: Path, column: str, start: int) -> Iterator[Entry]:
-    arrow, parquet = _package("pyarrow"), _package("pyarrow.parquet")
+def _parquet(path: Path, column: str, start: int) -> Iterator[DocumentRef]:
+    arrow, parquet = _import_package("pyarrow"), _import_package("pyarrow.parquet")
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            columns = _columns(file.schema_arrow.names, column, str(path))
+            columns = _columns_to_read(file.schema_arrow.names, column, str(path))
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
                 if number + rows <= start:
                     number += rows
                     continue
-                batches = file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=columns)
+                batches = file.iter_batches(
+                    _PARQUET_BATCH_ROWS, row_groups=[group], columns=columns
+                )
                 for record in (record for batch in batches for record in batch.to_pylist()):
                     if number >= start:
-                        yield Entry(number, f"{path}, row {number + 1}", partial(dict, record))
+                        yield DocumentRef(
+                            number, f"{path}, row {number + 1}", partial(dict, record)
+                        )
                     number += 1
     except (arrow.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
-def _saved(path: Path, column: str, start: int) -> Iterator[Entry]:
-    load = _package("datasets").load_from_disk
+def _saved_dataset(path: Path, column: str, start: int) -> Iterator[DocumentRef]:
+    load = _import_package("datasets").load_from_disk
     try:
         dataset = load(str(path))
     except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(path, error) from error
-    dataset = dataset.select_columns(_columns(dataset.column_names, column, str(path)))
+        raise _read_error(path, error) from error
+    dataset = dataset.select_columns(_columns_to_read(dataset.column_names, column, str(path)))
     for number in range(start, len(dataset)):
         where = f"{path}, row {number + 1}"
-        yield Entry(number, where, partial(dataset.__getitem__, number))
+        yield DocumentRef(number, where, partial(dataset.__getitem__, number))
 
 
-def _streamed(source: str, column: str, start: int) -> Iterator[Entry]:
+def _hub_dataset(source: str, column: str, start: int) -> Iterator[DocumentRef]:
     name, _, split = source.partition(":")[2].partition("@")
     name, _, config = name.partition(",")
-    load = _package("datasets").load_dataset
+    load = _import_package("datasets").load_dataset
     try:
         dataset = load(name, config or None, split=split or "train", streaming=True)
     except (OSError, ValueError, RuntimeError) as error:
@@ -286,29 +297,29 @@ def _streamed(source: str, column: str, start: int) -> Iterator[Entry]:
             f"cannot read {source}: {error}; expected hub:NAME[,CONFIG][@SPLIT]"
         ) from error
     for number, record in enumerate(dataset.skip(start) if start else dataset, start):
-        yield Entry(number, f"{source}, row {number + 1}", partial(dict, record))
+        yield DocumentRef(number, f"{source}, row {number + 1}", partial(dict, record))
 
 
-def _columns(names: Sequence[str], column: str, where: str) -> list[str]:
+def _columns_to_read(names: Sequence[str], column: str, where: str) -> list[str]:
     """The columns to read: tokens if there are any, or the text."""
     if "input_ids" in names:
         return [name for name in ("input_ids", "labels") if name in names]
     if column in names:
         return [column]
     raise ValueError(
-        f"{where} has no column {column!r}{meant(column, names)}: it has "
+        f"{where} has no column {column!r}{did_you_mean(column, names)}: it has "
         f"{', '.join(map(repr, names)) or 'none'}; say text_column: NAME"
     )
 
 
-def _text(record: dict[str, Any], column: str, where: str) -> str:
-    text = record[_columns([n for n in record if n != "input_ids"], column, where)[0]]
+def _record_text(record: dict[str, Any], column: str, where: str) -> str:
+    text = record[_columns_to_read([n for n in record if n != "input_ids"], column, where)[0]]
     if not isinstance(text, str):
         raise ValueError(f"{where}: expected text in {column!r}, got {type(text).__name__}")
     return text
 
 
-def _integers(values: Any, column: str, where: str) -> torch.Tensor:
+def _to_int64(values: Any, column: str, where: str) -> torch.Tensor:
     try:
         tensor = torch.tensor(values)
         if tensor.numel() == 0 or (tensor.dim() == 1 and tensor.dtype == torch.int64):
@@ -318,7 +329,7 @@ def _integers(values: Any, column: str, where: str) -> torch.Tensor:
     raise ValueError(f"{where}: expected a list of whole numbers in {column!r}")
 
 
-def _require_vocabulary(ids: torch.Tensor, size: int, where: str) -> None:
+def _require_in_vocabulary(ids: torch.Tensor, size: int, where: str) -> None:
     outside = ids[(ids < 0) | (ids >= size)]
     if len(outside):
         raise ValueError(
@@ -333,7 +344,7 @@ def _require_labels(labels: torch.Tensor, ids: torch.Tensor, size: int, where: s
             f"{where}: expected a label for each of {len(ids)} input_ids, got {len(labels)}; "
             f"{IGNORED} is for tokens without loss"
         )
-    _require_vocabulary(labels[labels != IGNORED], size, f"{where}, labels")
+    _require_in_vocabulary(labels[labels != IGNORED], size, f"{where}, labels")
 
 
 def _decode(raw: bytes, where: str, offset: int = 0) -> str:
@@ -347,19 +358,19 @@ def _decode(raw: bytes, where: str, offset: int = 0) -> str:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_file(path: Path) -> Iterator[Any]:
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             yield file
     except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
+        raise _read_error(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> ValueError:
+def _read_error(path: Path, error: Exception) -> ValueError:
     return ValueError(f"cannot read {path}: {error}; copy or download it again")
 
 
-def _package(name: str) -> Any:
+def _import_package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:

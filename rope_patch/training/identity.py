@@ -16,7 +16,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config
 from rope_patch.pretrained.saving import read_sidecar
 from rope_patch.training import checkpoints, documents, schedule
-from rope_patch.training.model_setup import Prepared
+from rope_patch.training.model_setup import PreparedModel
 from rope_patch.training.settings import Settings
 from rope_patch.utils import atomic_files, checksums
 from rope_patch.utils.provenance import versions
@@ -45,12 +45,23 @@ _MAY_CHANGE = {
 }
 MAY_CHANGE = frozenset(key for keys in _MAY_CHANGE.values() for key in keys.split())
 _VERSIONS = ("rope_patch", "transformers", "torch")
-_INSTEAD = {"model", "options", "data", "short_data"}  # keys that are compared by their contents
-_NAME = "name"  # of a model or a source: shown, not compared
+_COMPARED_BY_CONTENTS = {
+    "model",
+    "options",
+    "data",
+    "short_data",
+}  # keys that are compared by their contents
+_NAME_KEY = "name"  # of a model or a source: shown, not compared
 
 
 def identity_of(
-    settings: Settings, prepared: Prepared, *, loop: bool, precision: str, rows: int, steps: int
+    settings: Settings,
+    prepared: PreparedModel,
+    *,
+    loop: bool,
+    precision: str,
+    rows: int,
+    steps: int,
 ) -> dict[str, Any]:
     """Return what a run's numbers depend on, as JSON can hold it.
 
@@ -62,37 +73,37 @@ def identity_of(
         rows: Rows of an optimizer step, over all processes.
         steps: Optimizer steps in all.
     """
-    path = demo.resolve(settings.extension.model)
+    path = demo.resolve_model_path(settings.extension.model)
     config = read_config(path).to_dict()
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
     identity = {
-        "model": {_NAME: settings.extension.model, "weights": prepared.weights},
+        "model": {_NAME_KEY: settings.extension.model, "weights": prepared.weights},
         **{
             key: value
             for key, value in settings.values().items()
-            if key not in MAY_CHANGE and key not in _INSTEAD
+            if key not in MAY_CHANGE and key not in _COMPARED_BY_CONTENTS
         },
         "options": settings.method_options,
         **{
-            key: [{_NAME: n, "contents": documents.fingerprint(n)} for n in names or []]
+            key: [{_NAME_KEY: n, "contents": documents.fingerprint(n)} for n in names or []]
             for key, names in (
                 ("data", settings.data.data),
                 ("short_data", settings.data.short_data),
             )
         },
-        "tokenizer": _fingerprint(prepared.tokenizer),
+        "tokenizer": _tokenizer_fingerprint(prepared.tokenizer),
         "loop": loop,
         "precision": precision,
         "rows of a step": rows,
         "steps": steps,
         "config.rope_patch": read_sidecar(path),
-        **dict(_flat(config, "config")),
+        **dict(_flatten(config, "config")),
     }
     return json.loads(json.dumps(identity, default=str))
 
 
-def require_same(
+def require_same_identity(
     folder: Path, identity: dict[str, Any], settings: Settings, done: int | None
 ) -> None:
     """Raise unless a folder's run is of this identity.
@@ -111,7 +122,7 @@ def require_same(
             missing or damaged.
     """
     training = settings.training
-    there, began_with = _read(folder)
+    there, began_with = _read_identity(folder)
     here_with = _versions()
     names = dict.fromkeys([*there, *identity])
     if began_with != here_with:
@@ -119,15 +130,15 @@ def require_same(
         logger.warning(
             "%s began with %s and goes on with %s: results may differ by more than rounding",
             folder,
-            _spelled(began_with),
-            _spelled(here_with),
+            _format_versions(began_with),
+            _format_versions(here_with),
         )
-    if _compared(there["model"]) != _compared(identity["model"]):
+    if _without_names(there["model"]) != _without_names(identity["model"]):
         names = {name: None for name in names if not name.startswith("config.")}
     differences = [
-        f"{name} was {_short(there.get(name))}, got {_short(identity.get(name))}"
+        f"{name} was {_abbreviate(there.get(name))}, got {_abbreviate(identity.get(name))}"
         for name in names
-        if name != "steps" and _compared(there.get(name)) != _compared(identity.get(name))
+        if name != "steps" and _without_names(there.get(name)) != _without_names(identity.get(name))
     ]
     before, now = there["steps"], identity["steps"]
     if before != now and (done is None or done > now):
@@ -139,7 +150,7 @@ def require_same(
             f"{'; '.join(differences)}. Set that back, or give another --output_dir; nothing was "
             "changed there"
         )
-    if before != now and done is not None and not schedule.agree(training, before, now, done):
+    if before != now and done is not None and not schedule.same_rates(training, before, now, done):
         logger.warning(
             "%s was begun for %s steps and goes on for %s: its %s steps had the learning rates of "
             "the former, and the rest gets those of the latter (lr_scheduler_type %s), so the "
@@ -158,13 +169,13 @@ def require_identity(folder: Path) -> None:
     Raises:
         ValueError: Its identity is missing, damaged, or of another version of this format.
     """
-    _read(folder)
+    _read_identity(folder)
 
 
-def write(folder: Path, identity: dict[str, Any]) -> None:
+def write_identity(folder: Path, identity: dict[str, Any]) -> None:
     """Write a run's identity into its folder, unless the folder says the same already."""
     path = folder / FILE
-    if path.is_file() and _read(folder)[0] == identity:
+    if path.is_file() and _read_identity(folder)[0] == identity:
         return
     body = {"format": FORMAT, "versions": _versions(), "identity": identity}
     atomic_files.write_json(path, checksums.seal(body))
@@ -172,7 +183,7 @@ def write(folder: Path, identity: dict[str, Any]) -> None:
     checkpoints.sync(folder)
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_identity(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a run's identity, and the versions that it began with."""
     path = folder / FILE
     another = "give another --output_dir; nothing was changed there"
@@ -195,11 +206,11 @@ def _versions() -> dict[str, str]:
     return {name: version for name, version in versions().items() if name in _VERSIONS}
 
 
-def _spelled(found: dict[str, str]) -> str:
+def _format_versions(found: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
-def _fingerprint(tokenizer: Any) -> str:
+def _tokenizer_fingerprint(tokenizer: Any) -> str:
     """Tell tokenizers apart: by vocabulary, end token, and a sentence's tokens."""
     sentence = "It's 1813: \tthe truth, universally acknowledged.\n  Ça va?"
     parts = (
@@ -210,23 +221,23 @@ def _fingerprint(tokenizer: Any) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}")
+            yield from _flatten(item, f"{name}.{key}")
     else:
         yield name, value
 
 
-def _compared(value: Any) -> Any:
+def _without_names(value: Any) -> Any:
     """A value without names: a folder that was moved is the same model or data."""
     if isinstance(value, list):
-        return [_compared(item) for item in value]
+        return [_without_names(item) for item in value]
     if isinstance(value, dict):
-        return {key: item for key, item in value.items() if key != _NAME}
+        return {key: item for key, item in value.items() if key != _NAME_KEY}
     return value
 
 
-def _short(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 160 else f"{text[:140]}... ({len(text)} characters)"

@@ -30,14 +30,25 @@ from rope_patch.training import checkpoints
 from rope_patch.training.memory import plan
 from rope_patch.training.model_setup import add_liger, enable_checkpointing, prepare
 from rope_patch.training.needle_callback import needles_of
-from rope_patch.training.run import Run, offloaded, opened, precision
-from rope_patch.training.schedule import schedule
+from rope_patch.training.run import (
+    TrainingRun,
+    activation_offloading,
+    mixed_precision,
+    open_run_folder,
+)
+from rope_patch.training.schedule import make_scheduler
 from rope_patch.training.settings import Settings, parse
 from rope_patch.utils import atomic_files
 
 IGNORED = -100  # labels without a loss
 # What of transformers' TrainingArguments only the Trainer does.
-TRAINERS = ("optim", "optim_args", "label_smoothing_factor", "neftune_noise_alpha", "torch_compile")
+TRAINER_ONLY_KEYS = (
+    "optim",
+    "optim_args",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "torch_compile",
+)
 Batch = dict[str, Any]
 
 
@@ -56,13 +67,13 @@ def loop(settings: Settings) -> Path | None:
         OSError: A checkpoint could not be written.
     """
     training = settings.training
-    require_plain(settings)
-    atomic_files.require_folder(str(settings.training.output_dir), "the run")
+    require_supported_by_loop(settings)
+    atomic_files.require_writable_folder(str(settings.training.output_dir), "the run")
     plan.require_device(settings)
-    with opened(settings) as resume:
+    with open_run_folder(settings) as resume:
         prepared = prepare(settings)  # ahead of accelerate: nobody shares sequences yet
         accelerator = Accelerator(
-            mixed_precision=precision(training),
+            mixed_precision=mixed_precision(training),
             log_with=training.report_to or None,
             project_dir=training.output_dir,
             cpu=training.use_cpu,
@@ -71,68 +82,68 @@ def loop(settings: Settings) -> Path | None:
             raise ValueError(
                 "the plain loop does not speak DeepSpeed: use the Trainer, without --loop"
             )
-        run = Run(settings, prepared, accelerator, resume, by="loop")
-        model, optimizer, scheduler = equip(run)
+        run = TrainingRun(settings, prepared, accelerator, resume, entry_point="loop")
+        model, optimizer, scheduler = prepare_with_accelerate(run)
         accelerator.register_for_checkpointing(scheduler)
         if resume is not None:
             accelerator.load_state(str(resume))
         if training.use_liger_kernel:
             add_liger(prepared.model, training.liger_kernel_config)
         if training.report_to:
-            accelerator.init_trackers(training.project, config=_plain(settings.resolved()))
-        with contextlib.closing(run.watch):
+            accelerator.init_trackers(training.project, config=_tracker_config(settings.resolved()))
+        with contextlib.closing(run.progress):
             train(run, model, optimizer, scheduler)
         made = run.finish(model)
         accelerator.end_training()
     return made
 
 
-def require_plain(settings: Settings) -> None:
+def require_supported_by_loop(settings: Settings) -> None:
     """Refuses what only the Trainer would do; ValueError names it."""
     said = settings.training.to_dict()
     standard = {f.name: getattr(f.default, "value", f.default) for f in fields(TrainingArguments)}
-    for key in TRAINERS:
-        if key in settings.given and said[key] != standard[key]:
+    for key in TRAINER_ONLY_KEYS:
+        if key in settings.explicit and said[key] != standard[key]:
             raise ValueError(
                 f"{key}: {said[key]} means nothing to the plain loop: leave it out, or use "
                 "the Trainer, without --loop"
             )
 
 
-def train(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
+def train(run: TrainingRun, model: Any, optimizer: Any, scheduler: Any) -> None:
     """Takes the steps that are left."""
     training, accelerator, needles = run.settings.training, run.accelerator, needles_of(run)
-    if needles and run.done == 0:
-        _track(accelerator, needles.measure(run.prepared.model, 0), 0)
-    batches: Iterator[dict[str, Any]] = iter(run.loader() if run.done < run.steps else ())
-    for step in range(run.done + 1, run.steps + 1):
+    if needles and run.steps_done == 0:
+        _log_to_trackers(accelerator, needles.measure(run.prepared.model, 0), 0)
+    batches: Iterator[dict[str, Any]] = iter(run.loader() if run.steps_done < run.steps else ())
+    for step in range(run.steps_done + 1, run.steps + 1):
         taken = [next(batches) for _ in range(training.gradient_accumulation_steps)]
         seen = [row for batch in taken for row in batch.pop("rows", [])]
         loss = forward_backward(run, model, taken)
-        norm = clip(accelerator, model, training.max_grad_norm)
+        norm = clip_grad_norm(accelerator, model, training.max_grad_norm)
         run.guard.check(step, loss, norm, seen)
-        run.consumed(seen)
+        run.mark_consumed(seen)
         optimizer.step()
         rate = scheduler.get_last_lr()[0]
         scheduler.step()
         optimizer.zero_grad()
-        logs = run.watch.step(step, loss=loss, grad_norm=norm, learning_rate=rate)
+        logs = run.progress.record_step(step, loss=loss, grad_norm=norm, learning_rate=rate)
         if step % training.logging_steps == 0 or step == run.steps:
-            _track(accelerator, logs, step)
-        if needles and needles.due(step, run.steps):
-            _track(accelerator, needles.measure(run.prepared.model, step), step)
-            run.watch.pause()
+            _log_to_trackers(accelerator, logs, step)
+        if needles and needles.is_due(step, run.steps):
+            _log_to_trackers(accelerator, needles.measure(run.prepared.model, step), step)
+            run.progress.pause()
         if training.save_strategy != "no" and (
             step % training.save_steps == 0 or step == run.steps
         ):
-            with run.writing(step) as aside:
+            with run.write_checkpoint(step) as aside:
                 checkpoint = aside / f"{checkpoints.PREFIX}{step}"
                 accelerator.save_state(str(checkpoint))
                 run.write_data_state(checkpoint)
-            run.watch.pause()
+            run.progress.pause()
 
 
-def equip(run: Run) -> tuple[Any, Any, Any]:
+def prepare_with_accelerate(run: TrainingRun) -> tuple[Any, Any, Any]:
     """The model as accelerate wraps it, AdamW, and the schedule of its learning rate."""
     training, model, accelerator = run.settings.training, run.prepared.model, run.accelerator
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -150,10 +161,10 @@ def equip(run: Run) -> tuple[Any, Any, Any]:
         fused=True,
     )
     model, optimizer = accelerator.prepare(model, optimizer)
-    return model.train(), optimizer, schedule(training, optimizer, run.steps)
+    return model.train(), optimizer, make_scheduler(training, optimizer, run.steps)
 
 
-def forward_backward(run: Run, model: Any, batches: Sequence[Batch]) -> float:
+def forward_backward(run: TrainingRun, model: Any, batches: Sequence[Batch]) -> float:
     """The gradients of one optimizer step.
 
     Args:
@@ -165,7 +176,7 @@ def forward_backward(run: Run, model: Any, batches: Sequence[Batch]) -> float:
         The loss: the mean over all targets of the step, on all processes.
     """
     accelerator = run.accelerator
-    batches = [_shifted({k: v.to(accelerator.device) for k, v in b.items()}) for b in batches]
+    batches = [_shift_labels({k: v.to(accelerator.device) for k, v in b.items()}) for b in batches]
     targets = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
     # Processes that share rows count the same targets.
     count = accelerator.reduce(targets, reduction="sum") / run.context_parallel
@@ -174,8 +185,8 @@ def forward_backward(run: Run, model: Any, batches: Sequence[Batch]) -> float:
         last = number == len(batches)
         with (
             contextlib.nullcontext() if last else accelerator.no_sync(model),
-            split(run, batch),
-            offloaded(run.settings),
+            context_parallel_batch(run, batch),
+            activation_offloading(run.settings),
         ):
             part = model(**batch, num_items_in_batch=count, use_cache=False).loss
             # Gradients are averaged over processes, where their sum is meant.
@@ -186,7 +197,7 @@ def forward_backward(run: Run, model: Any, batches: Sequence[Batch]) -> float:
 
 
 @contextlib.contextmanager
-def split(run: Run, batch: Batch) -> Iterator[None]:
+def context_parallel_batch(run: TrainingRun, batch: Batch) -> Iterator[None]:
     """Context parallelism: while it lasts, this process holds its part of every row.
 
     The parts are two stretches, one from either end, so that causal attention gives all processes
@@ -205,23 +216,23 @@ def split(run: Run, batch: Batch) -> Iterator[None]:
         yield
 
 
-def clip(accelerator: Accelerator, model: Any, limit: float) -> float:
+def clip_grad_norm(accelerator: Accelerator, model: Any, limit: float) -> float:
     """Clips the gradients over all processes; returns their norm before that."""
     norm = accelerator.clip_grad_norm_(model.parameters(), limit if limit > 0 else float("inf"))
     return float(norm)
 
 
-def _shifted(batch: Batch) -> Batch:
+def _shift_labels(batch: Batch) -> Batch:
     """Puts every token's target beside it, where transformers would shift the labels itself."""
     shifted = functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
     return batch | {"shift_labels": shifted.contiguous()}
 
 
-def _track(accelerator: Accelerator, numbers: dict[str, float], step: int) -> None:
+def _log_to_trackers(accelerator: Accelerator, numbers: dict[str, float], step: int) -> None:
     accelerator.log({key: value for key, value in numbers.items() if key != "step"}, step=step)
 
 
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+def _tracker_config(settings: dict[str, Any]) -> dict[str, Any]:
     """What every tracker takes for settings: numbers and words."""
     return {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
 

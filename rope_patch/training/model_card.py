@@ -21,10 +21,10 @@ def write_card(run: Any, folder: Path) -> None:
         run: The `Run` that made it.
         folder: The model's folder.
     """
-    atomic_files.write(folder / "README.md", card(run, folder))
+    atomic_files.atomic_write(folder / "README.md", render_card(run, folder))
 
 
-def card(run: Any, folder: Path) -> str:
+def render_card(run: Any, folder: Path) -> str:
     """The card as Markdown, with the Hub's header."""
     settings, prepared = run.settings, run.prepared
     extension, training = settings.extension, settings.training
@@ -60,26 +60,26 @@ library_name: transformers
 | fine-tuned on | {tokens} tokens: {run.steps:,} steps × {run.rows_per_step} × \
 {prepared.row_length:,} |
 | what was trained | {weights} |
-| learning rate | {training.learning_rate:g}, {_name(training.lr_scheduler_type)}, \
+| learning rate | {training.learning_rate:g}, {_enum_value(training.lr_scheduler_type)}, \
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
 {settings.data.short_share:.0%} |
-| loss | {_losses(log)} |
-{_scores(run.folder)}
-{_how_to_load(folder)}
+| loss | {_loss_summary(log)} |
+{_scores_section(run.folder)}
+{_loading_snippet(folder)}
 
 Made by `{shlex.join(["rope-patch", "finetune", "--config", "recipe.yaml"])}` with rope_patch \
 {versions()["rope_patch"]}, transformers {versions()["transformers"]}, torch {versions()["torch"]}.
 """
 
 
-def _losses(log: list[dict[str, Any]]) -> str:
+def _loss_summary(log: list[dict[str, Any]]) -> str:
     if not log:
         return "not logged"
     return f"{log[0]['loss']:.4f} at step {log[0]['step']}, {log[-1]['loss']:.4f} at the end"
 
 
-def _scores(folder: Path) -> str:
+def _scores_section(folder: Path) -> str:
     scores = read_scores(folder)
     if not scores:
         return (
@@ -99,7 +99,7 @@ def _scores(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _how_to_load(folder: Path) -> str:
+def _loading_snippet(folder: Path) -> str:
     sidecar = read_sidecar(folder)
     if sidecar is None or sidecar["native"]:
         how = 'transformers.AutoModelForCausalLM.from_pretrained("...")'
@@ -110,5 +110,5 @@ def _how_to_load(folder: Path) -> str:
     )
 
 
-def _name(value: Any) -> str:
+def _enum_value(value: Any) -> str:
     return str(getattr(value, "value", value))

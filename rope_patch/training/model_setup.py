@@ -10,7 +10,7 @@ import torch
 from transformers import set_seed
 
 from rope_patch.patching import Patch, current
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.undo_log import UndoLog
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import load, read_model, read_tokenizer
 from rope_patch.rope_config import read_geometries
@@ -22,7 +22,7 @@ logger = logging.getLogger("rope_patch")
 
 
 @dataclass
-class Prepared:
+class PreparedModel:
     """A model ready for training.
 
     Attributes:
@@ -43,7 +43,7 @@ class Prepared:
     target_length: int
     row_length: int
     loss: str
-    swaps: Swaps
+    swaps: UndoLog
     weights: str
 
     def finish(self) -> Any:
@@ -55,7 +55,7 @@ class Prepared:
         return self.model.eval()
 
 
-def prepare(settings: Settings) -> Prepared:
+def prepare(settings: Settings) -> PreparedModel:
     """Loads, patches and equips the model that a recipe names.
 
     Raises:
@@ -63,7 +63,7 @@ def prepare(settings: Settings) -> Prepared:
     """
     asked, training = settings.extension, settings.training
     set_seed(training.seed)  # LoRA starts at random, and alike on all processes
-    path = demo.resolve(asked.model)
+    path = demo.resolve_model_path(asked.model)
     tokenizer = read_tokenizer(path)
     tokenizer.model_max_length = 10**9  # documents are cut into rows here
     kwargs = {"dtype": getattr(torch, asked.dtype), "attn_implementation": asked.attention}
@@ -84,14 +84,14 @@ def prepare(settings: Settings) -> Prepared:
     weights = fingerprint(model)
     model.config.use_cache = False
     if training.use_liger_kernel:
-        training.liger_kernel_config = beside_ours(training.liger_kernel_config)
+        training.liger_kernel_config = liger_kernels_without_conflicts(training.liger_kernel_config)
     handle = current(model)
     trained_length = asked.trained_length or _trained_length(model, handle)
     target = trained_length if handle is None or handle.length is None else handle.length
     if asked.lora_rank > 0:
         model = add_lora(model, settings)
-    loss, swaps = chunked_loss.use(model, settings.loss)
-    return Prepared(
+    loss, swaps = chunked_loss.install_loss(model, settings.loss)
+    return PreparedModel(
         model=model.train(),
         tokenizer=tokenizer,
         handle=handle,
@@ -104,7 +104,7 @@ def prepare(settings: Settings) -> Prepared:
     )
 
 
-def beside_ours(liger: dict[str, bool] | None) -> dict[str, bool]:
+def liger_kernels_without_conflicts(liger: dict[str, bool] | None) -> dict[str, bool]:
     """Liger's kernels without those whose places are taken."""
     logger.warning(
         "use_liger_kernel: Liger's own rotation stays off, as it would take the place of the "
@@ -158,14 +158,14 @@ def add_lora(model: Any, settings: Settings) -> Any:
         r=asked.lora_rank,
         lora_alpha=alpha,
         target_modules=asked.lora_targets,
-        modules_to_save=trained_in_full(model, asked.lora_trains) or None,
-        ensure_weight_tying="embeddings" in asked.lora_trains and _tied(model),
+        modules_to_save=modules_trained_in_full(model, asked.lora_trains) or None,
+        ensure_weight_tying="embeddings" in asked.lora_trains and _has_tied_embeddings(model),
         task_type="CAUSAL_LM",
     )
     return peft.get_peft_model(model, config)
 
 
-def trained_in_full(model: Any, kinds: list[str]) -> list[str]:
+def modules_trained_in_full(model: Any, kinds: list[str]) -> list[str]:
     """The names by which PEFT finds the embeddings and norms of a model."""
     names = set()
     embeddings = model.get_input_embeddings()
@@ -188,7 +188,7 @@ def is_lora(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
-def _tied(model: Any) -> bool:
+def _has_tied_embeddings(model: Any) -> bool:
     return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
 
 

@@ -11,36 +11,36 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rope_patch.training.checkpoints import explaining_write_errors, newest_whole
+from rope_patch.training.checkpoints import explain_write_errors, latest_complete
 from rope_patch.utils import atomic_files
 from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.provenance import peak_memory
 
 LOG = "log.jsonl"
-_WINDOW = 20  # steps whose mean loss a sudden rise is measured from
-_ENOUGH = 5  # and how many of them there must be
+_LOSS_WINDOW = 20  # steps whose mean loss a sudden rise is measured from
+_MIN_STEPS = 5  # and how many of them there must be
 
 
 class TrainingStopped(ValueError):
     """The training has gone wrong; what it had learned until then is in the last checkpoint."""
 
 
-class Guard:
+class DivergenceGuard:
     """Stops a run whose loss is no number or explodes, ahead of the step that would spoil it.
 
     Args:
         max_rise: Nats above the mean of the last steps that are too many.
         folder: The run's folder, to name what is left to go on from.
-        stop: Called ahead of stopping.
+        on_stop: Called ahead of stopping.
     """
 
     def __init__(
-        self, max_rise: float, folder: Path, stop: Callable[[], Any] = lambda: None
+        self, max_rise: float, folder: Path, on_stop: Callable[[], Any] = lambda: None
     ) -> None:
         self.max_rise = max_rise
         self.folder = folder
-        self.stop = stop
-        self.recent: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self.on_stop = on_stop
+        self.recent_losses: collections.deque[float] = collections.deque(maxlen=_LOSS_WINDOW)
 
     def check(self, step: int, loss: float, norm: float, rows: Sequence[dict[str, Any]]) -> None:
         """Looks at a step before its gradients are applied.
@@ -54,29 +54,33 @@ class Guard:
         Raises:
             TrainingStopped: Names the step and the data.
         """
-        mean = statistics.fmean(self.recent) if len(self.recent) >= _ENOUGH else math.inf
+        mean = (
+            statistics.fmean(self.recent_losses)
+            if len(self.recent_losses) >= _MIN_STEPS
+            else math.inf
+        )
         if not math.isfinite(loss):
             wrong = f"the loss is {loss}"
         elif not math.isfinite(norm):
             wrong = f"the gradients' norm is {norm} (the loss {loss:.4g})"
         elif loss > mean + self.max_rise:
             wrong = (
-                f"the loss rose to {loss:.4g}, from {mean:.4g} over the last {len(self.recent)} "
+                f"the loss rose to {loss:.4g}, from {mean:.4g} over the last {len(self.recent_losses)} "
                 f"steps (max_loss_rise: {self.max_rise:g})"
             )
         else:
-            self.recent.append(loss)
+            self.recent_losses.append(loss)
             return
-        self.stop()
-        last = newest_whole(self.folder)
+        self.on_stop()
+        last = latest_complete(self.folder)
         raise TrainingStopped(
-            f"step {step} was not taken: {wrong}. Its rows: {_described(rows)}. "
+            f"step {step} was not taken: {wrong}. Its rows: {_describe_rows(rows)}. "
             + (f"{last} is whole" if last else "There is no checkpoint yet")
             + "; look at those rows, lower the learning rate, or warm up longer"
         )
 
 
-class Watch:
+class TrainingProgress:
     """Progress on stderr, and every step's numbers in the run's `log.jsonl`.
 
     Args:
@@ -91,7 +95,7 @@ class Watch:
         self.path = folder / LOG
         self.tokens = tokens
         self.main = main
-        self.began = self.last = time.monotonic()
+        self.began = self.last_step_time = time.monotonic()
         self.bar = progress_bar(
             desc="fine-tuning",
             total=steps,
@@ -101,10 +105,12 @@ class Watch:
         )
         if main:
             kept = [line for line in read_log(folder) if line["step"] <= done]
-            with explaining_write_errors(folder, LOG):
-                atomic_files.write(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+            with explain_write_errors(folder, LOG):
+                atomic_files.atomic_write(
+                    self.path, "".join(json.dumps(line) + "\n" for line in kept)
+                )
 
-    def step(self, step: int, **measured: float) -> dict[str, float]:
+    def record_step(self, step: int, **metrics: float) -> dict[str, float]:
         """Takes note of a step.
 
         Args:
@@ -117,20 +123,20 @@ class Watch:
         now = time.monotonic()
         line = {
             "step": step,
-            **measured,
+            **metrics,
             "tokens": step * self.tokens,
-            "tokens_per_second": round(self.tokens / max(now - self.last, 1e-9), 1),
+            "tokens_per_second": round(self.tokens / max(now - self.last_step_time, 1e-9), 1),
             "memory_gb": round(peak_memory() / 1e9, 3),
         }
-        self.last = now
+        self.last_step_time = now
         if self.main:
             with (
-                explaining_write_errors(self.path.parent, LOG),
+                explain_write_errors(self.path.parent, LOG),
                 self.path.open("a", encoding="utf-8") as log,
             ):
                 log.write(json.dumps(line) + "\n")
         shown = {
-            "loss": f"{measured.get('loss', math.nan):.4f}",
+            "loss": f"{metrics.get('loss', math.nan):.4f}",
             "tokens": f"{line['tokens']:,}",
             "tok/s": f"{line['tokens_per_second']:,.0f}",
             "GB": f"{line['memory_gb']:.1f}",
@@ -141,7 +147,7 @@ class Watch:
 
     def pause(self) -> None:
         """Leaves out of the next step's speed what was done between steps."""
-        self.last = time.monotonic()
+        self.last_step_time = time.monotonic()
 
     def close(self) -> None:
         """Ends the progress line."""
@@ -164,7 +170,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _described(rows: Sequence[dict[str, Any]]) -> str:
+def _describe_rows(rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return "unknown"
     return "; ".join(f"row {row['index']} of {', '.join(row['documents'])}" for row in rows)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from rope_patch.patching.dynamic import hooks, sequence_lengths
-from rope_patch.patching.undo_log import Swaps
-from rope_patch.training.checkpoints import explaining_write_errors
+from rope_patch.patching.undo_log import UndoLog
+from rope_patch.training.checkpoints import explain_write_errors
 from rope_patch.training.monitor import read_lines
 from rope_patch.utils import atomic_files
 
@@ -59,12 +59,12 @@ class Needles:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.tokenizer, self.length, self.samples = tokenizer, length, samples
         self.folder, self.main = folder, main
-        self.built = lm_eval_tasks.build(_TASK, tokenizer, [length], samples, _DEPTHS, seed=seed)
+        self.tasks = lm_eval_tasks.build(_TASK, tokenizer, [length], samples, _DEPTHS, seed=seed)
         self.every = every
 
-    def due(self, step: int, last: int) -> bool:
+    def is_due(self, step: int, last_step: int) -> bool:
         """Whether this is a step to measure after."""
-        return step == last or step % self.every == 0
+        return step == last_step or step % self.every == 0
 
     def measure(self, model: Any, step: int) -> dict[str, float]:
         """Scores the model as it is now, and writes that down.
@@ -82,7 +82,7 @@ class Needles:
         from rope_patch.evaluation.language_model import LongContextLM
         from rope_patch.evaluation.measures import lm_eval_tasks
 
-        training, swaps = model.training, Swaps()
+        training, swaps = model.training, UndoLog()
         model.eval()
         try:
             # Where processes share sequences in training, each has the whole of these.
@@ -92,7 +92,7 @@ class Needles:
             swaps.set(model, "tie_weights", lambda *_, **__: None)
             lm = LongContextLM(model, self.tokenizer, self.length, {})
             with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # its bars
-                results = lm_eval_tasks.evaluate(lm, self.built)
+                results = lm_eval_tasks.evaluate(lm, self.tasks)
         finally:
             swaps.undo()
             model.train(training)
@@ -109,7 +109,7 @@ class Needles:
             line = {"step": step, "length": self.length, "samples": len(rows), **scores}
             path = self.folder / SCORES
             with (
-                explaining_write_errors(self.folder, SCORES),
+                explain_write_errors(self.folder, SCORES),
                 path.open("a", encoding="utf-8") as file,
             ):
                 file.write(json.dumps(line) + "\n")
@@ -143,4 +143,4 @@ def drop_scores(folder: Path, done: int) -> None:
     path = folder / SCORES
     if path.is_file():
         lines = [line for line in read_lines(path) if done and line["step"] <= done]
-        atomic_files.write(path, "".join(json.dumps(line) + "\n" for line in lines))
+        atomic_files.atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -18,11 +18,19 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rope_patch.training.documents import IGNORED, Document, Entry, Part, encode, find, meant
+from rope_patch.training.documents import (
+    IGNORED,
+    DocumentRef,
+    SourcePart,
+    TokenizedDocument,
+    did_you_mean,
+    find_source,
+    tokenize,
+)
 
 PACKINGS = ("single", "concatenate", "masked")
-_STARTED = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
-_COUNTED = ("documents", "tokens", "left_out", "left_out_tokens")
+_POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
+_COUNT_KEYS = ("documents", "tokens", "left_out", "left_out_tokens")
 _logger = logging.getLogger("rope_patch")
 
 
@@ -74,7 +82,7 @@ class DataArguments:
             self.short_data = [self.short_data]
 
 
-def check(arguments: DataArguments, row_length: int) -> None:
+def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
     """Checks what can be checked without reading.
 
     Raises:
@@ -87,7 +95,7 @@ def check(arguments: DataArguments, row_length: int) -> None:
         if twice := sorted({s for s in sources or [] if (sources or []).count(s) > 1}):
             raise ValueError(f"{name} names {twice[0]!r} twice: say data_weights instead")
     if a.packing not in PACKINGS:
-        hint = meant(a.packing, PACKINGS)
+        hint = did_you_mean(a.packing, PACKINGS)
         raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {a.packing!r}{hint}")
     if not 0 <= a.short_share < 1:
         raise ValueError(f"short_share must be at least 0 and below 1, got {a.short_share}")
@@ -107,7 +115,7 @@ def check(arguments: DataArguments, row_length: int) -> None:
             raise ValueError(f"{name} must be at least 0, got {getattr(a, name)}")
 
 
-def require_maskless(arguments: DataArguments) -> None:
+def require_no_document_masks(arguments: DataArguments) -> None:
     """Refuses rows that need a mask between documents, for torch's context parallelism.
 
     Raises:
@@ -122,40 +130,49 @@ def require_maskless(arguments: DataArguments) -> None:
         )
 
 
-class _Source:
+class _DocumentSource:
     """A source's documents without end; `state` says which token of which is the next."""
 
-    def __init__(self, name: str, parts: list[Part], encode: Any, window: int, seed: str) -> None:
-        self.name, self.least, self.fix, self.quiet = name, 1, "other documents", True
-        self.state = dict.fromkeys(_STARTED + _COUNTED, 0)
+    def __init__(
+        self, name: str, parts: list[SourcePart], encode: Any, window: int, seed: str
+    ) -> None:
+        self.name, self.min_tokens, self.too_short_hint, self.quiet = (
+            name,
+            1,
+            "other documents",
+            True,
+        )
+        self.state = dict.fromkeys(_POSITION_KEYS + _COUNT_KEYS, 0)
         self._parts, self._encode, self._window, self._seed = parts, encode, window, seed
-        self._documents = self._read()
-        self._document: Document | None = None
+        self._documents = self._read_documents()
+        self._document: TokenizedDocument | None = None
 
-    def take(self, most: int, whole: bool) -> Document:
-        """The next tokens of a document, `most` of them or (unless `whole`) up to its end."""
+    def take(self, limit: int, whole: bool) -> TokenizedDocument:
+        """The next tokens of a document, `limit` of them or (unless `whole`) up to its end."""
         state = self.state
-        while self._document is None or state["length"] - state["offset"] < (most if whole else 1):
+        while self._document is None or state["length"] - state["offset"] < (limit if whole else 1):
             self._document = next(self._documents)
-        cut = slice(state["offset"], state["offset"] + most)
-        piece = Document(self._document.where, self._document.ids[cut], self._document.labels[cut])
+        cut = slice(state["offset"], state["offset"] + limit)
+        piece = TokenizedDocument(
+            self._document.location, self._document.ids[cut], self._document.labels[cut]
+        )
         state["offset"] += len(piece.ids)
         state["tokens"] += len(piece.ids)
         return piece
 
     def counts(self) -> dict[str, int]:
         """What came of this source's documents so far, and how often it was read to its end."""
-        return {key: self.state[key] for key in _COUNTED} | {"epochs": self.state["epoch"]}
+        return {key: self.state[key] for key in _COUNT_KEYS} | {"epochs": self.state["epoch"]}
 
-    def _read(self) -> Iterator[Document]:
+    def _read_documents(self) -> Iterator[TokenizedDocument]:
         at = self.state
         while True:
-            for at["part"], at["record"], at["taken"], entry in self._order():
+            for at["part"], at["record"], at["taken"], entry in self._entries():
                 document = self._encode(entry)
                 size = len(document.ids)
                 if not at["length"]:
                     at["longest"] = max(at["longest"], size)
-                    if size < self.least:
+                    if size < self.min_tokens:
                         at["left_out"] += 1
                         at["left_out_tokens"] += size
                         continue
@@ -173,7 +190,7 @@ class _Source:
                 at["length"] = at["offset"] = 0
             self._end_epoch()
 
-    def _order(self) -> Iterator[tuple[int, int, int, Entry]]:
+    def _entries(self) -> Iterator[tuple[int, int, int, DocumentRef]]:
         """This epoch's entries from where the state is, with what leads back to each."""
         first, record, skipped = (self.state[key] for key in ("part", "record", "taken"))
         salt, order = f"{self._seed} {self.state['epoch']}", list(range(len(self._parts)))
@@ -198,8 +215,8 @@ class _Source:
         if not at["accepted"] and not at["left_out"]:
             raise ValueError(f"no documents in {self.name!r}: expected at least one; leave it out")
         fix = (
-            f"{self.fix}, or longer documents (the longest has {at['longest']:,} tokens, expected "
-            f"{self.least:,})"
+            f"{self.too_short_hint}, or longer documents (the longest has {at['longest']:,} tokens, expected "
+            f"{self.min_tokens:,})"
         )
         if not at["accepted"]:
             raise ValueError(f"no row from {self.name!r}, all is too short: say {fix}")
@@ -213,7 +230,7 @@ class _Source:
         at.update(epoch=at["epoch"] + 1, part=0, record=0, taken=0, accepted=0)
 
 
-class Rows(IterableDataset):
+class PackedRows(IterableDataset):
     """Endless rows of `row_length` tokens.
 
     Args:
@@ -250,21 +267,21 @@ class Rows(IterableDataset):
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        check(arguments, row_length)
+        check_data_arguments(arguments, row_length)
         if arguments.packing == "concatenate" and tokenizer.eos_token_id is None:
             raise ValueError("packing concatenate needs an end token: set tokenizer.eos_token")
         self._arguments, self._tokenizer, self._row_length = arguments, tokenizer, row_length
         self._short_length = arguments.short_length or min(trained_length, row_length)
         self._seed, self._batch, self._rank, self._world = seed, batch, rank, world
-        self._share = Fraction(str(arguments.short_share))  # 0.1 is meant exactly
-        short = (arguments.short_data or arguments.data) if self._share else []
-        self._parts = {
-            (kind, name): find(name, arguments.text_column)
+        self._short_share = Fraction(str(arguments.short_share))  # 0.1 is meant exactly
+        short = (arguments.short_data or arguments.data) if self._short_share else []
+        self._source_parts = {
+            (kind, name): find_source(name, arguments.text_column)
             for kind, names in (("long", arguments.data), ("short", short))
             for name in names
         }
         self._state: dict[str, Any] | None = None
-        self._first = 0
+        self._first_row = 0
 
     def resume(self, state: dict[str, Any], row: int) -> None:
         """Goes on where another run was, from the next iteration on.
@@ -276,13 +293,13 @@ class Rows(IterableDataset):
         Raises:
             ValueError: The state is of rows made in another way, or is later than the row.
         """
-        now = self._settings()
+        now = self._row_settings()
         for key in sorted(now.keys() | state["settings"].keys()):
             if now.get(key) != (was := state["settings"].get(key)):
                 raise ValueError(f"cannot resume: {key} was {was}, got {now.get(key)}: set it back")
         if row < state["row"]:
             raise ValueError(f"cannot resume at row {row}: the state is of row {state['row']}")
-        self._state, self._first = state, row
+        self._state, self._first_row = state, row
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Makes this process's rows."""
@@ -292,47 +309,47 @@ class Rows(IterableDataset):
                 f"expected dataloader_num_workers of 0 or 1, got {worker.num_workers}: rows follow "
                 "from those before, several workers would each make all of them"
             )
-        sources = self._sources()
+        sources = self._make_sources()
         for index in itertools.count(0 if self._state is None else self._state["row"]):
-            row = self._row(index, sources)
-            if index >= self._first and (index // self._batch) % self._world == self._rank:
+            row = self._make_row(index, sources)
+            if index >= self._first_row and (index // self._batch) % self._world == self._rank:
                 yield row
 
-    def _settings(self) -> dict[str, Any]:
+    def _row_settings(self) -> dict[str, Any]:
         """What the rows depend on; of sources their number, as folders may have moved."""
         settings = asdict(self._arguments) | {"row_length": self._row_length, "seed": self._seed}
         for kind, key in (("long", "data"), ("short", "short_data")):
-            settings[key] = f"{sum(k == kind for k, _ in self._parts)} sources"
+            settings[key] = f"{sum(k == kind for k, _ in self._source_parts)} sources"
         return settings | {"short_length": self._short_length}
 
-    def _sources(self) -> dict[str, list[_Source]]:
+    def _make_sources(self) -> dict[str, list[_DocumentSource]]:
         a = self._arguments
-        sources: dict[str, list[_Source]] = {"long": [], "short": []}
-        encoded = partial(encode, tokenizer=self._tokenizer, text_column=a.text_column)
-        for (kind, name), parts in self._parts.items():
+        sources: dict[str, list[_DocumentSource]] = {"long": [], "short": []}
+        encoded = partial(tokenize, tokenizer=self._tokenizer, text_column=a.text_column)
+        for (kind, name), parts in self._source_parts.items():
             seed = f"{self._seed} {kind} {len(sources[kind])}"
-            source = _Source(name, parts, encoded, a.shuffle_window, seed)
+            source = _DocumentSource(name, parts, encoded, a.shuffle_window, seed)
             source.quiet = self._rank > 0
             if kind == "long":
                 single = a.packing == "single"
-                source.least = max(self._row_length if single else 1, a.min_document_length)
-                source.fix = "a lower min_document_length"
-                if source.least == self._row_length and single:
-                    source.fix = "a shorter train_length, packing: concatenate"
+                source.min_tokens = max(self._row_length if single else 1, a.min_document_length)
+                source.too_short_hint = "a lower min_document_length"
+                if source.min_tokens == self._row_length and single:
+                    source.too_short_hint = "a shorter train_length, packing: concatenate"
             if self._state is not None:
                 source.state.update(self._state[kind][len(sources[kind])])
             sources[kind].append(source)
         return sources
 
-    def _row(self, index: int, sources: dict[str, list[_Source]]) -> dict[str, Any]:
-        a, share = self._arguments, self._share
+    def _make_row(self, index: int, sources: dict[str, list[_DocumentSource]]) -> dict[str, Any]:
+        a, share = self._arguments, self._short_share
         short = (index + 1) * share // 1 > index * share // 1
         masked, kind = short or a.packing == "masked", "short" if short else "long"
         weights = a.data_weights if kind == "long" or a.short_data is None else None
-        pieces: list[Document] = []
+        pieces: list[TokenizedDocument] = []
         while room := self._row_length - sum(len(piece.ids) for piece in pieces):
             most = min(room, self._short_length) if short else room
-            source = _neediest(sources[kind], weights)
+            source = _most_underserved(sources[kind], weights)
             pieces.append(source.take(most, whole=not masked and a.packing == "single"))
         labels = torch.cat([piece.labels for piece in pieces])
         positions = torch.arange(self._row_length)
@@ -343,15 +360,17 @@ class Rows(IterableDataset):
         names = {"long": "", "short": "short: "}
         info = {
             "index": index,
-            "documents": list(dict.fromkeys(piece.where for piece in pieces)),
+            "documents": list(dict.fromkeys(piece.location for piece in pieces)),
             "counts": {names[k] + s.name: s.counts() for k in names for s in sources[k]},
-            "state": state | {"row": index + 1, "settings": self._settings()},
+            "state": state | {"row": index + 1, "settings": self._row_settings()},
         }
         ids = torch.cat([piece.ids for piece in pieces])
         return {"input_ids": ids, "labels": labels, "position_ids": positions, "row": info}
 
 
-def _neediest(sources: list[_Source], weights: list[float] | None) -> _Source:
+def _most_underserved(
+    sources: list[_DocumentSource], weights: list[float] | None
+) -> _DocumentSource:
     """The source that is furthest behind its share of the tokens so far; the first of equals."""
     weights = weights or [1.0] * len(sources)
     each = sum(source.state["tokens"] for source in sources) / sum(weights)
@@ -363,7 +382,7 @@ def collate(rows: list[dict[str, Any]], *, context_parallel: bool = False) -> di
     """Stacks rows.
 
     Args:
-        rows: Of `Rows`.
+        rows: Of `PackedRows`.
         context_parallel: Adds an `attention_mask` of ones: without one, transformers takes the
             gaps in the positions of a sequence's shard for packed documents, and makes an S x S
             mask.

@@ -22,7 +22,7 @@ def launches() -> dict[str, Path]:
     return _files("accelerate")
 
 
-def about(path: Path) -> str:
+def summary(path: Path) -> str:
     """Return the first sentence of a file's heading comment."""
     lines = path.read_text(encoding="utf-8").splitlines()
     heading = takewhile(lambda line: line.startswith("#"), lines)
@@ -30,7 +30,7 @@ def about(path: Path) -> str:
     return text.partition(". ")[0]
 
 
-def read(name: str) -> str:
+def read_file(name: str) -> str:
     """Return the text of a recipe or of a launch file.
 
     Raises:
@@ -39,11 +39,13 @@ def read(name: str) -> str:
     known = recipes() | launches()
     name = name.removesuffix(".yaml")
     if name not in known:
-        raise ValueError(f"no recipe {name}{_closest(name, known)}; there are {', '.join(known)}")
+        raise ValueError(
+            f"no recipe {name}{_did_you_mean(name, known)}; there are {', '.join(known)}"
+        )
     return known[name].read_text(encoding="utf-8")
 
 
-def find(path: Path) -> Path:
+def find_recipe(path: Path) -> Path:
     """Return the recipe that `--config` means: a file, or one that comes with the package.
 
     The package's `yarn_64k` also goes by `yarn_64k.yaml` and `recipes/configs/yarn_64k.yaml`.
@@ -58,7 +60,7 @@ def find(path: Path) -> Path:
         if name in known:
             return known[name]
         raise ValueError(
-            f"no recipe {path}{_closest(name, known)}: no such file, and the package has "
+            f"no recipe {path}{_did_you_mean(name, known)}: no such file, and the package has "
             f"{', '.join(known)}"
         )
     there = sorted(p.name for p in path.parent.glob("*.yaml"))
@@ -71,6 +73,6 @@ def _files(folder: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((_FOLDER / folder).glob("*.yaml"))}
 
 
-def _closest(name: str, known: dict[str, Path]) -> str:
+def _did_you_mean(name: str, known: dict[str, Path]) -> str:
     close = get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -23,22 +23,22 @@ from torch.utils.data import DataLoader
 from rope_patch.pretrained.saving import save
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.model_card import write_card
-from rope_patch.training.model_setup import Prepared, prepare
-from rope_patch.training.monitor import Guard, Watch
+from rope_patch.training.model_setup import PreparedModel, prepare
+from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
-from rope_patch.training.packing import Rows, collate, require_maskless
+from rope_patch.training.packing import PackedRows, collate, require_no_document_masks
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.utils import atomic_files
-from rope_patch.utils.folder_lock import locked
+from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")
 
 DATA_STATE = "rows.json"
-_READ = ("documents", "tokens")
+_LOGGED_COUNTS = ("documents", "tokens")
 
 
-class Run:
+class TrainingRun:
     """A run of a recipe: its place on disk, its rows, its watch.
 
     Args:
@@ -46,62 +46,64 @@ class Run:
         prepared: Its model.
         accelerator: accelerate's, whose processes share the work.
         resume: The checkpoint to go on from, if any.
-        by: Who takes the steps, finetune or loop, which write checkpoints of their own.
+        entry_point: Who takes the steps, finetune or loop, which write checkpoints of their own.
     """
 
     def __init__(
         self,
         settings: Settings,
-        prepared: Prepared,
+        prepared: PreparedModel,
         accelerator: Any,
         resume: Path | None,
         *,
-        by: str,
+        entry_point: str,
     ) -> None:
         self.settings = settings
-        self.by = by
+        self.entry_point = entry_point
         self.prepared = prepared
         self.accelerator = accelerator
-        self.main = accelerator.is_main_process
+        self.is_main = accelerator.is_main_process
         keep_loss_exact(accelerator)
         self.folder = Path(str(settings.training.output_dir))
         training = settings.training
-        sharing = shared(accelerator)
+        sharing = process_layout(accelerator)
         self.context_parallel = sharing.context_parallel
         self._require_whole_sequences()
         batch = training.per_device_train_batch_size
         self.rows_per_step = batch * training.gradient_accumulation_steps * sharing.replicas
         self.tokens_per_step = self.rows_per_step * prepared.row_length
-        self.steps = steps(settings, self.tokens_per_step)
-        self.rows = Rows(
+        self.steps = total_steps(settings, self.tokens_per_step)
+        self.rows = PackedRows(
             settings.data,
             prepared.tokenizer,
             row_length=prepared.row_length,
             trained_length=prepared.trained_length,
             seed=training.data_seed or training.seed,
             batch=batch,
-            rank=sharing.reader,
-            world=sharing.readers,
+            rank=sharing.reader_index,
+            world=sharing.reader_count,
         )
         limit = settings.extension.max_loss_rise
-        self.guard = Guard(limit, self.folder, stop=lambda: self.watch.close())
-        self.done = 0
+        self.guard = DivergenceGuard(limit, self.folder, on_stop=lambda: self.progress.close())
+        self.steps_done = 0
         processes = Processes()
-        processes.together(lambda: self._require_same(resume))
-        self._state: dict[str, Any] = {}
-        self._counts: dict[str, dict[str, int]] = {}
+        processes.run_on_main(lambda: self._require_same_run(resume))
+        self._data_state: dict[str, Any] = {}
+        self._document_counts: dict[str, dict[str, int]] = {}
         if resume is not None:
-            self.done = checkpoints.step_of(resume)
+            self.steps_done = checkpoints.step_of(resume)
             said = json.loads((resume / DATA_STATE).read_text())
-            self.rows.resume(said["state"], self.done * self.rows_per_step)
-            self._state = said["state"]
-            self.guard.recent.extend(said.get("losses", []))
-        if self.main:
+            self.rows.resume(said["state"], self.steps_done * self.rows_per_step)
+            self._data_state = said["state"]
+            self.guard.recent_losses.extend(said.get("losses", []))
+        if self.is_main:
             text = yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True)
-            with checkpoints.explaining_write_errors(self.folder, RESOLVED):
-                atomic_files.write(self.folder / RESOLVED, f"# {_command()}\n{text}")
-                drop_scores(self.folder, self.done)
-        self.watch = Watch(self.folder, self.steps, self.done, self.tokens_per_step, self.main)
+            with checkpoints.explain_write_errors(self.folder, RESOLVED):
+                atomic_files.atomic_write(self.folder / RESOLVED, f"# {_command_line()}\n{text}")
+                drop_scores(self.folder, self.steps_done)
+        self.progress = TrainingProgress(
+            self.folder, self.steps, self.steps_done, self.tokens_per_step, self.is_main
+        )
 
     def loader(self) -> DataLoader:
         """Batches of this process's rows, without end."""
@@ -116,33 +118,33 @@ class Run:
             generator=torch.Generator(),
         )
 
-    def consumed(self, rows: list[dict[str, Any]]) -> None:
+    def mark_consumed(self, rows: list[dict[str, Any]]) -> None:
         """Remembers where the data stood after a step's rows."""
         if rows:
-            self._state, self._counts = rows[-1]["state"], rows[-1]["counts"]
+            self._data_state, self._document_counts = rows[-1]["state"], rows[-1]["counts"]
 
     @contextlib.contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
+    def write_checkpoint(self, step: int) -> Iterator[Path]:
         """See `checkpoints.writing`; the data's state goes along with what is written."""
         limit = self.settings.training.save_total_limit
         try:
-            with checkpoints.writing(
+            with checkpoints.atomic_checkpoint(
                 self.folder,
                 step,
-                main=self.main,
+                is_main=self.is_main,
                 wait=self.accelerator.wait_for_everyone,
                 keep=limit,
             ) as aside:
                 yield aside
         except BaseException:
-            self.watch.close()  # what is said of it gets a line of its own
+            self.progress.close()  # what is said of it gets a line of its own
             raise
 
     def write_data_state(self, checkpoint: Path) -> None:
         """Puts the data's state and the last losses into a checkpoint that is being written."""
-        if self.main:
-            losses = list(self.guard.recent)
-            state = {"state": self._state, "losses": losses}
+        if self.is_main:
+            losses = list(self.guard.recent_losses)
+            state = {"state": self._data_state, "losses": losses}
             atomic_files.write_json(checkpoint / DATA_STATE, state)
 
     def finish(self, model: Any) -> Path | None:
@@ -154,13 +156,15 @@ class Run:
         Returns:
             The model's folder, on the main process.
         """
-        self.watch.close()
-        weights = self.accelerator.get_state_dict(model) if _in_pieces(model) else None
-        if not self.main:
+        self.progress.close()
+        weights = self.accelerator.get_state_dict(model) if _is_sharded(model) else None
+        if not self.is_main:
             return None
-        for source, read in self._counts.items():
+        for source, read in self._document_counts.items():
             logger.info(
-                "read of %s: documents %s, tokens %s", source, *(f"{read[k]:,}" for k in _READ)
+                "read of %s: documents %s, tokens %s",
+                source,
+                *(f"{read[k]:,}" for k in _LOGGED_COUNTS),
             )
         target = self.folder / checkpoints.MODEL
         if weights is not None:  # a model in one piece again
@@ -169,7 +173,7 @@ class Run:
             self.prepared = prepare(replace(self.settings, extension=untried))
             self.prepared.model.load_state_dict(weights)
         whole = self.prepared.finish()
-        with checkpoints.explaining_write_errors(self.folder, "the finished model"):
+        with checkpoints.explain_write_errors(self.folder, "the finished model"):
             if self.prepared.handle is None:
                 with tempfile.TemporaryDirectory(
                     prefix=f".{checkpoints.MODEL}-", dir=self.folder
@@ -185,18 +189,18 @@ class Run:
         logger.info("the model is in %s", target)
         return target
 
-    def _require_same(self, resume: Path | None) -> None:
+    def _require_same_run(self, resume: Path | None) -> None:
         """Refuse to go on with another run, or write down which one this is."""
         training = self.settings.training
         now = identity.identity_of(
             self.settings,
             self.prepared,
-            loop=self.by == "loop",
-            precision=precision(training),
+            loop=self.entry_point == "loop",
+            precision=mixed_precision(training),
             rows=self.rows_per_step,
             steps=self.steps,
         )
-        places = [self.folder.resolve()] if checkpoints.any_in(self.folder) else []
+        places = [self.folder.resolve()] if checkpoints.contains_run(self.folder) else []
         if resume is not None:
             places.append(resume.resolve().parent)
             if training.save_only_model:
@@ -206,15 +210,15 @@ class Run:
                 )
         for place in dict.fromkeys(places):
             done = None if resume is None else checkpoints.step_of(resume)
-            identity.require_same(place, now, self.settings, done)
+            identity.require_same_identity(place, now, self.settings, done)
         self.folder.mkdir(parents=True, exist_ok=True)
-        identity.write(self.folder, now)
+        identity.write_identity(self.folder, now)
 
     def _require_whole_sequences(self) -> None:
         """Refuses what would go wrong, unseen, where processes hold parts of a row."""
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         handle = self.prepared.handle
-        follows = handle is not None and handle.method.follows_length(handle.trained_length)
+        follows = handle is not None and handle.method.is_length_dependent(handle.trained_length)
         if follows and getattr(parallelism, "sp_enabled", False):
             assert handle is not None
             raise ValueError(
@@ -225,7 +229,7 @@ class Run:
         length, parts = self.prepared.row_length, 2 * self.context_parallel
         if self.context_parallel == 1:
             return
-        require_maskless(self.settings.data)
+        require_no_document_masks(self.settings.data)
         if length % parts:
             raise ValueError(
                 f"train_length must be divisible by {parts}, twice the {self.context_parallel} "
@@ -235,7 +239,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def opened(settings: Settings) -> Iterator[Path | None]:
+def open_run_folder(settings: Settings) -> Iterator[Path | None]:
     """Keep other runs out of the output folder meanwhile.
 
     Yields:
@@ -250,31 +254,31 @@ def opened(settings: Settings) -> Iterator[Path | None]:
 
     def look() -> None:
         if resume == "no":
-            checkpoints.require_none(folder)
-        elif checkpoints.any_in(folder):
+            checkpoints.require_no_run(folder)
+        elif checkpoints.contains_run(folder):
             identity.require_identity(folder)
 
     processes = Processes()
-    processes.together(look)  # ahead of the lock, which would put its file there
-    with locked(folder, processes):
-        yield processes.together(lambda: checkpoints.to_resume(folder, resume))
+    processes.run_on_main(look)  # ahead of the lock, which would put its file there
+    with lock_folder(folder, processes):
+        yield processes.run_on_main(lambda: checkpoints.resume_checkpoint(folder, resume))
 
 
-def steps(settings: Settings, tokens_per_step: int) -> int:
+def total_steps(settings: Settings, tokens_per_step: int) -> int:
     """Optimizer steps: as asked for, or as many as the tokens asked for take."""
     if settings.extension.tokens is not None:
         return math.ceil(settings.extension.tokens / tokens_per_step)
     return settings.training.max_steps
 
 
-def offloaded(settings: Settings) -> Any:
+def activation_offloading(settings: Settings) -> Any:
     """While it lasts, what the backward pass needs is kept in the CPU's memory, if asked for."""
     if not settings.extension.offload_activations:
         return contextlib.nullcontext()
     return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
-def _command() -> str:
+def _command_line() -> str:
     """The command line that started this, on one line."""
     program, *given = sys.argv
     module = ["python", "-m", "rope_patch.recipes.finetune"]
@@ -282,7 +286,7 @@ def _command() -> str:
     return " ".join(shlex.join([*name, *given]).split())
 
 
-def precision(training: Any) -> str:
+def mixed_precision(training: Any) -> str:
     """The number format of matrix products, as accelerate calls it.
 
     As in the Trainer, what the recipe does not say is said by accelerate's config.
@@ -303,28 +307,28 @@ def keep_loss_exact(accelerator: Any) -> None:
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
 
-def _in_pieces(model: Any) -> bool:
+def _is_sharded(model: Any) -> bool:
     """Whether no process has all of the weights."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
-class Sharing(NamedTuple):
+class ProcessLayout(NamedTuple):
     """How processes share the work.
 
     Attributes:
         context_parallel: How many hold parts of the same rows.
-        reader: This process's place among those that read rows of their own.
-        readers: How many of these there are.
+        reader_index: This process's place among those that read rows of their own.
+        reader_count: How many of these there are.
         replicas: How many rows are trained on at once, for one row in a batch.
     """
 
     context_parallel: int
-    reader: int
-    readers: int
+    reader_index: int
+    reader_count: int
     replicas: int
 
 
-def shared(accelerator: Any) -> Sharing:
+def process_layout(accelerator: Any) -> ProcessLayout:
     """How accelerate's processes share the work.
 
     Under DeepSpeed's sequence parallelism each process reads rows of its own, which are dealt out
@@ -333,9 +337,9 @@ def shared(accelerator: Any) -> Sharing:
     sizes = getattr(accelerator, "parallelism_config", None)
     together = 1 if sizes is None else sizes.cp_size * sizes.tp_size
     readers = accelerator.num_processes // together
-    return Sharing(
+    return ProcessLayout(
         context_parallel=1 if sizes is None else sizes.cp_size,
-        reader=accelerator.process_index // together,
-        readers=readers,
+        reader_index=accelerator.process_index // together,
+        reader_count=readers,
         replicas=readers // getattr(sizes, "sp_size", 1),
     )

@@ -8,7 +8,7 @@ import torch
 from transformers import get_scheduler
 
 
-def schedule(training: Any, optimizer: Any, steps: int) -> Any:
+def make_scheduler(training: Any, optimizer: Any, steps: int) -> Any:
     """Return the scheduler that a recipe asks for, as the Trainer makes it.
 
     Args:
@@ -25,23 +25,23 @@ def schedule(training: Any, optimizer: Any, steps: int) -> Any:
     )
 
 
-def agree(training: Any, steps: int, other: int, done: int) -> bool:
+def same_rates(training: Any, steps: int, other_steps: int, done: int) -> bool:
     """Return whether two runs of as many steps have the same learning rates up to a step.
 
     Args:
         training: transformers' TrainingArguments of both.
         steps: Optimizer steps of one in all.
-        other: Those of the other.
+        other_steps: Those of the other.
         done: The last step that is compared; both runs must reach it.
     """
-    if done > min(steps, other):
+    if done > min(steps, other_steps):
         return False
     weight = torch.zeros(1, requires_grad=True)
     factors = []
-    for number in (steps, other):
+    for number in (steps, other_steps):
         optimizer = torch.optim.SGD([weight], lr=training.learning_rate)
         # A scheduler that reacts to losses has no rates that are known ahead.
-        functions = getattr(schedule(training, optimizer, number), "lr_lambdas", None)
+        functions = getattr(make_scheduler(training, optimizer, number), "lr_lambdas", None)
         if functions is None:
             return False
         factors.append([functions[0](step) for step in range(done)])

@@ -130,10 +130,10 @@ class TrainArguments(TrainingArguments):
         self.use_cpu = use_cpu
 
 
-_KINDS: Any = (ExtensionArguments, DataArguments, TrainArguments)
+_ARGUMENT_CLASSES: Any = (ExtensionArguments, DataArguments, TrainArguments)
 
 # Keys of TrainingArguments that mean nothing here, and what to use instead.
-_NOT_HERE = {
+_UNSUPPORTED_KEYS = {
     "num_train_epochs": "rows are streamed without end: say max_steps or tokens",
     "load_best_model_at_end": "there is no validation set; retrieval_steps and rope-patch eval "
     "say how good the model is",
@@ -158,18 +158,18 @@ class Settings:
         extension: Model, method, what is trained.
         data: Documents and how rows are made of them.
         training: transformers' TrainingArguments.
-        given: The keys that were given, from file and command line, as they were.
+        explicit: The keys that were given, from file and command line, as they were.
     """
 
     extension: ExtensionArguments
     data: DataArguments
     training: TrainArguments
-    given: dict[str, Any]
+    explicit: dict[str, Any]
 
     @property
     def method_options(self) -> dict[str, Any]:
         """The method's options as a dict."""
-        return _mapping(self.extension.options)
+        return _parse_options(self.extension.options)
 
     @property
     def loss(self) -> str:
@@ -186,7 +186,9 @@ class Settings:
         training = {
             key: value
             for key, value in self.training.to_dict().items()
-            if key in known_keys() and key not in _NOT_HERE and not str(value).startswith("<")
+            if key in known_keys()
+            and key not in _UNSUPPORTED_KEYS
+            and not str(value).startswith("<")
         }
         return {**asdict(self.extension), **asdict(self.data), **training}
 
@@ -208,15 +210,15 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     outer.add_argument("--config", type=Path)
     for flag in ("plan", "loop", "json"):
         outer.add_argument(f"--{flag}", action="store_true")
-    asked, rest = outer.parse_known_args([_underscored(word) for word in arguments])
-    said = {} if asked.config is None else read(asked.config)
+    asked, rest = outer.parse_known_args([_with_underscores(word) for word in arguments])
+    said = {} if asked.config is None else read_recipe(asked.config)
     words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
     for key in [*said, *words]:
-        if key in _NOT_HERE:
-            raise ValueError(f"{key} is not for this: {_NOT_HERE[key]}")
+        if key in _UNSUPPORTED_KEYS:
+            raise ValueError(f"{key} is not for this: {_UNSUPPORTED_KEYS[key]}")
     inner = _parser()
-    said = {key: _fitting(inner, key, value) for key, value in said.items()}
-    inner.set_defaults(**{key: _as_text(value) for key, value in said.items()})
+    said = {key: _coerce(inner, key, value) for key, value in said.items()}
+    inner.set_defaults(**{key: _to_cli_string(value) for key, value in said.items()})
     try:
         with warnings.catch_warnings():
             # transformers 5.23 renames gradient_checkpointing, older ones do not know the new name.
@@ -230,19 +232,19 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
         if not word.startswith("--"):
             raise ValueError(f"expected --key value, got {word!r}")
         _require_known(word[2:].partition("=")[0], "on the command line")
-    given = said | {key: getattr(_holder(key, extension, data, training), key) for key in words}
+    given = said | {key: getattr(_owner(key, extension, data, training), key) for key in words}
     settings = Settings(extension, data, training, given)
-    _check(settings)
+    _validate(settings)
     return settings, asked
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path) -> dict[str, Any]:
     """Return the keys of a recipe, which `recipe_files.find` finds.
 
     Raises:
         ValueError: No such recipe, not flat YAML, or a key that nobody knows.
     """
-    path = recipe_files.find(path)
+    path = recipe_files.find_recipe(path)
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -257,13 +259,16 @@ def read(path: Path) -> dict[str, Any]:
 def known_keys() -> dict[str, str]:
     """Every key with its help: ours first, then transformers'."""
     return {
-        f.name: str(f.metadata.get("help", "")) for kind in _KINDS for f in fields(kind) if f.init
+        f.name: str(f.metadata.get("help", ""))
+        for kind in _ARGUMENT_CLASSES
+        for f in fields(kind)
+        if f.init
     }
 
 
 def usable_keys() -> dict[str, str]:
     """Those of `known_keys` that are not refused."""
-    return {key: about for key, about in known_keys().items() if key not in _NOT_HERE}
+    return {key: about for key, about in known_keys().items() if key not in _UNSUPPORTED_KEYS}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -277,10 +282,10 @@ class _HfParser(HfArgumentParser, _Parser):
 
 
 def _parser() -> _HfParser:
-    return _HfParser(_KINDS, add_help=False, allow_abbrev=False)
+    return _HfParser(_ARGUMENT_CLASSES, add_help=False, allow_abbrev=False)
 
 
-def _fitting(parser: argparse.ArgumentParser, key: str, value: Any) -> Any:
+def _coerce(parser: argparse.ArgumentParser, key: str, value: Any) -> Any:
     """A YAML value in the shape that its key takes: one value, a list, keys and values.
 
     Raises:
@@ -292,30 +297,30 @@ def _fitting(parser: argparse.ArgumentParser, key: str, value: Any) -> Any:
         try:
             return [kind(part) for part in parts]  # type: ignore[operator]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{key} takes a list of {_name(kind)}s, got {value!r}") from error
-    if (shape := type(value)) in (dict, list, type(None)) and shape not in _shapes(key):
-        raise ValueError(f"{key} takes one {_name(action.type)}, got {value!r}")
+            raise ValueError(f"{key} takes a list of {_type_name(kind)}s, got {value!r}") from error
+    if (shape := type(value)) in (dict, list, type(None)) and shape not in _accepted_types(key):
+        raise ValueError(f"{key} takes one {_type_name(action.type)}, got {value!r}")
     return value
 
 
-def _shapes(key: str) -> set[Any]:
+def _accepted_types(key: str) -> set[Any]:
     """What a key may be: the parts of its type."""
     if key == "options":
         return {str, dict, type(None)}
-    hint = next(hints[key] for kind in _KINDS if key in (hints := get_type_hints(kind)))
+    hint = next(hints[key] for kind in _ARGUMENT_CLASSES if key in (hints := get_type_hints(kind)))
     return {get_origin(part) or part for part in (hint, *get_args(hint))}
 
 
-def _name(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     return {"str": "text", "string_to_bool": "bool"}.get(kind.__name__, kind.__name__)
 
 
-def _as_text(value: Any) -> Any:
+def _to_cli_string(value: Any) -> Any:
     """A YAML value as it would stand on a command line, so that both are checked alike."""
     return str(value) if isinstance(value, bool | int | float) else value
 
 
-def _underscored(word: str) -> str:
+def _with_underscores(word: str) -> str:
     key, equals, value = word.partition("=")
     return (
         key.replace("-", "_").replace("__", "--", 1) + equals + value
@@ -334,11 +339,11 @@ def _require_known(key: str, where: str) -> None:
         )
 
 
-def _holder(key: str, *parts: Any) -> Any:
+def _owner(key: str, *parts: Any) -> Any:
     return next(part for part in parts if hasattr(part, key))
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _parse_options(value: Any) -> dict[str, Any]:
     try:
         said = yaml.safe_load(value) if isinstance(value, str) else value
     except yaml.YAMLError as error:
@@ -350,7 +355,7 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(said or {})
 
 
-def _check(settings: Settings) -> None:
+def _validate(settings: Settings) -> None:
     extension, training = settings.extension, settings.training
     for key in ("model", "method"):
         if not getattr(extension, key):
@@ -365,7 +370,7 @@ def _check(settings: Settings) -> None:
         raise ValueError(f"dtype must be float32 or bfloat16, got {extension.dtype!r}")
     if known := set(extension.lora_trains) - {"embeddings", "norms"}:
         raise ValueError(f"lora_trains takes embeddings and norms, got {', '.join(sorted(known))}")
-    _mapping(extension.options)
+    _parse_options(extension.options)
     for name in training.report_to or ():
         if name not in integrations.get_available_reporting_integrations():
             raise ValueError(

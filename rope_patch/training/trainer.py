@@ -24,9 +24,9 @@ from transformers.utils import logging
 
 from rope_patch.training import checkpoints
 from rope_patch.training.memory import plan
-from rope_patch.training.model_setup import Prepared, prepare
+from rope_patch.training.model_setup import PreparedModel, prepare
 from rope_patch.training.needle_callback import needles_of
-from rope_patch.training.run import Run, offloaded, opened
+from rope_patch.training.run import TrainingRun, activation_offloading, open_run_folder
 from rope_patch.training.settings import Settings, parse
 from rope_patch.utils import atomic_files
 
@@ -43,25 +43,25 @@ class LongContextTrainer(Trainer):
         resume: The checkpoint to go on from, if any.
     """
 
-    def __init__(self, settings: Settings, prepared: Prepared, resume: Path | None) -> None:
+    def __init__(self, settings: Settings, prepared: PreparedModel, resume: Path | None) -> None:
         training = settings.training
         training.ignore_data_skip = True  # rows go on from their own state
         training.logging_nan_inf_filter = False  # they stop the run instead
         training.remove_unused_columns = False
-        self.writing_to: str | None = None
+        self.checkpoint_folder: str | None = None
         super().__init__(model=prepared.model, args=training)
-        self.run = Run(settings, prepared, self.accelerator, resume, by="finetune")
+        self.run = TrainingRun(settings, prepared, self.accelerator, resume, entry_point="finetune")
         training.max_steps = self.run.steps
         self.resume = resume
-        self.seen: list[dict[str, Any]] = []
-        self.losses: list[torch.Tensor] = []
-        self.measured: dict[str, float] = {}
-        self.norm: Any = None
-        self._clip = self.accelerator.clip_grad_norm_
-        self.accelerator.clip_grad_norm_ = self.clip
+        self.step_rows: list[dict[str, Any]] = []
+        self.micro_batch_losses: list[torch.Tensor] = []
+        self.step_metrics: dict[str, float] = {}
+        self.step_grad_norm: Any = None
+        self._accelerate_clip = self.accelerator.clip_grad_norm_
+        self.accelerator.clip_grad_norm_ = self.clip_and_record_norm
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.add_callback(_Around(self))
+        self.add_callback(_TrainerHooks(self))
 
     def get_train_dataloader(self) -> DataLoader:
         """Rows of this process; nothing of accelerate's around, since they are dealt out."""
@@ -70,55 +70,59 @@ class LongContextTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the rows' origins out of the batches of a step."""
         batches, count = super().get_batch_samples(*args, **kwargs)
-        self.seen = [row for batch in batches for row in batch.pop("rows", [])]
+        self.step_rows = [row for batch in batches for row in batch.pop("rows", [])]
         return batches, count
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A forward and backward pass, its loss remembered."""
-        with offloaded(self.run.settings):
+        with activation_offloading(self.run.settings):
             loss = super().training_step(*args, **kwargs)
-        self.losses.append(loss)
+        self.micro_batch_losses.append(loss)
         return loss
 
-    def clip(self, *args: Any, **kwargs: Any) -> Any:
+    def clip_and_record_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Clips the gradients as accelerate does, their norm remembered."""
-        self.norm = self._clip(*args, **kwargs)
-        return self.norm
+        self.step_grad_norm = self._accelerate_clip(*args, **kwargs)
+        return self.step_grad_norm
 
-    def look(self) -> None:
+    def inspect_step(self) -> None:
         """Looks at a step whose gradients are there and not yet applied."""
-        if self.norm is None:  # the recipe does not clip
-            self.clip(self.model_wrapped.parameters(), float("inf"))
-        norm = 0.0 if self.norm is None else float(self.norm)  # DeepSpeed may keep it to itself
-        loss = self.accelerator.reduce(torch.stack(self.losses).sum(), reduction="mean").item()
-        self.losses, self.norm = [], None
+        if self.step_grad_norm is None:  # the recipe does not clip
+            self.clip_and_record_norm(self.model_wrapped.parameters(), float("inf"))
+        norm = (
+            0.0 if self.step_grad_norm is None else float(self.step_grad_norm)
+        )  # DeepSpeed may keep it to itself
+        loss = self.accelerator.reduce(
+            torch.stack(self.micro_batch_losses).sum(), reduction="mean"
+        ).item()
+        self.micro_batch_losses, self.step_grad_norm = [], None
         rate = self._get_learning_rate()
-        self.measured = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
-        self.run.guard.check(self.state.global_step + 1, loss, norm, self.seen)
-        self.run.consumed(self.seen)
+        self.step_metrics = {"loss": loss, "grad_norm": norm, "learning_rate": rate}
+        self.run.guard.check(self.state.global_step + 1, loss, norm, self.step_rows)
+        self.run.mark_consumed(self.step_rows)
 
     def _get_output_dir(self, trial: Any) -> str:
-        return self.writing_to or super()._get_output_dir(trial)
+        return self.checkpoint_folder or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
-        with self.run.writing(step) as aside:
-            self.writing_to = str(aside)
+        with self.run.write_checkpoint(step) as aside:
+            self.checkpoint_folder = str(aside)
             try:
                 super()._save_checkpoint(model, trial)
             finally:
-                self.writing_to = None
+                self.checkpoint_folder = None
             self.run.write_data_state(aside / f"{checkpoints.PREFIX}{step}")
-        self.run.watch.pause()
+        self.run.progress.pause()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds tokens, their speed and memory to what trackers get."""
         if "loss" in logs:
-            logs |= {k: v for k, v in self.measured.items() if k not in logs}
+            logs |= {k: v for k, v in self.step_metrics.items() if k not in logs}
         super().log(logs, start_time)
 
 
-class _Around(TrainerCallback):
+class _TrainerHooks(TrainerCallback):
     """What happens between the Trainer's steps."""
 
     def __init__(self, trainer: LongContextTrainer) -> None:
@@ -129,20 +133,22 @@ class _Around(TrainerCallback):
         if self.trainer.resume is not None:  # the Trainer does so only where it skips data itself
             self.trainer._load_rng_state(str(self.trainer.resume))
         elif self.needles:
-            self._score(0)
+            self._measure_needles(0)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.trainer.look()
+        self.trainer.inspect_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
-        trainer.measured = trainer.run.watch.step(state.global_step, **trainer.measured)
-        if self.needles and self.needles.due(state.global_step, trainer.run.steps):
-            self._score(state.global_step)
+        trainer.step_metrics = trainer.run.progress.record_step(
+            state.global_step, **trainer.step_metrics
+        )
+        if self.needles and self.needles.is_due(state.global_step, trainer.run.steps):
+            self._measure_needles(state.global_step)
         if state.global_step == trainer.run.steps:
             control.should_save = args.save_strategy != "no"
 
-    def _score(self, step: int) -> None:
+    def _measure_needles(self, step: int) -> None:
         assert self.needles is not None
         scores = self.needles.measure(self.trainer.run.prepared.model, step)
         control = self.trainer.control
@@ -150,7 +156,7 @@ class _Around(TrainerCallback):
         if scores:
             self.trainer.log(scores)
         control.should_log = due
-        self.trainer.run.watch.pause()
+        self.trainer.run.progress.pause()
 
 
 def finetune(settings: Settings) -> Path | None:
@@ -167,15 +173,15 @@ def finetune(settings: Settings) -> Path | None:
             run, or one at work; or the training went wrong.
         OSError: A checkpoint could not be written.
     """
-    atomic_files.require_folder(str(settings.training.output_dir), "the run")
+    atomic_files.require_writable_folder(str(settings.training.output_dir), "the run")
     plan.require_device(settings)
-    with opened(settings) as resume:
+    with open_run_folder(settings) as resume:
         prepared = prepare(settings)
         trainer = LongContextTrainer(settings, prepared, resume)
-        if resume is not None and trainer.run.done >= trainer.run.steps:
+        if resume is not None and trainer.run.steps_done >= trainer.run.steps:
             trainer._load_from_checkpoint(str(resume))
         else:
-            with contextlib.closing(trainer.run.watch):
+            with contextlib.closing(trainer.run.progress):
                 trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return trainer.run.finish(trainer.model_wrapped)
 
@@ -185,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.disable_progress_bar()  # of a moment each, in the midst of ours
     settings, asked = parse(sys.argv[1:] if arguments is None else arguments)
     if asked.plan:
-        print(plan.page(settings, as_json=asked.json))
+        print(plan.format_plan(settings, as_json=asked.json))
     elif asked.loop:
         from rope_patch.training.loop import loop
 

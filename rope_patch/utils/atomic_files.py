@@ -18,18 +18,18 @@ from rope_patch.utils.errors import one_line
 
 def write_json(path: Path, data: Any) -> None:
     """Writes JSON; what JSON has no form for is written as its text."""
-    write(path, json.dumps(data, indent=1, default=str) + "\n")
+    atomic_write(path, json.dumps(data, indent=1, default=str) + "\n")
 
 
-def plain(name: str) -> str:
+def safe_filename(name: str) -> str:
     """A file's name for something with any characters in its name."""
     return re.sub(r"[^\w.@-]+", "_", name).strip("_.") or "unnamed"
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC,)
+_DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC,)
 # What torch and safetensors say instead of raising an OSError.
 _LIBRARY_WORDS = ("i/o error", "file write failed", "pytorchstreamwriter", "unexpected pos")
-_SMALL = 4096  # bytes
+_PROBE_BYTES = 4096  # bytes
 _MAKE_ROOM = "make room"
 
 Advice = str | Callable[[], str]
@@ -54,7 +54,9 @@ class NotWritten(OSError):
 
 
 @contextlib.contextmanager
-def writing(folder: str | os.PathLike[str], name: str, advice: Advice = "") -> Iterator[None]:
+def explain_write_errors(
+    folder: str | os.PathLike[str], name: str, advice: Advice = ""
+) -> Iterator[None]:
     """Raise an error that names the file if it cannot be written.
 
     Where one of these is within another, the outer one gives the name and, if it has one, the
@@ -63,22 +65,22 @@ def writing(folder: str | os.PathLike[str], name: str, advice: Advice = "") -> I
     Args:
         folder: Where it is written.
         name: What is written: a file's name, or words such as "the finished model".
-        advice: See `advising`.
+        advice: See `add_write_advice`.
 
     Raises:
         NotWritten: The disk is full, read-only, or refuses for another reason.
     """
-    with advising(advice):
+    with add_write_advice(advice):
         try:
             yield
         except Exception as error:
             if not _is_about_disk(error):
                 raise
-            raise _named(error, Path(folder), name) from error
+            raise _as_not_written(error, Path(folder), name) from error
 
 
 @contextlib.contextmanager
-def advising(advice: Advice) -> Iterator[None]:
+def add_write_advice(advice: Advice) -> Iterator[None]:
     """Add what is left and how to go on to a `NotWritten` from within.
 
     Args:
@@ -95,13 +97,13 @@ def advising(advice: Advice) -> Iterator[None]:
         raise NotWritten(error.what, error.reason, error.remedy, text) from error.__cause__
 
 
-def write(path: Path, content: str | bytes) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file so that readers see the old one or the new one, never half of it.
 
     Raises:
         NotWritten: The disk is full, read-only, or refuses for another reason.
     """
-    with writing(path.parent, path.name):
+    with explain_write_errors(path.parent, path.name):
         _replace(path, content)
 
 
@@ -121,7 +123,7 @@ def _replace(path: Path, content: str | bytes) -> None:
         raise
 
 
-def require_folder(folder: str | os.PathLike[str], purpose: str) -> None:
+def require_writable_folder(folder: str | os.PathLike[str], purpose: str) -> None:
     """Raise unless files can be written to a folder, which need not exist; leave nothing behind.
 
     Args:
@@ -133,15 +135,17 @@ def require_folder(folder: str | os.PathLike[str], purpose: str) -> None:
         NotWritten: Nothing can be written there.
     """
     folder = Path(folder)
-    with writing(folder, purpose):
-        nearest = _nearest(folder)
+    with explain_write_errors(folder, purpose):
+        nearest = _nearest_existing(folder)
         if not nearest.is_dir():
             made = ", made if it is missing" if nearest == folder else ""
             raise ValueError(f"{nearest} is a file: expected a folder for {purpose}{made}")
-        _write_small(nearest)
+        _probe_write(nearest)
 
 
-def require_file(path: str | os.PathLike[str], purpose: str, *, folder_exists: bool) -> None:
+def require_writable_file(
+    path: str | os.PathLike[str], purpose: str, *, folder_exists: bool
+) -> None:
     """Raise unless a file can be written; leave nothing behind.
 
     Args:
@@ -156,8 +160,8 @@ def require_file(path: str | os.PathLike[str], purpose: str, *, folder_exists: b
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder: expected a file for {purpose}")
-    with writing(path.parent, path.name):
-        nearest = _nearest(path.parent)
+    with explain_write_errors(path.parent, path.name):
+        nearest = _nearest_existing(path.parent)
         if not nearest.is_dir():
             raise ValueError(f"{nearest} is a file: expected the folder of {path}")
         if folder_exists and nearest != path.parent:
@@ -165,10 +169,10 @@ def require_file(path: str | os.PathLike[str], purpose: str, *, folder_exists: b
                 f"there is no folder {path.parent} for {path.name}: make it first, or give another "
                 "path"
             )
-        _write_small(nearest)
+        _probe_write(nearest)
 
 
-def _nearest(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """Return the path, or the first of its parents that exists."""
     while True:
         try:
@@ -179,9 +183,9 @@ def _nearest(path: Path) -> Path:
             return path
 
 
-def _write_small(folder: Path) -> None:
+def _probe_write(folder: Path) -> None:
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(b"\0" * _SMALL)
+        file.write(b"\0" * _PROBE_BYTES)
         file.flush()
         os.fsync(file.fileno())
 
@@ -193,20 +197,20 @@ def _is_about_disk(error: Exception) -> bool:
     return any(word in str(error).lower() for word in _LIBRARY_WORDS)
 
 
-def _named(error: Exception, folder: Path, name: str) -> NotWritten:
+def _as_not_written(error: Exception, folder: Path, name: str) -> NotWritten:
     if isinstance(error, NotWritten):
         reason, full, advice = error.reason, error.remedy == _MAKE_ROOM, error.advice
     else:
         reason = getattr(error, "strerror", None) or one_line(str(error))
-        full, advice = getattr(error, "errno", None) in (None, *_FULL), ""
-    free = f", where {_free(folder) / 1e6:,.1f} MB are free" if full else ""
+        full, advice = getattr(error, "errno", None) in (None, *_DISK_FULL_CODES), ""
+    free = f", where {_free_bytes(folder) / 1e6:,.1f} MB are free" if full else ""
     where = folder.absolute() if str(folder) == "." else folder
     what = f"{name} could not be written to {where}{free}"
     return NotWritten(what, reason, _MAKE_ROOM if full else "make it writable", advice)
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     try:
-        return shutil.disk_usage(_nearest(folder)).free
+        return shutil.disk_usage(_nearest_existing(folder)).free
     except OSError:
         return 0

@@ -1,8 +1,9 @@
 """Seal what is read again, so that accidents and edits are found out before it is.
 
 A digest beside the data tells that the data is what was written. It detects damage and changes by
-hand; it is no signature: whoever forges results can compute the digest of the forgery. `sign` and
-`verify` are for `report.json`, `seal` and `unseal` for the files and lines that a run goes on from.
+hand; it is no signature: whoever forges results can compute the digest of the forgery.
+`add_checksum` and `verify_checksum` are for `report.json`, `seal` and `unseal` for the files and
+lines that a run goes on from.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from typing import Any
 from rope_patch.utils.errors import parse_json
 
 FORMAT = "rope_patch.eval/2"
-_NAME = FORMAT.split("/")[0]
+_FORMAT_NAME = FORMAT.split("/")[0]
 
 
-def sign(results: dict[str, Any]) -> dict[str, Any]:
+def add_checksum(results: dict[str, Any]) -> dict[str, Any]:
     """Return the results with their format and digest.
 
     Args:
         results: One run's results, or those of several as `{"runs": [...]}`.
 
     Returns:
-        A copy that is strict JSON, with `format` and `digest`, the SHA-256 of the rest in its
+        A copy that is strict JSON, with `format` and `json_digest`, the SHA-256 of the rest in its
         canonical form: sorted keys, no spaces, infinities as strings.
     """
-    body = strict({**results, "format": FORMAT})
+    body = json_safe({**results, "format": FORMAT})
     body.pop("digest", None)
-    return {**body, "digest": digest(body)}
+    return {**body, "digest": json_digest(body)}
 
 
-def verify(loaded: Any, where: str) -> dict[str, Any]:
+def verify_checksum(loaded: Any, where: str) -> dict[str, Any]:
     """Check what was read from a report's JSON.
 
     Args:
@@ -41,7 +42,7 @@ def verify(loaded: Any, where: str) -> dict[str, Any]:
         where: The file's name, for errors.
 
     Returns:
-        The results as `sign` got them, infinities still as strings that `float()` reads.
+        The results as `add_checksum` got them, infinities still as strings that `float()` reads.
 
     Raises:
         ValueError: Not JSON; not one of these reports; of another version of the format; or changed
@@ -52,7 +53,7 @@ def verify(loaded: Any, where: str) -> dict[str, Any]:
             loaded = parse_json(loaded)
         except ValueError as error:
             raise ValueError(f"{where} is not JSON ({error}); expected a report.json") from error
-    if not isinstance(loaded, dict) or not _ours(loaded):
+    if not isinstance(loaded, dict) or not _is_own_report(loaded):
         found = loaded.get("format") if isinstance(loaded, dict) else type(loaded).__name__
         raise ValueError(
             f"{where} is not a report of rope-patch eval: expected format {FORMAT!r}, got "
@@ -65,7 +66,7 @@ def verify(loaded: Any, where: str) -> dict[str, Any]:
             f"read the file with the version that wrote it"
         )
     body = {key: value for key, value in loaded.items() if key != "digest"}
-    expected = digest(body)
+    expected = json_digest(body)
     if loaded.get("digest") != expected:
         raise ValueError(
             f"{where} was changed after it was written: its contents have the digest {expected}, "
@@ -75,13 +76,13 @@ def verify(loaded: Any, where: str) -> dict[str, Any]:
 
 
 def seal(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy as JSON gives it back, with the digest of the rest as `digest`.
+    """Return a copy as JSON gives it back, with the digest of the rest as `json_digest`.
 
     Args:
         body: What is to be kept, and what tells it from others, such as its key.
     """
     plain = json.loads(json.dumps(body, default=str))
-    return {**plain, "digest": digest(plain)}
+    return {**plain, "digest": json_digest(plain)}
 
 
 def unseal(text: str | bytes, **identity: Any) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def unseal(text: str | bytes, **identity: Any) -> dict[str, Any]:
     if not isinstance(sealed, dict) or "digest" not in sealed:
         raise ValueError("it has no digest: earlier versions wrote none")
     body = {key: value for key, value in sealed.items() if key != "digest"}
-    if sealed["digest"] != digest(body):
+    if sealed["digest"] != json_digest(body):
         raise ValueError("it is damaged: its digest differs")
     for name, expected in identity.items():
         if body.get(name) != expected:
@@ -109,24 +110,24 @@ def unseal(text: str | bytes, **identity: Any) -> dict[str, Any]:
     return body
 
 
-def strict(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """Return data with infinities, which JSON lacks, as texts that `float()`, `Number()` read."""
     if isinstance(value, dict):
-        return {str(key): strict(item) for key, item in value.items()}
+        return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(item) for item in value]
+        return [json_safe(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def _ours(loaded: dict[str, Any]) -> bool:
+def _is_own_report(loaded: dict[str, Any]) -> bool:
     if "format" in loaded:
-        return str(loaded["format"]).split("/")[0] == _NAME
+        return str(loaded["format"]).split("/")[0] == _FORMAT_NAME
     return {"run", "methods"} <= loaded.keys()  # reports once had no format
 
 
-def digest(body: dict[str, Any]) -> str:
+def json_digest(body: dict[str, Any]) -> str:
     """Return the SHA-256 of plain data in its canonical form: sorted keys, no spaces."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -7,34 +7,35 @@ import traceback
 from typing import Any
 
 _READERS = ("torch.serialization", "torch._weights_only_unpickler")
-_MOST = 300  # characters
+_MAX_LENGTH = 300  # characters
 
 
-def reason(error: BaseException, most: int = _MOST) -> str:
+def describe_error(error: BaseException, max_length: int = _MAX_LENGTH) -> str:
     """Return an error's kind and its text, in one line.
 
     Args:
         error: The error.
-        most: Characters; a longer text ends at a word, with "...".
+        max_length: Characters; a longer text ends at a word, with "...".
     """
-    text = one_line(str(error), most)
+    text = one_line(str(error), max_length)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def one_line(text: object, most: int | None = _MOST) -> str:
+def one_line(text: object, max_length: int | None = _MAX_LENGTH) -> str:
     """Return a text as one printable line.
 
     Args:
         text: The text, or what has one.
-        most: Characters; a longer text ends in "...", at a word if there is one. None cuts nothing.
+        max_length: Characters; a longer text ends in "...", at a word if there is one. None cuts
+            nothing.
     """
     printable = "".join(c if c.isprintable() else " " for c in str(text))
     line = " ".join(printable.split())
-    if most is None or len(line) <= most:
+    if max_length is None or len(line) <= max_length:
         return line
-    head = line[: most - 4]
+    head = line[: max_length - 4]
     words = head.rpartition(" ")[0]
-    return (words if len(words) >= most // 2 else head) + " ..."
+    return (words if len(words) >= max_length // 2 else head) + " ..."
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -49,7 +50,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its lists or objects are nested too deep") from error
 
 
-def is_of_weights_file(error: BaseException) -> bool:
+def is_weights_file_error(error: BaseException) -> bool:
     """Return whether an error came up while torch read a .bin file of weights."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") in _READERS for frame, _ in frames)

@@ -27,7 +27,7 @@ class FolderLock:
         self._lock: Any = None
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether this object holds the lock."""
         return self._lock is not None
 
@@ -38,7 +38,7 @@ class FolderLock:
             ValueError: Another run holds it.
             OSError: The folder cannot be written to, or its file system has no locks.
         """
-        if self.held:
+        if self.is_held:
             return
         from filelock import FileLock, Timeout
 
@@ -66,7 +66,7 @@ class FolderLock:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, processes: Processes) -> Iterator[None]:
+def lock_folder(folder: Path, processes: Processes) -> Iterator[None]:
     """Hold a folder's lock in the main process, for all processes of a run.
 
     Args:
@@ -78,7 +78,7 @@ def locked(folder: Path, processes: Processes) -> Iterator[None]:
         OSError: Likewise.
     """
     lock = FolderLock(folder)
-    processes.together(lock.acquire)
+    processes.run_on_main(lock.acquire)
     try:
         yield
     finally:

@@ -44,7 +44,7 @@ class Processes:
                 )
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the one that writes reports."""
         return self.rank == 0
 
@@ -58,7 +58,7 @@ class Processes:
         if self._state is not None:
             self._state.wait_for_everyone()
 
-    def share(self, items: Sequence[Item], cost: Callable[[Item], float]) -> list[Item]:
+    def own_share(self, items: Sequence[Item], cost: Callable[[Item], float]) -> list[Item]:
         """This process's part of a list: neighbours stay together, parts cost about the same.
 
         Args:
@@ -73,7 +73,7 @@ class Processes:
             before += cost(item)
         return mine
 
-    def same(self, value: Item) -> Item:
+    def broadcast(self, value: Item) -> Item:
         """What the main process has, in every process."""
         if self._state is None:
             return value
@@ -81,7 +81,7 @@ class Processes:
 
         return broadcast_object_list([value])[0]
 
-    def together(self, do: Callable[[], Item]) -> Item:
+    def run_on_main(self, do: Callable[[], Item]) -> Item:
         """Call a function in the main process; return what it returns in every process.
 
         Args:
@@ -93,12 +93,12 @@ class Processes:
         if self.size == 1:
             return do()
         outcome: tuple[Any, Exception | None] = (None, None)
-        if self.main:
+        if self.is_main:
             try:
                 outcome = (do(), None)
             except Exception as error:
                 outcome = (None, error)
-        value, problem = self.same(outcome)
+        value, problem = self.broadcast(outcome)
         if problem is not None:
             raise problem
         return value

@@ -15,7 +15,7 @@ import torch
 
 from rope_patch.utils.versions import version
 
-_SAMPLED = 256  # elements of each tensor that the fingerprint looks at
+_SAMPLED_ELEMENTS = 256  # elements of each tensor that the fingerprint looks at
 
 
 def fingerprint(model: Any) -> str:
@@ -29,7 +29,7 @@ def fingerprint(model: Any) -> str:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         if not tensor.is_meta:
             flat = tensor.detach().flatten()
-            step = max(1, flat.numel() // _SAMPLED)
+            step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
             digest.update(flat[::step].double().cpu().numpy().tobytes())
     return f"sampled-sha256:{digest.hexdigest()[:32]}"
 
@@ -66,7 +66,7 @@ def hardware() -> dict[str, Any]:
     cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return {
-        "cpu": _cpu() or platform.processor() or platform.machine(),
+        "cpu": _cpu_name() or platform.processor() or platform.machine(),
         "cores": len(cores),
         "threads": torch.get_num_threads(),
         "memory": memory,
@@ -74,7 +74,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+def _cpu_name() -> str:
     """The processor's name, where Linux tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -17,7 +17,7 @@ from rope_patch.methods import build
 def _stepped(ratio: float) -> Rotation:
     """What a patched model rotates by, whose growth is in steps unless told otherwise."""
     method = build("dynamic")
-    found = method.at(Geometry(**LLAMA2.numbers()), ratio * LLAMA2.trained_length)
+    found = method.frequencies_at(Geometry(**LLAMA2.numbers()), ratio * LLAMA2.trained_length)
     return found.inv_freq.tolist(), found.attention_factor
 
 

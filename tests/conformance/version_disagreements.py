@@ -9,13 +9,13 @@ from published import DEEPSEEK3, GEMMA3_FULL, LLAMA2
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build
-from rope_patch.patching.mla_scale import InSoftmax
+from rope_patch.patching.mla_scale import SoftmaxScaled
 
 
 def _sharpened(**options: float) -> float:
     """What a patch multiplies softmax scales by, where only a part of each head rotates."""
-    method = InSoftmax(inner=build("yarn", **options))
-    return method.sharpening(Geometry(**DEEPSEEK3.numbers())) ** 2
+    method = SoftmaxScaled(inner=build("yarn", **options))
+    return method.softmax_mscale(Geometry(**DEEPSEEK3.numbers())) ** 2
 
 
 # Which version does it is checked on the live modules, of the version that is installed.

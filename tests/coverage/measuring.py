@@ -13,7 +13,7 @@ from torch import nn
 
 import rope_patch
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.rope_config import by_layer_type, own_scaling
+from rope_patch.rope_config import by_layer_type, config_rope_type
 
 FACTOR = 4
 SHORT, LONG = 40, 150
@@ -86,12 +86,12 @@ def _static(model: Any) -> str:
     torch.testing.assert_close(linear, _logits(model, LONG), rtol=0, atol=2e-4)
     handle = rope_patch.patch(model, "yarn", factor=FACTOR)
     kept = {name for name, scale in _softmax_scales(model).items() if scale == scales[name]}
-    assert (len(kept) < len(scales)) == (handle.sharpening != 1)
+    assert (len(kept) < len(scales)) == (handle.softmax_mscale != 1)
     for kind, frequencies in handle.frequencies.items():
         g = handle.geometries[kind]
         inv_freq, law = _yarn(g.inv_freq(), g.theta, g.trained_length, FACTOR)
         torch.testing.assert_close(frequencies.inv_freq, inv_freq, rtol=1e-9, atol=0)
-        total = frequencies.attention_factor * handle.sharpening
+        total = frequencies.attention_factor * handle.softmax_mscale
         assert total == _approximately(law * g.attention_factor * _own_sharpening(model, handle))
         for rotary in find_rotaries(model):
             if kind in rotary.prefixes:
@@ -128,7 +128,7 @@ def _replaced(handle: Any) -> bool:
     """Whether an extension starts before a scaling of the config's own."""
     standing = by_layer_type(handle.original_config.rope_parameters)
     return any(
-        own_scaling(standing[kind]) != "default" and not geometry.base
+        config_rope_type(standing[kind]) != "default" and not geometry.base
         for kind, geometry in handle.geometries.items()
     )
 
@@ -162,7 +162,7 @@ def _start(handle: Any, kind: str | None, own: torch.Tensor) -> torch.Tensor:
     """What an extension starts from: the unscaled rotation, or what the model runs with."""
     geometry = handle.geometries[kind]
     parameters = by_layer_type(handle.original_config.rope_parameters)[kind]
-    scaling = own_scaling(parameters)
+    scaling = config_rope_type(parameters)
     if scaling in ("default", "llama3", "proportional"):
         return own
     pair = torch.arange(len(own), dtype=torch.float64)
@@ -196,7 +196,7 @@ def _rotation(model: Any) -> str:
     elif geometry.rotary_dim < geometry.head_dim:
         said.append(f"{geometry.rotary_dim / geometry.head_dim:.0%} of each head")
     parameters = by_layer_type(plan.config.rope_parameters)[geometry.layer_type]
-    if (own := own_scaling(parameters)) != "default":
+    if (own := config_rope_type(parameters)) != "default":
         said.append(f"own {own}, {'continued' if geometry.base else 'replaced'}")
     if any(hasattr(rotary.module, "mrope_section") for rotary, _ in plan.rotaries):
         said.append("M-RoPE")

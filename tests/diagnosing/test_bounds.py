@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from rope_patch.diagnosing.base_bounds import LONGEST, base_bound, critical_base, similarity_fails
+from rope_patch.diagnosing.base_bounds import (
+    MAX_LENGTH,
+    base_bound,
+    critical_base,
+    failing_distance,
+)
 
 
 def least(rotary_dim, base, length):
@@ -22,13 +27,13 @@ def least(rotary_dim, base, length):
 @pytest.mark.parametrize("base", [20.0, 300.0, 1e4])
 def test_similarity_is_that_of_plain_sums(base, length):
     inv_freq = base ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
-    assert (similarity_fails(inv_freq, length) is None) == (least(32, base, length) >= 0)
+    assert (failing_distance(inv_freq, length) is None) == (least(32, base, length) >= 0)
 
 
 @pytest.mark.parametrize("near", [1, 30, 200, 1000])
 def test_where_it_fails_sums_are_negative_wherever_one_looks_first(near):
     inv_freq = 300.0 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
-    m = similarity_fails(inv_freq, 1000, near)
+    m = failing_distance(inv_freq, 1000, near)
     assert sum(math.cos(m * f) for f in inv_freq.tolist()) < 0
 
 
@@ -52,7 +57,7 @@ def test_the_bound_of_real_heads_and_lengths(length):
 
 def test_where_there_is_no_bound():
     assert base_bound(2, 100) is None  # one pair turns below zero whatever the base
-    assert base_bound(128, LONGEST + 1) is None
+    assert base_bound(128, MAX_LENGTH + 1) is None
 
 
 def test_the_critical_base_is_the_papers():

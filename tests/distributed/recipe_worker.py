@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rope_patch import cli
 from rope_patch.training import loop, trainer
-from rope_patch.training.run import Run
+from rope_patch.training.run import TrainingRun
 from rope_patch.training.settings import parse
 
 RANK = int(os.environ.get("RANK", 0))
@@ -40,13 +40,13 @@ class Observed:
 
     def __enter__(self):
         self.hook = torch.nn.modules.module.register_module_forward_pre_hook(self.see_layer)
-        self.finish = Run.finish
-        Run.finish = lambda run, model: self.see_model(model) or self.finish(run, model)
+        self.finish = TrainingRun.finish
+        TrainingRun.finish = lambda run, model: self.see_model(model) or self.finish(run, model)
         return self
 
     def __exit__(self, *_):
         self.hook.remove()
-        Run.finish = self.finish
+        TrainingRun.finish = self.finish
 
     def see_layer(self, module, args):
         if isinstance(module, LlamaDecoderLayer) and module.training:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.tasks import texts
-from rope_patch.training.checkpoints import MANIFEST, what_is_wrong
+from rope_patch.training.checkpoints import MANIFEST, find_damage
 from rope_patch.training.monitor import read_log
 from rope_patch.training.needle_callback import read_scores
 
@@ -138,7 +138,7 @@ def run(mode, tmp_path_factory):
 
 def write_documents(folder):
     """Documents that end within rows, some of them too short for one."""
-    text = texts.read("emma")
+    text = texts.read_text("emma")
     path = folder / "documents.jsonl"
     with path.open("w") as file:
         for length in [2500, 300, 6000, 90, 1200, 4000, 700, 10000]:
@@ -292,7 +292,7 @@ def test_checkpoints_are_whole(runs, mode, recipe, kind):
     folder, _ = runs(mode)
     for step in (2, 4):
         checkpoint = folder / f"{recipe} {kind}" / f"checkpoint-{step}"
-        assert what_is_wrong(checkpoint) is None
+        assert find_damage(checkpoint) is None
         there = {str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()}
         assert there - {MANIFEST} == json.loads((checkpoint / MANIFEST).read_text()).keys()
 

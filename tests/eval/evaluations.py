@@ -9,8 +9,8 @@ from pathlib import Path
 from forked import FORK
 
 from rope_patch.evaluation.pipeline import evaluate
-from rope_patch.evaluation.request import Request
-from rope_patch.inference.answers import Answers
+from rope_patch.evaluation.request import EvalRequest
+from rope_patch.inference.answers import AnswerStore
 from rope_patch.utils import atomic_files
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
@@ -19,7 +19,7 @@ TASKS = ("rp_niah_single_2", "rp_json_kv_ll", "perplexity", "rp_short_cloze")
 
 def request(folder, **changes):
     """Two methods, two lengths, two depths of one text each."""
-    asked = Request(
+    asked = EvalRequest(
         model=TINY,
         methods=("none", "yarn"),
         factor=4,
@@ -63,7 +63,7 @@ def killed(asked, answers=None, pieces=None):
 
 
 def _until(asked, answers, pieces):
-    _count(Answers, "put", answers)
+    _count(AnswerStore, "put", answers)
     _count(atomic_files, "write_json", pieces)
     evaluate(asked)
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from rope_patch.inference.answers import Answers, key_of
+from rope_patch.inference.answers import AnswerStore, answer_key
 
 
 def lines(folder, rank=0):
@@ -14,17 +14,17 @@ def lines(folder, rank=0):
 
 
 def test_an_answer_is_kept_and_read_again(tmp_path):
-    answers = Answers(tmp_path / "new")
-    assert not answers.done("k")
+    answers = AnswerStore(tmp_path / "new")
+    assert not answers.is_answered("k")
     answers.put("k", {"text": "é\n", "log_likelihood": -1 / 3})
-    for found in (answers, Answers(tmp_path / "new")):
-        assert found.done("k")
+    for found in (answers, AnswerStore(tmp_path / "new")):
+        assert found.is_answered("k")
         assert found["k"] == {"text": "é\n", "log_likelihood": -1 / 3}  # every bit of it
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    answers = Answers()
+    answers = AnswerStore()
     answers.put("k", {"text": "1"})
     answers.reload()
     assert answers["k"] == {"text": "1"}
@@ -32,65 +32,65 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 
 
 def test_a_failure_is_kept_and_not_done_until_there_is_an_answer(tmp_path):
-    answers = Answers(tmp_path)
+    answers = AnswerStore(tmp_path)
     answers.put("k", {"error": "no"})
-    assert not answers.done("k")
-    assert Answers(tmp_path)["k"] == {"error": "no"}
-    Answers(tmp_path, rank=1).put("k", {"text": "1"})
-    assert Answers(tmp_path)["k"] == {"text": "1"}
+    assert not answers.is_answered("k")
+    assert AnswerStore(tmp_path)["k"] == {"error": "no"}
+    AnswerStore(tmp_path, rank=1).put("k", {"text": "1"})
+    assert AnswerStore(tmp_path)["k"] == {"text": "1"}
     answers.reload()
-    assert answers.done("k")
+    assert answers.is_answered("k")
 
 
 def test_an_answer_is_never_replaced_by_a_later_failure_or_answer(tmp_path):
-    Answers(tmp_path, rank=0).put("k", {"text": "first"})
+    AnswerStore(tmp_path, rank=0).put("k", {"text": "first"})
     later = tmp_path / "later"
     for answer in ({"error": "no"}, {"text": "second"}):
-        Answers(later, rank=1).put("k", answer)
+        AnswerStore(later, rank=1).put("k", answer)
     (later / "answers-1.jsonl").rename(tmp_path / "answers-1.jsonl")
-    assert Answers(tmp_path)["k"] == {"text": "first"}
+    assert AnswerStore(tmp_path)["k"] == {"text": "first"}
 
 
 @pytest.mark.parametrize("left", range(1, 40))
 def test_a_line_cut_anywhere_is_no_answer_and_spoils_no_other(tmp_path, caplog, left):
     """`left` characters of the second line are on the disk when the process is killed."""
-    answers = Answers(tmp_path)
+    answers = AnswerStore(tmp_path)
     answers.put("a", {"text": "one"})
     answers.put("b", {"text": "two"})
     first, second = lines(tmp_path)
     cut = second[: min(left, len(second) - 2)]  # not even the last brace
     (tmp_path / "answers-0.jsonl").write_bytes(first + cut)
-    again = Answers(tmp_path)
-    assert again.done("a")
-    assert not again.done("b")
+    again = AnswerStore(tmp_path)
+    assert again.is_answered("a")
+    assert not again.is_answered("b")
     again.put("c", {"text": "three"})
     again.put("b", {"text": "two"})
-    last = Answers(tmp_path)
+    last = AnswerStore(tmp_path)
     assert [last[key]["text"] for key in "abc"] == ["one", "two", "three"]
     assert (lines(tmp_path)[0], lines(tmp_path)[2]) == (first, second)  # and no half line
     assert not caplog.messages
 
 
 def test_a_whole_line_without_its_end_is_an_answer(tmp_path):
-    answers = Answers(tmp_path)
+    answers = AnswerStore(tmp_path)
     answers.put("a", {"text": "one"})
     (tmp_path / "answers-0.jsonl").write_bytes(lines(tmp_path)[0].rstrip(b"\n"))
-    again = Answers(tmp_path)
-    assert again.done("a")
+    again = AnswerStore(tmp_path)
+    assert again.is_answered("a")
     again.put("b", {"text": "two"})
-    assert Answers(tmp_path).done("a")
-    assert Answers(tmp_path).done("b")
+    assert AnswerStore(tmp_path).is_answered("a")
+    assert AnswerStore(tmp_path).is_answered("b")
 
 
 def test_other_things_in_the_file_are_passed_over(tmp_path, caplog):
     junk = b'[1]\n"k"\n3\nnull\n{"key": "x"}\n{"key": "y", "answer": 3}\n\xff\xfe\n\n'
     (tmp_path / "answers-0.jsonl").write_bytes(junk)
-    answers = Answers(tmp_path)
+    answers = AnswerStore(tmp_path)
     answers.put("k", {"text": "1"})
-    again = Answers(tmp_path)
-    assert again.done("k")
-    assert not again.done("x")
-    assert not again.done("y")
+    again = AnswerStore(tmp_path)
+    assert again.is_answered("k")
+    assert not again.is_answered("x")
+    assert not again.is_answered("y")
     (line,) = caplog.messages
     assert "answers-0.jsonl: 7 of 7 answers are asked again: line 1: it has no digest" in line
     assert len(lines(tmp_path)) == 1
@@ -100,32 +100,32 @@ def test_other_things_in_the_file_are_passed_over(tmp_path, caplog):
     ("old", "new"), [(b"0.25", b"0.75"), (b'"b"', b'"c"'), (b"0.25", b"0.2"), (b"0.25", b"0.\xb5")]
 )
 def test_a_changed_answer_is_asked_again(tmp_path, caplog, old, new):
-    answers = Answers(tmp_path)
+    answers = AnswerStore(tmp_path)
     for key, value in (("a", 0.5), ("b", 0.25)):
         answers.put(key, {"log_likelihood": value})
     path = tmp_path / "answers-0.jsonl"
     path.write_bytes(path.read_bytes().replace(old, new))
-    again = Answers(tmp_path)
-    assert (len(again), again.done("a")) == (1, True)
+    again = AnswerStore(tmp_path)
+    assert (len(again), again.is_answered("a")) == (1, True)
     (line,) = caplog.messages
     assert line.startswith(f"{path}: 1 of 2 answers are asked again: line 2: it is damaged")
     again.put("b", {"log_likelihood": 0.25})
-    assert Answers(tmp_path)["b"] == {"log_likelihood": 0.25}
+    assert AnswerStore(tmp_path)["b"] == {"log_likelihood": 0.25}
     assert len(caplog.messages) == 1
 
 
 def test_each_process_mends_its_own_file_and_the_main_one_what_nobody_writes(tmp_path):
     for rank in range(3):
         (tmp_path / f"answers-{rank}.jsonl").write_text("junk\n")
-    Answers(tmp_path, rank=1, size=2)
+    AnswerStore(tmp_path, rank=1, size=2)
     sizes = [len(lines(tmp_path, rank)) for rank in range(3)]
     assert sizes == [1, 0, 1]
-    Answers(tmp_path, rank=0, size=2)
+    AnswerStore(tmp_path, rank=0, size=2)
     assert [len(lines(tmp_path, rank)) for rank in range(3)] == [0, 0, 0]
 
 
 def _write_until_killed(folder):
-    answers = Answers(folder)
+    answers = AnswerStore(folder)
     for i in range(10**6):
         answers.put(str(i), {"text": "x" * 200})
         if i == 20:
@@ -139,8 +139,8 @@ def test_every_answer_is_on_the_disk_when_put_returns(tmp_path):
     process.start()
     process.join(30)
     assert process.exitcode == -signal.SIGKILL
-    answers = Answers(tmp_path)
-    assert all(answers.done(str(i)) for i in range(21))
+    answers = AnswerStore(tmp_path)
+    assert all(answers.is_answered(str(i)) for i in range(21))
 
 
 def test_keys_tell_everything_apart_and_know_no_order_of_names():
@@ -168,5 +168,5 @@ def test_keys_tell_everything_apart_and_know_no_order_of_names():
         ({"weights": "w", "method": None}, "generate", [1, 2], [3], 8, ()),
         ({"weights": "w", "method": None}, "loglikelihood", [1, 2], [3]),
     ]
-    assert len({key_of(*part) for part in parts}) == len(parts)
-    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
+    assert len({answer_key(*part) for part in parts}) == len(parts)
+    assert answer_key({"a": 1, "b": 2}) == answer_key({"b": 2, "a": 1})

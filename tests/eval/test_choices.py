@@ -82,7 +82,7 @@ def test_a_choice_costs_one_reading_of_the_prompt_and_knows_the_likelihood(token
         results = lm_eval_tasks.evaluate(lm, [build(name, tokenizer)])
         rows = lm_eval_tasks.scores(results, lm.failures)
         answers[name] = [row["log_likelihood"] for row in rows]
-        assert lm.read < 2 * LENGTH  # of four prompts, and four choices each
+        assert lm.computed_tokens < 2 * LENGTH  # of four prompts, and four choices each
     chosen, scored = answers.values()
     assert chosen == scored
     assert not any("chance" in row for row in rows)

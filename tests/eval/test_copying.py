@@ -58,7 +58,7 @@ def test_the_passage_stands_at_its_depth_among_the_words_outside_of_passages(tok
 
 
 def test_the_words_are_those_of_a_text_in_no_order_of_it(tokenizer):
-    novel = texts.words("emma")
+    novel = texts.split_words("emma")
     (row, *_) = rows(tokenizer, 6000, text="emma")
     words = listed(row)
     assert set(words) <= set(novel)

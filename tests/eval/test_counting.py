@@ -55,7 +55,7 @@ def test_sentences_of_a_kind_differ_and_spread_over_the_text(tokenizer):
 def test_numbers_from_2_to_12_are_as_likely_at_every_length(length):
     counts = []
     for i in range(150):
-        text = samples.Text(
+        text = samples.TextContext(
             rng=random.Random(f"{length}/{i}"),
             length=length,
             depths=[0, 50],
@@ -63,7 +63,7 @@ def test_numbers_from_2_to_12_are_as_likely_at_every_length(length):
             texts=("emma",),
             options={},
         )
-        counts += [int(draft.answers[0]) for draft in counting.drafts(text)]
+        counts += [int(draft.answers[0]) for draft in counting.generate(text)]
     assert set(counts) == set(range(2, 13))
     # The mean of 300 draws has a standard error of 0.18.
     assert sum(counts) / len(counts) == pytest.approx(7, abs=0.7)

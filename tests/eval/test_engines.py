@@ -17,8 +17,8 @@ import rope_patch
 from rope_patch.evaluation import vllm_commands
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks
-from rope_patch.evaluation.request import Request
-from rope_patch.methods import registered
+from rope_patch.evaluation.request import EvalRequest
+from rope_patch.methods import registered_methods
 from rope_patch.patching import check
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -34,7 +34,7 @@ OPTIONS = {  # without which a method has nothing to say
 def request(tmp_path, **asked):
     given = {"model": LLAMA, "methods": ("none", "yarn"), "factor": 4.0, "lengths": (512, 1024)}
     given |= {"tasks": ("rp_niah_single_1", "rp_vt_ll"), "samples": 1, "folder": tmp_path}
-    return Request(**(given | asked))
+    return EvalRequest(**(given | asked))
 
 
 def parsed(command, monkeypatch):
@@ -168,10 +168,10 @@ class TestCommands:
 def static():
     """The methods that a config says and that do not follow the length."""
     found = []
-    for name, kind in registered().items():
-        method = kind(**({} if kind.grows else {"factor": 2.0}), **OPTIONS.get(name, {}))
+    for name, kind in registered_methods().items():
+        method = kind(**({} if kind.is_dynamic else {"factor": 2.0}), **OPTIONS.get(name, {}))
         changes = name not in ("default", "nope")  # nothing, or more than vLLM takes
-        if changes and method.native and not method.follows_length(256):
+        if changes and method.has_config_form and not method.is_length_dependent(256):
             found.append(name)
     return found
 
@@ -187,7 +187,7 @@ class TestOverrides:
         for length in (512, 1024):  # 1,024 is beyond what vLLM lets YaRN reach
             config = AutoConfig.from_pretrained(path)
             plan = check(model, name, factor=2.0, **options)
-            found = json.loads(json.dumps(vllm_commands.overrides(config, plan, length)))
+            found = json.loads(json.dumps(vllm_commands.config_overrides(config, plan, length)))
             config.update(copy.deepcopy(found))
             assert config.max_position_embeddings >= length
             plain = AutoModelForCausalLM.from_pretrained(path, config=config).eval()
@@ -207,7 +207,7 @@ class TestOverrides:
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
         for method, options in (("yarn", {"attention_factor": 1.25}), ("ntk-by-parts", {})):
             plan = check(model, method, factor=4.0, **options)
-            rope = vllm_commands.overrides(model.config, plan, 512)["rope_parameters"]
+            rope = vllm_commands.config_overrides(model.config, plan, 512)["rope_parameters"]
             assert rope["rope_type"] == "longrope"
             wanted = options.get("attention_factor", 1.0)
             assert rope["short_mscale"] == rope["long_mscale"] == wanted
@@ -217,7 +217,7 @@ class TestOverrides:
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
         plan = check(model, "yarn", factor=2.0)
         kinds = {
-            length: vllm_commands.overrides(model.config, plan, length)["rope_parameters"][
+            length: vllm_commands.config_overrides(model.config, plan, length)["rope_parameters"][
                 "rope_type"
             ]
             for length in (512, 513)
@@ -230,7 +230,7 @@ class TestOverrides:
         text = json.loads((ASSETS / "tiny-gemma3" / "config.json").read_text())
         config = Gemma3Config(text_config=text)
         model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-gemma3")
-        found = vllm_commands.overrides(config, check(model, "linear", factor=2.0), 512)
+        found = vllm_commands.config_overrides(config, check(model, "linear", factor=2.0), 512)
         assert list(found) == ["text_config"]
         rope = found["text_config"]["rope_parameters"]
         assert rope["full_attention"]["rope_type"] == "linear"
@@ -238,7 +238,7 @@ class TestOverrides:
 
     def test_a_model_as_it_is_stays_as_it_is(self):
         config = AutoConfig.from_pretrained(LLAMA)
-        assert vllm_commands.overrides(config, None, 256) == {}
+        assert vllm_commands.config_overrides(config, None, 256) == {}
 
 
 class TestRun:
@@ -295,4 +295,4 @@ class TestRun:
 
 
 def test_harness_spells_lengths_for_engines():
-    assert external_tasks.spelled_length("ruler", 8192) == {"max_seq_lengths": [8192]}
+    assert external_tasks.length_metadata("ruler", 8192) == {"max_seq_lengths": [8192]}

@@ -8,7 +8,7 @@ from evaluations import request
 from forked import FORK, together
 
 from rope_patch.evaluation.pipeline import evaluate
-from rope_patch.utils.folder_lock import FolderLock, locked
+from rope_patch.utils.folder_lock import FolderLock, lock_folder
 from rope_patch.utils.processes import Processes
 
 
@@ -28,12 +28,12 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
         FolderLock(tmp_path).acquire()
     holder.kill()
     holder.join()
-    with locked(tmp_path, Processes()):
+    with lock_folder(tmp_path, Processes()):
         pass
 
 
 def test_a_second_evaluation_is_refused_before_it_writes(tmp_path):
-    with locked(tmp_path, Processes()):
+    with lock_folder(tmp_path, Processes()):
         with pytest.raises(ValueError, match="another process works in"):
             evaluate(request(tmp_path))
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -42,12 +42,12 @@ def test_a_second_evaluation_is_refused_before_it_writes(tmp_path):
 def test_all_processes_of_a_second_run_end_and_all_of_a_single_one_work(tmp_path):
     def work():
         try:
-            with locked(tmp_path, Processes()):
+            with lock_folder(tmp_path, Processes()):
                 return "works"
         except ValueError as error:
             return str(error)
 
-    with locked(tmp_path, Processes()):
+    with lock_folder(tmp_path, Processes()):
         first, second = together(work)
     assert "another process works in" in first
     assert second == first
@@ -55,7 +55,7 @@ def test_all_processes_of_a_second_run_end_and_all_of_a_single_one_work(tmp_path
 
 
 def test_the_lock_is_let_go_after_an_error(tmp_path):
-    with pytest.raises(KeyError), locked(tmp_path, Processes()):
+    with pytest.raises(KeyError), lock_folder(tmp_path, Processes()):
         raise KeyError
     FolderLock(tmp_path).acquire()
 

@@ -137,7 +137,7 @@ def test_frequencies_are_those_of_rulers_zeta_distribution(number):
 
 def test_three_words_lead_clearly_at_every_length():
     stream = frequent_words._zeta(10)
-    counts = Counter(islice(stream, frequent_words._FREQUENT_LEAST))
+    counts = Counter(islice(stream, frequent_words._MIN_FREQUENT_WORDS))
     for rank in islice(stream, 5000):
         one, two, three, four, five = (counts[rank] for rank in range(1, 6))
         assert one > two > three > four >= five + 2

@@ -8,10 +8,10 @@ from report_results import results
 from transformers import LlamaForCausalLM
 
 from rope_patch.evaluation.measures import perplexity
-from rope_patch.evaluation.merging import merged
-from rope_patch.evaluation.report.gaps import gaps, sentence
+from rope_patch.evaluation.merging import merge_runs
+from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
 from rope_patch.evaluation.report.writer import write_report
-from rope_patch.utils.checksums import sign
+from rope_patch.utils.checksums import add_checksum
 
 
 def whole():
@@ -30,13 +30,13 @@ def failing(measured, task, label, length=None, keep=0):
 
 
 def test_a_whole_run_misses_nothing():
-    assert gaps(whole()) == []
+    assert find_gaps(whole()) == []
 
 
 def test_a_failed_sample_among_others_is_no_gap():
     measured = whole()
     task = measured["retrieval"][0]["task"]
-    assert gaps(failing(measured, task, "yarn ×2", 2048, keep=1)) == []
+    assert find_gaps(failing(measured, task, "yarn ×2", 2048, keep=1)) == []
 
 
 def test_a_score_without_any_sample_is_a_gap_and_told_first(tmp_path):
@@ -45,7 +45,7 @@ def test_a_score_without_any_sample_is_a_gap_and_told_first(tmp_path):
     failing(measured, task, "yarn ×2", 8192)
     failing(measured, other, "linear ×2")
     names = [f"{task}, yarn ×2, 8,192 tokens", f"{other}, linear ×2"]
-    assert gaps(measured) == [f"{name}: RuntimeError: boom" for name in names]
+    assert find_gaps(measured) == [f"{name}: RuntimeError: boom" for name in names]
     write_report(measured, tmp_path)
     told = f"Incomplete: 2 parts were not measured ({'; '.join(names)}); the same command"
     first = (tmp_path / "report.md").read_text().replace("\\", "").splitlines()[0]
@@ -61,12 +61,12 @@ def test_runs_that_are_shown_as_one_miss_what_either_missed():
         run["methods"] = [m for m in run["methods"] if m["label"] in ("none", label)]
         for entry in run["retrieval"]:
             entry["samples"] = {k: v for k, v in entry["samples"].items() if k in ("none", label)}
-    (joined,) = merged([first, second])
-    assert gaps(joined) == ["perplexity of yarn ×2: boom", "perplexity of linear ×2: boom"]
+    (joined,) = merge_runs([first, second])
+    assert find_gaps(joined) == ["perplexity of yarn ×2: boom", "perplexity of linear ×2: boom"]
 
 
 def test_many_gaps_are_one_sentence():
-    text = sentence([f"part {i}: boom" for i in range(9)])
+    text = gap_sentence([f"part {i}: boom" for i in range(9)])
     assert text.startswith("Incomplete: 9 parts were not measured (part 0; part 1; part 2; part 3;")
     assert "part 5; 3 more)" in text
     assert "boom" not in text
@@ -119,7 +119,7 @@ def test_a_task_whose_samples_all_failed_exits_non_zero(tmp_path, monkeypatch):
 def test_a_report_of_forged_results_names_the_file(tmp_path):
     measured = results()
     measured["run"]["trained_length"] = "long"
-    (tmp_path / "report.json").write_text(json.dumps(sign(measured)))
+    (tmp_path / "report.json").write_text(json.dumps(add_checksum(measured)))
     status, out, err = here("report", tmp_path)
     assert (status, out) == (1, "")
     assert f"error: {tmp_path / 'report.json'} holds what no evaluation writes" in err

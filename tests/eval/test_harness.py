@@ -82,7 +82,7 @@ class TestRuler:
 
     def test_groups_and_tags_name_the_task_whose_data_is_missing(self, monkeypatch):
         seen = []
-        read = external_tasks._read
+        read = external_tasks._load_with
         monkeypatch.setattr(
             external_tasks,
             "_read",
@@ -91,9 +91,11 @@ class TestRuler:
         with pytest.raises(ValueError, match=r"'niah_single_2' cannot be had.*HF_HUB_OFFLINE"):
             external_tasks.load(["ruler"], [1024], LLAMA)
         assert seen == ["niah_single_1", "niah_single_2"]
-        assert external_tasks.made_at_length("longcxt")
+        assert external_tasks.accepts_length("longcxt")
         assert (
-            len(external_tasks._members("ruler")) == len(external_tasks._members("longcxt")) == 13
+            len(external_tasks._member_tasks("ruler"))
+            == len(external_tasks._member_tasks("longcxt"))
+            == 13
         )
 
     def test_questions_are_not_fetched_offline(self):
@@ -110,7 +112,7 @@ class TestRuler:
 
     def test_restores_what_it_bounds(self):
         before = sys.modules["nltk"].download, requests.get
-        with external_tasks._bounded():
+        with external_tasks._network_timeouts():
             assert sys.modules["nltk"].download is not before[0]
         assert (sys.modules["nltk"].download, requests.get) == before
 
@@ -127,8 +129,8 @@ class TestOthers:
             external_tasks.load(["longbench_2wikimqa"], [4096], LLAMA)
 
     def test_babilong_is_asked_for_by_its_own_names_of_lengths(self):
-        assert external_tasks.spelled_length("babilong", 4096) == {"max_seq_lengths": "4k"}
-        assert external_tasks.spelled_length("niah_single_1", 4096) == {"max_seq_lengths": [4096]}
+        assert external_tasks.length_metadata("babilong", 4096) == {"max_seq_lengths": "4k"}
+        assert external_tasks.length_metadata("niah_single_1", 4096) == {"max_seq_lengths": [4096]}
 
     def test_unknown_names_get_a_hint(self):
         with pytest.raises(ValueError, match=r"'niah_singel_1' \(did you mean 'niah_single_1'"):

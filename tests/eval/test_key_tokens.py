@@ -38,7 +38,7 @@ def test_answers_are_key_tokens_if_only_the_long_context_holds_them(model, lengt
     far, others = [], []
     for seed in range(6):
         ids, answers = recall_text(length, seed)
-        found = longppl.find(model, ids, TRAINED, SHORT)
+        found = longppl.find_key_tokens(model, ids, TRAINED, SHORT)
         for answer in answers:
             pair = ids.index(ids[answer])
             only_long = length - TRAINED <= pair < length - 2 * SHORT
@@ -57,8 +57,8 @@ def test_answers_that_stand_nowhere_are_no_key_tokens(model):
         train_tiny.FILLER_IDS[0] if pair else token
         for pair, token in zip(is_pair, ids, strict=True)
     ]
-    assert len(set(answers) & set(longppl.find(model, ids, TRAINED, SHORT))) >= 5
-    assert not set(answers) & set(longppl.find(model, without, TRAINED, SHORT))
+    assert len(set(answers) & set(longppl.find_key_tokens(model, ids, TRAINED, SHORT))) >= 5
+    assert not set(answers) & set(longppl.find_key_tokens(model, without, TRAINED, SHORT))
 
 
 def test_key_tokens_fit_the_definition(model):
@@ -67,7 +67,7 @@ def test_key_tokens_fit_the_definition(model):
     Tokens whose loss is within rounding of a threshold may fall on either side.
     """
     ids, _ = recall_text(400, seed=1)
-    found = longppl.find(model, ids, TRAINED, SHORT)
+    found = longppl.find_key_tokens(model, ids, TRAINED, SHORT)
     model = model.double()
 
     def loss(position, context):
@@ -102,14 +102,14 @@ def passes(monkeypatch):
 
 @pytest.mark.parametrize("length", [12_288, 12_289, 8192, 8193, 5000, 2049, 100, 2])
 def test_every_token_is_scored_once_within_the_trained_length(passes, length):
-    assert longppl.find(None, [5] * length, 8192, 1024) == []
+    assert longppl.find_key_tokens(None, [5] * length, 8192, 1024) == []
     assert max(read for read, _ in passes) <= 8192
     assert sum(scored for _, scored in passes) == 2 * (length - 1)
     assert all(scored > 0 for _, scored in passes)
 
 
 def test_a_document_costs_few_passes(passes):
-    longppl.find(None, [5] * 12_288, 8192, 1024)
+    longppl.find_key_tokens(None, [5] * 12_288, 8192, 1024)
     assert [read for read, _ in passes] == [8192] * 2 + [2048] * 11
 
 
@@ -120,7 +120,7 @@ def test_windows_start_with_what_the_document_starts_with(monkeypatch):
         "token_losses",
         lambda _, ids, scored, label: read.append(ids) or torch.zeros(scored),
     )
-    longppl.find(None, list(range(300)), 128, 32, head=2)
+    longppl.find_key_tokens(None, list(range(300)), 128, 32, head=2)
     assert all(ids[:2] == [0, 1] for ids in read)
     assert [66, *range(67, 128)] == read[1][2:64] == list(range(66, 128))
 
@@ -145,4 +145,4 @@ def test_the_short_context_is_an_eighth_and_must_be_the_shorter_one():
     assert shorts == [10, 16, 32, 64, 1024, 4096]
     for wrong in (0, 65):
         with pytest.raises(ValueError, match=rf"1 to 64 tokens, .* got {wrong}"):
-            longppl.find(None, [5] * 300, 256, wrong)
+            longppl.find_key_tokens(None, [5] * 300, 256, wrong)

@@ -14,7 +14,7 @@ import rope_patch
 from rope_patch.evaluation import language_model
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.inference import prefix_reader
-from rope_patch.inference.answers import Answers
+from rope_patch.inference.answers import AnswerStore
 from rope_patch.tasks import scoring
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
@@ -263,7 +263,7 @@ def questions():
 
 @pytest.mark.parametrize("short", [0, 10**6], ids=["alone", "in batches"])
 def test_likelihoods_are_those_of_one_pass(model, tokenizer, monkeypatch, short):
-    monkeypatch.setattr(language_model, "SHORT", short)
+    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
     got = ask(lm_for(model, tokenizer), "loglikelihood", questions())
     for (context, continuation), (log_likelihood, is_greedy) in zip(questions(), got, strict=True):
         expected = direct(model, *encoded(tokenizer, context, continuation))
@@ -275,7 +275,7 @@ def test_likelihoods_are_those_of_one_pass(model, tokenizer, monkeypatch, short)
 @pytest.mark.parametrize("method", ["dynamic-yarn", "mixed-yarn"])
 def test_rows_on_both_sides_of_the_trained_length(made, tokenizer, monkeypatch, method, short):
     """Also one prompt whose continuations end within it and beyond, in one batch."""
-    monkeypatch.setattr(language_model, "SHORT", short)
+    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
     ids = tokenizer(CONTEXT).input_ids
     options = {"factor": 4} if method == "mixed-yarn" else {}
     with rope_patch.patch(made, method, trained_length=len(ids) + 4, **options):
@@ -289,7 +289,7 @@ def test_rows_on_both_sides_of_the_trained_length(made, tokenizer, monkeypatch, 
 
 def test_greedy_continuations_are_recognised(llama, tokenizer, monkeypatch):
     for short in (0, 512):
-        monkeypatch.setattr(language_model, "SHORT", short)
+        monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
         lm = lm_for(llama, tokenizer)
         ids = tokenizer(CONTEXT).input_ids
         written = greedy(llama, ids, 3)
@@ -311,7 +311,7 @@ def test_likelihoods_equal_those_of_lm_evals_own_class(made, tokenizer):
 
 
 def test_only_the_logits_that_are_read_are_made(llama, tokenizer, monkeypatch):
-    monkeypatch.setattr(language_model, "SHORT", 0)
+    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
     shapes = []
     llama.lm_head.register_forward_hook(lambda _, __, out: shapes.append(out.shape[1]))
     lm = lm_for(llama, tokenizer)
@@ -328,25 +328,25 @@ def test_common_beginnings_are_read_once_and_change_nothing(model, tokenizer):
     found = [ask(lm, "generate_until", arguments, docs) for lm in (shared, alone)]
     numbers = [[(str(r), r.target_log_likelihood) for r in responses] for responses in found]
     assert numbers[0] == numbers[1]
-    assert shared.asked == alone.asked
-    assert shared.read < alone.read
+    assert shared.prompt_tokens == alone.prompt_tokens
+    assert shared.computed_tokens < alone.computed_tokens
 
 
 def test_nothing_is_asked_twice(llama, tokenizer, tmp_path, monkeypatch):
     arguments = [(CONTEXT, SETTINGS), (CONTEXT, SETTINGS), (CONTEXT[:40], SETTINGS)]
     pairs = questions()
-    first = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    first = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
     expected = ask(first, "generate_until", arguments), ask(first, "loglikelihood", pairs)
     lines = len((tmp_path / "answers-0.jsonl").read_text().splitlines())
     assert lines == 2 + len(set(pairs))
     llama.register_forward_pre_hook(lambda *_: pytest.fail("asked again"))
-    again = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    again = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
     got = ask(again, "generate_until", arguments), ask(again, "loglikelihood", pairs)
     assert got == expected
 
 
 def test_answers_belong_to_an_identity(llama, tokenizer, tmp_path):
-    answers = Answers(tmp_path)
+    answers = AnswerStore(tmp_path)
     pairs = questions()[:3]
     plain = ask(
         lm_for(llama, tokenizer, answers=answers, identity=lambda *_: "plain"),
@@ -369,7 +369,7 @@ CASES = [
 def test_a_prompt_that_does_not_fit_is_refused_not_cut(
     llama, tokenizer, kind, arguments, short, monkeypatch
 ):
-    monkeypatch.setattr(language_model, "SHORT", short)
+    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
     fits = (CONTEXT[:12], arguments[1])
     longest = len(tokenizer(CONTEXT).input_ids)  # without the answer
     with pytest.raises(ValueError, match="were set as the longest"):
@@ -402,7 +402,7 @@ def failing(model, when, error):
 def test_one_samples_failure_leaves_the_others_alone(
     llama, tokenizer, monkeypatch, tmp_path, kind, error, short
 ):
-    monkeypatch.setattr(language_model, "SHORT", short)
+    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
     what = SETTINGS if kind == "generate_until" else " of"
     arguments = [(f"{CONTEXT} {end}", what) for end in ("one", "two", "\u00a3 three", "four")]
     expected = ask(lm_for(llama, tokenizer), kind, arguments)
@@ -412,7 +412,7 @@ def test_one_samples_failure_leaves_the_others_alone(
         for i, (context, _) in enumerate(arguments)
     )
     failing(llama, lambda ids: bool((ids == bad).any()), error)
-    lm = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    lm = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
     got = ask(lm, kind, arguments)
     assert lm.failures == {("task", 2): f"{type(error).__name__}: {' '.join(str(error).split())}"}
     for i in (0, 1, 3):
@@ -423,21 +423,21 @@ def test_one_samples_failure_leaves_the_others_alone(
     if kind == "generate_until":
         assert got[2].error == lm.failures["task", 2]
     llama._forward_pre_hooks.clear()  # the next run tries it again, and it alone
-    again = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    again = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
     sizes = failing(llama, lambda ids: False, None)
     last = ask(again, kind, arguments)
     assert not again.failures
     assert last[2] == expected[2]
     assert sizes
     if short == 0 or kind == "generate_until":
-        assert again.asked == len(tokenizer(arguments[2][0]).input_ids)
+        assert again.prompt_tokens == len(tokenizer(arguments[2][0]).input_ids)
     lines = (tmp_path / "answers-0.jsonl").read_text().splitlines()
     assert len(lines) == 5  # the failure, and four answers
 
 
 def test_a_failure_does_not_change_the_answers_after_it(trained, tokenizer, monkeypatch):
     """To the bit: chunks stay as they are."""
-    monkeypatch.setattr(language_model, "SHORT", 0)
+    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
     arguments = [(f"{i} {CONTEXT} {CONTEXT}", " of") for i in range(4)]
     expected = ask(lm_for(trained, tokenizer), "loglikelihood", arguments)
     first = tokenizer(arguments[1][0]).input_ids
@@ -456,7 +456,7 @@ def test_a_failure_does_not_change_the_answers_after_it(trained, tokenizer, monk
 
 
 def test_where_memory_runs_out_less_is_read_at_once(llama, tokenizer, monkeypatch):
-    monkeypatch.setattr(language_model, "SHORT", 0)
+    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
     monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 256)
     arguments = [(" ".join([CONTEXT] * 6), " of"), (" ".join([CONTEXT] * 7), SETTINGS)]
     expected = [
@@ -495,7 +495,7 @@ def test_stopping_by_hand_is_no_failure(llama, tokenizer, tmp_path):
             raise KeyboardInterrupt
 
     hook = llama.register_forward_pre_hook(stop)
-    lm = lm_for(llama, tokenizer, answers=Answers(tmp_path))
+    lm = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         ask(lm, "generate_until", arguments)
     hook.remove()

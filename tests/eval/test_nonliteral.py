@@ -60,7 +60,7 @@ def test_no_question_shares_a_content_word_with_any_needle_nor_with_the_words_ar
 def test_no_name_stands_in_a_novel_a_fact_or_another_name():
     data = nonliteral.facts()
     names = [name.lower() for name in data["names"]]
-    told = [texts.read(novel) for novel in texts.names()] + [str(data["facts"])]
+    told = [texts.read_text(novel) for novel in texts.names()] + [str(data["facts"])]
     assert len(names) >= 100
     for name in names:
         assert not any(name in text.lower() for text in told), name

@@ -69,7 +69,7 @@ def test_points_pool_the_tokens_of_all_documents(block, window):
         (n + 1) * torch.rand(length - 1, generator=generator, dtype=torch.float64)
         for n, length in enumerate(lengths)
     ]
-    points = perplexity.points(
+    points = perplexity.curve_points(
         [perplexity.block_losses(losses, block) for losses in documents], block, window
     )
     assert [point["end"] for point in points] == list(range(window, 601, window))
@@ -88,7 +88,7 @@ def test_points_pool_the_tokens_of_all_documents(block, window):
 
 
 def test_losses_that_are_no_numbers_stay_in_the_points_they_belong_to():
-    points = perplexity.points([[1.0, math.nan, math.inf, 1e4, 2.0], []], 64, 64)
+    points = perplexity.curve_points([[1.0, math.nan, math.inf, 1e4, 2.0], []], 64, 64)
     assert [point["perplexity"] for point in points] == [
         pytest.approx(math.e),
         pytest.approx(math.nan, nan_ok=True),
@@ -99,15 +99,15 @@ def test_losses_that_are_no_numbers_stay_in_the_points_they_belong_to():
 
 
 def test_windows_are_made_of_whole_blocks():
-    assert [perplexity.block_of(window) for window in (2, 16, 50, 64, 128, 8192)] == [
+    assert [perplexity.block_size(window) for window in (2, 16, 50, 64, 128, 8192)] == [
         2, 16, 50, 64, 64, 64,
     ]  # fmt: skip
     for length in (10, 256, 1024, 12288, 131072):
-        perplexity.block_of(perplexity.default_window(length))
+        perplexity.block_size(perplexity.default_window(length))
     with pytest.raises(ValueError, match=r"multiple of 64 .* got 1000: try 1024"):
-        perplexity.block_of(1000)
+        perplexity.block_size(1000)
     with pytest.raises(ValueError, match=r"2 to 63, got 1: try 64"):
-        perplexity.block_of(1)
+        perplexity.block_size(1)
 
 
 def test_the_control_sees_only_the_last_tokens():
@@ -124,7 +124,7 @@ def test_a_part_starts_with_what_the_document_starts_with():
     loss = perplexity.control_loss(model, ids, end=180, window=20, context=60, head=1)
     expected = plain_losses(model, [1, *ids[121:180]])[-20:].mean().item()
     assert loss == pytest.approx(expected, abs=1e-5)
-    assert perplexity.part(ids, 0, 60, head=1) == ids[:60]
+    assert perplexity.excerpt(ids, 0, 60, head=1) == ids[:60]
 
 
 @pytest.mark.parametrize(

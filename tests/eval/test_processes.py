@@ -19,7 +19,7 @@ def parts(items, cost, size):
     for rank in range(size):
         one = Processes(alone=True)
         one.rank, one.size = rank, size
-        found.append(one.share(items, cost))
+        found.append(one.own_share(items, cost))
     return found
 
 
@@ -40,10 +40,10 @@ def test_alone_is_alone_whatever_the_environment_says(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     one = Processes(alone=True)
-    assert (one.rank, one.size, one.main, one.device) == (0, 1, True, None)
+    assert (one.rank, one.size, one.is_main, one.device) == (0, 1, True, None)
     one.wait()
-    assert one.same([1]) == [1]
-    assert one.share([1, 2, 3], lambda _: 1) == [1, 2, 3]
+    assert one.broadcast([1]) == [1]
+    assert one.own_share([1, 2, 3], lambda _: 1) == [1, 2, 3]
 
 
 def test_processes_that_cannot_meet_are_refused(monkeypatch):

@@ -130,7 +130,7 @@ def test_any_of_the_answers_scores_in_full_where_lm_eval_divides():
 
 
 def test_articles_are_of_the_promised_size_and_all_different():
-    articles = list(islice(Encyclopaedia(random.Random(1)).others(), 4000))
+    articles = list(islice(Encyclopaedia(random.Random(1)).distractors(), 4000))
     sizes = [len(article.split()) for article in articles]
     assert min(sizes) >= 40
     assert max(sizes) <= 100

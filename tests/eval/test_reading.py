@@ -8,7 +8,7 @@ from tiny_models import make_model, tokens
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 import rope_patch
-from rope_patch.inference.prefix_reader import Reader, out_of_memory
+from rope_patch.inference.prefix_reader import PrefixReader, is_out_of_memory
 
 ASSETS = Path(__file__).parents[1] / "assets"
 CHUNK = 64
@@ -82,7 +82,7 @@ def read(reader, ids, more=(), length=None):
 @pytest.mark.parametrize("length", [1, 2, 200, 256, 257, 258, 520])
 def test_a_prompt_in_chunks_is_a_prompt_in_one_pass(model, length):
     ids = prompt(length)
-    got = read(Reader(model, chunk=CHUNK), ids)
+    got = read(PrefixReader(model, chunk=CHUNK), ids)
     torch.testing.assert_close(got, one_pass(model, ids)[-1:], rtol=0, atol=1e-5 * scale(got))
 
 
@@ -94,7 +94,7 @@ def scale(logits):
 def test_what_follows_the_prompt_is_read_as_in_one_pass(model):
     """The prompt ends within the trained length, what follows beyond."""
     ids, more = prompt(250), prompt(20, seed=2)
-    got = read(Reader(model, chunk=CHUNK), ids, more, length=270)
+    got = read(PrefixReader(model, chunk=CHUNK), ids, more, length=270)
     expected = one_pass(model, [*ids, *more])[249:]
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * scale(got))
 
@@ -129,60 +129,60 @@ PROMPTS = [
 
 
 def test_sharing_changes_no_bit_in_any_order(model):
-    alone = Reader(model, share=False, chunk=CHUNK)
+    alone = PrefixReader(model, share=False, chunk=CHUNK)
     expected = [answer(alone, ids, 5) for ids in PROMPTS]
-    assert alone.read == sum(len(ids) - 1 for ids in PROMPTS)
+    assert alone.tokens_read == sum(len(ids) - 1 for ids in PROMPTS)
     order = list(range(len(PROMPTS)))
     for turned in (order[::-1], sorted(order, key=PROMPTS.__getitem__)):
-        reader = Reader(model, chunk=CHUNK)
+        reader = PrefixReader(model, chunk=CHUNK)
         for i in turned:
             assert torch.equal(answer(reader, PROMPTS[i], 5), expected[i]), f"prompt {i}"
-        assert reader.asked == sum(map(len, PROMPTS))
-        assert reader.read < alone.read
+        assert reader.prompt_tokens == sum(map(len, PROMPTS))
+        assert reader.tokens_read < alone.tokens_read
 
 
 def test_common_chunks_are_read_once(trained):
-    reader = Reader(trained, chunk=CHUNK)
+    reader = PrefixReader(trained, chunk=CHUNK)
     first, second = prompt(200), [*prompt(200)[:150], *prompt(50, seed=2)]
     reader(first)
-    assert reader.read == 199
+    assert reader.tokens_read == 199
     reader(second)
-    assert reader.read == 199 + 199 - 128  # two chunks of 64 were there
-    assert reader.asked == 400
+    assert reader.tokens_read == 199 + 199 - 128  # two chunks of 64 were there
+    assert reader.prompt_tokens == 400
 
 
 def test_a_prompt_that_was_read_is_not_read_again(model):
     """Several answers to one question are tried on the same keys."""
-    reader, found = Reader(model, chunk=CHUNK), []
+    reader, found = PrefixReader(model, chunk=CHUNK), []
     for _ in range(3):
         cache = reader(prompt(200))
-        scratch = reader.scratch(cache, 1)
+        scratch = reader.borrow(cache, 1)
         fed = torch.tensor([prompt(200)[-1:]])
         found.append(model(fed, past_key_values=scratch, use_cache=True).logits[0, -1])
-        reader.forget(cache, scratch, 1)
-    assert reader.read == 199
+        reader.give_back(cache, scratch, 1)
+    assert reader.tokens_read == 199
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
 
 def test_prompts_that_are_rotated_otherwise_share_nothing(llama):
     with rope_patch.patch(llama, "dynamic-yarn"):
-        reader = Reader(llama, chunk=CHUNK)
+        reader = PrefixReader(llama, chunk=CHUNK)
         reader(prompt(300))
         reader(prompt(300)[:200])
-    assert reader.read == 299 + 199
+    assert reader.tokens_read == 299 + 199
 
 
 def test_a_cache_is_as_before_after_it_was_tried(model):
     """Scoring a target must not change what is generated, also where the target turns the keys."""
     ids, target = prompt(250), prompt(20, seed=2)
-    reader = Reader(model, chunk=CHUNK)
+    reader = PrefixReader(model, chunk=CHUNK)
     expected = answer(reader, ids, 8)
     cache = reader(ids)
-    scratch = reader.scratch(cache, len(target))
+    scratch = reader.borrow(cache, len(target))
     with torch.no_grad():
         model(torch.tensor([target]), past_key_values=scratch, use_cache=True)
-    reader.forget(cache, scratch, len(target))
+    reader.give_back(cache, scratch, len(target))
     assert cache.get_seq_length() == len(ids) - 1
     with torch.no_grad():
         got = model(torch.tensor([ids[-1:]]), past_key_values=cache, use_cache=True).logits[0, -1]
@@ -193,7 +193,7 @@ def test_the_length_is_looked_at_again_after_reading_and_after_a_failure(llama):
     ids = prompt(300)
     with rope_patch.patch(llama, "dynamic-yarn"):
         expected = one_pass(llama, ids)
-        reader = Reader(llama, chunk=CHUNK)
+        reader = PrefixReader(llama, chunk=CHUNK)
         reader(prompt(700))
         assert torch.equal(one_pass(llama, ids), expected)
         hook = llama.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -203,11 +203,11 @@ def test_the_length_is_looked_at_again_after_reading_and_after_a_failure(llama):
         assert torch.equal(one_pass(llama, ids), expected)
         # Nothing of the prompt that failed is taken for read.
         got = read(reader, prompt(700, seed=2))
-        assert torch.equal(got, read(Reader(llama, chunk=CHUNK), prompt(700, seed=2)))
+        assert torch.equal(got, read(PrefixReader(llama, chunk=CHUNK), prompt(700, seed=2)))
 
 
 def test_progress_adds_up_to_the_prompt(llama):
-    reader, seen = Reader(llama, chunk=CHUNK), []
+    reader, seen = PrefixReader(llama, chunk=CHUNK), []
     for ids in (prompt(300), prompt(300)[:200], prompt(1)):
         seen.clear()
         reader(ids, seen.append)
@@ -215,35 +215,35 @@ def test_progress_adds_up_to_the_prompt(llama):
 
 
 def test_smaller_chunks_until_there_are_none(llama):
-    reader = Reader(llama, chunk=200)
+    reader = PrefixReader(llama, chunk=200)
     ids = prompt(300)
     expected = read(reader, ids)
-    assert reader.smaller()
+    assert reader.halve_chunk()
     assert reader.chunk == 100
-    assert reader.smaller()
-    assert not reader.smaller()
+    assert reader.halve_chunk()
+    assert not reader.halve_chunk()
     assert reader.chunk == 50
     torch.testing.assert_close(read(reader, ids), expected, rtol=0, atol=1e-4)
 
 
 def test_models_that_keep_more_than_keys_share_nothing(hybrid):
-    reader, sizes = Reader(hybrid, chunk=CHUNK), []
+    reader, sizes = PrefixReader(hybrid, chunk=CHUNK), []
     hybrid.register_forward_hook(lambda _, given, __: sizes.append(given[0].shape[1]))
     for ids in (prompt(200), [*prompt(200)[:150], *prompt(50, seed=2)]):
         torch.testing.assert_close(read(reader, ids), one_pass(hybrid, ids)[-1:], rtol=0, atol=1e-5)
-    assert reader.read == 2 * 199
+    assert reader.tokens_read == 2 * 199
     assert max(sizes[:2]) == 199  # in one pass
-    assert not reader.smaller()
+    assert not reader.halve_chunk()
 
 
 def test_a_target_tried_on_such_a_model_leaves_its_cache_alone(hybrid):
     ids = prompt(80)
-    reader = Reader(hybrid)
+    reader = PrefixReader(hybrid)
     cache = reader(ids)
-    scratch = reader.scratch(cache, 5)
+    scratch = reader.borrow(cache, 5)
     with torch.no_grad():
         hybrid(tokens(5), past_key_values=scratch, use_cache=True)
-        reader.forget(cache, scratch, 5)
+        reader.give_back(cache, scratch, 5)
         got = hybrid(torch.tensor([ids[-1:]]), past_key_values=cache, use_cache=True).logits[0]
     torch.testing.assert_close(got, one_pass(hybrid, ids)[-1:], rtol=0, atol=1e-5)
 
@@ -253,7 +253,7 @@ def test_windows_shorter_than_a_chunk_and_longer_prompts():
     model = make_model("gemma3")
     for length in (30, 33, 64, 65, 150):
         ids = prompt(length)
-        got = read(Reader(model, chunk=16), ids)
+        got = read(PrefixReader(model, chunk=16), ids)
         torch.testing.assert_close(got, one_pass(model, ids)[-1:], rtol=0, atol=1e-5)
 
 
@@ -271,4 +271,4 @@ def test_windows_shorter_than_a_chunk_and_longer_prompts():
     ],
 )
 def test_what_counts_as_running_out_of_memory(error, expected):
-    assert out_of_memory(error) is expected
+    assert is_out_of_memory(error) is expected

@@ -45,7 +45,7 @@ def accuracy(model, samples):
 
 
 def test_words_are_one_token_each_and_none_is_a_key_and_a_value(tokenizer):
-    keys, values = recall.words(tokenizer)
+    keys, values = recall.single_token_words(tokenizer)
     assert len(keys) == len(values) >= 16
     assert len({*keys, *values}) == 2 * len(keys)
     for word in (*keys, *values):
@@ -128,10 +128,12 @@ def test_a_search_for_a_short_model_goes_by_recall(model, tokenizer, caplog):
 def test_a_recommendation_for_a_short_model_goes_by_recall_and_without_prose(
     model, tokenizer, monkeypatch
 ):
-    known = variants.known
+    known = variants.standard_variants
     few = ("plain", "linear", "yarn")
     monkeypatch.setattr(texts, "names", lambda: ["persuasion"])  # six novels take seconds
-    monkeypatch.setattr(variants, "known", lambda s: [e for e in known(s) if e.name in few])
+    monkeypatch.setattr(
+        variants, "standard_variants", lambda s: [e for e in known(s) if e.name in few]
+    )
     found = recommend(model, tokenizer, length=512, budget=30, most=6, search=False, progress=False)
     assert found.outcome == "use"
     rows = {row["name"]: row for row in found.rows}
@@ -148,10 +150,10 @@ def test_a_comparison_takes_what_has_room(caplog):
     logging.getLogger("lm_eval").setLevel(logging.NOTSET)  # as in a new process
     chosen = profiles.PROFILES["quick"].tasks
     expected = ("rp_recall_ll", "rp_recall_mc", "perplexity", "rp_short", "speed")
-    assert profiles.fitting(chosen, TINY, None, 128) == expected
+    assert profiles.fit_tasks(chosen, TINY, None, 128) == expected
     assert "rp_niah_multikey_1_ll" in caplog.text
     assert {record.name for record in caplog.records} == {"rope_patch"}  # nothing of lm-eval's
-    assert profiles.fitting(chosen, TINY, None, 2048) == chosen
+    assert profiles.fit_tasks(chosen, TINY, None, 2048) == chosen
 
 
 def test_a_model_that_reads_no_prose_is_said_to_in_the_report(tmp_path):

@@ -19,10 +19,10 @@ image = pytest.importorskip("matplotlib.image")
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from rope_patch.evaluation.report.results.findings import Findings  # noqa: E402
+from rope_patch.evaluation.report.results.findings import RunStatistics  # noqa: E402
 from rope_patch.evaluation.report.retrieval_tables import heat_maps, tables  # noqa: E402
 from rope_patch.evaluation.report.writer import write_report  # noqa: E402
-from rope_patch.utils.checksums import verify  # noqa: E402
+from rope_patch.utils.checksums import verify_checksum  # noqa: E402
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 PICTURES = {"accuracy", "answers", "perplexity", "sliding", "stretch"}
@@ -149,7 +149,7 @@ def test_whatever_was_measured_renders(small: Any, tmp_path: Path, change: Any) 
     steps = zip([0, *page.headings], page.headings, strict=False)
     assert all(after <= before + 1 for before, after in steps)
     written = (tmp_path / "report.json").read_text(encoding="utf-8")
-    assert verify(written, "report.json") == json.loads(json.dumps(small))
+    assert verify_checksum(written, "report.json") == json.loads(json.dumps(small))
 
 
 def test_html_needs_no_other_file(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_infinite_losses_and_frequencies(small: dict[str, Any], tmp_path: Path) 
     text = (tmp_path / "report.json").read_text(encoding="utf-8")
     again = json.loads(text, parse_constant=pytest.fail)  # called for what JSON does not know
     assert float(again["perplexity"]["losses"]["none"][0][-1]) == math.inf
-    assert Page(write_report(verify(text, "report.json"), tmp_path)).cells == page.cells
+    assert Page(write_report(verify_checksum(text, "report.json"), tmp_path)).cells == page.cells
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -288,7 +288,7 @@ def test_significance_is_marked_and_told() -> None:
     for label, scores in {"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0)}.items():
         for sample in task["samples"][label]:
             sample |= {"score": scores[sample["length"] > TRAINED], "text": sample["id"]}
-    (table,) = tables(Findings(results() | {"retrieval": [task]}))
+    (table,) = tables(RunStatistics(results() | {"retrieval": [task]}))
     texts = {row.name: [cell.text for cell in row.cells] for row in table.rows}
     assert texts == {
         "plain model": ["100%", "0%"],
@@ -302,7 +302,7 @@ def test_significance_is_marked_and_told() -> None:
 
 def test_heat_maps_show_each_depth_and_length() -> None:
     task = retrieval("rp_niah_single_1", count=30)
-    found = Findings(results() | {"retrieval": [task]})
+    found = RunStatistics(results() | {"retrieval": [task]})
     for table in heat_maps(found, "rp_niah_single_1"):
         label = next(name for name, shown in found.names.items() if shown == table.name)
         for row, depth in zip(table.rows, (10, 50, 90), strict=True):
@@ -337,7 +337,7 @@ def test_runs_side_by_side(small: dict[str, Any], tmp_path: Path) -> None:
     linked = set(re.findall(r"\(figures/([\w-]+\.png)\)", markdown))
     assert linked == {path.name for path in (tmp_path / "figures").glob("*")}
     assert {name.split("-")[0] for name in linked} == {"run1", "run2"}
-    loaded = verify((tmp_path / "report.json").read_text(encoding="utf-8"), "report.json")
+    loaded = verify_checksum((tmp_path / "report.json").read_text(encoding="utf-8"), "report.json")
     assert [run["run"]["name"] for run in loaded["runs"]] == ["Tiny-1B", "Other-2B"]
     assert Page(write_report(loaded, tmp_path)).cells == page.cells
 
@@ -367,7 +367,7 @@ def test_methods_of_runs_on_the_same_samples_stand_together(small: Any, tmp_path
     whole = Page(write_report(small, tmp_path)).cells
     first, second = only("none", "yarn ×2"), only("none", "linear ×2")
     assert Page(write_report([first, second], tmp_path)).cells == whole
-    loaded = verify((tmp_path / "report.json").read_text(encoding="utf-8"), "report.json")
+    loaded = verify_checksum((tmp_path / "report.json").read_text(encoding="utf-8"), "report.json")
     assert loaded == {"runs": [first, second]}
     second["retrieval"][0]["samples"]["linear ×2"][0]["id"] = "of another sample"
     assert "2 evaluations" in Page(write_report([first, second], tmp_path)).text

@@ -9,7 +9,7 @@ from evaluations import TINY, request
 
 from rope_patch.evaluation import profiles
 from rope_patch.evaluation.pipeline import evaluate
-from rope_patch.evaluation.request import Request
+from rope_patch.evaluation.request import EvalRequest
 from rope_patch.evaluation.session import Session
 
 
@@ -37,7 +37,10 @@ from rope_patch.evaluation.session import Session
         ({"per_text": 0}, "per_text must be at least 1, got 0"),
         ({"precision": 0.0}, "above 0 and below 0.5"),
         ({"precision": 5.0}, "above 0 and below 0.5"),
-        ({"lengths": (64,), "tasks": ("rp_niah_single_2",)}, "too short for rp_niah_single_2"),
+        (
+            {"lengths": (64,), "tasks": ("rp_niah_single_2",)},
+            "too short for rp_niah_single_2",
+        ),
         ({"depths": (120,), "tasks": ("rp_niah_single_2",)}, "percentages from 0 to 100"),
         ({"control_context": 8}, "longer than the window"),
         ({"window": 100}, "multiple of 64 tokens"),
@@ -63,7 +66,7 @@ def test_bad_requests_read_no_weights_and_write_nothing(tmp_path, monkeypatch, c
 
 
 def test_tasks_are_told_apart():
-    asked = Request(
+    asked = EvalRequest(
         model=TINY,
         methods=("none",),
         tasks=("rp_ruler", "rp_vt", "perplexity", "rp_short", "rp_copy_ll", "lambada"),
@@ -72,35 +75,35 @@ def test_tasks_are_told_apart():
     assert asked.retrieval[-1] == "rp_copy_ll"
     assert len(asked.short) == 5
     assert asked.harness == ["lambada"]
-    twice = Request(model=TINY, methods=("none",), tasks=("rp_short", "rp_short_cloze"))
+    twice = EvalRequest(model=TINY, methods=("none",), tasks=("rp_short", "rp_short_cloze"))
     assert twice.short.count("rp_short_cloze") == 1
 
 
 def test_the_longest_sample_or_document_counts():
-    asked = Request(model=TINY, methods=("none",), lengths=(512, 1024))
+    asked = EvalRequest(model=TINY, methods=("none",), lengths=(512, 1024))
     assert asked.longest == 1024
-    assert Request(model=TINY, methods=("none",), perplexity_length=9999).longest == 9999
+    assert EvalRequest(model=TINY, methods=("none",), perplexity_length=9999).longest == 9999
 
 
 def test_options_go_to_the_methods_that_have_them():
-    asked = Request(model=TINY, methods=("yarn", "ntk"), factor=2, options={"beta_fast": 16})
+    asked = EvalRequest(model=TINY, methods=("yarn", "ntk"), factor=2, options={"beta_fast": 16})
     assert asked.patch_arguments("yarn")["beta_fast"] == 16
     assert "beta_fast" not in asked.patch_arguments("ntk")
 
 
 def test_profiles_are_chosen_by_name_or_machine(caplog):
-    assert profiles.choose("paper").samples == 500
+    assert profiles.choose_profile("paper").samples == 500
     with pytest.raises(ValueError, match=r"unknown profile 'standrad' .*did you mean 'standard'"):
-        profiles.choose("standrad")
+        profiles.choose_profile("standrad")
     with caplog.at_level("INFO", "rope_patch"):
-        assert profiles.choose(None) in profiles.PROFILES.values()
+        assert profiles.choose_profile(None) in profiles.PROFILES.values()
     assert "profile: " in caplog.text
 
 
 @pytest.mark.parametrize("name", profiles.PROFILES)
 def test_a_profiles_tasks_all_exist(name):
     profile = profiles.PROFILES[name]
-    asked = Request(model=TINY, methods=("none",), tasks=profile.tasks)
+    asked = EvalRequest(model=TINY, methods=("none",), tasks=profile.tasks)
     assert asked.harness == []
 
 
@@ -115,7 +118,7 @@ def test_a_profiles_tasks_all_exist(name):
     ],
 )
 def test_lengths_go_from_half_the_trained_one_to_the_target(given, expected):
-    assert profiles.lengths(TINY, *given, "auto", None) == expected
+    assert profiles.default_lengths(TINY, *given, "auto", None) == expected
 
 
 @pytest.fixture
@@ -131,9 +134,14 @@ def scaled(tmp_path):
 
 
 def test_what_a_scaled_config_starts_from_can_be_said(scaled, tmp_path):
-    assert profiles.lengths(scaled, 2.0, None, None, "auto", None) == (128, 256, 512)
-    assert profiles.lengths(scaled, 2.0, None, None, "running", None) == (512, 1024, 2048)
-    changes = {"model": scaled, "methods": ("ntk",), "tasks": ("perplexity",), "lengths": (2048,)}
+    assert profiles.default_lengths(scaled, 2.0, None, None, "auto", None) == (128, 256, 512)
+    assert profiles.default_lengths(scaled, 2.0, None, None, "running", None) == (512, 1024, 2048)
+    changes = {
+        "model": scaled,
+        "methods": ("ntk",),
+        "tasks": ("perplexity",),
+        "lengths": (2048,),
+    }
     found = {
         start: evaluate(request(tmp_path / start, **changes, factor=2.0, start=start))
         for start in ("auto", "running")

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rope_patch.tasks import samples, texts
-from rope_patch.tasks.samples import Draft
+from rope_patch.tasks.samples import SampleDraft
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
@@ -29,7 +29,7 @@ def drafts(unit, head="Q", prefix="A"):
     def draw(text):
         keys = [str(text.rng.randint(10, 99)) for _ in text.depths]
         return [
-            Draft(
+            SampleDraft(
                 prompt=lambda n, k=key: head + k + "".join(unit(i) for i in range(n)),
                 prefix=prefix,
                 answers=[key],
@@ -113,7 +113,7 @@ def test_depths_take_turns_over_texts_that_samples_share():
 def test_samples_of_one_text_get_the_filler_of_the_longest():
     def draw(text):
         return [
-            Draft(prompt=lambda n, q=q: q + "x" * n, prefix="A", answers=[q], target=q)
+            SampleDraft(prompt=lambda n, q=q: q + "x" * n, prefix="A", answers=[q], target=q)
             for q in ("short", "the longest question", "a longer one")
         ]
 
@@ -161,13 +161,13 @@ def test_what_a_draft_function_gets():
 def test_words_go_on_from_anywhere_and_begin_again_at_the_end(tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("one two\nthree  four")
-    text = samples.Text(
+    text = samples.TextContext(
         rng=random.Random(0), length=9, depths=[0], planted=True, texts=(str(file),), options={}
     )
     circle = ["one", "two", "three", "four"]
     starts = set()
     for _ in range(30):
-        words = text.words()
+        words = text.word_source()
         found = words(11)
         start = circle.index(found[0])
         starts.add(start)

@@ -103,7 +103,7 @@ def test_sums_and_differences_are_right_and_misses_near():
 
 
 def test_the_last_word_and_its_decoys_stand_earlier_in_the_passage_which_is_the_novels():
-    novels = [" ".join(texts.words(name)) for name in texts.names()]
+    novels = [" ".join(texts.split_words(name)) for name in texts.names()]
     for row in rows("cloze", samples=40):
         passage, answer = row["input"], right(row)
         assert any(f"{passage} {answer} " in novel for novel in novels)
@@ -169,7 +169,7 @@ def test_tables_state_nothing_twice(name, least):
 
 
 def test_every_fact_is_asked_before_any_comes_again_and_no_other_answer_is_right():
-    table = tables.read("facts")
+    table = tables.read_table("facts")
     count = sum(map(len, table.values()))
     asked = set()
     for row in rows("facts", samples=count):
@@ -184,7 +184,7 @@ def test_every_fact_is_asked_before_any_comes_again_and_no_other_answer_is_right
 
 
 def test_no_pair_of_a_relation_has_the_answer_of_another_one_or_its_own_word():
-    for pairs in tables.read("induction").values():
+    for pairs in tables.read_table("induction").values():
         assert len(set(pairs.values())) == len(pairs)
         assert not set(pairs.values()) & set(pairs)
 
@@ -194,7 +194,9 @@ def test_wrong_ways_on_are_the_word_itself_what_was_shown_and_what_was_not():
         *shown, asked = [line.split(" ->") for line in row["input"].splitlines()]
         shown = {cue: answer.strip(" .") for cue, answer in shown}
         cue = asked[0]
-        (pairs,) = [p for p in tables.read("induction").values() if shown.items() <= p.items()]
+        (pairs,) = [
+            p for p in tables.read_table("induction").values() if shown.items() <= p.items()
+        ]
         assert right(row) == f"{pairs[cue]}."
         copied, repeated, unseen = (choice.removesuffix(".") for choice in wrong(row))
         assert copied == cue

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rope_patch.utils.checksums import FORMAT, sign, verify
+from rope_patch.utils.checksums import FORMAT, add_checksum, verify_checksum
 
 RESULTS: dict[str, Any] = {
     "run": {"model": "tiny", "trained_length": 4096},
@@ -18,25 +18,25 @@ RESULTS: dict[str, Any] = {
 
 
 def test_what_was_signed_comes_back() -> None:
-    signed = sign(RESULTS)
+    signed = add_checksum(RESULTS)
     assert signed["format"] == FORMAT
     for loaded in (signed, json.dumps(signed), json.dumps(signed, indent=3).encode()):
-        assert verify(loaded, "report.json") == RESULTS
+        assert verify_checksum(loaded, "report.json") == RESULTS
 
 
 def test_signing_twice_changes_nothing() -> None:
-    assert sign(sign(RESULTS)) == sign(RESULTS)
+    assert add_checksum(add_checksum(RESULTS)) == add_checksum(RESULTS)
 
 
 def test_order_of_keys_does_not_matter() -> None:
-    signed = sign(RESULTS)
-    assert verify(dict(reversed(signed.items())), "report.json") == RESULTS
+    signed = add_checksum(RESULTS)
+    assert verify_checksum(dict(reversed(signed.items())), "report.json") == RESULTS
 
 
 def test_infinities_survive_as_what_float_reads() -> None:
     losses = [math.inf, -math.inf, math.nan]
-    text = json.dumps(sign({**RESULTS, "losses": losses}), allow_nan=False)
-    again = [float(x) for x in verify(text, "report.json")["losses"]]
+    text = json.dumps(add_checksum({**RESULTS, "losses": losses}), allow_nan=False)
+    again = [float(x) for x in verify_checksum(text, "report.json")["losses"]]
     assert again[:2] == losses[:2]
     assert math.isnan(again[2])
 
@@ -54,26 +54,26 @@ def test_infinities_survive_as_what_float_reads() -> None:
     ],
 )
 def test_an_edit_is_found(edit: Any) -> None:
-    loaded = json.loads(json.dumps(sign(RESULTS)))
+    loaded = json.loads(json.dumps(add_checksum(RESULTS)))
     edit(loaded)
     with pytest.raises(ValueError, match=r"here\.json was changed after it was written"):
-        verify(loaded, "here.json")
+        verify_checksum(loaded, "here.json")
 
 
 @pytest.mark.parametrize("text", ["", "{", b"\xff\xfe", "<html>"])
 def test_what_is_not_json_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match=r"here\.json is not JSON"):
-        verify(text, "here.json")
+        verify_checksum(text, "here.json")
 
 
 @pytest.mark.parametrize("loaded", [[], 3, None, {}, {"format": "other/1"}, {"results": {}}])
 def test_what_another_program_wrote_is_refused(loaded: Any) -> None:
     with pytest.raises(ValueError, match=r"here\.json is not a report of rope-patch eval"):
-        verify(loaded, "here.json")
+        verify_checksum(loaded, "here.json")
 
 
 @pytest.mark.parametrize("change", [{"format": "rope_patch.eval/1"}, {"format": None}])
 def test_another_version_is_refused_with_what_to_do(change: dict[str, Any]) -> None:
-    loaded = {k: v for k, v in (sign(RESULTS) | change).items() if v is not None}
+    loaded = {k: v for k, v in (add_checksum(RESULTS) | change).items() if v is not None}
     with pytest.raises(ValueError, match="run the evaluation again"):
-        verify(loaded, "here.json")
+        verify_checksum(loaded, "here.json")

@@ -25,8 +25,8 @@ def test_windows_equal_a_direct_computation(family, method):
     model, ids = make_model(family), tokens(400)[0].tolist()
     if method:
         rope_patch.patch(model, method, factor=4)
-    ends = sliding_window.ends(400, longest=240, stride=32, windows=4)
-    got = {n: sliding_window.losses(model, ids, n, 32, ends, "test") for n in (60, 120, 240)}
+    ends = sliding_window.window_ends(400, longest=240, stride=32, windows=4)
+    got = {n: sliding_window.window_losses(model, ids, n, 32, ends, "test") for n in (60, 120, 240)}
     model = model.double()
     for length, means in got.items():
         expected = [loss_of_last(model, ids[end - length : end], 32) for end in ends]
@@ -37,14 +37,14 @@ def test_windows_equal_a_direct_computation(family, method):
 def test_one_window_over_the_whole_document_is_the_end_of_the_full_pass():
     model, ids = make_model(), tokens(150)[0].tolist()
     full = perplexity.document_losses(model, ids, "test")
-    ends = sliding_window.ends(150, longest=150, stride=40, windows=1)
-    got = sliding_window.losses(model, ids, 150, 40, ends, "test")
+    ends = sliding_window.window_ends(150, longest=150, stride=40, windows=1)
+    got = sliding_window.window_losses(model, ids, 150, 40, ends, "test")
     assert got == [full[-40:].double().mean().item()]
 
 
 def test_windows_start_with_what_the_document_starts_with():
     model, ids = make_model(), [1, *tokens(199)[0].tolist()]
-    (got,) = sliding_window.losses(model, ids, 60, 20, [180], "test", head=1)
+    (got,) = sliding_window.window_losses(model, ids, 60, 20, [180], "test", head=1)
     assert got == pytest.approx(loss_of_last(model, [1, *ids[121:180]], 20), abs=1e-5)
 
 
@@ -60,7 +60,7 @@ def test_windows_start_with_what_the_document_starts_with():
     ],
 )
 def test_ends_are_spread_evenly_and_score_no_token_twice(total, longest, stride, windows, count):
-    ends = sliding_window.ends(total, longest, stride, windows)
+    ends = sliding_window.window_ends(total, longest, stride, windows)
     gaps = [b - a for a, b in itertools.pairwise(ends)]
     assert len(ends) == count
     assert ends[-1] == total
@@ -71,6 +71,6 @@ def test_ends_are_spread_evenly_and_score_no_token_twice(total, longest, stride,
 
 def test_what_has_no_room_is_refused():
     with pytest.raises(ValueError, match="at least the longest length of 8,192 tokens, got 8,000"):
-        sliding_window.ends(8000, 8192, 256, 8)
+        sliding_window.window_ends(8000, 8192, 256, 8)
     with pytest.raises(ValueError, match="more than the 256 tokens scored, got 256"):
-        sliding_window.losses(make_model(), tokens(300)[0].tolist(), 256, 256, [300], "test")
+        sliding_window.window_losses(make_model(), tokens(300)[0].tolist(), 256, 256, [300], "test")

@@ -10,11 +10,11 @@ import pytest
 from report_results import results, retrieval, samples
 
 from rope_patch.evaluation.report import summary
-from rope_patch.evaluation.report.results.findings import Findings
+from rope_patch.evaluation.report.results.findings import RunStatistics
 
 
 def told(measured: dict[str, Any]) -> list[str]:
-    return summary.sentences(Findings(measured))
+    return summary.sentences(RunStatistics(measured))
 
 
 def certain(labels: dict[str, tuple[float, float]], count: int = 100) -> dict[str, Any]:
@@ -136,12 +136,12 @@ def test_questions_that_can_be_guessed_are_said_loudly() -> None:
 
 def test_failed_samples_are_counted_and_count_nowhere() -> None:
     measured = certain({"none": (1, 0), "yarn ×2": (1, 1)})
-    before = Findings(measured).accuracy("yarn ×2")
+    before = RunStatistics(measured).accuracy("yarn ×2")
     failed = measured["retrieval"][0]["samples"]["yarn ×2"][:7]
     for sample in failed:
         sample |= {"score": None, "error": "out of memory"}
     assert "7 samples failed and count in no number here." in told(measured)
-    after = Findings(measured).accuracy("yarn ×2")
+    after = RunStatistics(measured).accuracy("yarn ×2")
     assert before is not None
     assert after is not None
     assert (before.n, after.n, after.estimate) == (400, 393, 1)
@@ -157,7 +157,7 @@ def test_infinite_losses_are_infinite() -> None:
 
 
 def test_retention_is_over_the_plain_model_within_its_length() -> None:
-    found = Findings(certain({"none": (0.8, 0.1), "yarn ×2": (0.7, 0.6)}))
+    found = RunStatistics(certain({"none": (0.8, 0.1), "yarn ×2": (0.7, 0.6)}))
     task = found.results["retrieval"][0]["samples"]
 
     def mean(label: str, lengths: tuple[int, ...]) -> float:
@@ -177,7 +177,7 @@ def test_rulers_threshold_needs_all_of_ruler() -> None:
     assert len(tasks) == 13
 
     def heads(chosen: list[dict[str, Any]]) -> list[str]:
-        table = summary.table([("", Findings(results() | {"retrieval": chosen}))])
+        table = summary.summary_table([("", RunStatistics(results() | {"retrieval": chosen}))])
         assert table is not None
         return [column.text for column in table.columns]
 
@@ -188,7 +188,7 @@ def test_rulers_threshold_needs_all_of_ruler() -> None:
 def test_one_row_a_method_and_run() -> None:
     first, second = results(), results()
     second["methods"] = second["methods"][:1]
-    table = summary.table([("A", Findings(first)), ("B", Findings(second))])
+    table = summary.summary_table([("A", RunStatistics(first)), ("B", RunStatistics(second))])
     assert table is not None
     assert [(row.group, row.name) for row in table.rows] == [
         ("A", "plain model"), ("A", "yarn ×2"), ("A", "linear ×2"), ("B", "plain model"),
@@ -199,9 +199,9 @@ def test_one_row_a_method_and_run() -> None:
 def test_weighted_averages_are_rulers() -> None:
     """Weights 1, 2, 3, 4 over lengths, or 4, 3, 2, 1."""
     measured = certain({"none": (1, 0)})
-    found = Findings(measured)
-    assert found.weighted("none", increasing=True) == pytest.approx((1 + 2) / 10)
-    assert found.weighted("none", increasing=False) == pytest.approx((4 + 3) / 10)
+    found = RunStatistics(measured)
+    assert found.ruler_weighted_average("none", increasing=True) == pytest.approx((1 + 2) / 10)
+    assert found.ruler_weighted_average("none", increasing=False) == pytest.approx((4 + 3) / 10)
 
 
 def test_tasks_that_ask_the_same_samples_do_not_count_twice():
@@ -218,7 +218,7 @@ def test_tasks_that_ask_the_same_samples_do_not_count_twice():
         ]
         run = {"trained_length": 256}
         methods = [{"label": "none", "method": None}]
-        return Findings({"run": run, "methods": methods, "retrieval": tasks})
+        return RunStatistics({"run": run, "methods": methods, "retrieval": tasks})
 
     alone = findings("rp_vt").accuracy("none")
     twins = findings("rp_vt", "rp_vt_ll", "rp_vt_mc").accuracy("none")

@@ -14,8 +14,8 @@ TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
 def test_the_novels_are_whole():
     assert len(texts.names()) == 6
-    assert texts.read("emma").count("Mr. Knightley") > 200
-    assert all(300_000 < len(texts.read(name)) < 1_000_000 for name in texts.names())
+    assert texts.read_text("emma").count("Mr. Knightley") > 200
+    assert all(300_000 < len(texts.read_text(name)) < 1_000_000 for name in texts.names())
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.xz"])
@@ -23,26 +23,26 @@ def test_a_file_of_the_users_is_read_plain_or_compressed(tmp_path, suffix):
     path = tmp_path / f"book{suffix}"
     raw = "Straße".encode()
     path.write_bytes(lzma.compress(raw) if suffix.endswith("xz") else raw)
-    assert texts.read(str(path)) == "Straße"
+    assert texts.read_text(str(path)) == "Straße"
 
 
 def test_what_is_no_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match="did you mean 'emma'"):
-        texts.read("ema")
+        texts.read_text("ema")
     path = tmp_path / "book.txt"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):
-        texts.read(str(path))
+        texts.read_text(str(path))
 
 
 def test_words_keep_their_punctuation(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("Only a\n\nfew words.")
-    assert texts.words(str(path)) == ["Only", "a", "few", "words."]
+    assert texts.split_words(str(path)) == ["Only", "a", "few", "words."]
     path = tmp_path / "empty.txt"
     path.write_text(" \n")
     with pytest.raises(ValueError, match="is empty"):
-        texts.words(str(path))
+        texts.split_words(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def books(tmp_path_factory):
     """Paths of a longer and a shorter book, of about 4,200 and 2,100 tokens."""
     folder = tmp_path_factory.mktemp("books")
     for name, novel, characters in (("long", "emma", 9000), ("short", "persuasion", 4000)):
-        (folder / name).write_text(texts.read(novel)[:characters])
+        (folder / name).write_text(texts.read_text(novel)[:characters])
     return [str(folder / "long"), str(folder / "short")]
 
 

@@ -9,7 +9,7 @@ import readings
 import transformers
 from transformers import AutoConfig, Gemma3TextConfig
 
-from rope_patch.patching.architecture.probe import unpatched
+from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.pretrained.loading import empty_model
 
@@ -40,7 +40,7 @@ def assert_alike(original, found, handle, export, loose=False):
         loose: Whether what is compared is float32 somewhere.
     """
     (rotary,) = find_rotaries(found)
-    for kind, wanted in {**unpatched(rotary, original), **handle.frequencies}.items():
+    for kind, wanted in {**reference_frequencies(rotary, original), **handle.frequencies}.items():
         told = list(read(original, export, kind))
         assert told
         for inv_freq, attention in told:
@@ -119,5 +119,5 @@ def hugging_face(said, kind):
     said.pop("transformers_version", None)
     config = AutoConfig.for_model(**said)
     (rotary,) = find_rotaries(empty_model("", config))
-    found = unpatched(rotary, config)[kind]
+    found = reference_frequencies(rotary, config)[kind]
     yield found.inv_freq.numpy(), found.attention_factor

@@ -37,7 +37,7 @@ FLAGS = {  # llama.cpp's words, as its own parser (common/arg.cpp) sets paramete
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(demo.folder(), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(demo.demo_folder(), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +167,8 @@ def test_flags_on_a_file_of_the_model_as_it_was(model, tokens, as_it_was, method
 @pytest.mark.parametrize("method", ["linear", "yarn"])
 def test_perplexity_of_a_novel(model, as_it_was, method):
     """Of its last tokens, one by one, on text four times as long as the trained length."""
-    words_of_it = AutoTokenizer.from_pretrained(demo.folder())
-    ids = words_of_it(texts.read("emma")[:4000])["input_ids"][:TOKENS]
+    words_of_it = AutoTokenizer.from_pretrained(demo.demo_folder())
+    ids = words_of_it(texts.read_text("emma")[:4000])["input_ids"][:TOKENS]
     last = range(TOKENS - 24, TOKENS)
     with rope_patch.patch(model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf"):
         words = rope_patch.export(model, "llama.cpp").arguments

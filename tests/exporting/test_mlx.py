@@ -9,7 +9,7 @@ from checkpoints import CHECKPOINTS, METHODS, patched
 from test_exporting import REFUSED
 
 import rope_patch
-from rope_patch.patching.architecture.probe import unpatched
+from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 
 mx = pytest.importorskip("mlx.core")
@@ -38,7 +38,7 @@ def test_its_heads_turn_as_they_do_here(name, method):
         pytest.skip("refused, see test_exporting.py")
     found, handle = patched(name, method)
     (rotary,) = find_rotaries(found)
-    expected = {**unpatched(rotary, CHECKPOINTS[name]), **handle.frequencies}
+    expected = {**reference_frequencies(rotary, CHECKPOINTS[name]), **handle.frequencies}
     config = {**CHECKPOINTS[name].to_dict(), **rope_patch.export(found, "mlx").config}
     if name.startswith("Gemma"):
         config["sliding_window_pattern"] = 2  # which it reads instead of layer_types

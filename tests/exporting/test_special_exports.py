@@ -241,8 +241,8 @@ class TestLatentAttention:
         assert spelled["mscale"] == spelled["mscale_all_dim"]
         # models/deepseek_v2.py of vLLM, SGLang and transformers: twice, for queries and keys.
         law = 0.1 * spelled["mscale_all_dim"] * math.log(spelled["factor"]) + 1
-        assert law == pytest.approx(handle.sharpening, rel=1e-9)
-        assert handle.sharpening > 1.1
+        assert law == pytest.approx(handle.softmax_mscale, rel=1e-9)
+        assert handle.softmax_mscale > 1.1
 
     @pytest.mark.parametrize("engine", OTHERS)
     def test_other_scalings_are_refused(self, engine):

@@ -24,7 +24,7 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 def turns_of(rotary_dim, theta=5e5, factor=1.1):
     inv_freq = theta ** -(torch.arange(rotary_dim // 2, dtype=torch.float64) / (rotary_dim // 2))
-    return ops.make_turns(inv_freq.cuda(), factor)
+    return ops.pack_frequencies(inv_freq.cuda(), factor)
 
 
 def inputs(geometry, dtype, batch=2, length=37):

@@ -7,7 +7,7 @@ import torch
 from test_options import GEOMETRIES, frequencies, plain
 
 import rope_patch
-from rope_patch.methods import build, registered
+from rope_patch.methods import build, registered_methods
 from rope_patch.methods.dynamic import Dynamic
 
 INNER = {
@@ -26,8 +26,10 @@ def trained(model):
 
 
 def test_every_growing_method_is_here():
-    growing = {name for name, method in registered().items() if method.grows}
-    assert set(INNER) == {name for name in growing if issubclass(registered()[name], Dynamic)}
+    growing = {name for name, method in registered_methods().items() if method.is_dynamic}
+    assert set(INNER) == {
+        name for name in growing if issubclass(registered_methods()[name], Dynamic)
+    }
     assert growing - set(INNER) == {"nope"}  # test_no_rotation.py
 
 
@@ -69,7 +71,7 @@ def test_transformers_factor_is_in_the_formula(factor, length):
 @pytest.mark.parametrize("trained", [64, 2048, 8192, 1000])
 def test_growth_is_stepped_on_quarter_powers_of_two(trained):
     method = build("dynamic-yarn")
-    reaches = [method.reach(length, trained) for length in range(1, 9 * trained, 7)]
+    reaches = [method.valid_until(length, trained) for length in range(1, 9 * trained, 7)]
     assert reaches == sorted(reaches)
     for length, reach in zip(range(1, 9 * trained, 7), reaches, strict=True):
         assert reach >= length
@@ -84,21 +86,21 @@ def test_growth_is_stepped_on_quarter_powers_of_two(trained):
 @pytest.mark.parametrize("step", range(1, 40))
 def test_a_step_serves_its_own_end(step):
     end = 8192 * 2 ** (step / 4)
-    assert build("dynamic").reach(end, 8192) == end
-    assert build("dynamic").reach(math.floor(end) + 1, 8192) > end
+    assert build("dynamic").valid_until(end, 8192) == end
+    assert build("dynamic").valid_until(math.floor(end) + 1, 8192) > end
 
 
 def test_exact_growth_reaches_no_further_than_the_sequence():
     method = build("dynamic-linear", growth="exact")
-    assert [method.reach(n, 64) for n in (1, 64, 65, 66)] == [64, 64, 65, 66]
+    assert [method.valid_until(n, 64) for n in (1, 64, 65, 66)] == [64, 64, 65, 66]
 
 
 def test_static_methods_reach_anywhere_and_longrope_to_its_border():
-    assert build("yarn", factor=4).reach(10, 64) == math.inf
+    assert build("yarn", factor=4).valid_until(10, 64) == math.inf
     longrope = build("longrope", factor=4, long_factor=[1.0, 2.0])
-    assert [longrope.reach(n, 64) for n in (1, 64, 65)] == [64, 64, math.inf]
+    assert [longrope.valid_until(n, 64) for n in (1, 64, 65)] == [64, 64, math.inf]
     even = build("longrope", factor=4, long_factor=[1.0, 2.0], short_factor=[1.0, 2.0])
-    assert even.reach(1, 64) == math.inf
+    assert even.valid_until(1, 64) == math.inf
 
 
 def test_without_a_length_it_is_the_factor():

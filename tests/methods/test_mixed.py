@@ -7,16 +7,16 @@ import torch
 from test_options import GEOMETRIES, frequencies, needed, plain
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods import build, registered
+from rope_patch.methods import build, registered_methods
 from rope_patch.methods.mixed import Mixed
 
-MIXED = [name for name, method in registered().items() if issubclass(method, Mixed)]
+MIXED = [name for name, method in registered_methods().items() if issubclass(method, Mixed)]
 INNER = ["linear", "ntk", "ntk-by-parts", "yarn", "abf", "longrope"]
 
 
 def test_every_mixed_method_is_here():
     assert [f"mixed-{name}" for name in INNER] == MIXED
-    assert not any(registered()[name].grows for name in MIXED)
+    assert not any(registered_methods()[name].is_dynamic for name in MIXED)
 
 
 @pytest.mark.parametrize("model", GEOMETRIES)
@@ -37,8 +37,8 @@ def test_short_sequences_are_as_trained_and_long_ones_get_all(inner, model):
 @pytest.mark.parametrize("method", MIXED)
 def test_it_changes_at_the_trained_length_and_never_again(method):
     built = build(method, factor=4, **needed(method, "llama-2"))
-    assert [built.reach(n, 64) for n in (1, 64, 65, 1000)] == [64, 64, math.inf, math.inf]
-    assert built.follows_length(64)
+    assert [built.valid_until(n, 64) for n in (1, 64, 65, 1000)] == [64, 64, math.inf, math.inf]
+    assert built.is_length_dependent(64)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_it_changes_at_the_trained_length_and_never_again(method):
 def test_native_is_what_leaves_attention_alone(method, options, native):
     built = build(method, **{"factor": 4.0, **needed(method, "llama-2"), **options})
     geometry = Geometry(head_dim=128, theta=1e4, trained_length=4096)
-    assert built.native is native
+    assert built.has_config_form is native
     assert (built.frequencies(geometry).attention_factor == 1) is native
     spelled = built.rope_parameters(geometry)
     assert spelled["rope_type"] == ("longrope" if native else "default")

@@ -42,12 +42,14 @@ def test_without_a_length_it_is_the_factor():
 
 
 def test_the_temperature_grows_as_dynamic_methods_do():
-    assert build("nope").reach(1000, 64) == math.inf
+    assert build("nope").valid_until(1000, 64) == math.inf
     lengths = (1, 64, 65, 100, 128, 300)
     for growth in ("stepped", "exact"):
         warm = build("nope", temperature=0.4, growth=growth)
         dynamic = build("dynamic-yarn", growth=growth)
-        assert [warm.reach(n, 64) for n in lengths] == [dynamic.reach(n, 64) for n in lengths]
+        assert [warm.valid_until(n, 64) for n in lengths] == [
+            dynamic.valid_until(n, 64) for n in lengths
+        ]
 
 
 def test_what_does_not_rotate_cannot_be_sharpened():
@@ -57,8 +59,8 @@ def test_what_does_not_rotate_cannot_be_sharpened():
 
 
 def test_only_a_temperature_has_no_native_form():
-    assert build("nope").native
-    assert not build("nope", temperature=0.4).native
+    assert build("nope").has_config_form
+    assert not build("nope", temperature=0.4).has_config_form
     assert (str(build("nope")), str(build("nope", temperature=0.4))) == (
         "nope",
         "nope, temperature 0.4",

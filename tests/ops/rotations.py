@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from rope_patch import ops
-from rope_patch.ops.dispatch import interpreted
+from rope_patch.ops.dispatch import is_interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Triton's interpreter cuts off what bfloat16 has no room for, where a GPU rounds.
-CUTS = {torch.bfloat16} if interpreted() else set()
+CUTS = {torch.bfloat16} if is_interpreted() else set()
 
 
 # -- angles ----------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Rotation:
 
     @property
     def turns(self):
-        return ops.make_turns(self.inv_freq, self.factor).to(DEVICE)
+        return ops.pack_frequencies(self.inv_freq, self.factor).to(DEVICE)
 
     @property
     def settings(self):

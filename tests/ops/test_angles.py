@@ -7,7 +7,7 @@ import torch
 from rotations import DEVICE, TWO_PI, exact_angles, frequencies
 
 from rope_patch import ops
-from rope_patch.ops.angles import turns_between
+from rope_patch.ops.angles import rerotation_frequencies
 
 THETAS = [1e4, 5e5, 1e6, 1e7]
 NEAR = [0, 1, 8 * 2**10, 128 * 2**10, 2**20, 10_000_000, 2**31 + 5, -1, -2, -8191, -(2**31) - 5]
@@ -45,7 +45,7 @@ def assert_angles(got, positions, inv_freq, tolerance, factor=1.0, sections=None
 @pytest.mark.parametrize("theta", THETAS)
 def test_angles_are_exact_at_any_position(cos_sin, theta):
     inv_freq = frequencies(128, theta)
-    turns = ops.make_turns(inv_freq)
+    turns = ops.pack_frequencies(inv_freq)
     for positions, tolerance in ((torch.tensor(NEAR), 2e-7), (torch.tensor(FAR), 4e-7)):
         assert_angles(cos_sin(positions, turns), positions, inv_freq, tolerance)
 
@@ -54,14 +54,14 @@ def test_angles_are_exact_at_any_position(cos_sin, theta):
 def test_angles_in_all_quarters_of_a_turn(cos_sin):
     """Through four turns in small steps, across every border between quarters."""
     inv_freq, positions = torch.tensor([0.005, 1 / 3, 3.0, -0.7]), torch.arange(-80, 80) * 63
-    assert_angles(cos_sin(positions, ops.make_turns(inv_freq)), positions, inv_freq, 2e-7)
+    assert_angles(cos_sin(positions, ops.pack_frequencies(inv_freq)), positions, inv_freq, 2e-7)
 
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_turns_are_frequencies_in_whole_numbers(theta):
     """Of all but the last of 64 bits; the last may have been rounded the other way."""
     inv_freq = torch.cat([frequencies(256, theta), torch.tensor([0.0, -0.3, 1.0, 3.2, 40.0])])
-    *turns, factor = ops.make_turns(inv_freq).tolist()
+    *turns, factor = ops.pack_frequencies(inv_freq).tolist()
     for got, freq in zip(turns, inv_freq.tolist(), strict=True):
         exact = 2**64 * freq.as_integer_ratio()[0] / TWO_PI / freq.as_integer_ratio()[1]
         assert abs((got - exact + 2**63) % 2**64 - 2**63) <= 1
@@ -70,12 +70,12 @@ def test_turns_are_frequencies_in_whole_numbers(theta):
 
 def test_frequencies_are_taken_as_float32():
     wide = frequencies(64).double() + 1e-12
-    assert ops.make_turns(wide).equal(ops.make_turns(wide.float()))
+    assert ops.pack_frequencies(wide).equal(ops.pack_frequencies(wide.float()))
 
 
 @both
 def test_a_frequency_of_zero_is_the_identity_to_the_bit(cos_sin):
-    cos, sin = cos_sin(torch.tensor([0, 1, 10**7, 2**40, -3]), ops.make_turns(torch.zeros(4)))
+    cos, sin = cos_sin(torch.tensor([0, 1, 10**7, 2**40, -3]), ops.pack_frequencies(torch.zeros(4)))
     assert cos.eq(1).all()
     assert sin.eq(0).all()
 
@@ -83,7 +83,7 @@ def test_a_frequency_of_zero_is_the_identity_to_the_bit(cos_sin):
 @both
 @pytest.mark.parametrize("factor", [1.0, 1.3465735902799727, 0.1, -2.5, 1e-30])
 def test_the_attention_factor_keeps_its_bits(cos_sin, factor):
-    turns = ops.make_turns(torch.zeros(2), factor)
+    turns = ops.pack_frequencies(torch.zeros(2), factor)
     assert turns.dtype == torch.int64
     cos, _ = cos_sin(torch.tensor([0, 7]), turns)
     assert cos.eq(torch.tensor(factor)).all()
@@ -97,7 +97,7 @@ def test_rows_turn_by_frequencies_and_factors_of_their_own(cos_sin, shape):
     positions = torch.arange(5) * 1000
     if shape != "[S]":
         positions = positions[None] if shape == "[1, S]" else positions + torch.arange(3)[:, None]
-    turns = ops.make_turns(inv_freq, factors)
+    turns = ops.pack_frequencies(inv_freq, factors)
     assert turns.shape == (3, 17)
     got = cos_sin(positions, turns)
     assert_angles(got, positions, inv_freq, 3e-7, factors.double().view(-1, 1, 1))
@@ -111,7 +111,7 @@ def test_sections_turn_by_axes_of_their_own(cos_sin, rows, dtype):
     positions = (torch.arange(3 * rows * 4) * 777).view(3, rows, 4)
     for sections in (torch.tensor([0] * 4 + [1] * 6 + [2] * 6), torch.arange(16) % 3):
         sections = sections.to(dtype)
-        got = cos_sin(positions, ops.make_turns(inv_freq), sections)
+        got = cos_sin(positions, ops.pack_frequencies(inv_freq), sections)
         assert got[0].shape == (rows, 4, 16)
         assert_angles(got, positions, inv_freq, 2e-7, sections=sections)
 
@@ -120,14 +120,14 @@ def test_sections_turn_by_axes_of_their_own(cos_sin, rows, dtype):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_positions_may_be_narrow(cos_sin, dtype):
     inv_freq, positions = frequencies(64), torch.tensor([0, -5, 2**31 - 1, -(2**31)])
-    got = cos_sin(positions.to(dtype), ops.make_turns(inv_freq))
+    got = cos_sin(positions.to(dtype), ops.pack_frequencies(inv_freq))
     assert_angles(got, positions, inv_freq, 2e-7)
 
 
 def test_turns_between_two_sets_lead_from_one_to_the_other():
-    old = ops.make_turns(frequencies(64), 1.25)
-    new = ops.make_turns(frequencies(64, 5e5) / 3, 1.5)
-    between = turns_between(old, new)
+    old = ops.pack_frequencies(frequencies(64), 1.25)
+    new = ops.pack_frequencies(frequencies(64, 5e5) / 3, 1.5)
+    between = rerotation_frequencies(old, new)
     assert (old + between)[:-1].equal(new[:-1])
     cos, sin = ops.cos_sin(torch.tensor([123_456_789]), between)
     first, second = (
@@ -138,28 +138,31 @@ def test_turns_between_two_sets_lead_from_one_to_the_other():
 
 
 def test_turns_between_the_same_are_none():
-    turns = ops.make_turns(frequencies(64), 1.3)
-    *rest, factor = turns_between(turns, turns).tolist()
+    turns = ops.pack_frequencies(frequencies(64), 1.3)
+    *rest, factor = rerotation_frequencies(turns, turns).tolist()
     assert not any(rest)
     assert factor == 0x3F800000
 
 
 @pytest.mark.parametrize("rows", ["old", "new", "both"])
 def test_turns_between_may_be_per_row(rows):
-    one, many = ops.make_turns(frequencies(8), 2.0), torch.arange(1, 4)[:, None] * frequencies(8)
-    many = ops.make_turns(many, torch.tensor([1.0, 2.0, 4.0]))
+    one, many = (
+        ops.pack_frequencies(frequencies(8), 2.0),
+        torch.arange(1, 4)[:, None] * frequencies(8),
+    )
+    many = ops.pack_frequencies(many, torch.tensor([1.0, 2.0, 4.0]))
     old, new = (many if rows in (kind, "both") else one for kind in ("old", "new"))
-    between = turns_between(old, new)
+    between = rerotation_frequencies(old, new)
     assert between.shape == (3, 5)
     for row in range(3):
         expected = (t[row] if t.ndim == 2 else t for t in (old, new))
-        assert between[row].equal(turns_between(*expected))
+        assert between[row].equal(rerotation_frequencies(*expected))
 
 
 def test_frequencies_are_those_of_transformers_over_short_distances():
     """Where float32 products are still good: both mean the same angle, sign and unit."""
     inv_freq, positions = frequencies(128), torch.arange(64)
-    cos, sin = ops.cos_sin(positions, ops.make_turns(inv_freq))
+    cos, sin = ops.cos_sin(positions, ops.pack_frequencies(inv_freq))
     angle = positions[:, None].float() * inv_freq
     torch.testing.assert_close(cos[0], angle.cos(), rtol=0, atol=4e-6)
     torch.testing.assert_close(sin[0], angle.sin(), rtol=0, atol=4e-6)

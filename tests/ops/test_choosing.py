@@ -14,7 +14,7 @@ import rope_patch
 from rope_patch import ops
 from rope_patch.ops import dispatch
 
-TURNS = ops.make_turns(frequencies(8))
+TURNS = ops.pack_frequencies(frequencies(8))
 POSITIONS = torch.arange(3)
 
 
@@ -54,11 +54,11 @@ def triton_is(monkeypatch):
         else:
             triton = pytest.importorskip("triton")
             monkeypatch.setattr(triton, "__version__", version)
-        dispatch._triton_problem.cache_clear()
+        dispatch._triton_unavailable_reason.cache_clear()
 
     yield as_
     monkeypatch.undo()
-    dispatch._triton_problem.cache_clear()
+    dispatch._triton_unavailable_reason.cache_clear()
 
 
 # -- which -----------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def triton_is(monkeypatch):
 
 @pytest.fixture
 def no_launches(monkeypatch):
-    if dispatch.triton_problem() is None:
+    if dispatch.triton_unavailable_reason() is None:
         launching = pytest.importorskip("rope_patch.ops.kernels.launcher")
 
         def launch(*_):
@@ -85,7 +85,7 @@ def test_plain_torch_on_a_cpu(no_launches, call, kernels):
 def test_plain_torch_without_triton(triton_is, call):
     triton_is(None)
     call(kernels="auto")
-    assert not ops.on_triton(heads())
+    assert not ops.use_triton(heads())
 
 
 def test_any_dtype_in_plain_torch():
@@ -101,13 +101,13 @@ class Subclass(torch.Tensor):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_triton_on_a_gpu():
     x = heads().cuda()
-    assert ops.on_triton(x) is (ops.triton_problem() is None)
-    assert not ops.on_triton(x.double())
-    assert not ops.on_triton(x.as_subclass(Subclass))
+    assert ops.use_triton(x) is (ops.triton_unavailable_reason() is None)
+    assert not ops.use_triton(x.double())
+    assert not ops.use_triton(x.as_subclass(Subclass))
 
 
 class OnGPU:
-    """Has what `on_triton` asks a tensor for."""
+    """Has what `use_triton` asks a tensor for."""
 
     is_cuda, dtype = True, torch.bfloat16
 
@@ -115,20 +115,20 @@ class OnGPU:
 def test_what_triton_is_for(monkeypatch, triton_is):
     """Plain tensors of three dtypes on a GPU, told from what else looks like one."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "_PLAIN", frozenset((OnGPU,)))
+    monkeypatch.setattr(dispatch, "_PLAIN_TYPES", frozenset((OnGPU,)))
     x = OnGPU()
-    assert ops.on_triton(x)
-    assert not ops.on_triton(x, "reference")
-    assert not ops.on_triton(x, "hf")
+    assert ops.use_triton(x)
+    assert not ops.use_triton(x, "reference")
+    assert not ops.use_triton(x, "hf")
     for name, value in (("dtype", torch.float64), ("is_cuda", False)):
         other = OnGPU()
         setattr(other, name, value)
-        assert not ops.on_triton(other)
-    monkeypatch.setattr(dispatch, "_PLAIN", frozenset((torch.Tensor,)))
-    assert not ops.on_triton(x)
+        assert not ops.use_triton(other)
+    monkeypatch.setattr(dispatch, "_PLAIN_TYPES", frozenset((torch.Tensor,)))
+    assert not ops.use_triton(x)
     monkeypatch.undo()
     triton_is(None)
-    assert not ops.on_triton(x)
+    assert not ops.use_triton(x)
 
 
 # -- what is said ----------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_a_missing_triton_is_said_once_and_is_an_error_where_it_was_asked_for(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.INFO, logger="rope_patch"):
         for _ in range(2):
-            assert ops.triton_problem() == problem
+            assert ops.triton_unavailable_reason() == problem
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert record.getMessage() == f"{problem}: rotating in plain torch"
@@ -165,7 +165,7 @@ def test_a_missing_triton_is_no_news_without_a_gpu(triton_is, caplog, monkeypatc
     triton_is(None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.INFO, logger="rope_patch"):
-        assert "cannot be imported" in ops.triton_problem()
+        assert "cannot be imported" in ops.triton_unavailable_reason()
         handle = rope_patch.patch(make_model(), "yarn", factor=4)
     assert "Triton cannot be imported" not in handle.summary() + caplog.text
 
@@ -173,13 +173,13 @@ def test_a_missing_triton_is_no_news_without_a_gpu(triton_is, caplog, monkeypatc
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git1234", "3.9.9", "3.8.0rc1"])
 def test_supported_versions(triton_is, version):
     triton_is(version)
-    assert ops.triton_problem() is None
+    assert ops.triton_unavailable_reason() is None
 
 
 @calls
 def test_tensors_on_a_cpu_are_an_error_without_the_interpreter(monkeypatch, call):
     pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
     with pytest.raises(ValueError, match='kernels="triton" needs tensors on a GPU, got cpu: move'):
         call(kernels="triton")
 
@@ -200,7 +200,7 @@ ops.rope(torch.ones(1, 1, 1, 8), None, torch.arange(1), turns, kernels="triton")
 
 def test_float64_is_an_error_where_triton_is_asked_for(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
+    monkeypatch.setattr(dispatch, "is_interpreted", lambda: True)
     with pytest.raises(ValueError, match=r"takes bfloat16, float16 and float32, got torch.float64"):
         rope(heads(dtype=torch.float64), kernels="triton")
 
@@ -216,7 +216,7 @@ def test_unknown_kernels(call, name):
 def test_what_else_is_not_known():
     with pytest.raises(ValueError, match='save must be "input" or "output", got \'both\''):
         CALLS["qk_norm_rope"](save="both")
-    for missing in ({"positions": None}, {"turns": None}):
+    for missing in ({"positions": None}, {"packed_freqs": None}):
         with pytest.raises(ValueError, match="positions and turns are needed"):
             rope(heads(), **missing)
 
@@ -268,13 +268,16 @@ ROPE_ERRORS = {
         r"sections must be \[4\], one axis a pair, got \[3\]",
     ),
     "turns in floats": (
-        {"turns": TURNS.float()},
+        {"packed_freqs": TURNS.float()},
         r"turns must be int64 \[R / 2 \+ 1\] or \[2, R / 2 \+ 1\] as make_turns returns them, got "
         r"torch.float32 \[5\]",
     ),
-    "turns of other rows": ({"turns": TURNS.expand(3, -1)}, r"turns must be .* got .* \[3, 5\]"),
+    "turns of other rows": (
+        {"packed_freqs": TURNS.expand(3, -1)},
+        r"turns must be .* got .* \[3, 5\]",
+    ),
     "turns of other memory": (
-        {"turns": TURNS.repeat_interleave(2)[::2]},
+        {"packed_freqs": TURNS.repeat_interleave(2)[::2]},
         "turns and sections must be contiguous",
     ),
     "sections of other memory": (
@@ -282,7 +285,7 @@ ROPE_ERRORS = {
         "turns and sections must be contiguous",
     ),
     "too many pairs": (
-        {"turns": ops.make_turns(frequencies(10))},
+        {"packed_freqs": ops.pack_frequencies(frequencies(10))},
         "5 pairs do not fit into heads of 8 dimensions",
     ),
 }

@@ -8,16 +8,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from rope_patch import ops
-from rope_patch.ops.dispatch import triton_problem
+from rope_patch.ops.dispatch import triton_unavailable_reason
 
-assert triton_problem() is None  # which registers the operators
+assert triton_unavailable_reason() is None  # which registers the operators
 rope_op, norm_op, norm_back_op = (
     getattr(torch.ops.rope_patch, name).default
     for name in ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 )
 
 D, EPS = 16, 1e-6
-TURNS = ops.make_turns(frequencies(12)).to(DEVICE)
+TURNS = ops.pack_frequencies(frequencies(12)).to(DEVICE)
 
 
 def heads(count, batch=1, tokens=2, seed=0, grad=False, dtype=torch.float32):

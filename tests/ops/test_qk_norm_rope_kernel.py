@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from rope_patch import ops
-from rope_patch.ops.dispatch import may_save_output
+from rope_patch.ops.dispatch import can_recompute_from_output
 from rope_patch.ops.kernels import autograd
 from rope_patch.ops.kernels import launcher as launching
 from rope_patch.ops.kernels import qk_norm_rope as launcher
@@ -341,13 +341,13 @@ def test_gradients_are_the_same_bits_each_time(monkeypatch, across):
 
 
 @pytest.mark.parametrize("save", ["input", "output"])
-@pytest.mark.parametrize("changed", ["x", "weight", "positions", "turns", "sections"])
+@pytest.mark.parametrize("changed", ["x", "weight", "positions", "packed_freqs", "sections"])
 def test_what_changed_before_the_backward_pass_is_an_error(changed, save):
     rotation = make_rotation(48, 1)
     q, k, *weights = inputs(rotation)
     given = {
         "positions": torch.zeros(3, 1, 1, dtype=torch.int64, device=DEVICE),
-        "turns": rotation.turns,
+        "packed_freqs": rotation.turns,
         "sections": (torch.arange(24) % 3).to(DEVICE),
     }
     x, weight = q * 1, weights[0] * 1
@@ -475,9 +475,9 @@ def test_weights_next_to_zero_need_the_input():
 
 
 class TestWhetherWeightsAllowTheOutput:
-    """`may_save_output`."""
+    """`can_recompute_from_output`."""
 
-    TURNS = ops.make_turns(frequencies(4))
+    TURNS = ops.pack_frequencies(frequencies(4))
 
     @pytest.mark.parametrize(
         ("weight", "halves", "neighbours"),
@@ -499,15 +499,15 @@ class TestWhetherWeightsAllowTheOutput:
         good, weight = torch.ones(5), torch.tensor(weight)
         for interleaved, expected in ((False, halves), (True, neighbours)):
             settings = {"interleaved": interleaved}
-            assert may_save_output(weight, good, self.TURNS, **settings) is expected
-            assert may_save_output(good, weight, self.TURNS, **settings) is expected
+            assert can_recompute_from_output(weight, good, self.TURNS, **settings) is expected
+            assert can_recompute_from_output(good, weight, self.TURNS, **settings) is expected
             both = torch.stack([good, weight])
-            assert may_save_output(good[None], both, self.TURNS, **settings) is expected
+            assert can_recompute_from_output(good[None], both, self.TURNS, **settings) is expected
 
     def test_with_the_offset(self):
         weight = torch.zeros(5)
-        assert may_save_output(weight, weight, self.TURNS, offset=1.0)
-        assert not may_save_output(weight - 1, weight, self.TURNS, offset=1.0)
+        assert can_recompute_from_output(weight, weight, self.TURNS, offset=1.0)
+        assert not can_recompute_from_output(weight - 1, weight, self.TURNS, offset=1.0)
 
     def test_where_nothing_rotates(self):
-        assert may_save_output(torch.ones(5), torch.ones(5), self.TURNS[-1:])
+        assert can_recompute_from_output(torch.ones(5), torch.ones(5), self.TURNS[-1:])

@@ -9,8 +9,8 @@ from rotations import DEVICE, Rotation, assert_rounded, draw_heads, make_rotatio
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
-from rope_patch.ops import make_turns, reference
-from rope_patch.ops.angles import turns_between
+from rope_patch.ops import pack_frequencies, reference
+from rope_patch.ops.angles import rerotation_frequencies
 from rope_patch.ops.reference import rerotate_, rerotate_as_transformers_, rms_norm, rotate
 
 # head_dim, rotary_dim, theta, trained length: Llama 3, SmolLM2, Gemma 3 (full), Phi-2
@@ -250,7 +250,7 @@ def test_norms_are_those_of_transformers(family):
 
 
 def turns_of(f):
-    return make_turns(f.inv_freq, f.attention_factor)
+    return pack_frequencies(f.inv_freq, f.attention_factor)
 
 
 def exactly(raw, positions, f, interleaved=False):
@@ -266,7 +266,7 @@ def test_turning_on_is_exact_at_any_position(geometry, interleaved):
     old, new = (frequencies(geometry, "dynamic-yarn", seq_len=n * trained) for n in (1, 3))
     keys = exactly(raw, FAR, old, interleaved).float()
     was = keys.clone()
-    between = turns_between(turns_of(old), turns_of(new))
+    between = rerotation_frequencies(turns_of(old), turns_of(new))
     rerotate_([keys], FAR, between, interleaved=interleaved)
     expected = exactly(raw, FAR, new, interleaved)
     assert (keys - expected).abs().max() < 4e-6
@@ -277,7 +277,7 @@ def test_turning_on_is_exact_at_any_position(geometry, interleaved):
 def test_rows_are_turned_on_by_frequencies_of_their_own():
     geometry, raw = GEOMETRIES[1], keys_of(64)
     old, *new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (1, 2, 3))
-    between = turns_between(turns_of(old), torch.stack([turns_of(f) for f in new]))
+    between = rerotation_frequencies(turns_of(old), torch.stack([turns_of(f) for f in new]))
     keys, positions = raw.clone(), torch.arange(7) * 1000
     rerotate_([keys], positions, between)
     for row in range(2):
@@ -290,7 +290,7 @@ def test_rows_are_turned_on_by_frequencies_of_their_own():
 def test_pieces_and_layers_are_turned_on_alike():
     geometry, keys = GEOMETRIES[1], keys_of(64, slots=9000, batch=1)
     old, new = (turns_of(frequencies(geometry, "dynamic", seq_len=n * 8192.0)) for n in (1, 2))
-    between, positions = turns_between(old, new), torch.arange(9000)
+    between, positions = rerotation_frequencies(old, new), torch.arange(9000)
     parts = [k.clone() for k in keys.split(1000, 2)]
     for part, at in zip(parts, positions.split(1000), strict=True):
         rerotate_([part], at, between)
@@ -307,7 +307,7 @@ def test_sixteen_exact_turns_round_no_more_than_six_exact_rotations(method):
     sets = [frequencies(geometry, method, seq_len=8192 * 2 ** (k / 4)) for k in range(17)]
     keys = exactly(raw, positions, sets[0]).bfloat16()
     for old, new in itertools.pairwise(sets):
-        rerotate_([keys], positions, turns_between(turns_of(old), turns_of(new)))
+        rerotate_([keys], positions, rerotation_frequencies(turns_of(old), turns_of(new)))
     truth = exactly(raw, positions, sets[-1])
     assert rms(keys - truth) < 6 * rms(truth.bfloat16() - truth)
     # Where nothing but the factor changes, there are few different numbers to take a mean of.
@@ -318,5 +318,5 @@ def test_sixteen_exact_turns_round_no_more_than_six_exact_rotations(method):
 def test_exact_turns_between_the_same_leave_the_bits():
     keys = keys_of(64, dtype=torch.bfloat16)
     was, turns = keys.clone(), turns_of(frequencies(GEOMETRIES[1]))
-    rerotate_([keys], torch.arange(7), turns_between(turns, turns))
+    rerotate_([keys], torch.arange(7), rerotation_frequencies(turns, turns))
     assert keys.equal(was)

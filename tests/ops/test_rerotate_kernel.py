@@ -29,7 +29,7 @@ def sets(rotary_dim=D, rows=None):
 def turn_on(keys, positions, old, new, kernels="triton", **settings):
     """In place, from one set of frequencies and factor to another."""
     positions, *turns = (
-        x.to(DEVICE) for x in (positions, *(ops.make_turns(*f) for f in (old, new)))
+        x.to(DEVICE) for x in (positions, *(ops.pack_frequencies(*f) for f in (old, new)))
     )
     layers = keys if isinstance(keys, list) else [keys]
     ops.rerotate_(layers, positions, *turns, kernels=kernels, **settings)

@@ -205,7 +205,7 @@ def test_rows_have_frequencies_and_factors_of_their_own(heads_dim):
 
 @pytest.mark.parametrize("shape", ["one row", "expanded", "of a larger tensor"])
 def test_frequencies_in_memory_of_their_own(shape):
-    turns = ops.make_turns(frequencies(64)).to(DEVICE)
+    turns = ops.pack_frequencies(frequencies(64)).to(DEVICE)
     turns = {
         "one row": turns[None],
         "expanded": turns.expand(2, -1),
@@ -418,7 +418,7 @@ def test_training_after_inference(mode):
 def test_what_changed_before_the_backward_pass_is_an_error(changed):
     given = {
         "positions": torch.arange(6, device=DEVICE).view(3, 1, 2),
-        "turns": ops.make_turns(frequencies(64)).to(DEVICE),
+        "turns": ops.pack_frequencies(frequencies(64)).to(DEVICE),
         "sections": (torch.arange(32) % 3).to(DEVICE),
     }
     q = draw(1, 2, 2, 64, grad=True)
@@ -485,7 +485,7 @@ def test_in_place_over_what_another_gradient_needs_is_an_error():
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "queries-alone"])
 def test_in_place_is_the_same_and_keeps_what_does_not_rotate(kernels, keys):
     q, k = torch.randn(2, 3, 5, 80), torch.randn(2, 3, 1, 80) if keys else None
-    positions, turns = torch.arange(3), ops.make_turns(0.9 ** torch.arange(16))
+    positions, turns = torch.arange(3), ops.pack_frequencies(0.9 ** torch.arange(16))
     expected = ops.rope(q, k, positions, turns, kernels=kernels)
     got = ops.rope(q, k, positions, turns, kernels=kernels, inplace=True)
     assert got[0] is q
@@ -496,7 +496,7 @@ def test_in_place_is_the_same_and_keeps_what_does_not_rotate(kernels, keys):
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 def test_in_place_autograd_sees_what_happens(kernels):
-    positions, turns = torch.arange(3), ops.make_turns(0.9 ** torch.arange(4))
+    positions, turns = torch.arange(3), ops.pack_frequencies(0.9 ** torch.arange(4))
     x = torch.randn(2, 3, 2, 8, requires_grad=True)
     grad = torch.randn_like(x)
     out, _ = ops.rope(x * 1, None, positions, turns, kernels=kernels)

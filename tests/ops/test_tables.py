@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rope_patch.ops import cpu
-from rope_patch.ops.cpu import rope_by_tables
+from rope_patch.ops.cpu import rope_from_cos_sin
 from rope_patch.ops.reference import rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -18,8 +18,8 @@ LENGTHS = [0, 1, 5, 49]
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
     """16 tokens of 4 heads of 128 dimensions, so that small tensors take every way."""
-    monkeypatch.setattr(cpu, "_BLOCK", 16 * 4 * 128)
-    monkeypatch.setattr(cpu, "_FEW", 8 * 4 * 128)
+    monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 16 * 4 * 128)
+    monkeypatch.setattr(cpu, "_JOINED_NUMEL", 8 * 4 * 128)
 
 
 def heads(count, tokens, dim=128, batch=2, dtype=torch.float32, seed=0):
@@ -69,7 +69,7 @@ def test_float32_has_the_bits_of_transformers(layout, tokens, batch):
     if layout == "glm":  # cos and sin twice behind one another, of which it takes the first
         cos, sin = (c[..., :48] for c in (cos, sin))
     interleaved = layout in ("cohere", "glm")
-    got = rope_by_tables(q, k, cos, sin, interleaved=interleaved, repeated=layout != "glm")
+    got = rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved, repeated=layout != "glm")
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.equal(theirs)
 
@@ -82,7 +82,7 @@ def test_sixteen_bits_are_rounded_once(dtype, tables_dtype, tokens, interleaved)
     q, k = heads(4, tokens, dtype=dtype), heads(2, tokens, dtype=dtype, seed=1)
     pairs = pair_tables(tokens, dtype=tables_dtype)
     full = full_tables(tokens, dtype=tables_dtype, interleaved=interleaved)
-    got = rope_by_tables(q, k, *full, interleaved=interleaved)
+    got = rope_from_cos_sin(q, k, *full, interleaved=interleaved)
     for x, turned in zip((q, k), got, strict=True):
         exact = by_reference(x.double(), [c.double() for c in pairs], interleaved)
         assert turned.dtype == dtype
@@ -93,7 +93,7 @@ def test_sixteen_bits_are_rounded_once(dtype, tables_dtype, tokens, interleaved)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tables_of_another_dtype(dtype):
     q, pairs = heads(4, 49).to(dtype), pair_tables(49, dtype=torch.bfloat16)
-    got, _ = rope_by_tables(q, None, *pairs, repeated=False)
+    got, _ = rope_from_cos_sin(q, None, *pairs, repeated=False)
     assert got.dtype == dtype
     torch.testing.assert_close(got, by_reference(q, pairs), rtol=0, atol=0)
 
@@ -108,8 +108,8 @@ def test_it_is_the_reference(head_dim, rotary_dim, tokens, repeated, interleaved
     pairs = pair_tables(tokens, rotary_dim, batch=2)
     given = full_tables(tokens, rotary_dim, batch=2, interleaved=interleaved) if repeated else pairs
     options = {"interleaved": interleaved, "repeated": repeated}
-    got = rope_by_tables(q, k, *given, **options)
-    alone, none = rope_by_tables(q, None, *given, **options)
+    got = rope_from_cos_sin(q, k, *given, **options)
+    alone, none = rope_from_cos_sin(q, None, *given, **options)
     assert none is None
     assert got[0].equal(by_reference(q, pairs, interleaved))
     assert got[1].equal(by_reference(k, pairs, interleaved))
@@ -118,7 +118,7 @@ def test_it_is_the_reference(head_dim, rotary_dim, tokens, repeated, interleaved
 
 def test_no_rows():
     q, k = heads(4, 49, batch=0), heads(2, 49, batch=0)
-    got = rope_by_tables(q, k, *full_tables(49))
+    got = rope_from_cos_sin(q, k, *full_tables(49))
     assert [x.shape for x in got] == [q.shape, k.shape]
 
 
@@ -152,9 +152,9 @@ def strides(x):
 def test_strides_change_nothing(lay, dtype, tokens):
     q, k = heads(4, tokens, dtype=dtype), heads(2, tokens, dtype=dtype, seed=1)
     full = full_tables(tokens, batch=2, dtype=dtype)
-    expected = rope_by_tables(q, k, *full)
+    expected = rope_from_cos_sin(q, k, *full)
     laid = [lay(q), lay(k)]
-    got = rope_by_tables(*laid, *full)
+    got = rope_from_cos_sin(*laid, *full)
     for given, was, ours, theirs in zip(laid, (q, k), got, expected, strict=True):
         assert ours.equal(theirs)
         assert given.equal(was)  # inputs stay as they were
@@ -166,8 +166,8 @@ def test_strides_change_nothing(lay, dtype, tokens):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_heads_behind_tokens(batch, tokens):
     q, k, full = heads(4, tokens), heads(2, tokens, seed=1), full_tables(tokens, batch=batch)
-    expected = rope_by_tables(q, k, *full)
-    got = rope_by_tables(q.transpose(1, 2), k.transpose(1, 2), *full, heads_dim=2)
+    expected = rope_from_cos_sin(q, k, *full)
+    got = rope_from_cos_sin(q.transpose(1, 2), k.transpose(1, 2), *full, heads_dim=2)
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.transpose(1, 2).equal(theirs)
 
@@ -178,10 +178,10 @@ def test_blocks_leave_no_trace(dtype, monkeypatch):
     full = full_tables(49, batch=2)
     results = []
     for size in (1, 1000, 16 * 4 * 128, 2**30):
-        monkeypatch.setattr(cpu, "_BLOCK", size)
-        results.append(rope_by_tables(q, k, *full))
-    monkeypatch.setattr(cpu, "_FEW", 2**30)
-    results.append(rope_by_tables(q, k, *full))
+        monkeypatch.setattr(cpu, "_BLOCK_NUMEL", size)
+        results.append(rope_from_cos_sin(q, k, *full))
+    monkeypatch.setattr(cpu, "_JOINED_NUMEL", 2**30)
+    results.append(rope_from_cos_sin(q, k, *full))
     for got in results[1:]:
         assert all(a.equal(b) for a, b in zip(got, results[0], strict=True))
 
@@ -193,15 +193,15 @@ def test_blocks_leave_no_trace(dtype, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("wanted", ["q", "k", "qk", "q alone"])
 def test_gradients(wanted, tokens, interleaved, monkeypatch):
-    monkeypatch.setattr(cpu, "_BLOCK", 7 * 2 * 6)
-    monkeypatch.setattr(cpu, "_FEW", 4 * 2 * 6)
+    monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 7 * 2 * 6)
+    monkeypatch.setattr(cpu, "_JOINED_NUMEL", 4 * 2 * 6)
     q, k = heads(2, tokens, 6, 1).double(), heads(1, tokens, 6, 1, seed=1).double()
     full = [c.double() for c in full_tables(tokens, 4, interleaved=interleaved)]
     given = [q, None] if wanted == "q alone" else [q, k]
     sources = [x.requires_grad_() for x, name in zip((q, k), "qk", strict=True) if name in wanted]
 
     def turned(*_):
-        got = rope_by_tables(*given, *full, interleaved=interleaved)
+        got = rope_from_cos_sin(*given, *full, interleaved=interleaved)
         return tuple(x for x in got if x is not None and x.requires_grad)
 
     assert len(turned()) == len(sources)  # what needs no gradient asks for none
@@ -216,12 +216,12 @@ def test_gradients_are_rotated_backwards(dtype, tokens):
     q, k = heads(4, tokens, dtype=dtype), heads(2, tokens, dtype=dtype, seed=1)
     cos, sin = full_tables(tokens, batch=2)
     q, k = (x.detach().requires_grad_() for x in (q, k))
-    turned_q, turned_k = rope_by_tables(q, k, cos, sin)
+    turned_q, turned_k = rope_from_cos_sin(q, k, cos, sin)
     turned_q.sum().backward(retain_graph=True)
     assert k.grad is None
     (turned_k * 2).sum().backward()
     ones = (torch.ones_like(x) for x in (q, k))
-    expected_q, expected_k = rope_by_tables(*ones, cos, -sin)
+    expected_q, expected_k = rope_from_cos_sin(*ones, cos, -sin)
     assert q.grad.equal(expected_q)
     assert k.grad.equal(2 * expected_k)
 
@@ -229,11 +229,11 @@ def test_gradients_are_rotated_backwards(dtype, tokens):
 def test_results_can_be_written_to():
     q = heads(4, 1).requires_grad_()
     k = heads(2, 1, seed=1).requires_grad_()
-    turned = rope_by_tables(q, k, *full_tables(1))
+    turned = rope_from_cos_sin(q, k, *full_tables(1))
     sum(x.mul_(2).sum() for x in turned).backward()
     ones = (torch.ones_like(x) for x in (q, k))
     cos, sin = full_tables(1)
-    expected = rope_by_tables(*ones, cos, -sin)
+    expected = rope_from_cos_sin(*ones, cos, -sin)
     assert all(x.grad.equal(2 * e) for x, e in zip((q, k), expected, strict=True))
 
 
@@ -249,14 +249,14 @@ def test_tables_that_need_gradients_get_them(repeated, interleaved):
     def turned(*pairs):
         options = {"interleaved": interleaved, "repeated": repeated}
         full = [repeat(c, interleaved) for c in pairs] if repeated else pairs
-        return rope_by_tables(q, k, *full, **options)
+        return rope_from_cos_sin(q, k, *full, **options)
 
     assert torch.autograd.gradcheck(turned, pairs)
 
 
 def test_other_devices_get_the_reference():
     q, k = (heads(n, 5).to("meta") for n in (4, 2))
-    got = rope_by_tables(q, k, *(c.to("meta") for c in full_tables(5)))
+    got = rope_from_cos_sin(q, k, *(c.to("meta") for c in full_tables(5)))
     assert [x.shape for x in got] == [q.shape, k.shape]
 
 
@@ -265,20 +265,22 @@ def test_subclasses_get_the_reference():
         pass
 
     q, k, full = heads(4, 5), heads(2, 5, seed=1), full_tables(5)
-    got, _ = rope_by_tables(q.as_subclass(Other), k, *full)
+    got, _ = rope_from_cos_sin(q.as_subclass(Other), k, *full)
     assert type(got) is Other
-    assert got.as_subclass(torch.Tensor).equal(rope_by_tables(q, k, *full)[0])
+    assert got.as_subclass(torch.Tensor).equal(rope_from_cos_sin(q, k, *full)[0])
 
 
 def test_compiled():
     q, k, full = heads(4, 5), heads(2, 5, seed=1), full_tables(5)
-    compiled = torch.compile(rope_by_tables, backend="eager", fullgraph=True)
-    for ours, theirs in zip(compiled(q, k, *full), rope_by_tables(q, k, *full), strict=True):
+    compiled = torch.compile(rope_from_cos_sin, backend="eager", fullgraph=True)
+    for ours, theirs in zip(compiled(q, k, *full), rope_from_cos_sin(q, k, *full), strict=True):
         assert ours.equal(theirs)
 
 
 def test_transforms_get_the_reference():
     q, full = heads(4, 5), full_tables(5)
-    expected = rope_by_tables(q.detach().requires_grad_(), None, *full)[0]
-    got = torch.func.vmap(torch.func.grad(lambda x: rope_by_tables(x[None], None, *full)[0].sum()))
+    expected = rope_from_cos_sin(q.detach().requires_grad_(), None, *full)[0]
+    got = torch.func.vmap(
+        torch.func.grad(lambda x: rope_from_cos_sin(x[None], None, *full)[0].sum())
+    )
     assert got(q).shape == expected.shape

@@ -18,7 +18,7 @@ from tiny_models import (
 )
 
 import rope_patch
-from rope_patch.methods import registered
+from rope_patch.methods import registered_methods
 
 LONG = {"factor": 4, "long_factor": LONG_FACTOR}
 OPTIONS = {
@@ -27,9 +27,9 @@ OPTIONS = {
     "nope": {"temperature": 0.4},
 }
 METHODS = {
-    name: OPTIONS.get(name, {} if method.grows else {"factor": 4})
-    for name, method in registered().items()
-    if method.grows or name.startswith(("mixed", "longrope"))
+    name: OPTIONS.get(name, {} if method.is_dynamic else {"factor": 4})
+    for name, method in registered_methods().items()
+    if method.is_dynamic or name.startswith(("mixed", "longrope"))
 }
 LOOKUP = {"prompt_lookup_num_tokens": 10}
 # transformers 5.0 cannot look prompts up without an end of sequence; nothing here says 127.
@@ -59,9 +59,9 @@ def generate(model, prompt, new, **way):
 
 
 def test_every_method_that_follows_lengths_is_here():
-    plain = [name for name in registered() if name not in METHODS]
+    plain = [name for name in registered_methods() if name not in METHODS]
     for name in plain:
-        assert not registered()[name].grows
+        assert not registered_methods()[name].is_dynamic
     assert {"dynamic", "dynamic-yarn", "mixed-yarn", "longrope", "nope"} < METHODS.keys()
 
 

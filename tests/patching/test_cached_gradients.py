@@ -6,7 +6,7 @@ from tiny_models import LONG_FACTOR, SHORT, TRAINED, make_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
-from rope_patch.patching.dynamic.rerotation import Turning
+from rope_patch.patching.dynamic.rerotation import KeyRerotation
 
 START = 60  # tokens in the first chunk, and as many in the second
 METHODS = {
@@ -105,10 +105,10 @@ def test_a_static_cache_refuses_what_would_lose_gradients(model):
 
 
 def test_keys_without_gradients_are_rotated_in_place():
-    turning = Turning({None: (0, 9)}, interleaved=False, kernels=None, kept_tokens=0)
+    turning = KeyRerotation({None: (0, 9)}, interleaved=False, kernels=None, start_tokens=0)
     keys, at = torch.randn(1, 2, START, 16), torch.arange(START)[None]
     before, sets = keys.clone(), torch.rand(2, 1, 9, dtype=torch.float64) + 0.5
-    turning.turn([(keys, at, None)], sets[0], sets[1], torch.tensor([True]))
+    turning.rerotate([(keys, at, None)], sets[0], sets[1], torch.tensor([True]))
     assert not keys.equal(before)
     assert not keys.requires_grad
 
@@ -119,12 +119,12 @@ def test_the_derivative_of_rotating_again(kernels, interleaved):
     """By finite differences: two rows of which one changes, start tokens, other factors."""
     torch.manual_seed(0)
     old, new = (torch.rand(2, 5, dtype=torch.float64) + 0.5 for _ in range(2))
-    turning = Turning({None: (0, 5)}, interleaved, kernels, kept_tokens=2)
+    turning = KeyRerotation({None: (0, 5)}, interleaved, kernels, start_tokens=2)
     at, changed = torch.arange(4).repeat(2, 1), torch.tensor([False, True])
 
     def rotated(keys):
         keys = keys.clone()
-        turning.turn([(keys, at, None)], old, new, changed)
+        turning.rerotate([(keys, at, None)], old, new, changed)
         return keys
 
     keys = torch.randn(2, 1, 4, 10, dtype=torch.float64, requires_grad=True)

@@ -24,7 +24,7 @@ from transformers import DynamicCache, StaticCache
 from unrotated import Reference, exact, stepped
 
 import rope_patch
-from rope_patch.methods import registered
+from rope_patch.methods import registered_methods
 from rope_patch.patching.dynamic import hooks
 
 LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
@@ -83,7 +83,7 @@ def test_in_one_layer_a_cache_changes_nothing_at_all():
 
 
 def test_every_dynamic_method_decodes_right_in_one_layer():
-    names = [name for name, method in registered().items() if method.grows]
+    names = [name for name, method in registered_methods().items() if method.is_dynamic]
     assert set(DYNAMIC) < set(names)
     for name in names:
         model, ids = make_model(num_hidden_layers=1), tokens(END)
@@ -294,8 +294,10 @@ def fail(*_):
 def reads(monkeypatch):
     """How many times lengths were read from where the positions are."""
     count = []
-    spans = hooks.spans
-    monkeypatch.setattr(hooks, "spans", lambda *args: count.append(1) or spans(*args))
+    spans = hooks.first_and_last_positions
+    monkeypatch.setattr(
+        hooks, "first_and_last_positions", lambda *args: count.append(1) or spans(*args)
+    )
     return count
 
 

@@ -82,7 +82,7 @@ def test_cached_keys_are_brought_along(model_type):
     windows = set(getattr(model.config, "layer_types", [])) == {"sliding_attention"}
     kinds = ["sliding_attention"] if windows and len(by_layer_type(model)) > 1 else None
     handle = rope_patch.patch(model, "dynamic-linear", layer_types=kinds)
-    assert handle.method.follows_length(TRAINED)
+    assert handle.method.is_length_dependent(TRAINED)
     ids = tokens(END)
     with torch.no_grad():
         stepped = step_by_step(model, ids, SHORT)[:, -1]

@@ -29,8 +29,12 @@ from unrotated import Reference
 
 import rope_patch
 from rope_patch import ops
-from rope_patch.patching.kernels.attention_forward import DeferredNorm, OurForward, norm_form
-from rope_patch.patching.kernels.position_passthrough import HandingOver
+from rope_patch.patching.kernels.attention_forward import (
+    DeferredNorm,
+    PatchedAttentionForward,
+    norm_spec_of,
+)
+from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
 
 pytest.importorskip("triton")
 
@@ -118,7 +122,7 @@ def test_all_kernels_rotate_alike(family):
         handle = patch(model, kernels)
         expected[kernels] = logits(model)
         rotating = 0 if kernels == "hf" else SIZES["num_hidden_layers"]
-        assert len(parts(model, OurForward)) == rotating
+        assert len(parts(model, PatchedAttentionForward)) == rotating
         assert len(parts(model, DeferredNorm)) == (2 * rotating if family in NORMED else 0)
         handle.undo()
         assert logits(model).equal(plain)
@@ -170,7 +174,7 @@ def test_queries_alone_where_a_model_rotates_one_tensor_at_a_time(counted):
         expected = logits(model)
     for kernels in ("auto", *OURS):
         with patch(model, kernels):
-            assert len(parts(model, OurForward)) == 4
+            assert len(parts(model, PatchedAttentionForward)) == 4
             assert_close(logits(model), expected)
     # The last two layers share the keys of others; older transformers rotate them all the same.
     assert counted.rope == 4 + (4 if OLD_TRANSFORMERS else 2)
@@ -214,8 +218,10 @@ def test_turns_are_made_once_while_frequencies_stay(monkeypatch):
     from rope_patch.patching.kernels import position_passthrough
 
     made = []
-    own = position_passthrough.make_turns
-    monkeypatch.setattr(position_passthrough, "make_turns", lambda *a: made.append(1) or own(*a))
+    own = position_passthrough.pack_frequencies
+    monkeypatch.setattr(
+        position_passthrough, "pack_frequencies", lambda *a: made.append(1) or own(*a)
+    )
     model = make_model()
     patch(model, "reference")
     step_by_step(model, tokens(SHORT + 6), SHORT)
@@ -237,7 +243,7 @@ def test_inference_mode_leaves_nothing_that_training_trips_over(kernels, method)
 def test_patching_while_another_device_is_the_default():
     with torch.device("meta"):
         model = make_model("qwen3")
-        norm_form.__globals__["_asked"].cache_clear()
+        norm_spec_of.__globals__["_asked"].cache_clear()
         patch(model, "reference")
     assert parts(model, DeferredNorm)
 
@@ -291,7 +297,7 @@ def test_copies_stand_on_their_own(duplicate, family, kernels):
         for parameter in model.parameters():
             parameter.zero_()
     assert logits(other).equal(expected)
-    assert all(vars(m)["forward"].module is m for m in parts(other, OurForward))
+    assert all(vars(m)["forward"].module is m for m in parts(other, PatchedAttentionForward))
     rope_patch.unpatch(other)
     assert logits(other).equal(plain)
 
@@ -370,7 +376,7 @@ def test_modules_whose_class_was_derived_in_place(kernels):
         for module in (layer, layer.self_attn):
             module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {})
     patch(model, kernels)
-    assert len(parts(model, OurForward)) == SIZES["num_hidden_layers"]
+    assert len(parts(model, PatchedAttentionForward)) == SIZES["num_hidden_layers"]
     assert_close(logits(model), expected)
 
 
@@ -526,7 +532,7 @@ def test_a_model_that_uses_cos_and_sin_itself_keeps_its_rotation():
         patch(model, "triton")
     assert rope_patch.current(model) is None
     patch(model, "auto")
-    assert not parts(model, OurForward)
+    assert not parts(model, PatchedAttentionForward)
     summary = rope_patch.current(model).summary()
     assert "transformers' own rotation (DeepseekV3Attention uses" in summary
 
@@ -540,7 +546,7 @@ def test_several_positions_a_token_keep_cos_and_sin():
     with pytest.raises(ValueError, match='kernels="reference" cannot rotate this model'):
         patch(model, "reference")
     patch(model, "auto")
-    assert not parts(model, HandingOver)
+    assert not parts(model, PositionPassthrough)
 
 
 def test_unknown_kernels_name_the_known_ones():
@@ -551,7 +557,7 @@ def test_unknown_kernels_name_the_known_ones():
 def test_triton_on_a_cpu_says_what_to_do(monkeypatch):
     model = make_model()
     patch(model, "triton")
-    monkeypatch.setattr("rope_patch.ops.dispatch.interpreted", lambda: False)
+    monkeypatch.setattr("rope_patch.ops.dispatch.is_interpreted", lambda: False)
     with pytest.raises(ValueError, match=r"needs tensors on a GPU, got cpu.*auto"):
         logits(model)
 
@@ -575,12 +581,12 @@ def test_without_triton_only_a_demand_is_an_error(monkeypatch):
 def test_norms_are_known_by_what_they_compute(kind, offset):
     model, name = kind.split(".")
     module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    assert norm_form(getattr(module, name)).offset == offset
+    assert norm_spec_of(getattr(module, name)).offset == offset
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.Identity, nn.Linear])
 def test_other_modules_are_no_norms_of_ours(kind):
-    assert norm_form(kind) is None
+    assert norm_spec_of(kind) is None
 
 
 def test_nothing_is_left_of_a_failed_patch(monkeypatch):

@@ -25,7 +25,7 @@ from tiny_models import (
 from unrotated import Reference, exact, frequencies
 
 import rope_patch
-from rope_patch.patching.dynamic.sequence_lengths import spans
+from rope_patch.patching.dynamic.sequence_lengths import first_and_last_positions
 
 INNER = {
     "linear": {},
@@ -108,7 +108,7 @@ def test_a_packed_row_is_as_long_as_its_longest_document(family):
 
 def test_the_span_of_a_packed_row_is_its_longest_document():
     positions = torch.cat([torch.arange(n) for n in (100, 50, 10)])[None]
-    assert spans(positions).tolist() == [[0, 99]]
+    assert first_and_last_positions(positions).tolist() == [[0, 99]]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

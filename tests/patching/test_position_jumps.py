@@ -119,7 +119,7 @@ def test_padded_rows(model):
 def reads(monkeypatch):
     """Shapes of the position tensors whose numbers were read."""
     shapes = []
-    tolist, spans = torch.Tensor.tolist, hooks.spans
+    tolist, spans = torch.Tensor.tolist, hooks.first_and_last_positions
 
     def counted_tolist(self):
         if self.dtype == torch.int64 and self.numel() and not torch.compiler.is_compiling():
@@ -131,7 +131,7 @@ def reads(monkeypatch):
         return spans(positions, *args)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted_tolist)
-    monkeypatch.setattr(hooks, "spans", counted_spans)
+    monkeypatch.setattr(hooks, "first_and_last_positions", counted_spans)
     return shapes
 
 

@@ -48,7 +48,7 @@ def test_yarn_is_what_deepseeks_own_configs_say(model_type):
     twice = logits(native(model, rope_type="yarn", factor=4.0, attention_factor=LAW))
     handle = rope_patch.patch(model, "yarn", factor=4)
     assert handle.frequencies[None].attention_factor == 1
-    assert handle.sharpening == pytest.approx(LAW)
+    assert handle.softmax_mscale == pytest.approx(LAW)
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-4)
     assert (logits(model) - twice).abs().max() > 1e-3
     assert "softmax scale" in handle.summary()

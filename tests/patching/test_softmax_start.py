@@ -123,7 +123,7 @@ def test_what_the_start_has_stays_and_the_method_adds_to_it(case, pair, model_ty
     assert handle.trained_length == TRAINED
     torch.testing.assert_close(got.inv_freq, torch.tensor(inv_freq), rtol=1e-6, atol=0)
     assert got.attention_factor == pytest.approx(cos_sin, rel=1e-6)
-    assert handle.sharpening == pytest.approx(softmax, rel=1e-6)
+    assert handle.softmax_mscale == pytest.approx(softmax, rel=1e-6)
     for layer in model.model.layers:
         bare = layer.self_attn.qk_head_dim**-0.5
         assert layer.self_attn.scaling == pytest.approx(bare * softmax**2, rel=1e-6)
@@ -170,7 +170,7 @@ def test_a_sharpening_without_a_factor_is_saved_natively(method, options, tmp_pa
     model = tiny_model("deepseek_v3")
     before = logits(model)
     handle = rope_patch.patch(model, method, factor=1, **options)
-    assert handle.sharpening == options["attention_factor"]
+    assert handle.softmax_mscale == options["attention_factor"]
     assert (logits(model) - before).abs().max() > 1e-3
     rope_patch.save(model, tmp_path)
     assert read_sidecar(tmp_path)["native"]

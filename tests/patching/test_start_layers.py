@@ -115,7 +115,7 @@ def test_a_sharpened_long_set_beside_a_short_one_is_not_native(full, windows, tm
     """LongRoPE has one attention factor for both sets, whichever layer type it is of."""
     model = model_of(full, windows)
     handle = rope_patch.patch(model, "yarn", factor=2, layer_types=BOTH)
-    assert not handle.method.native
+    assert not handle.method.has_config_form
     rope_patch.save(model, tmp_path)
     assert not read_sidecar(tmp_path)["native"]
     again = rope_patch.load(tmp_path)

@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from unrotated import Reference
 
 import rope_patch
-from rope_patch.patching.kernels.attention_forward import OurForward
-from rope_patch.patching.kernels.position_passthrough import HandingOver
-from rope_patch.patching.start_tokens import KeptStart
+from rope_patch.patching.kernels.attention_forward import PatchedAttentionForward
+from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
+from rope_patch.patching.start_tokens import StartTokenRotary
 
 START = 5  # tokens
 SCALE = math.sqrt(1 + math.log(FACTOR) / math.log(TRAINED))  # LongRoPE's law
@@ -436,13 +436,15 @@ def test_tables_of_cos_and_sin_are_what_layers_get():
     model, ids = make_model("qwen3"), tokens(LONG)
     patched(model, kernels="hf")
     expected = forward(model, ids)
-    assert not [m for m in model.modules() if isinstance(vars(m).get("forward"), OurForward)]
+    assert not [
+        m for m in model.modules() if isinstance(vars(m).get("forward"), PatchedAttentionForward)
+    ]
     patched(model)
     forwards = [vars(m).get("forward") for m in model.modules()]
     # Where a rotary module takes no rows of its own (5.0), it is within what gives it one by one.
     within = [each for f in forwards for each in (f, *getattr(f, "args", ()))]
-    assert [f for f in within if isinstance(f, KeptStart)]
-    assert not [f for f in forwards if isinstance(f, HandingOver)]
+    assert [f for f in within if isinstance(f, StartTokenRotary)]
+    assert not [f for f in forwards if isinstance(f, PositionPassthrough)]
     assert_close(forward(model, ids), expected)
     assert "start_tokens" in rope_patch.current(model).summary()
 
@@ -528,8 +530,10 @@ def test_whole_numbers_of_other_types():
     method = rope_patch.patch(make_model(), "longrope", start_tokens=4.0, **OPTIONS).method
     assert method.options()["start_tokens"] == 4
     assert isinstance(method.options()["start_tokens"], int)
-    assert not method.native
-    assert rope_patch.patch(make_model(), "longrope", start_tokens=0, **OPTIONS).method.native
+    assert not method.has_config_form
+    assert rope_patch.patch(
+        make_model(), "longrope", start_tokens=0, **OPTIONS
+    ).method.has_config_form
 
 
 @pytest.mark.parametrize("architecture", ["qwen2_vl", "qwen3_vl"])

@@ -85,7 +85,7 @@ METHODS = [
 def test_a_default_dtype_changes_nothing(family, method, options, dtype, torch_defaults):
     expected, model = make_model(family), make_model(family)
     reference = rope_patch.patch(expected, method, **options)
-    attention_forward._asked.cache_clear()  # what was asked before would answer
+    attention_forward._probe_norm.cache_clear()  # what was asked before would answer
     state = torch.get_rng_state()
     torch.set_default_dtype(dtype)
     handle = rope_patch.patch(model, method, **options)
@@ -100,7 +100,7 @@ def test_a_default_dtype_changes_nothing(family, method, options, dtype, torch_d
 def test_a_default_device_and_modes_around_patch_change_nothing(torch_defaults):
     expected, model = make_model("qwen3"), make_model("qwen3")
     reference = rope_patch.patch(expected, "dynamic-yarn")
-    attention_forward._asked.cache_clear()
+    attention_forward._probe_norm.cache_clear()
     torch.set_default_device("meta")
     with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
         handle = rope_patch.patch(model, "dynamic-yarn")

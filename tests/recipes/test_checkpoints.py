@@ -113,7 +113,7 @@ def test_checkpoint_of_a_left_course_is_not_gone_on_from(recipe, truth, tmp_path
     shutil.copytree(truth(recipe, "constant", **CONSTANT), folder)
     other = {"resume": folder / "checkpoint-2", "max_steps": 3, **CONSTANT}
     run(recipe, folder, save_total_limit=1, **other)
-    assert checkpoints.newest_whole(folder) == folder / "checkpoint-3"
+    assert checkpoints.latest_complete(folder) == folder / "checkpoint-3"
     assert [step for step, *_ in curve(folder)] == [1, 2, 3]
 
 
@@ -155,7 +155,7 @@ def test_damaged_checkpoint_is_passed_over(recipe, damage, truth, tmp_path, capl
         content = (last / name).read_bytes()
         DAMAGES[damage](last / name)
         caplog.clear()
-        assert checkpoints.newest_whole(folder) == before, name
+        assert checkpoints.latest_complete(folder) == before, name
         (said,) = _said(caplog)
         reason = {
             "truncated": f"has {len(content) // 2:,} bytes instead of {len(content):,}",
@@ -165,9 +165,9 @@ def test_damaged_checkpoint_is_passed_over(recipe, damage, truth, tmp_path, capl
         assert str(last) in said
         assert f"{name} {reason}" in said
         with pytest.raises(ValueError, match=rf"checkpoint-6 is not whole: {name}.*--resume auto"):
-            checkpoints.to_resume(folder, str(last))
+            checkpoints.resume_checkpoint(folder, str(last))
         (last / name).write_bytes(content)
-    assert checkpoints.newest_whole(folder) == last
+    assert checkpoints.latest_complete(folder) == last
 
 
 def test_run_goes_on_from_before_a_damaged_one(recipe, truth, tmp_path):
@@ -177,7 +177,7 @@ def test_run_goes_on_from_before_a_damaged_one(recipe, truth, tmp_path):
     _flip(folder / "checkpoint-6" / "model.safetensors")
     run(recipe, folder, resume="auto")
     require_same(folder, truth(recipe))
-    assert checkpoints.what_is_wrong(folder / "checkpoint-6") is None
+    assert checkpoints.find_damage(folder / "checkpoint-6") is None
 
 
 def test_damaged_later_one_does_not_push_out_whole_ones(recipe, truth, tmp_path):
@@ -186,7 +186,7 @@ def test_damaged_later_one_does_not_push_out_whole_ones(recipe, truth, tmp_path)
     (folder / "checkpoint-6" / "rows.json").unlink()
     run(recipe, folder, resume="auto", max_steps=5, save_total_limit=1, **CONSTANT)
     assert [p.name for p in folder.glob("checkpoint-*")] == ["checkpoint-5"]
-    assert checkpoints.newest_whole(folder) == folder / "checkpoint-5"
+    assert checkpoints.latest_complete(folder) == folder / "checkpoint-5"
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS)
@@ -194,7 +194,7 @@ def test_damaged_manifest_is_passed_over(recipe, manifest, truth, tmp_path, capl
     folder = tmp_path / "run"
     shutil.copytree(truth(recipe), folder)
     (folder / "checkpoint-6" / checkpoints.MANIFEST).write_text(MANIFESTS[manifest])
-    assert checkpoints.newest_whole(folder) == folder / "checkpoint-4"
+    assert checkpoints.latest_complete(folder) == folder / "checkpoint-4"
     (said,) = _said(caplog)
     assert checkpoints.MANIFEST in said
 

@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM, get_scheduler
 import rope_patch
 from rope_patch.geometry import Geometry
 from rope_patch.methods.registry import build
-from rope_patch.patching.plan import aim
+from rope_patch.patching.plan import resolve_options
 from rope_patch.training import packing
 from rope_patch.training.settings import parse
 
@@ -137,7 +137,7 @@ def method_of(settings):
     """The method of a recipe on its model's geometry, and the target length."""
     asked = settings.extension
     geometry = GEOMETRIES[asked.model]
-    options, target = aim(
+    options, target = resolve_options(
         asked.method, asked.factor, asked.length, geometry.trained_length, settings.method_options
     )
     return build(asked.method, **options), target or geometry.trained_length
@@ -261,18 +261,18 @@ def test_its_method_goes_with_its_model(name):
     assert inv_freq.shape == (geometry.head_dim // 2,)
     assert torch.isfinite(inv_freq).all()
     assert not torch.equal(inv_freq, geometry.inv_freq())
-    assert target > geometry.trained_length or method.grows
+    assert target > geometry.trained_length or method.is_dynamic
     assert (settings.extension.train_length or target) <= target
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_rows_can_be_made_where_it_is_launched(name):
     settings, ours = read(name), said(name)
-    packing.check(settings.data, ours["row_length"])
+    packing.check_data_arguments(settings.data, ours["row_length"])
     launch = yaml.safe_load(launcher(name).read_text())
     parallelism = launch.get("parallelism_config", {})
     if (shared := parallelism.get("parallelism_config_cp_size", 1)) > 1:
-        packing.require_maskless(settings.data)
+        packing.require_no_document_masks(settings.data)
         assert settings.extension.attention == "sdpa"
         assert ours["row_length"] % (2 * shared) == 0
     if parallelism.get("parallelism_config_sp_size", 1) > 1:

@@ -13,7 +13,12 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, HfArgumentParser, LlamaForCausalLM
 
-from rope_patch.training.packing import DataArguments, Rows, collate, require_maskless
+from rope_patch.training.packing import (
+    DataArguments,
+    PackedRows,
+    collate,
+    require_no_document_masks,
+)
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 END = 1
@@ -47,7 +52,7 @@ def lengths(name, count=9, most=130):
 
 
 def make(tokenizer, count, data, settings=SETTINGS, **arguments):
-    rows = Rows(DataArguments(data=data, **arguments), tokenizer, **settings)
+    rows = PackedRows(DataArguments(data=data, **arguments), tokenizer, **settings)
     return list(itertools.islice(rows, count))
 
 
@@ -256,14 +261,14 @@ def test_resuming_at_every_row(tokenizer, source, tmp_path, packing, window, sha
         shuffle_window=window,
     )
     count = 64
-    run = list(itertools.islice(Rows(arguments, tokenizer, **SETTINGS), count))
-    same(list(itertools.islice(Rows(arguments, tokenizer, **SETTINGS), count)), run)
+    run = list(itertools.islice(PackedRows(arguments, tokenizer, **SETTINGS), count))
+    same(list(itertools.islice(PackedRows(arguments, tokenizer, **SETTINGS), count)), run)
     assert min(c["epochs"] for c in run[-1]["row"]["counts"].values()) >= 1
     for row in run[:-1]:
         at = row["row"]["index"] + 1
         state = json.loads(json.dumps(row["row"]["state"]))
         for first in (at, min(at + 3, count - 1)):
-            again = Rows(arguments, tokenizer, **SETTINGS)
+            again = PackedRows(arguments, tokenizer, **SETTINGS)
             again.resume(state, first)
             last = min(first + 4, count)
             same(list(itertools.islice(again, last - first)), run[first:last])
@@ -274,9 +279,9 @@ def test_resuming_tokenises_one_document(tokenizer, source, tmp_path):
     path.write_text("".join(json.dumps({"text": f"{n} came. " * 20}) + "\n" for n in range(1000)))
     counting = Counting(tokenizer)
     arguments = DataArguments(data=[str(path)], packing="concatenate", shuffle_window=10)
-    rows = list(itertools.islice(Rows(arguments, counting, **SETTINGS), 400))
+    rows = list(itertools.islice(PackedRows(arguments, counting, **SETTINGS), 400))
     assert counting.calls > 50
-    again = Rows(arguments, counting, **SETTINGS)
+    again = PackedRows(arguments, counting, **SETTINGS)
     again.resume(rows[-2]["row"]["state"], 399)
     counting.calls = 0
     same([next(iter(again))], rows[-1:])
@@ -287,13 +292,13 @@ def test_resuming_what_has_changed(tokenizer, source, tmp_path):
     path, _ = source("a.jsonl", [90, 200, 70])
     rows = make(tokenizer, 2, [path])
     state = rows[1]["row"]["state"]
-    other = Rows(DataArguments(data=[path], packing="masked"), tokenizer, **SETTINGS)
+    other = PackedRows(DataArguments(data=[path], packing="masked"), tokenizer, **SETTINGS)
     with pytest.raises(ValueError, match="packing was single, got masked: set it back"):
         other.resume(state, 2)
-    other = Rows(DataArguments(data=[path]), tokenizer, **SETTINGS | {"seed": 1})
+    other = PackedRows(DataArguments(data=[path]), tokenizer, **SETTINGS | {"seed": 1})
     with pytest.raises(ValueError, match="seed was 0, got 1"):
         other.resume(state, 2)
-    again = Rows(DataArguments(data=[path]), tokenizer, **SETTINGS)
+    again = PackedRows(DataArguments(data=[path]), tokenizer, **SETTINGS)
     with pytest.raises(ValueError, match="cannot resume at row 1: the state is of row 2"):
         again.resume(state, 1)
     source("a.jsonl", [90, 201, 70])
@@ -306,7 +311,7 @@ def test_resuming_data_that_has_moved(tokenizer, source):
     path, _ = source("a.jsonl", [90, 200, 70])
     moved, rows = path.replace("a.jsonl", "b.jsonl"), make(tokenizer, 4, [path])
     Path(path).rename(moved)
-    again = Rows(DataArguments(data=[moved]), tokenizer, **SETTINGS)
+    again = PackedRows(DataArguments(data=[moved]), tokenizer, **SETTINGS)
     again.resume(rows[1]["row"]["state"], 2)
     assert tokens(itertools.islice(again, 2)) == tokens(rows[2:])
 
@@ -329,7 +334,7 @@ def test_ranks_share_the_rows(tokenizer, source, batch, world):
 
 def test_one_worker_gives_what_none_gives(tokenizer, source):
     path, _ = source("a.jsonl", lengths("a"))
-    rows = Rows(DataArguments(data=[path], packing="masked", shuffle_window=3), tokenizer,
+    rows = PackedRows(DataArguments(data=[path], packing="masked", shuffle_window=3), tokenizer,
                 **SETTINGS | {"batch": 2})  # fmt: skip
     rows.resume(next(iter(rows))["row"]["state"], 4)
     batches = [
@@ -344,7 +349,7 @@ def test_one_worker_gives_what_none_gives(tokenizer, source):
 
 
 def test_several_workers_are_refused(tokenizer, monkeypatch):
-    rows = Rows(DataArguments(data=["novels:emma"]), tokenizer, **SETTINGS)
+    rows = PackedRows(DataArguments(data=["novels:emma"]), tokenizer, **SETTINGS)
     worker = SimpleNamespace(num_workers=2)  # real ones that fail take torch 10 s to shut down
     monkeypatch.setattr("rope_patch.training.packing.get_worker_info", lambda: worker)
     with pytest.raises(ValueError, match=r"dataloader_num_workers of 0 or 1, got 2"):
@@ -413,7 +418,7 @@ def test_no_document_is_long_enough(tokenizer, source):
 
 def test_documents_that_shrink_while_they_are_read(tokenizer, source):
     path, _ = source("a.jsonl", [60])
-    rows = iter(Rows(DataArguments(data=[path]), tokenizer, **SETTINGS))
+    rows = iter(PackedRows(DataArguments(data=[path]), tokenizer, **SETTINGS))
     next(rows)
     source("a.jsonl", [9])
     with pytest.raises(ValueError, match=r"no row from .*all is too short"):
@@ -446,7 +451,7 @@ def test_a_file_of_blank_lines(tokenizer, tmp_path):
 )
 def test_arguments_that_cannot_be(tokenizer, arguments, message):
     with pytest.raises(ValueError, match=message):
-        Rows(DataArguments(**{"data": ["novels:emma"]} | arguments), tokenizer, **SETTINGS)
+        PackedRows(DataArguments(**{"data": ["novels:emma"]} | arguments), tokenizer, **SETTINGS)
 
 
 def test_concatenating_needs_an_end_token(tokenizer):
@@ -458,9 +463,9 @@ def test_concatenating_needs_an_end_token(tokenizer):
 
 @pytest.mark.parametrize("arguments", [{"packing": "masked"}, {"short_share": 0.2}])
 def test_rows_that_need_a_mask(arguments):
-    require_maskless(DataArguments(packing="concatenate"))
+    require_no_document_masks(DataArguments(packing="concatenate"))
     with pytest.raises(ValueError, match=r"takes no mask: expected .*; got packing"):
-        require_maskless(DataArguments(**arguments))
+        require_no_document_masks(DataArguments(**arguments))
 
 
 def test_transformers_parses_the_arguments():

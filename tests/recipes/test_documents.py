@@ -11,11 +11,11 @@ import torch
 from transformers import AutoTokenizer
 
 from rope_patch.tasks import texts
-from rope_patch.training.documents import encode, find
+from rope_patch.training.documents import find_source, tokenize
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 END = 1
-TORN = gzip.compress(b"words" * 99, mtime=0)[:-9]
+TORN = gzip.compress(b"split_words" * 99, mtime=0)[:-9]
 TEXTS = ["Emma was handsome.", "Mr. Weston rose — late.", "Nobody came."]
 
 
@@ -29,9 +29,9 @@ def read(tokenizer):
     """A source's documents, as (where, ids, labels)."""
 
     def of(source, column="text", start=0):
-        entries = [entry for part in find(str(source), column) for entry in part(start)]
-        documents = [encode(entry, tokenizer, column) for entry in entries]
-        return [(d.where, d.ids.tolist(), d.labels.tolist()) for d in documents]
+        entries = [entry for part in find_source(str(source), column) for entry in part(start)]
+        documents = [tokenize(entry, tokenizer, column) for entry in entries]
+        return [(d.location, d.ids.tolist(), d.labels.tolist()) for d in documents]
 
     return of
 
@@ -102,7 +102,7 @@ def test_saved_dataset(read, tmp_path, tokenizer):
     assert read(path, "body", 2) == [(f"{path}, row 3", *[expected(tokenizer)[2]] * 2)]
     datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(tmp_path / "both")
     with pytest.raises(ValueError, match=r"several splits: expected one .*both/test, .*both/train"):
-        find(str(tmp_path / "both"), "body")
+        find_source(str(tmp_path / "both"), "body")
     (path / "data-00000-of-00001.arrow").write_bytes(b"no")
     with pytest.raises(ValueError, match=f"cannot read {path}: .*again"):
         read(path, "body")
@@ -138,7 +138,7 @@ def test_hub_that_cannot_be_reached(read, monkeypatch):
 def test_novels_of_the_package(read, tokenizer):
     ((where, ids, _),) = read("novels:persuasion")
     assert where == "novels:persuasion"
-    assert ids == [*tokenizer(texts.read("persuasion")).input_ids, END]
+    assert ids == [*tokenizer(texts.read_text("persuasion")).input_ids, END]
     with pytest.raises(ValueError, match=r"no novel 'ema' \(did you mean 'emma'\?\): .*persuasion"):
         read("novels:ema")
 
@@ -255,5 +255,5 @@ def test_no_end_token(write):
         def __call__(self, text, verbose):
             return type("Encoded", (), {"input_ids": [7] * len(text)})
 
-    ((entry,),) = [list(part(0)) for part in find(str(write("a.txt", "abc")), "text")]
-    assert torch.equal(encode(entry, Bare(), "text").ids, torch.tensor([7, 7, 7]))
+    ((entry,),) = [list(part(0)) for part in find_source(str(write("a.txt", "abc")), "text")]
+    assert torch.equal(tokenize(entry, Bare(), "text").ids, torch.tensor([7, 7, 7]))

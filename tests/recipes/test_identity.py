@@ -17,7 +17,7 @@ from rope_patch.training import identity, schedule
 from rope_patch.training.documents import fingerprint
 from rope_patch.training.settings import known_keys, parse
 from rope_patch.utils import checksums
-from rope_patch.utils.folder_lock import LOCK, locked
+from rope_patch.utils.folder_lock import LOCK, lock_folder
 from rope_patch.utils.processes import Processes
 
 OTHERS = {
@@ -90,7 +90,7 @@ def test_the_loop_refuses_another_recipe_too(truth, tmp_path):
 @pytest.mark.parametrize("loop", [[], ["--loop"]])
 def test_a_second_run_in_a_folder_is_refused(loop, truth, tmp_path):
     folder = stopped(truth("loop" if loop else "finetune"), tmp_path / "run", 2)
-    with locked(folder, Processes()):
+    with lock_folder(folder, Processes()):
         error = refused(folder, *loop)
     assert f"error: another process works in {folder}: wait for it to end" in error
 
@@ -235,7 +235,7 @@ def test_another_version_warns(truth, tmp_path, caplog):
 def test_schedules_agree_where_all_rates_do(words, steps, same):
     given = ["--model", "x", "--method", "yarn", "--data", "x", "--max_steps", "60"]
     training = parse([*given, "--use_cpu", "true", *words])[0].training
-    assert schedule.agree(training, 60, steps, 30) is same
+    assert schedule.same_rates(training, 60, steps, 30) is same
 
 
 def test_keys_that_may_change_are_keys_and_the_command_says_which():

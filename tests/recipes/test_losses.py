@@ -50,7 +50,7 @@ def test_loss_and_gradients_are_those_of_all_logits(family, extra):
         given["shift_labels"] = shifted.contiguous()
         extra = {"num_items_in_batch": 7}
     chunked = copy.deepcopy(plain)
-    assert chunked_loss.use(chunked, "torch")[0] == "torch"
+    assert chunked_loss.install_loss(chunked, "torch")[0] == "torch"
     expected, wanted = step(plain, **given, **extra)
     got, grads = step(chunked, **given, **extra)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_those_of_all_logits(family, extra):
 
 def test_no_logits_are_made_in_training():
     model = make("llama")
-    chunked_loss.use(model, "torch")
+    chunked_loss.install_loss(model, "torch")
     hidden = model.config.hidden_size
     assert model(**batch()).logits.shape == (2, 50, hidden)  # what goes into the head
 
@@ -69,7 +69,7 @@ def test_no_logits_are_made_in_training():
 def test_evaluation_is_as_ever():
     plain = make("llama").eval()
     chunked = copy.deepcopy(plain)
-    chunked_loss.use(chunked, "torch")
+    chunked_loss.install_loss(chunked, "torch")
     with torch.no_grad():
         expected, got = plain(**batch()), chunked(**batch())
     assert torch.equal(got.logits, expected.logits)
@@ -79,7 +79,7 @@ def test_evaluation_is_as_ever():
 def test_undone_it_is_the_model_as_it_was():
     plain = make("llama")
     model = copy.deepcopy(plain)
-    _, swaps = chunked_loss.use(model, "torch")
+    _, swaps = chunked_loss.install_loss(model, "torch")
     swaps.undo()
     assert torch.equal(model(**batch()).logits, plain(**batch()).logits)
     assert torch.equal(model(**batch()).loss, plain(**batch()).loss)
@@ -89,7 +89,7 @@ def test_in_bfloat16_the_mean_is_not_rounded_to_bfloat16():
     """torch's own sum would be: a loss curve in steps of 0.03."""
     plain = make("llama")
     chunked = copy.deepcopy(plain)
-    chunked_loss.use(chunked, "torch")
+    chunked_loss.install_loss(chunked, "torch")
     exact = copy.deepcopy(plain).double()
     expected = exact(**batch()).loss.item()
     with torch.autocast("cpu", torch.bfloat16):
@@ -103,20 +103,20 @@ def test_in_bfloat16_the_mean_is_not_rounded_to_bfloat16():
 def test_a_model_that_caps_its_logits_keeps_all_of_them():
     model = make("gemma2")  # final_logit_softcapping
     model.config.final_logit_softcapping = 0.5
-    kind, _ = chunked_loss.use(model, "auto")
+    kind, _ = chunked_loss.install_loss(model, "auto")
     assert kind == "full"
     assert model(**batch()).logits.shape[-1] == model.config.vocab_size
     with pytest.raises(ValueError, match=r"such as capping them.*loss: full"):
-        chunked_loss.use(model, "torch")
+        chunked_loss.install_loss(model, "torch")
 
 
 def test_full_changes_nothing():
     model = make("llama")
-    assert chunked_loss.use(model, "full")[0] == "full"
+    assert chunked_loss.install_loss(model, "full")[0] == "full"
     assert model(**batch()).logits.shape[-1] == model.config.vocab_size
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_liger_says_that_it_needs_a_gpu():
     with pytest.raises(ValueError, match=r"loss: liger cannot be had: .*GPU"):
-        chunked_loss.use(make("llama"), "liger")
+        chunked_loss.install_loss(make("llama"), "liger")

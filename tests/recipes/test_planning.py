@@ -11,7 +11,14 @@ from transformers import Gemma3TextConfig, Qwen3Config
 
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.training.memory import plan as planning
-from rope_patch.training.memory.plan import GIB, RESERVE, Need, fits, plan, require_memory
+from rope_patch.training.memory.plan import (
+    GIB,
+    RESERVE,
+    MemoryNeed,
+    longest_row,
+    memory_need,
+    require_memory,
+)
 from rope_patch.training.packing import DataArguments
 from rope_patch.training.settings import ExtensionArguments, Settings, TrainArguments
 
@@ -89,7 +96,7 @@ def test_plans_are_what_long_steps_take():
 def test_plans_of_other_architectures_are_near(config):
     how = {"length": 512, "checkpointing": False, "loss": "full"}
     peak = check_memory_plan.measured_peak(config, **how)
-    assert 0.9 <= plan(config, **how).total / peak <= 1.2
+    assert 0.9 <= memory_need(config, **how).total / peak <= 1.2
 
 
 @pytest.mark.parametrize(
@@ -98,21 +105,21 @@ def test_plans_of_other_architectures_are_near(config):
 def test_shapes_are_those_of_the_published_models(folder, parameters):
     config = read_config(folder)
     assert sum(p.numel() for p in empty_model(folder, config).parameters()) == parameters
-    assert plan(config, length=1024).parameters == 4 * parameters
-    assert plan(config, length=1024).optimizer == 8 * parameters
+    assert memory_need(config, length=1024).parameters == 4 * parameters
+    assert memory_need(config, length=1024).optimizer == 8 * parameters
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not():
     config = read_config(LLAMA_1B)
     memory = planning.DEVICES["80 GB"]
-    length = fits(config, memory, **BF16)
+    length = longest_row(config, memory, **BF16)
     assert length % 1024 == 0
-    assert plan(config, length=length, **BF16).total <= memory * (1 - RESERVE)
-    assert plan(config, length=length + 1024, **BF16).total > memory * (1 - RESERVE)
+    assert memory_need(config, length=length, **BF16).total <= memory * (1 - RESERVE)
+    assert memory_need(config, length=length + 1024, **BF16).total > memory * (1 - RESERVE)
 
 
 def test_nothing_fits_where_the_weights_do_not():
-    assert fits(read_config(LLAMA_8B), planning.DEVICES["24 GB"]) == 0
+    assert longest_row(read_config(LLAMA_8B), planning.DEVICES["24 GB"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -136,19 +143,19 @@ def test_nothing_fits_where_the_weights_do_not():
 )
 def test_what_saves_memory_is_planned_to(less, more):
     config, length = read_config(LLAMA_8B), {"length": 131072, **BF16}
-    assert plan(config, **length, **less).total < plan(config, **length, **more).total
+    assert memory_need(config, **length, **less).total < memory_need(config, **length, **more).total
 
 
 def test_arguments_are_checked():
     config = read_config(LLAMA_1B)
     with pytest.raises(ValueError, match="at least 1"):
-        plan(config, length=0)
+        memory_need(config, length=0)
     with pytest.raises(ValueError, match="full, torch or liger, got 'auto'"):
-        plan(config, length=1024, loss="auto")
+        memory_need(config, length=1024, loss="auto")
 
 
 def test_too_small_a_device_is_refused_with_what_is_needed():
-    need = Need(5 * GIB, 4 * GIB, 3 * GIB, 2 * GIB, 0, GIB, "loss")
+    need = MemoryNeed(5 * GIB, 4 * GIB, 3 * GIB, 2 * GIB, 0, GIB, "loss")
     require_memory(need, 20 * GIB)
     with pytest.raises(ValueError, match=r"needs 15\.00 GiB .*parameters 5\.00 GiB.*12\.00 GiB"):
         require_memory(need, 12 * GIB)
@@ -169,12 +176,12 @@ def test_a_device_that_is_too_small_is_told_what_would_fit(settings, monkeypatch
 
 def test_every_remedy_is_one(settings):
     recipe = settings(train_length=65536, loss="full", dtype="bfloat16")
-    config = planning._config(recipe)
-    how = planning._how(recipe, config, environment={})
-    said = planning._remedies(config, 65536, how, 100 * GIB)
+    config = planning._read_config(recipe)
+    how = planning._training_setup(recipe, config, environment={})
+    said = planning._suggestions(config, 65536, how, 100 * GIB)
     assert any("loss: torch" in remedy for remedy in said)
     for name, change in {"loss: torch": {"loss": "torch"}, "lora_rank": {"lora_rank": 8}}.items():
-        total = plan(config, length=65536, **(vars(how) | change)).total
+        total = memory_need(config, length=65536, **(vars(how) | change)).total
         assert any(name in r and " with " not in r for r in said) == (
             total <= 100 * GIB * (1 - RESERVE)
         )
@@ -194,10 +201,10 @@ def test_devices_share_as_accelerate_was_told(settings):
     recipe = settings(train_length=65536)
     fsdp = {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "8"}
     context = {**fsdp, "PARALLELISM_CONFIG_CP_SIZE": "8"}
-    config = planning._config(recipe)
-    found = [planning._how(recipe, config, environment=e) for e in ({}, fsdp, context)]
+    config = planning._read_config(recipe)
+    found = [planning._training_setup(recipe, config, environment=e) for e in ({}, fsdp, context)]
     assert [(how.shards, how.context_parallel) for how in found] == [(1, 1), (8, 1), (8, 8)]
-    ddp = planning._how(recipe, config, environment={"WORLD_SIZE": "2"})
+    ddp = planning._training_setup(recipe, config, environment={"WORLD_SIZE": "2"})
     assert ddp.replicated
     assert ddp.shards == 1
     totals = [planning.from_settings(recipe, environment=e).total for e in ({}, fsdp, context)]
@@ -208,7 +215,7 @@ def test_devices_share_as_accelerate_was_told(settings):
 
 def test_what_a_recipe_asks_for_is_planned(settings):
     recipe = settings(data={"packing": "masked"}, accumulation=2, lora_rank=4, loss="full")
-    how = asdict(planning._how(recipe, planning._config(recipe), environment={}))
+    how = asdict(planning._training_setup(recipe, planning._read_config(recipe), environment={}))
     expected = {
         "dtype": torch.float32,
         "compute_dtype": torch.bfloat16,
@@ -224,16 +231,16 @@ def test_what_a_recipe_asks_for_is_planned(settings):
 def test_soft_caps_take_all_logits():
     capped = SimpleNamespace(final_logit_softcapping=30.0)
     config = SimpleNamespace(get_text_config=lambda decoder: capped)
-    assert planning._loss("auto", config) == "full"
-    assert planning._loss("torch", config) == "torch"
+    assert planning._resolved_loss("auto", config) == "full"
+    assert planning._resolved_loss("torch", config) == "torch"
 
 
 def test_pages_say_the_same_in_words_and_numbers(settings):
     recipe = settings(model=LLAMA_1B, train_length=4096)
-    said = json.loads(planning.page(recipe, as_json=True))
+    said = json.loads(planning.format_plan(recipe, as_json=True))
     assert said["tokens"] == 10 * 4096
     assert said["need"]["total"] == sum(v for k, v in said["need"].items() if k != "total")
-    text = planning.page(recipe)
+    text = planning.format_plan(recipe)
     assert f"{said['need']['total'] / GIB:,.2f} GiB" in text
     for longest in said["longest"].values():
         assert all(f"{tokens:,}" in text for tokens in longest.values())
@@ -249,9 +256,11 @@ def test_the_table_has_a_line_for_every_way(capsys):
 def test_empty_models_are_not_changed_by_planning():
     config = read_config(LLAMA_1B)
     before = config.to_json_string()
-    plan(config, length=1024)
+    memory_need(config, length=1024)
     assert config.to_json_string() == before
 
 
 def test_the_readme_shows_the_table_as_it_is():
-    assert planning.table() in (planning.SHAPES.parent / "README.md").read_text(encoding="utf-8")
+    assert planning.lengths_table() in (planning.SHAPES.parent / "README.md").read_text(
+        encoding="utf-8"
+    )

@@ -216,7 +216,7 @@ def test_tokens_say_how_many_steps(tmp_path):
 
 def test_ligers_rotation_stays_off_with_a_message(caplog):
     with caplog.at_level("WARNING", logger="rope_patch"):
-        config = model_setup.beside_ours({"rope": True, "rms_norm": True})
+        config = model_setup.liger_kernels_without_conflicts({"rope": True, "rms_norm": True})
     assert config == {
         "rope": False,
         "rms_norm": True,

@@ -39,7 +39,7 @@ def test_a_file_is_read(recipe):
     assert settings.training.max_steps == 3
     assert settings.training.learning_rate == 1e-5
     assert settings.training.bf16 is True
-    assert settings.given == {
+    assert settings.explicit == {
         **LEAST, "learning_rate": 1.0e-5, "packing": "masked", "bf16": True
     }  # fmt: skip
 
@@ -72,7 +72,7 @@ def test_a_recipe_needs_no_file():
 def test_the_command_line_overrides_the_file(recipe, words):
     settings = read(recipe(learning_rate=1.0e-5), *words)
     assert settings.training.learning_rate == 1e-4
-    assert settings.given["learning_rate"] == 1e-4
+    assert settings.explicit["learning_rate"] == 1e-4
 
 
 def test_dashes_in_values_stay(recipe):
@@ -310,11 +310,15 @@ def test_recipes_that_come_along_go_by_name(tmp_path, monkeypatch):
     (tmp_path / "pi_8k").mkdir()  # a folder is no recipe
     for name, path in recipe_files.recipes().items():
         for spelling in (name, f"{name}.yaml", f"recipes/configs/{name}.yaml"):
-            assert recipe_files.find(Path(spelling)) == path
+            assert recipe_files.find_recipe(Path(spelling)) == path
         assert here("recipes", name).stdout == path.read_text()
-    assert settings.read(Path("yarn_64k")) == yaml.safe_load(here("recipes", "yarn_64k").stdout)
+    assert settings.read_recipe(Path("yarn_64k")) == yaml.safe_load(
+        here("recipes", "yarn_64k").stdout
+    )
     (tmp_path / "yarn_64k.yaml").write_text("method: linear\n")
-    assert settings.read(Path("yarn_64k.yaml")) == {"method": "linear"}  # one's own comes first
+    assert settings.read_recipe(Path("yarn_64k.yaml")) == {
+        "method": "linear"
+    }  # one's own comes first
 
 
 @pytest.mark.parametrize("spelling", ["yarn_65k", "yarn_65k.yaml", "recipes/configs/yarn_65k.yaml"])
@@ -322,11 +326,11 @@ def test_a_name_that_no_recipe_has_is_refused_with_the_closest(spelling, tmp_pat
     monkeypatch.chdir(tmp_path)
     message = f"no recipe {spelling} (did you mean 'yarn_64k'?): no such file, and the package has"
     with pytest.raises(ValueError, match=re.escape(message)):
-        settings.read(Path(spelling))
+        settings.read_recipe(Path(spelling))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "pi.yaml").touch()
     with pytest.raises(ValueError, match=r"no recipe mine/yarn_64k.yaml; mine has pi.yaml"):
-        settings.read(Path("mine/yarn_64k.yaml"))
+        settings.read_recipe(Path("mine/yarn_64k.yaml"))
 
 
 def test_recipes_and_launch_files_are_listed_with_what_they_do():

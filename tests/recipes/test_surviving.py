@@ -62,9 +62,9 @@ def test_kill_while_a_checkpoint_is_written(recipe, moment, truth, tmp_path):
     limit = 1 if going else 3
     trap = Hang(moment, "checkpoint-4", flag)
     Child(recipe, folder, trap, save_total_limit=limit).killed_when(flag.exists)
-    damaged = {p.name for p in folder.glob("checkpoint-*") if checkpoints.what_is_wrong(p)}
+    damaged = {p.name for p in folder.glob("checkpoint-*") if checkpoints.find_damage(p)}
     assert damaged == ({"checkpoint-2"} if going else set())
-    assert checkpoints.newest_whole(folder) == folder / f"checkpoint-{4 if going else 2}"
+    assert checkpoints.latest_complete(folder) == folder / f"checkpoint-{4 if going else 2}"
     run(recipe, folder, resume="auto", save_total_limit=limit)
     require_same(folder, truth(recipe))
     assert not (folder / ".writing").exists()
@@ -117,7 +117,7 @@ def test_loss_that_is_no_number_stops(recipe, rows, tmp_path):
     assert f"row {ROW} of {data}:{ROW + 1}" in line
     assert f"{folder / 'checkpoint-4'} is whole" in line
     assert curve(folder) == curve(whole)[:4]
-    assert checkpoints.newest_whole(folder) == folder / "checkpoint-4"
+    assert checkpoints.latest_complete(folder) == folder / "checkpoint-4"
     assert equal_tensors(folder / "checkpoint-4", whole / "checkpoint-4")
     assert _finite(folder / "checkpoint-4")
     run(recipe, folder, data=data, resume="auto")  # without what was wrong

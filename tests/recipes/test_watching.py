@@ -6,18 +6,26 @@ import math
 import pytest
 from runs import RECIPES, run
 
-from rope_patch.training.monitor import LOG, Guard, TrainingStopped, Watch, read_log
+from rope_patch.training.monitor import (
+    LOG,
+    DivergenceGuard,
+    TrainingProgress,
+    TrainingStopped,
+    read_log,
+)
 
 ROWS = [{"index": 8, "documents": ["a.txt", "b.txt"]}, {"index": 9, "documents": ["c.txt"]}]
 
 
 @pytest.fixture
 def guard(tmp_path):
-    return Guard(1.0, tmp_path)
+    return DivergenceGuard(1.0, tmp_path)
 
 
 def _watch(folder, done=0, **changed):
-    return Watch(folder, **{"steps": 9, "done": done, "tokens": 1024, "main": True, **changed})
+    return TrainingProgress(
+        folder, **{"steps": 9, "done": done, "tokens": 1024, "main": True, **changed}
+    )
 
 
 def _written(folder, *steps, rest=""):
@@ -66,7 +74,7 @@ def test_guard_compares_to_the_last_losses_only(guard):
 def test_watch_logs_every_step(tmp_path):
     watch = _watch(tmp_path)
     for step in (1, 2):
-        logged = watch.step(step, loss=1 / 3, grad_norm=0.1, learning_rate=1e-5)
+        logged = watch.record_step(step, loss=1 / 3, grad_norm=0.1, learning_rate=1e-5)
     watch.close()
     assert read_log(tmp_path)[-1] == logged
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2]
@@ -80,7 +88,7 @@ def test_watch_drops_lines_after_the_resumed_step(tmp_path):
     _written(tmp_path, 1, 2, 3, 4, 5)
     watch = _watch(tmp_path, done=3)
     assert watch.bar.n == 3
-    watch.step(4, loss=0.5)
+    watch.record_step(4, loss=0.5)
     watch.close()
     assert [(line["step"], line["loss"]) for line in read_log(tmp_path)] == [
         (1, 1.0),
@@ -101,14 +109,14 @@ def test_torn_last_line_is_left_out(tmp_path, rest):
     _written(tmp_path, 1, 2, rest=rest)
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2]
     watch = _watch(tmp_path, done=2)
-    watch.step(3, loss=0.5)
+    watch.record_step(3, loss=0.5)
     watch.close()
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2, 3]
 
 
 def test_only_the_main_process_writes(tmp_path):
     watch = _watch(tmp_path, main=False)
-    watch.step(1, loss=0.5)
+    watch.record_step(1, loss=0.5)
     watch.close()
     assert not list(tmp_path.iterdir())
 
@@ -120,7 +128,7 @@ def test_pause_is_not_part_of_the_speed(tmp_path, monkeypatch):
     now[0] = 100.0
     watch.pause()
     now[0] = 102.0
-    assert watch.step(1)["tokens_per_second"] == 512.0
+    assert watch.record_step(1)["tokens_per_second"] == 512.0
 
 
 def test_log_that_cannot_be_written_says_what_to_do(tmp_path):
@@ -132,7 +140,7 @@ def test_log_that_cannot_be_written_says_what_to_do(tmp_path):
     except OSError:
         pytest.skip("no /dev/full here")
     with pytest.raises(OSError, match=r"log.jsonl could not be .* MB are free .*No space"):
-        watch.step(1, loss=0.5)
+        watch.record_step(1, loss=0.5)
     watch.close()
 
 

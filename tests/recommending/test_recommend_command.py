@@ -9,7 +9,7 @@ from searches import questions
 from typer.testing import CliRunner
 
 from rope_patch.cli import app
-from rope_patch.utils.folder_lock import locked
+from rope_patch.utils.folder_lock import lock_folder
 from rope_patch.utils.processes import Processes
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
@@ -101,7 +101,7 @@ def test_what_is_wrong_is_one_line(file, tmp_path, arguments, message):
 
 
 def test_a_second_run_in_a_folder_is_refused(file, tmp_path):
-    with locked(tmp_path, Processes()):
+    with lock_folder(tmp_path, Processes()):
         found = run(TINY, "--length", 512, "--budget", 1, "--samples", file, "--folder", tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert found.exit_code != 0

@@ -17,9 +17,9 @@ from rope_patch.inference.scorer import Scorer
 from rope_patch.methods import build
 from rope_patch.recommending import bench, sample_sets, variants
 from rope_patch.recommending.pipeline import recommend
-from rope_patch.recommending.variants import OWN, Rotation
-from rope_patch.searching.journal import FILE, State
-from rope_patch.searching.measure.fitness import find_space
+from rope_patch.recommending.variants import UNPATCHED, VariantRotation
+from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
+from rope_patch.searching.measure.fitness import make_space
 from rope_patch.searching.result.search_result import SearchResult
 
 LENGTH, TRAINED = 1024, 256
@@ -106,7 +106,7 @@ def test_a_row_is_what_the_patched_model_answers(whole, model):
     found, folder, _ = whole
     said = row(found, "ntk")
     count = said["long"]["samples"]
-    kept = [json.loads(line) for line in (folder / FILE).read_text().splitlines()[1:]]
+    kept = [json.loads(line) for line in (folder / JOURNAL_FILE).read_text().splitlines()[1:]]
     groups = [
         group
         for line in kept
@@ -143,8 +143,10 @@ def test_following_methods_are_the_static_ones_there_and_the_plain_model_here(wh
 
 def test_nothing_is_measured_twice_and_the_best_on_more(whole):
     found, folder, machine = whole
-    keys = [json.loads(line)["key"] for line in (folder / FILE).read_text().splitlines()[1:]]
-    keys = [key for key in keys if key != bench.CLOCK]
+    keys = [
+        json.loads(line)["key"] for line in (folder / JOURNAL_FILE).read_text().splitlines()[1:]
+    ]
+    keys = [key for key in keys if key != bench.CLOCK_KEY]
     assert len(keys) == len(set(keys))
     first = [key for key in keys if key.startswith("long/0/")]
     assert len(first) == 6 + any(key.startswith("search/") for key in keys)
@@ -192,10 +194,10 @@ def test_what_is_written_says_the_same(whole):
 
 def test_the_same_again_measures_nothing(whole, model, machine):
     found, folder, _ = whole
-    before = (folder / FILE).read_text().count('"groups"')
+    before = (folder / JOURNAL_FILE).read_text().count('"groups"')
     again = ask(model, samples=samples(36, 24), search=True, budget=4, folder=folder)
     assert machine.scored == 0
-    assert (folder / FILE).read_text().count('"groups"') == before
+    assert (folder / JOURNAL_FILE).read_text().count('"groups"') == before
     assert (again.verdict, again.reasons) == (found.verdict, found.reasons)
     for ours, theirs in zip(again.rows, found.rows, strict=True):
         assert ours == theirs
@@ -221,7 +223,7 @@ def test_a_killed_run_goes_on(model, tmp_path, machine, after):
     process.start()
     process.join(300)
     assert process.exitcode == -signal.SIGKILL
-    lines = (tmp_path / FILE).read_text().splitlines()
+    lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()
     assert len(lines) == 1 + after
     on = ask(model, folder=tmp_path, most=6)
     rest = machine.scored
@@ -232,7 +234,7 @@ def test_a_killed_run_goes_on(model, tmp_path, machine, after):
 
 
 def _killed(after, folder):
-    append, calls = State._append, []
+    append, calls = SearchJournal._append, []
 
     def counted(self, path, line):
         if len(calls) == after:
@@ -240,7 +242,7 @@ def _killed(after, folder):
         calls.append(line)
         append(self, path, line)
 
-    State._append = counted
+    SearchJournal._append = counted
     ask(load(), folder=folder, most=6)
 
 
@@ -252,7 +254,10 @@ def test_a_budget_that_is_too_small_says_what_is_enough(model, machine, tmp_path
     assert 0.4 < minutes < 1.0  # three blocks at the length, three within, and a margin
     machine.now = 0.0
     enough = ask(model, budget=minutes, folder=tmp_path)
-    assert {row["name"] for row in enough.rows if row["long"]} >= {"plain", "yarn"}
+    assert {row["name"] for row in enough.rows if row["long"]} >= {
+        "plain",
+        "yarn",
+    }
     late = [row for row in enough.rows if row["long"] is None]
     assert all("budget ended" in row["status"] for row in late)
     assert late
@@ -270,7 +275,7 @@ def test_a_model_that_cannot_answer_gets_no_recommendation(machine):
 
 
 def test_it_says_where_nothing_holds(model, machine, monkeypatch):
-    monkeypatch.setattr(variants, "STATIC", ("linear",))
+    monkeypatch.setattr(variants, "STATIC_METHODS", ("linear",))
     found = ask(model)
     assert (found.method, found.outcome, found.python) == (None, "nothing holds", "")
     assert "Nothing here holds at 1,024 tokens" in found.verdict
@@ -315,25 +320,29 @@ def test_what_fails_is_out_and_said(model, machine, monkeypatch):
 @pytest.mark.parametrize("length", [512, 768, 1357])
 def test_how_a_following_method_rotates(model, length):
     """At the target as the patched model itself does, and within the trained length not at all."""
-    space = find_space(model, length=length)
-    for entry in variants.known(space):
+    space = make_space(model, length=length)
+    for entry in variants.standard_variants(space):
         if entry.method is None:
-            assert (entry.long, entry.within) == (OWN, OWN)
+            assert (entry.long_rotation, entry.short_rotation) == (UNPATCHED, UNPATCHED)
             continue
         with rope_patch.patch(model, entry.method, length=space.length) as handle:
             (long,) = handle.frequencies_at(space.length).values()
             (short,) = handle.frequencies_at(TRAINED).values()
             (plain,) = handle.original_frequencies.values()
-        assert _frequencies(entry.long, space).close_to(long), entry.name
+        assert _frequencies(entry.long_rotation, space).close_to(long), entry.name
         expected = plain if entry.dynamic else long
         assert short.close_to(expected), entry.name
-        assert (entry.within == OWN) == entry.dynamic
-    followed = [entry.long.key for entry in variants.known(space) if entry.dynamic]
-    static = [entry.long.key for entry in variants.known(space) if not entry.dynamic]
+        assert (entry.short_rotation == UNPATCHED) == entry.dynamic
+    followed = [
+        entry.long_rotation.key for entry in variants.standard_variants(space) if entry.dynamic
+    ]
+    static = [
+        entry.long_rotation.key for entry in variants.standard_variants(space) if not entry.dynamic
+    ]
     assert set(followed) <= set(static) if length == 512 else not set(followed) & set(static)
 
 
-def _frequencies(rotation: Rotation, space):
+def _frequencies(rotation: VariantRotation, space):
     method = build(rotation.candidate.method, factor=rotation.factor, **rotation.candidate.options)
     return method.frequencies(space.geometry)
 
@@ -371,16 +380,16 @@ def test_a_patched_model_and_a_foreign_folder_are_refused(model, machine, tmp_pa
     ):
         ask(model)
     ask(model, samples=samples(6, 6), folder=tmp_path)
-    before = (tmp_path / FILE).read_bytes()
+    before = (tmp_path / JOURNAL_FILE).read_bytes()
     with pytest.raises(ValueError, match="seed is 42 there and 1 here"):
         ask(model, samples=samples(6, 6), folder=tmp_path, seed=1)
-    assert (tmp_path / FILE).read_bytes() == before
+    assert (tmp_path / JOURNAL_FILE).read_bytes() == before
 
 
 @pytest.mark.slow
 def test_samples_are_made_in_blocks_that_share_nothing():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-llama")
-    made = sample_sets.needles(tokenizer, 1600, 1500, 12, 42, ["persuasion"]).sets
+    made = sample_sets.needle_blocks(tokenizer, 1600, 1500, 12, 42, ["persuasion"]).by_kind
     blocks = [made[kind][0](n) for kind in (sample_sets.LONG, sample_sets.SEARCH) for n in (0, 1)]
     assert [len(block) for block in blocks] == [6] * 4
     assert len({sample.ids for block in blocks for sample in block}) == 24
@@ -397,8 +406,8 @@ def test_samples_are_made_in_blocks_that_share_nothing():
 def test_given_samples_are_told_apart_by_length_and_the_search_gets_its_own():
     long, short = questions(LENGTH, 36, seed=1), questions(TRAINED, 13, seed=2)
     mixed = [sample for pair in zip(long, short, strict=False) for sample in pair] + long[13:]
-    made = sample_sets.given(mixed, TRAINED, None, 128, 96, 42, None)
-    sets = made.sets
+    made = sample_sets.from_user_samples(mixed, TRAINED, None, 128, 96, 42, None)
+    sets = made.by_kind
     counts = {kind: count for kind, (_, count) in sets.items()}
     assert counts[sample_sets.LONG] == 4
     assert counts[sample_sets.SEARCH] == 2
@@ -407,7 +416,7 @@ def test_given_samples_are_told_apart_by_length_and_the_search_gets_its_own():
     searched = {s.ids for n in range(2) for s in sets[sample_sets.SEARCH][0](n)}
     assert compared | searched == {sample.ids for sample in long}
     assert not compared & searched
-    assert "perplexity" in made.missing[0]
+    assert "perplexity" in made.not_measured[0]
 
 
 @pytest.mark.slow

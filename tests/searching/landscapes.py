@@ -4,7 +4,7 @@ import math
 import random
 
 from rope_patch.geometry import Geometry
-from rope_patch.searching.candidates import Space
+from rope_patch.searching.candidates import SearchSpace
 from rope_patch.searching.strategies.registry import STRATEGIES
 
 GEOMETRIES = {
@@ -16,7 +16,7 @@ GEOMETRIES = {
     "phi-2": Geometry(head_dim=80, rotary_dim=32, theta=1e4, trained_length=2048),
     "tiny": Geometry(head_dim=32, theta=1e4, trained_length=256),
 }
-SPACES = {name: Space(geometry, 4.0) for name, geometry in GEOMETRIES.items()}
+SPACES = {name: SearchSpace(geometry, 4.0) for name, geometry in GEOMETRIES.items()}
 
 
 class Landscape:

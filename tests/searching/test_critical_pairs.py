@@ -8,7 +8,7 @@ from landscapes import GEOMETRIES, SPACES
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build
-from rope_patch.searching.candidates import Space
+from rope_patch.searching.candidates import SearchSpace
 from rope_patch.searching.strategies import critical_dimension
 from rope_patch.searching.strategies.base import critical_pair, critical_pairs
 
@@ -17,7 +17,10 @@ models = pytest.mark.parametrize("model", GEOMETRIES)
 
 def test_critical_pairs_as_longrope2_publishes_them():
     # Its Phi-3-mini is the one trained on 2,048 tokens, its Llama-3 8B.
-    assert critical_pair(Space(Geometry(head_dim=96, theta=1e4, trained_length=2048), 64.0)) == 31
+    assert (
+        critical_pair(SearchSpace(Geometry(head_dim=96, theta=1e4, trained_length=2048), 64.0))
+        == 31
+    )
     assert critical_pair(SPACES["llama-3"]) == 35
 
 
@@ -73,7 +76,7 @@ def test_yarn_ends_its_ramp_at_the_critical_pair(model):
 
 def test_a_ramp_never_inverts():
     """On so many trained tokens low pairs turn more often than 32 times: YaRN's start is passed."""
-    space = Space(Geometry(head_dim=128, theta=1e6, trained_length=131072), 4.0)
+    space = SearchSpace(Geometry(head_dim=128, theta=1e6, trained_length=131072), 4.0)
     fast = []
     for pair in critical_pairs(space):
         options = critical_dimension.yarn_rcd(space, pair).options
@@ -87,8 +90,10 @@ def test_turns_are_those_of_the_running_frequencies():
     start = build("llama3", factor=8).frequencies(GEOMETRIES["llama-3"]).inv_freq
     geometry = Geometry(head_dim=128, theta=5e5, trained_length=131072, base=tuple(start.tolist()))
     for pair in (0.5, 3.0, 20.25, 40.0, 63.0):
-        turns = critical_dimension.turns(geometry, pair)
-        assert geometry.pair_with_turns(turns) == pytest.approx(pair, abs=1e-9)
+        turns = critical_dimension.rotations_of_pair(geometry, pair)
+        assert geometry.pair_with_rotations(turns) == pytest.approx(pair, abs=1e-9)
     for pair in (3, 20, 40, 63):
         expected = start[pair].item() * 131072 / (2 * math.pi)
-        assert critical_dimension.turns(geometry, pair) == pytest.approx(expected, rel=1e-12)
+        assert critical_dimension.rotations_of_pair(geometry, pair) == pytest.approx(
+            expected, rel=1e-12
+        )

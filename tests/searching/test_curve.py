@@ -10,12 +10,12 @@ from landscapes import GEOMETRIES, SPACES, Landscape, run
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build
-from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.strategies import critical_dimension
 from rope_patch.searching.strategies.base import critical_pairs
-from rope_patch.searching.strategies.curve import Curve, as_curve, bounds, propose, starts
+from rope_patch.searching.strategies.curve import Curve, as_curve, bounds, initial_points, propose
 from rope_patch.searching.strategies.registry import STRATEGIES
-from rope_patch.searching.strategies.trust_region import Region
+from rope_patch.searching.strategies.trust_region import TrustRegion
 
 optuna = pytest.importorskip("optuna")
 
@@ -37,7 +37,7 @@ def stretches(curve, pairs):
 def test_known_methods_are_members(model, factor):
     """To float64's rounding, by their formulas written out; YaRN's ramp ends are its authors'."""
     geometry, pairs = GEOMETRIES[model], SPACES[model].pairs
-    space = Space(geometry, factor)
+    space = SearchSpace(geometry, factor)
     assert [factor] * pairs == stretches(as_curve(space, Candidate("", "linear")), pairs)
     ntk = [factor ** (i / (pairs - 1)) for i in range(pairs)]
     assert ntk == stretches(as_curve(space, Candidate("", "ntk")), pairs)
@@ -96,7 +96,7 @@ def test_a_member_is_a_power_mean_and_rises(shape):
 @models
 def test_starts_are_the_known_methods_and_lie_within_the_bounds(model):
     space, limits = SPACES[model], bounds(SPACES[model])
-    first = starts(space)
+    first = initial_points(space)
     assert {"yarn", "ntk", "linear"} <= {candidate.method for candidate, _ in first}
     assert first[0][0] == Candidate("yarn", "yarn")
     for start, curve in first:
@@ -125,7 +125,7 @@ def test_forty_evaluations_beat_two_hundred_of_evolution(model, seed):
 def test_it_starts_from_running_frequencies_too():
     base = build("llama3", factor=8).frequencies(GEOMETRIES["llama-3"]).inv_freq
     geometry = Geometry(head_dim=128, theta=5e5, trained_length=131072, base=tuple(base.tolist()))
-    space = Space(geometry, 2.0)
+    space = SearchSpace(geometry, 2.0)
     for method in ("linear", "ntk", "yarn"):
         candidate = Candidate("", method)
         assert candidate.stretch(space) == stretches(as_curve(space, candidate), 64)
@@ -150,16 +150,16 @@ def test_a_missing_optuna_is_said_before_anything_is_tried(monkeypatch):
 
 
 def test_the_region_shrinks_after_failures_and_grows_after_success():
-    region = Region({"x": (0.0, 10.0)})
+    region = TrustRegion({"x": (0.0, 10.0)})
     region.add(Point(5.0), 1.0)
     assert region._box() == {"x": (1.0, 9.0)}
-    region.learn(Point(6.0), 0.5)
+    region.tell(Point(6.0), 0.5)
     assert region._box() == {"x": (2.0, 10.0)}  # as large as ever, around the better one
     for _ in range(3):
-        region.learn(Point(1.0), 2.0)
+        region.tell(Point(1.0), 2.0)
     low, high = region._box()["x"]
     assert (low, high) == pytest.approx((6 - 2.4, 6 + 2.4))
-    region.learn(Point(6.5), 0.4)
+    region.tell(Point(6.5), 0.4)
     low, high = region._box()["x"]
     assert (low, high) == pytest.approx((6.5 - 3.12, 6.5 + 3.12))
     asked = region.ask(1)

@@ -9,17 +9,17 @@ from landscapes import GEOMETRIES, SPACES, Landscape, proposals, run
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.strategies import evolution, longrope2
 from rope_patch.searching.strategies.base import critical_pair
-from rope_patch.searching.strategies.longrope import Stretches
+from rope_patch.searching.strategies.longrope import FactorOperators
 
 EVOLUTIONS = ("longrope2", "longrope")
 models = pytest.mark.parametrize("model", GEOMETRIES)
 
 
 def test_published_sizes_at_the_published_budget():
-    assert evolution.Sizes.for_budget(1344) == evolution.Sizes(64, 32, 16, 16)
-    assert evolution.Sizes.for_budget(5000) == evolution.Sizes(64, 32, 16, 16)
+    assert evolution.PopulationSizes.for_budget(1344) == evolution.PopulationSizes(64, 32, 16, 16)
+    assert evolution.PopulationSizes.for_budget(5000) == evolution.PopulationSizes(64, 32, 16, 16)
     # Population and 40 rounds of children, all times one number, spend the budget.
-    small = evolution.Sizes.for_budget(200)
+    small = evolution.PopulationSizes.for_budget(200)
     assert small.mutations == small.crossovers == small.parents / 2
     scale = small.population / 64
     assert small.population + 40 * scale * 12 == pytest.approx(200, rel=0.15)
@@ -74,12 +74,12 @@ def test_longrope2_is_ntk_below_the_critical_pair(model):
 
 def test_mutations_redraw_three_numbers_in_ten_between_their_neighbours():
     draw = random.Random(0)
-    species = Stretches(SPACES["llama-2"], start_tokens=False)
+    species = FactorOperators(SPACES["llama-2"], start_tokens=False)
     genome = ([1 + 3 * i / 63 for i in range(64)], 0)
     changed = [0] * 64
     for _ in range(300):
-        stretch, _ = species.mutated(genome, draw)
-        assert evolution.monotone(stretch)
+        stretch, _ = species.mutate(genome, draw)
+        assert evolution.is_monotone(stretch)
         for i, (a, b) in enumerate(zip(genome[0], stretch, strict=True)):
             changed[i] += a != b
     assert sum(changed) / (300 * 64) == pytest.approx(0.3, abs=0.02)
@@ -87,31 +87,31 @@ def test_mutations_redraw_three_numbers_in_ten_between_their_neighbours():
 
 def test_crossovers_take_three_numbers_in_ten_from_the_second():
     draw = random.Random(0)
-    species = Stretches(SPACES["tiny"], start_tokens=False)
+    species = FactorOperators(SPACES["tiny"], start_tokens=False)
     one, two = [2.0] * 16, [2.0 + 1e-9 * i for i in range(16)]
     taken = total = 0
     for _ in range(3000):
-        child = species.crossed((one, 0), (two, 0), draw)
+        child = species.crossover((one, 0), (two, 0), draw)
         if child is not None:
-            assert evolution.monotone(child[0])
+            assert evolution.is_monotone(child[0])
     # Without the constraint in the way: from parents that are all above one another in one pair.
     for _ in range(1000):
-        child = species.crossed(([1.0, 3.0], 0), ([2.0, 4.0], 0), draw)
+        child = species.crossover(([1.0, 3.0], 0), ([2.0, 4.0], 0), draw)
         taken += (child[0][0] == 2) + (child[0][1] == 4)
         total += 2
     assert taken / total == pytest.approx(0.3, abs=0.03)
 
 
 def test_a_critical_pair_that_moves_takes_the_stretches_along():
-    species = longrope2.Critical(SPACES["tiny"])
-    assert [pair for pair, _ in species.ancestors(8)] == [7, 6, 5, 4]
-    assert [pair for pair, _ in species.ancestors(4)] == [7, 4]
+    species = longrope2.CriticalPairOperators(SPACES["tiny"])
+    assert [pair for pair, _ in species.initial_population(8)] == [7, 6, 5, 4]
+    assert [pair for pair, _ in species.initial_population(4)] == [7, 4]
     draw = random.Random(0)
     for _ in range(200):
-        pair, stretch = species.mutated((6, [4.0] * 4 + [5.0] * 6), draw)
+        pair, stretch = species.mutate((6, [4.0] * 4 + [5.0] * 6), draw)
         assert 4 <= pair <= 7
         assert pair + len(stretch) == 16
-        assert evolution.monotone(stretch)
+        assert evolution.is_monotone(stretch)
         assert stretch[0] >= 4
         assert stretch[-1] <= 8
 

@@ -97,7 +97,7 @@ def test_batches_and_single_samples_agree(model, monkeypatch):
     samples = questions()
     together = Fitness(model, samples, length=LENGTH)
     assert [len(unit) for unit in together.scorer.units] == [8]
-    monkeypatch.setattr(scorer, "_CPU_BATCH", LENGTH)
+    monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", LENGTH)
     alone = Fitness(model, samples, length=LENGTH)
     assert [len(unit) for unit in alone.scorer.units] == [1] * 8
     for candidate in CANDIDATES.values():
@@ -110,7 +110,7 @@ def test_methods_that_follow_the_length_see_all_of_a_sample(llama, monkeypatch):
     """A prompt is rotated by the length it has with its answers, as in one pass."""
     samples = questions(count=3)
     found = Fitness(llama, samples, length=LENGTH).measure(Candidate("d", "dynamic-yarn"))
-    monkeypatch.setattr(scorer, "_CPU_BATCH", LENGTH)
+    monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", LENGTH)
     alone = Fitness(llama, samples, length=LENGTH).measure(Candidate("d", "dynamic-yarn"))
     assert found.error is alone.error is None
     assert found.nll == pytest.approx(alone.nll, abs=1e-4)
@@ -120,7 +120,7 @@ def test_common_beginnings_are_read_once(llama, monkeypatch):
     long = questions(LENGTH, count=1)[0].ids
     samples = [Sample((*long[:500], 260, 390 + i), ((501, 502),), "text") for i in range(3)]
     samples += [Sample((*long[:505], 260, 390), ((506, 507),), "text")]
-    monkeypatch.setattr(scorer, "_CPU_BATCH", LENGTH)
+    monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", LENGTH)
     monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 64)
     on = Fitness(llama, samples, length=LENGTH)
     found = on.measure(CANDIDATES["yarn"])
@@ -215,7 +215,7 @@ def test_what_cannot_be_patched_is_a_failure(llama):
 
 def test_evaluations_survive_json(llama):
     found = Fitness(llama, questions(count=2), length=LENGTH).measure(None)
-    assert Evaluation.of(json.loads(json.dumps(found.to_dict()))) == found
+    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_exactly_one_of_length_and_factor(llama, given):
 
 def test_one_rotation_is_searched_at_a_time():
     gemma = make_model("gemma3")
-    assert fitting.find_space(gemma, factor=2).geometry.layer_type == "full_attention"
+    assert fitting.make_space(gemma, factor=2).geometry.layer_type == "full_attention"
     both = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="name one of them in layer_types"):
-        fitting.find_space(gemma, factor=2, layer_types=both)
+        fitting.make_space(gemma, factor=2, layer_types=both)

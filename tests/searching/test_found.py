@@ -76,7 +76,7 @@ def test_start_tokens_are_named_only_if_there_are_some():
     result = found(candidate=Candidate("mutation", "longrope", options))
     assert result["start_tokens"] == 4
     assert "start_tokens" not in found()
-    assert rope_patch.patch(tiny(), "longrope", **result).method.kept_tokens == 4
+    assert rope_patch.patch(tiny(), "longrope", **result).method.start_token_count == 4
 
 
 def test_start_tokens_have_no_config(tmp_path):
@@ -290,11 +290,11 @@ def test_numbers_that_do_not_follow_from_the_candidate(tmp_path):
     del said["digest"]
     from rope_patch.searching.result import search_result as module
 
-    path.write_text(json.dumps({**said, "digest": module.digest(said)}))
+    path.write_text(json.dumps({**said, "digest": module.json_digest(said)}))
     with pytest.raises(ValueError, match="gives other stretches with this version"):
         SearchResult.load(path)
     del said["geometry"]["theta"]
-    path.write_text(json.dumps({**said, "digest": module.digest(said)}))
+    path.write_text(json.dumps({**said, "digest": module.json_digest(said)}))
     with pytest.raises(ValueError, match=r"is damaged \(TypeError"):
         SearchResult.load(path)
 
@@ -328,7 +328,7 @@ def test_in_words():
 def test_pairs_that_do_not_turn_or_no_longer_do():
     """Half of the pairs of p-RoPE stand still; what a candidate stops is stretched without end."""
     geometry = found().geometry
-    base = (*geometry.unscaled().tolist()[:8], *[0.0] * 8)
+    base = (*geometry.unscaled_inv_freq().tolist()[:8], *[0.0] * 8)
     standing = replace(geometry, base=base)
     result = found(geometry=standing)
     assert result.long_factor == pytest.approx([*rising(16)[:8], *[1.0] * 8])

@@ -5,7 +5,7 @@ import torch
 from searches import LENGTH, load, questions, stretched
 
 from rope_patch.inference import scorer
-from rope_patch.searching.measure.early_stopping import outlook
+from rope_patch.searching.measure.early_stopping import predicted_deficit
 from rope_patch.searching.measure.fitness import Fitness
 
 
@@ -15,7 +15,7 @@ def exhaustive(top):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_giving_up_never_changes_who_wins(name, monkeypatch):
-    monkeypatch.setattr(scorer, "_CPU_BATCH", 2 * LENGTH)  # so that there are rounds
+    monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", 2 * LENGTH)  # so that there are rounds
     on = Fitness(load(name), questions(), length=LENGTH)
     whole = [on.measure(candidate) for candidate in exhaustive(2.0)]
     winner = min(range(len(whole)), key=lambda i: whole[i].fitness)
@@ -41,16 +41,18 @@ def test_giving_up_never_changes_who_wins(name, monkeypatch):
 
 def test_a_candidate_that_cannot_win_even_without_loss_is_given_up_at_any_time():
     ones = [1.0] * 4
-    assert outlook({0: 4.1}, ones, ones, list("abcd")) is not None
-    assert outlook({0: 3.9}, ones, ones, list("abcd")) is None
+    assert predicted_deficit({0: 4.1}, ones, ones, list("abcd")) is not None
+    assert predicted_deficit({0: 3.9}, ones, ones, list("abcd")) is None
 
 
 def test_hard_samples_that_the_best_one_has_still_before_it_count():
     """Behind on each so far, and yet certain to win if it goes on as it does."""
     theirs = [0.1, 0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0]
     mine = {i: 1.0 + 0.001 * i for i in range(4)}
-    assert outlook(mine, theirs, [1.0] * 8, list("abcdefgh")) is None
-    assert outlook(mine, [0.1] * 8, [1.0] * 8, list("abcdefgh")) == pytest.approx(0.9, abs=0.02)
+    assert predicted_deficit(mine, theirs, [1.0] * 8, list("abcdefgh")) is None
+    assert predicted_deficit(mine, [0.1] * 8, [1.0] * 8, list("abcdefgh")) == pytest.approx(
+        0.9, abs=0.02
+    )
 
 
 def test_candidates_that_would_win_are_rarely_given_up():
@@ -59,7 +61,10 @@ def test_candidates_that_would_win_are_rarely_given_up():
     won, lost, right = 0, 0, 0
     for _ in range(2000):
         theirs, mine = torch.rand(2, 16, generator=generator, dtype=torch.float64).exp().tolist()
-        looks = [outlook(dict(enumerate(mine[:n])), theirs, [1.0] * 16, groups) for n in (4, 8, 12)]
+        looks = [
+            predicted_deficit(dict(enumerate(mine[:n])), theirs, [1.0] * 16, groups)
+            for n in (4, 8, 12)
+        ]
         given_up = any(look is not None for look in looks)
         wins = sum(mine) < sum(theirs)
         won += wins
@@ -72,5 +77,5 @@ def test_candidates_that_would_win_are_rarely_given_up():
 def test_samples_of_one_text_are_one():
     """Sixteen questions to two texts say no more than these texts do."""
     theirs, mine = [1.0] * 32, {i: 1.5 + 0.01 * i for i in range(16)}
-    assert outlook(mine, theirs, theirs, [str(i) for i in range(32)]) is not None
-    assert outlook(mine, theirs, theirs, [str(i // 8) for i in range(32)]) is None
+    assert predicted_deficit(mine, theirs, theirs, [str(i) for i in range(32)]) is not None
+    assert predicted_deficit(mine, theirs, theirs, [str(i // 8) for i in range(32)]) is None

@@ -21,7 +21,7 @@ from searches import (
 
 import rope_patch
 from rope_patch.searching import pipeline
-from rope_patch.searching.journal import FILE
+from rope_patch.searching.journal import JOURNAL_FILE
 from rope_patch.searching.measure.fitness import Fitness
 from rope_patch.searching.strategies.registry import STRATEGIES
 
@@ -115,10 +115,10 @@ def test_a_killed_search_goes_on_where_it_was(whole, model, tmp_path):
         killed(number - written, torn, **arguments(folder=tmp_path))
         assert lines(tmp_path) == lines(folder)[:number]
         written = number
-        before = (tmp_path / FILE).read_bytes()
+        before = (tmp_path / JOURNAL_FILE).read_bytes()
     again = rope_patch.search(model, **arguments(folder=tmp_path))
     assert numbers(again) == numbers(found)
-    assert (tmp_path / FILE).read_bytes().startswith(before)
+    assert (tmp_path / JOURNAL_FILE).read_bytes().startswith(before)
     assert lines(tmp_path) == lines(folder)
     assert len(set(lines(tmp_path))) == len(lines(tmp_path))
 
@@ -133,11 +133,11 @@ def test_a_larger_budget_goes_on(whole, model, tmp_path):
 
 def test_a_larger_budget_is_refused_where_the_strategy_plans_by_it(whole, model, monkeypatch):
     _, folder = whole
-    before = (folder / FILE).read_bytes()
+    before = (folder / JOURNAL_FILE).read_bytes()
     monkeypatch.setattr(pipeline, "STRATEGIES", registered(continues=False))
     with pytest.raises(ValueError, match="walk plans by its budget, which was 6 when"):
         rope_patch.search(model, **arguments(folder=folder, budget=8))
-    assert (folder / FILE).read_bytes() == before
+    assert (folder / JOURNAL_FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -153,18 +153,18 @@ def test_a_larger_budget_is_refused_where_the_strategy_plans_by_it(whole, model,
 )
 def test_the_state_of_another_search_is_refused(whole, model, changes, said):
     _, folder = whole
-    before = (folder / FILE).read_bytes()
+    before = (folder / JOURNAL_FILE).read_bytes()
     with pytest.raises(ValueError, match=f"the state of another search.*{said}"):
         rope_patch.search(model, **arguments(folder=folder, **changes))
-    assert (folder / FILE).read_bytes() == before
+    assert (folder / JOURNAL_FILE).read_bytes() == before
 
 
 def test_the_state_of_another_model_is_refused(whole):
     _, folder = whole
-    before = (folder / FILE).read_bytes()
+    before = (folder / JOURNAL_FILE).read_bytes()
     with pytest.raises(ValueError, match="the state of another search: weights is"):
         rope_patch.search(load("qwen3"), **arguments(folder=folder))
-    assert (folder / FILE).read_bytes() == before
+    assert (folder / JOURNAL_FILE).read_bytes() == before
 
 
 def test_a_failing_candidate_is_recorded_and_the_search_goes_on(model, monkeypatch, tmp_path):
@@ -194,7 +194,7 @@ def test_a_failing_candidate_is_recorded_and_the_search_goes_on(model, monkeypat
     assert found.history[2]["error"].startswith("OutOfMemoryError: CUDA out of memory")
     assert told[0] < float("inf")
     assert told[2] < float("inf")
-    kept = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    kept = [json.loads(line) for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()]
     assert any("CUDA out of memory" in json.dumps(line) for line in kept)
 
 
@@ -256,6 +256,8 @@ def test_a_real_language_model_is_searched_by_needles(tmp_path):
     assert found.held_out["found"]["answers"] == 8
     # It finds seven digits in a text, and cannot guess them.
     assert found.held_out["found"]["nll"] < 1.5
-    able = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()][1]["value"]
+    able = [json.loads(line) for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()][1][
+        "value"
+    ]
     assert able["able"]
     assert able["nll"] < 0.8 < 2 < able["control"]

@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 
 from rope_patch.inference.samples import (
     Sample,
-    digest,
     document_samples,
+    from_labelled_tensors,
     needle_samples,
+    permuted_answers,
     read_samples,
-    recalled,
-    swapped,
+    samples_digest,
 )
 from rope_patch.tasks import texts
 
@@ -70,7 +70,7 @@ def test_controls_ask_the_same_of_texts_without_the_answers(tokenizer, needles):
 def test_seeds_and_texts_make_other_needles(tokenizer, needles):
     again = needle_samples(tokenizer, LENGTH, 5, seed=1, texts=["persuasion"])
     other = needle_samples(tokenizer, LENGTH, 5, seed=2, texts=["persuasion"])
-    assert digest(again) == digest(needles) != digest(other)
+    assert samples_digest(again) == samples_digest(needles) != samples_digest(other)
     assert len({sample.group for sample in [*needles, *other]}) == 10
 
 
@@ -87,7 +87,7 @@ def test_documents_end_with_their_scored_eighth(tokenizer):
     found = document_samples(tokenizer, 800, 12, seed=1, texts=names)
     assert all(len(s.ids) == 800 and s.answers == ((700, 800),) and s.prose for s in found)
     assert len({s.group for s in found}) == 12
-    everything = {name: tokenizer(texts.read(name)).input_ids for name in names}
+    everything = {name: tokenizer(texts.read_text(name)).input_ids for name in names}
     for sample in found:
         ids = everything[sample.group.split()[0]]
         turn = int(sample.group.split()[1]) - 1 if " " in sample.group else 0
@@ -96,7 +96,7 @@ def test_documents_end_with_their_scored_eighth(tokenizer):
 
 def test_recalled_values_are_single_tokens():
     ids, labels = recall_batch(torch.Generator().manual_seed(0), 3, 128, 4)
-    for row, told, sample in zip(ids, labels, recalled(ids, labels), strict=True):
+    for row, told, sample in zip(ids, labels, from_labelled_tensors(ids, labels), strict=True):
         assert sample.positions == (told != -100).nonzero().flatten().tolist()
         assert list(sample.ids) == row.tolist()
         assert len(sample.answers) == 4
@@ -143,10 +143,10 @@ def test_a_file_that_is_not_there_is_said(tmp_path):
 
 def test_swapped_answers_are_others_of_the_same_kind():
     samples = questions(count=4)
-    for sample, control in zip(samples, swapped(samples), strict=True):
+    for sample, control in zip(samples, permuted_answers(samples), strict=True):
         assert control.answers == sample.answers
         own = {sample.ids[p] for p in sample.positions}
         assert not own & {control.ids[p] for p in control.positions}
         rest = set(range(len(sample.ids))) - set(sample.positions)
         assert all(sample.ids[p] == control.ids[p] for p in rest)
-    assert swapped(samples[:1]) == []
+    assert permuted_answers(samples[:1]) == []

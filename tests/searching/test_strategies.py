@@ -8,9 +8,9 @@ import torch
 from landscapes import GEOMETRIES, SPACES, Landscape, proposals, run
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods import build, registered
-from rope_patch.searching.candidates import Candidate, Space
-from rope_patch.searching.strategies.base import Tried
+from rope_patch.methods import build, registered_methods
+from rope_patch.searching.candidates import Candidate, SearchSpace
+from rope_patch.searching.strategies.base import SeenRotations
 from rope_patch.searching.strategies.registry import STRATEGIES
 
 EVOLUTIONS, SCANS = ("longrope2", "longrope"), ("yarn-rcd", "ntk-rcd")
@@ -98,14 +98,14 @@ def test_who_searches_the_attention_factor_says_so(name):
     space = SPACES["tiny"]
     tried = run(proposals(name, budget=14), Landscape(space, 0))
     factors = {candidate.attention_factor(space) for candidate, _ in tried}
-    assert (len(factors) > 1) == STRATEGIES[name].attention
+    assert (len(factors) > 1) == STRATEGIES[name].searches_attention_factor
 
 
 @strategies
 def test_patching_takes_every_candidate_and_its_result_is_plain_data(name):
     space = SPACES["smollm2"]
     for candidate, _ in run(proposals(name, "smollm2", 12), Landscape(space, 0)):
-        assert candidate.method in registered()
+        assert candidate.method in registered_methods()
         for value in candidate.options.values():
             assert isinstance(value, (bool, int, float, list))
         build(candidate.method, factor=space.factor, **candidate.options).frequencies(
@@ -115,7 +115,7 @@ def test_patching_takes_every_candidate_and_its_result_is_plain_data(name):
 
 @strategies
 def test_a_single_pair_is_refused(name):
-    space = Space(Geometry(head_dim=2, theta=1e4, trained_length=64), 4.0)
+    space = SearchSpace(Geometry(head_dim=2, theta=1e4, trained_length=64), 4.0)
     with pytest.raises(ValueError, match="at least two rotated pairs, got 1"):
         next(STRATEGIES[name].propose(space, 10, 1))
 
@@ -134,7 +134,7 @@ def test_a_pair_that_stands_still_is_passed_over():
     geometry = Geometry(
         head_dim=32, theta=1e4, trained_length=256, base=tuple(frequencies.tolist())
     )
-    space = Space(geometry, 4.0)
+    space = SearchSpace(geometry, 4.0)
     for name, strategy in STRATEGIES.items():
         for candidate, _ in run(strategy.propose(space, 10, 1), lambda candidate: 1.0):
             method = build(candidate.method, factor=4.0, **candidate.options)
@@ -145,14 +145,14 @@ def test_a_pair_that_stands_still_is_passed_over():
 
 
 def test_rotations_that_differ_by_rounding_alone_count_once():
-    tried = Tried(SPACES["tiny"])
+    tried = SeenRotations(SPACES["tiny"])
 
     def given(stretch, **options):
         return Candidate("", "longrope", {"long_factor": [stretch] * 16, **options})
 
-    assert tried.new(Candidate("", "linear"))
-    assert not tried.new(given(4.0 + 1e-9, attention_factor=1.0))
-    assert tried.new(given(4.001, attention_factor=1.0))
-    assert tried.new(given(4.0, attention_factor=1.1))
-    assert tried.new(given(4.0, attention_factor=1.0, start_tokens=4))
+    assert tried.add_if_new(Candidate("", "linear"))
+    assert not tried.add_if_new(given(4.0 + 1e-9, attention_factor=1.0))
+    assert tried.add_if_new(given(4.001, attention_factor=1.0))
+    assert tried.add_if_new(given(4.0, attention_factor=1.1))
+    assert tried.add_if_new(given(4.0, attention_factor=1.0, start_tokens=4))
     assert len(tried) == 4

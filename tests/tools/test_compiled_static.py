@@ -34,7 +34,7 @@ def options(name):
 
 def is_static(name):
     try:
-        return not build(name, **options(name)).follows_length(TRAINED)
+        return not build(name, **options(name)).is_length_dependent(TRAINED)
     except ValueError:  # asks for options that only methods of two sets have
         return False
 
@@ -54,7 +54,7 @@ def patched(method, **sizes):
     """A model, patched by a method that follows no length."""
     model = make_model(**sizes)
     handle = rope_patch.patch(model, method, **options(method))
-    assert not handle.method.follows_length(TRAINED)
+    assert not handle.method.is_length_dependent(TRAINED)
     return model
 
 

@@ -21,7 +21,7 @@ from tiny_models import (
 )
 
 import rope_patch
-from rope_patch.patching.dynamic.hooks import Following
+from rope_patch.patching.dynamic.hooks import LengthHooks
 
 LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 STATIC = {"linear": {"factor": 4}, "yarn": {"factor": 4}}
@@ -256,7 +256,7 @@ def test_nothing_of_a_thread_stays_behind():
     following = next(
         hook.__self__
         for hook in model.model._forward_pre_hooks.values()
-        if isinstance(getattr(hook, "__self__", None), Following)
+        if isinstance(getattr(hook, "__self__", None), LengthHooks)
     )
     at_once(lambda: logits(model), lambda: logits(model, SHORT))
     logits(model)

@@ -11,12 +11,12 @@ from rope_patch.benchmarks.kernels.shapes import Problem, Sample
 
 # How far results may be from float64, relative, by type: some times its rounding and that of cos
 # and sin. In float32 transformers' angles, products of that precision, are off by more than that.
-ALLOWED = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
-_CHUNK = 2**24  # elements in float64 at once
+_CHUNK_ELEMENTS = 2**24  # elements in float64 at once
 
 
-def errors(
+def relative_errors(
     problem: Problem,
     sample: Sample,
     rotated: Sequence[torch.Tensor],
@@ -44,7 +44,7 @@ def errors(
         size[name] += float(right.square().sum())
 
     weights = [weight.detach().double().requires_grad_() for weight in problem.weights]
-    for tokens, heads, out in _right(problem, sample, weights):
+    for tokens, heads, out in _exact_chunks(problem, sample, weights):
         for i, name in enumerate("qk"):
             compare(name, rotated[i].detach()[:, :, tokens], out[i])
             compare(f"d{name}", gradients[i][:, tokens], heads[i].grad)
@@ -53,13 +53,13 @@ def errors(
     return {name: (off[name] / size[name]) ** 0.5 for name in off}
 
 
-def _right(
+def _exact_chunks(
     problem: Problem, sample: Sample, weights: Sequence[torch.Tensor]
 ) -> Iterator[tuple[slice, list[torch.Tensor], list[torch.Tensor]]]:
     """Pieces of the sequence: tokens, queries and keys with their gradients, both rotated."""
     shape = problem.shape
     angles = problem.positions[0, :, None].double() * problem.inv_freq.double()
-    step = max(1, _CHUNK // (problem.batch * shape.heads * shape.head_dim))
+    step = max(1, _CHUNK_ELEMENTS // (problem.batch * shape.heads * shape.head_dim))
     for start in range(0, problem.length, step):
         tokens = slice(start, start + step)
         heads = [x.detach()[:, tokens].double().requires_grad_() for x in (sample.q, sample.k)]

@@ -16,33 +16,33 @@ from rope_patch.evaluation.report.table import one_line
 Call = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-_LONGEST = 160  # characters of a reason
+_MAX_REASON = 160  # characters of a reason
 
 
-class NotMeasured(Exception):
+class Unavailable(Exception):
     """Why a contender is not measured here."""
 
 
-def why(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error as one line of the results."""
-    if isinstance(error, NotMeasured):
+    if isinstance(error, Unavailable):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed"
     first = next(iter(str(error).strip().splitlines()), "")
-    return one_line(f"{type(error).__name__}: {first}")[:_LONGEST]
+    return one_line(f"{type(error).__name__}: {first}")[:_MAX_REASON]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class Implementation:
     """One way to rotate.
 
     Attributes:
         name: What `--contenders` takes.
         title: What the report says.
-        build: Makes the call for one problem; raises `NotMeasured` or ImportError where it cannot.
+        build: Makes the call for one problem; raises `Unavailable` or ImportError where it cannot.
         in_place: Writes over the tensors that it is given, so it gets fresh ones every time.
         frozen: Gives no gradients of the norms' weights.
     """
@@ -54,35 +54,37 @@ class Contender:
     frozen: bool = False
 
 
-def own_and_transformers() -> list[Contender]:
+def builtin_implementations() -> list[Implementation]:
     """Everything that needs no other package."""
     return [
-        Contender(name="hf", title="HF eager", build=_transformers),
-        Contender(name="hf-compile", title="HF, torch.compile", build=_compiled),
-        Contender(name="ours", title="rope_patch, exact angles", build=_ours),
-        Contender(
+        Implementation(name="hf", title="HF eager", build=_transformers),
+        Implementation(name="hf-compile", title="HF, torch.compile", build=_compiled),
+        Implementation(name="ours", title="rope_patch, exact angles", build=_ours),
+        Implementation(
             name="ours-output",
             title="rope_patch, exact angles, output saved",
-            build=_ours_saving_output,
+            build=_ours_from_output,
         ),
-        Contender(name="ours-tables", title="rope_patch, cos and sin given", build=_ours_by_tables),
-        Contender(name="ours-reference", title="rope_patch, reference", build=_reference),
+        Implementation(
+            name="ours-tables", title="rope_patch, cos and sin given", build=_ours_from_cos_sin
+        ),
+        Implementation(name="ours-reference", title="rope_patch, reference", build=_reference),
     ]
 
 
-def contender_of_auto(device: torch.device, dtype: torch.dtype) -> str:
+def auto_implementation(device: torch.device, dtype: torch.dtype) -> str:
     """Return the contender that rotates a model patched with `kernels="auto"` on a device."""
-    from rope_patch.ops.dispatch import on_triton
+    from rope_patch.ops.dispatch import use_triton
 
     if device.type == "cpu":
         return "ours-tables"
-    return "ours" if on_triton(torch.empty(0, device=device, dtype=dtype)) else "hf"
+    return "ours" if use_triton(torch.empty(0, device=device, dtype=dtype)) else "hf"
 
 
 def _transformers(problem: Problem) -> Call:
     modeling = _modeling(problem)
     rotate, norms = modeling.apply_rotary_pos_emb, _norms(problem, modeling)
-    cos, sin = problem.tables
+    cos, sin = problem.cos_sin
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
         q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
@@ -116,35 +118,37 @@ def _compiled(problem: Problem) -> Call:
 def _ours(problem: Problem) -> Call:
     from rope_patch import ops
 
-    return _exact(problem, ops.qk_norm_rope if problem.weights else ops.rope, kernels=_kernels())
+    return _bind_op(
+        problem, ops.qk_norm_rope if problem.weights else ops.rope, kernels=_kernel_modules()
+    )
 
 
-def _ours_saving_output(problem: Problem) -> Call:
+def _ours_from_output(problem: Problem) -> Call:
     from rope_patch import ops
 
     if not problem.weights:
-        raise NotMeasured("a rotation without a norm saves neither input nor output")
-    return _exact(problem, ops.qk_norm_rope, save="output", kernels=_kernels())
+        raise Unavailable("a rotation without a norm saves neither input nor output")
+    return _bind_op(problem, ops.qk_norm_rope, save="output", kernels=_kernel_modules())
 
 
-def _kernels() -> str:
+def _kernel_modules() -> str:
     """What a user gets; but where Triton is interpreted, to see that it is right, that."""
-    from rope_patch.ops.dispatch import interpreted
+    from rope_patch.ops.dispatch import is_interpreted
 
-    return "triton" if interpreted() else "auto"
+    return "triton" if is_interpreted() else "auto"
 
 
 def _reference(problem: Problem) -> Call:
     from rope_patch.ops import reference
 
-    return _exact(problem, reference.qk_norm_rope if problem.weights else reference.rope)
+    return _bind_op(problem, reference.qk_norm_rope if problem.weights else reference.rope)
 
 
-def _exact(problem: Problem, op: Callable[..., Any], **options: Any) -> Call:
+def _bind_op(problem: Problem, op: Callable[..., Any], **options: Any) -> Call:
     """A call of one of our ops, which take positions and turns."""
     if problem.weights:
         options |= {"eps": problem.shape.eps, "offset": problem.shape.offset}
-    given = (*problem.weights, problem.positions, problem.turns)
+    given = (*problem.weights, problem.positions, problem.packed_freqs)
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
         return op(q.transpose(1, 2), k.transpose(1, 2), *given, heads_dim=1, **options)
@@ -152,14 +156,14 @@ def _exact(problem: Problem, op: Callable[..., Any], **options: Any) -> Call:
     return call
 
 
-def _ours_by_tables(problem: Problem) -> Call:
-    from rope_patch.ops.cpu import rope_by_tables
+def _ours_from_cos_sin(problem: Problem) -> Call:
+    from rope_patch.ops.cpu import rope_from_cos_sin
 
     norms = _norms(problem, _modeling(problem))  # a model keeps its own on a CPU
-    cos, sin = problem.tables
+    cos, sin = problem.cos_sin
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
         q, k = (norm(x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True))
-        return rope_by_tables(q, k, cos, sin, heads_dim=1)
+        return rope_from_cos_sin(q, k, cos, sin, heads_dim=1)
 
     return call

@@ -18,8 +18,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from rope_patch.benchmarks.kernels import timing
-from rope_patch.benchmarks.kernels.implementations import why
-from rope_patch.evaluation.measures.speed import Contender, compare, seconds, time_decoding
+from rope_patch.benchmarks.kernels.implementations import describe_error
+from rope_patch.evaluation.measures.speed import (
+    TimedMethod,
+    compare_times,
+    time_call,
+    time_decoding,
+)
 from rope_patch.patching import patch
 from rope_patch.utils.progress import progress_bar
 
@@ -35,7 +40,7 @@ class _Family:
 
     config: str
     sizes: dict[str, int]
-    others: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 _LLAMA_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -52,17 +57,17 @@ _FAMILIES = {
     "gemma-3-12b": _Family(
         config="Gemma3TextConfig",
         sizes={"hidden_size": 3840, "intermediate_size": 15360, **_GEMMA_HEADS},
-        others={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024},
+        extra={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 1024},
     ),
 }
-_NARROW = {
+_NARROW_SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-_SHARED: dict[str, Any] = {
+_SHARED_SETTINGS: dict[str, Any] = {
     "vocab_size": 4096,
     "num_hidden_layers": 2,
     "max_position_embeddings": 8192,
@@ -92,28 +97,28 @@ def measure(
     rows: list[dict[str, Any]] = []
     for name in progress_bar(names, desc="model steps", unit="model"):
         try:
-            rows += _model(name, device, dtype, repeats)
+            rows += _load_model(name, device, dtype, repeats)
         except Exception as error:  # whatever it is, what was measured before is kept
-            rows.append({"model": name, "not_measured": why(error)})
+            rows.append({"model": name, "not_measured": describe_error(error)})
     return rows
 
 
-def _model(
+def _load_model(
     name: str, device: torch.device, dtype: torch.dtype, repeats: int
 ) -> list[dict[str, Any]]:
     wide = device.type == "cuda"
     length = 8192 if wide else 128
-    model = _make(name, wide, device, dtype)
-    contenders = [_contender(model, kernels) for kernels in KERNELS]
+    model = _build_model(name, wide, device, dtype)
+    contenders = [_make_timed_method(model, kernels) for kernels in KERNELS]
     vocabulary = model.config.vocab_size
     ids = torch.randint(3, vocabulary, (1, max(length, _PROMPT + _DECODED)), device=device)
-    _time_tokens(contenders, ids[:, : _PROMPT + _DECODED], repeats)
-    steps = [partial(_train, c.model, ids[:, :length]) for c in contenders]
-    peaks = [timing.peak(step) for step in steps]
+    _time_decoding(contenders, ids[:, : _PROMPT + _DECODED], repeats)
+    steps = [partial(_training_step, c.model, ids[:, :length]) for c in contenders]
+    peaks = [timing.peak_memory(step) for step in steps]
     taken: list[list[list[float]]] = [[] for _ in steps]
     for repeat in range(repeats):
         for times, step in list(zip(taken, steps, strict=True))[:: -1 if repeat % 2 else 1]:
-            times.append([seconds(step)])
+            times.append([time_call(step)])
     return [
         {
             "model": name,
@@ -121,33 +126,33 @@ def _model(
             "wide": wide,
             "layers": model.config.num_hidden_layers,
             "train_length": length,
-            "token": compare(c.token, contenders[0].token),
-            "train": compare(times, taken[0]),
+            "token": compare_times(c.token_times, contenders[0].token_times),
+            "train": compare_times(times, taken[0]),
             "peak": peak,
-            "launches": _launches(c, ids) if wide else None,
+            "launches": _count_launches(c, ids) if wide else None,
         }
         for c, times, peak in zip(contenders, taken, peaks, strict=True)
     ]
 
 
-def _make(name: str, wide: bool, device: torch.device, dtype: torch.dtype) -> Any:
+def _build_model(name: str, wide: bool, device: torch.device, dtype: torch.dtype) -> Any:
     family = _FAMILIES[name]
-    sizes = family.sizes if wide else _NARROW
-    config = getattr(transformers, family.config)(**_SHARED, **sizes, **family.others)
+    sizes = family.sizes if wide else _NARROW_SIZES
+    config = getattr(transformers, family.config)(**_SHARED_SETTINGS, **sizes, **family.extra)
     torch.manual_seed(0)
     with device:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _contender(model: Any, kernels: str) -> Contender:
+def _make_timed_method(model: Any, kernels: str) -> TimedMethod:
     weights = {id(parameter): parameter for parameter in model.parameters()}
     own = copy.deepcopy(model, weights)  # which takes the weights for copied already
     handle = patch(own, "yarn", factor=FACTOR, kernels=kernels)
-    return Contender(name=kernels, model=own, handle=handle)
+    return TimedMethod(name=kernels, model=own, handle=handle)
 
 
 @torch.no_grad()
-def _time_tokens(contenders: list[Contender], ids: torch.Tensor, repeats: int) -> None:
+def _time_decoding(contenders: list[TimedMethod], ids: torch.Tensor, repeats: int) -> None:
     """Fills in the times of decoding."""
     for contender in contenders:
         contender.cache = contender.read(ids[:, :_PROMPT])
@@ -155,14 +160,14 @@ def _time_tokens(contenders: list[Contender], ids: torch.Tensor, repeats: int) -
         time_decoding(contenders, ids)
 
 
-def _train(model: Any, ids: torch.Tensor) -> None:
+def _training_step(model: Any, ids: torch.Tensor) -> None:
     """Forward and backward; an optimizer would do the same for all."""
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad()
 
 
 @torch.no_grad()
-def _launches(contender: Contender, ids: torch.Tensor) -> int:
+def _count_launches(contender: TimedMethod, ids: torch.Tensor) -> int:
     """Kernels on the GPU while a token is decoded."""
     step = next(contender.decode(ids[:, : _PROMPT + 1], copy.deepcopy(contender.cache)))
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:

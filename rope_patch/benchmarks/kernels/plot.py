@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from rope_patch.benchmarks.kernels.benchmark import COPY
-from rope_patch.benchmarks.kernels.tables import COLOURS, PHASES, row_of, views
+from rope_patch.benchmarks.kernels.tables import COLOURS, PHASES, default_layout_cases, row_of
 from rope_patch.benchmarks.kernels.workers import BACKWARD, FORWARD
 from rope_patch.evaluation.report import figures
 from rope_patch.evaluation.report.figures import PALETTE, Picture
 
 _PHASES = (FORWARD, BACKWARD)
 _MARKERS = "osD^vPX<>*"
-_WIDE = 640  # pixels from which on two panels stand side by side
+_WIDE_WIDTH = 640  # pixels from which on two panels stand side by side
 _HIGH, _ABOVE, _BELOW, _LINE = 200, 40, 52, 21  # pixels, and of a line of the legend
 
 _TALL = 160  # per cent; what a cache makes faster than memory may leave the panel
@@ -38,7 +38,7 @@ def draw(results: dict[str, Any]) -> Picture | None:
     shown = [name for name in results["titles"] if any(name in points for _, points in panels)]
 
     def paint(width: int) -> Figure:
-        columns = len(_PHASES) if width >= _WIDE else 1
+        columns = len(_PHASES) if width >= _WIDE_WIDTH else 1
         rows = math.ceil(len(panels) / columns)
         legend = _LINE * math.ceil(len(shown) / (3 if columns > 1 else 1)) + 12
         high = rows * (_ABOVE + _HIGH + _BELOW) + legend
@@ -48,11 +48,11 @@ def draw(results: dict[str, Any]) -> Picture | None:
             left, wide = 66 + column * width / columns, width / columns - 86
             top = row * (_ABOVE + _HIGH + _BELOW) + _ABOVE
             box = (left / width, 1 - (top + _HIGH) / high, wide / width, _HIGH / high)
-            _plot(figure.add_axes(box), title, points)
+            _plot_lines(figure.add_axes(box), title, points)
         # With a space in front, because matplotlib leaves out labels that start with a _.
         labels = [" " + results["titles"][name] for name in shown]
         figure.legend(
-            [_handle(figure, name) for name in shown],
+            [_legend_handle(figure, name) for name in shown],
             labels,
             loc="lower left",
             bbox_to_anchor=(40 / width, 0),
@@ -62,11 +62,11 @@ def draw(results: dict[str, Any]) -> Picture | None:
         return figure
 
     alt = "Per cent of a copy's speed by length, a line for each contender"
-    return figures.picture("speed", alt, paint)
+    return figures.render_picture("speed", alt, paint)
 
 
 def _points(results: dict[str, Any], shape: str, phase: str) -> Points:
-    cases = [case for case in views(results, shape) if case["length"] > 1]
+    cases = [case for case in default_layout_cases(results, shape) if case["length"] > 1]
     smallest = min((case["batch"] for case in cases), default=0)
     points: Points = {}
     for case in (case for case in cases if case["batch"] == smallest):
@@ -77,15 +77,15 @@ def _points(results: dict[str, Any], shape: str, phase: str) -> Points:
     return points
 
 
-def _plot(axes: Axes, title: str, points: Points) -> None:
+def _plot_lines(axes: Axes, title: str, points: Points) -> None:
     for name, line in points.items():
-        axes.plot(*zip(*line, strict=True), **_look(name))
+        axes.plot(*zip(*line, strict=True), **_line_style(name))
     lengths = sorted({length for line in points.values() for length, _ in line})
     axes.set_xscale("log", base=2)
     axes.set_xlim(lengths[0] / 1.4, lengths[-1] * 1.4)
     axes.xaxis.set_major_locator(FixedLocator(lengths))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda length, _: _tokens(length))
+    axes.xaxis.set_major_formatter(lambda length, _: _format_tokens(length))
     axes.set_xlabel("tokens")
     fastest = max(percent for line in points.values() for _, percent in line)
     axes.set_ylim(0, min(max(105, 1.05 * fastest), _TALL))
@@ -95,15 +95,15 @@ def _plot(axes: Axes, title: str, points: Points) -> None:
     axes.set_title(title, loc="left", fontsize=12.5, pad=9)
 
 
-def _look(name: str) -> dict[str, Any]:
+def _line_style(name: str) -> dict[str, Any]:
     marker = _MARKERS[list(COLOURS).index(name)]
     colour = PALETTE[COLOURS[name]][0]
     return {"color": colour, "marker": marker, "markersize": 4.5, "lw": 1.7, "zorder": 3}
 
 
-def _handle(figure: Figure, name: str) -> Any:
-    return figure.axes[0].plot([], [], **_look(name))[0]
+def _legend_handle(figure: Figure, name: str) -> Any:
+    return figure.axes[0].plot([], [], **_line_style(name))[0]
 
 
-def _tokens(length: float) -> str:
+def _format_tokens(length: float) -> str:
     return f"{length / 1024:.0f}k" if length >= 1024 and length % 1024 == 0 else f"{length:.0f}"

@@ -10,16 +10,25 @@ from typing import Any
 
 from rope_patch.benchmarks.kernels import plot
 from rope_patch.benchmarks.kernels.benchmark import COPY
-from rope_patch.benchmarks.kernels.ground_truth import ALLOWED
+from rope_patch.benchmarks.kernels.ground_truth import TOLERANCES
 from rope_patch.benchmarks.kernels.shapes import LAYOUTS, SHAPES
-from rope_patch.benchmarks.kernels.tables import AT, shape_tables, step_table, views
+from rope_patch.benchmarks.kernels.tables import (
+    REFERENCE_LENGTH,
+    default_layout_cases,
+    shape_tables,
+    step_table,
+)
 from rope_patch.benchmarks.kernels.workers import BACKWARD, BOTH, FORWARD, GRAPH, WALL
 from rope_patch.evaluation.report import writer
-from rope_patch.evaluation.report.table import one_line, padded
-from rope_patch.utils.atomic_files import write
+from rope_patch.evaluation.report.table import aligned_text, one_line
+from rope_patch.utils.atomic_files import atomic_write
 
 TEMPLATES = Path(__file__).parent / "templates"
-_OURS = ("ours-tables", "ours", "ours-reference")  # the fastest of them stands for us
+_OUR_IMPLEMENTATIONS = (
+    "ours-tables",
+    "ours",
+    "ours-reference",
+)  # the fastest of them stands for us
 
 _NOTES = (
     "Per cent are of the speed of a copy: the time that copying as many bytes as the queries and "
@@ -63,7 +72,7 @@ def write_all(results: dict[str, Any], folder: Path) -> Path:
     Returns:
         The path of `bench.html`: one file that needs no other.
     """
-    write(folder / "bench.json", as_json(results))
+    atomic_write(folder / "bench.json", as_json(results))
     picture = plot.draw(results)
     page = _content(results) | {"picture": picture}
     files: dict[str, str | bytes] = {
@@ -73,7 +82,7 @@ def write_all(results: dict[str, Any], folder: Path) -> Path:
     if picture is not None:
         files["bench.png"] = picture.png
     for name, content in files.items():
-        write(folder / name, content)
+        atomic_write(folder / name, content)
     return folder / "bench.html"
 
 
@@ -87,7 +96,7 @@ def as_text(results: dict[str, Any]) -> str:
     content = _content(results)
     parts = ["\n".join([content["title"], *content["verdict"]])]
     for title, tables in content["sections"]:
-        parts += [title, *map(padded, tables)]
+        parts += [title, *map(aligned_text, tables)]
     parts += [f"not measured: {who}: {reason}" for who, reason in content["missing"]]
     return "\n\n".join(parts)
 
@@ -98,7 +107,7 @@ def _content(results: dict[str, Any]) -> dict[str, Any]:
     steps = [row for row in results["steps"] if "token" in row]
     if steps:
         sections.append(("Whole models", [step_table(results)]))
-    allowed = {str(dtype).removeprefix("torch."): limit for dtype, limit in ALLOWED.items()}
+    allowed = {str(dtype).removeprefix("torch."): limit for dtype, limit in TOLERANCES.items()}
     values = {"allowed": f"{allowed[results['dtype']]:g}", "dtype": results["dtype"]}
     notes = [_INTERPRETED] * results["interpreted"] + [note.format(**values) for note in _NOTES]
     notes += [f"Layout {name}: {meaning}." for name, meaning in LAYOUTS.items()]
@@ -109,22 +118,25 @@ def _content(results: dict[str, Any]) -> dict[str, Any]:
         "title": f"Rotating queries and keys on {results['device']}, in {results['dtype']}",
         "verdict": list(_verdict(results)) or ["Nothing was measured."],
         "sections": [section for section in sections if section[1]],
-        "missing": list(_missing(results)),
+        "missing": list(_not_measured_notes(results)),
         "notes": notes,
-        "facts": _facts(results),
+        "facts": _run_facts(results),
         "command": results.get("command"),
     }
 
 
 def _verdict(results: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each shape, at the length nearest to `AT`."""
+    """A sentence for each shape, at the length nearest to `REFERENCE_LENGTH`."""
     for shape in results["shapes"]:
-        usual = views(results, shape)
+        usual = default_layout_cases(results, shape)
         cases = [case for case in usual if case["length"] > 1]
         if not cases:
             yield from _decoding(results, shape, usual)
             continue
-        case = min(cases, key=lambda case: (abs(math.log(case["length"] / AT)), case["batch"]))
+        case = min(
+            cases,
+            key=lambda case: (abs(math.log(case["length"] / REFERENCE_LENGTH)), case["batch"]),
+        )
         speeds = {
             row["contender"]: [
                 row["times"][phase]["percent"] for phase in (BOTH, FORWARD, BACKWARD)
@@ -132,7 +144,7 @@ def _verdict(results: dict[str, Any]) -> Iterator[str]:
             for row in case["rows"]
             if row["contender"] != COPY and BOTH in row["times"] and not row["wrong"]
         }
-        told = _told(sorted(speeds, key=lambda name: speeds[name], reverse=True))
+        told = _verdict_rows(sorted(speeds, key=lambda name: speeds[name], reverse=True))
         texts = [
             f"{results['titles'][name]} forward {speeds[name][1]:.0f}%, backward "
             f"{speeds[name][2]:.0f}%"
@@ -152,25 +164,25 @@ def _decoding(results: dict[str, Any], shape: str, cases: list[dict[str, Any]]) 
             for row in case["rows"]
             if row["contender"] != COPY and phase in row["times"] and not row["wrong"]
         }
-        told = _told(sorted(speeds, key=lambda name: speeds[name], reverse=True))
+        told = _verdict_rows(sorted(speeds, key=lambda name: speeds[name], reverse=True))
         texts = [f"{results['titles'][name]} {speeds[name]:.1f}%" for name in told]
         if texts:
             yield f"{shape}, 1 token × {case['batch']}, of a copy's speed: {'; '.join(texts)}."
 
 
-def _told(best: list[str]) -> list[str]:
+def _verdict_rows(best: list[str]) -> list[str]:
     """The fastest of ours, the fastest of the others, and transformers."""
-    names = [name for name in best if name in _OURS][:1]
+    names = [name for name in best if name in _OUR_IMPLEMENTATIONS][:1]
     names += [name for name in best if not name.startswith("ours")][:1]
     return names + ["hf"] * ("hf" in best and "hf" not in names)
 
 
-def _missing(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _not_measured_notes(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Who was not measured and why; where, unless it was nowhere."""
     cases = [case for case in results["cases"] if case["rows"]]
     for case in results["cases"]:
         if "not_measured" in case:
-            yield _place(case), case["not_measured"]
+            yield _case_label(case), case["not_measured"]
     reasons: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for case in cases:
         for row in case["rows"]:
@@ -181,7 +193,7 @@ def _missing(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 reasons.setdefault((f"{title}, {phase}", reason), []).append(case)
     for (who, reason), where in reasons.items():
         shapes = [s for s in results["shapes"] if all(c in where for c in cases if c["shape"] == s)]
-        places = shapes + [_place(case) for case in where if case["shape"] not in shapes]
+        places = shapes + [_case_label(case) for case in where if case["shape"] not in shapes]
         everywhere = len(where) == len(cases)
         yield who if everywhere else f"{who} ({'; '.join(places)})", reason
     for row in results["steps"]:
@@ -189,11 +201,11 @@ def _missing(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"whole model {row['model']}", row["not_measured"]
 
 
-def _place(case: dict[str, Any]) -> str:
+def _case_label(case: dict[str, Any]) -> str:
     return f"{case['shape']}, {case['length']:,} tokens × {case['batch']}, {case['layout']}"
 
 
-def _facts(results: dict[str, Any]) -> list[tuple[str, str]]:
+def _run_facts(results: dict[str, Any]) -> list[tuple[str, str]]:
     copies = [case["rows"][0]["bytes_per_second"] for case in results["cases"] if case["rows"]]
     facts = {
         "Device": results["device"],

@@ -17,7 +17,7 @@ LAYOUTS = {
 
 _DECODED_AT = 4096  # where a single token stands
 _SEED = 0
-_SPREAD = 0.1  # of norm weights around 1
+_WEIGHT_STD = 0.1  # of norm weights around 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,9 @@ class Sample:
     k: torch.Tensor
     grads: tuple[torch.Tensor, torch.Tensor]
 
-    def fresh(self) -> Sample:
+    def clone(self) -> Sample:
         """A copy with the same layout, for who writes over what it is given."""
-        q, k, *grads = map(_cloned, (self.q, self.k, *self.grads))
+        q, k, *grads = map(_clone_layout, (self.q, self.k, *self.grads))
         return Sample(q.requires_grad_(), k.requires_grad_(), (grads[0], grads[1]))
 
 
@@ -140,18 +140,18 @@ class Problem:
         return torch.arange(start, start + self.length, device=self.device)[None]
 
     @cached_property
-    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, `[1, S, D]`, as transformers computes and rounds them."""
         angles = self.positions[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     @cached_property
-    def turns(self) -> torch.Tensor:
+    def packed_freqs(self) -> torch.Tensor:
         """What our ops rotate by instead."""
-        from rope_patch.ops.angles import make_turns
+        from rope_patch.ops.angles import pack_frequencies
 
-        return make_turns(self.inv_freq)
+        return pack_frequencies(self.inv_freq)
 
     @cached_property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
@@ -160,7 +160,7 @@ class Problem:
             return ()
         drawn = torch.Generator().manual_seed(_SEED)
         size = (2, self.shape.head_dim)
-        around = 1 - self.shape.offset + _SPREAD * torch.randn(size, generator=drawn)
+        around = 1 - self.shape.offset + _WEIGHT_STD * torch.randn(size, generator=drawn)
         rows = around.to(self.device, self.dtype).unbind()
         return tuple(torch.nn.Parameter(row.clone()) for row in rows)
 
@@ -187,7 +187,7 @@ class Problem:
         )
 
 
-def _cloned(x: torch.Tensor) -> torch.Tensor:
+def _clone_layout(x: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, also of a slice, whose gaps stay empty."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     base = torch.empty(max(extent, 0), dtype=x.dtype, device=x.device)

@@ -12,7 +12,7 @@ from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS
 from rope_patch.benchmarks.kernels.workers import BACKWARD, BOTH, FORWARD, GRAPH, WALL
 from rope_patch.evaluation.report.table import NOTHING, Cell, Row, Table
 
-AT = 8192  # tokens at which memory is told, and near which the verdict is
+REFERENCE_LENGTH = 8192  # tokens at which memory is told, and near which the verdict is
 
 # Colours of figures and tables, by contender.
 COLOURS = {
@@ -42,9 +42,9 @@ class _Column(NamedTuple):
     phase: str
 
 
-def views(results: dict[str, Any], shape: str) -> list[Case]:
+def default_layout_cases(results: dict[str, Any], shape: str) -> list[Case]:
     """A shape's measured cases in the usual layout."""
-    return [case for case in _measured(results, shape) if case["layout"] == VIEWS]
+    return [case for case in _measured_cases(results, shape) if case["layout"] == VIEWS]
 
 
 def row_of(case: Case, contender: str) -> dict[str, Any]:
@@ -55,8 +55,12 @@ def row_of(case: Case, contender: str) -> dict[str, Any]:
 
 def shape_tables(results: dict[str, Any], shape: str) -> list[Table]:
     """Everything measured of one shape."""
-    found = [*_speeds(results, shape), *_memory(results, shape), _kept(results, shape)]
-    return [table for table in (*found, _errors(results, shape)) if table.rows]
+    found = [
+        *_speed_tables(results, shape),
+        *_memory_tables(results, shape),
+        _saved_for_backward(results, shape),
+    ]
+    return [table for table in (*found, _error_table(results, shape)) if table.rows]
 
 
 def step_table(results: dict[str, Any]) -> Table:
@@ -65,8 +69,8 @@ def step_table(results: dict[str, Any]) -> Table:
     for r in (row for row in results["steps"] if "token" in row):
         name = f"{r['model']}, {'transformers' if r['kernels'] == 'hf' else 'rope_patch'}"
         launches = NOTHING if r["launches"] is None else f"{r['launches']:,}"
-        cells = [_ratio(r["token"]), Cell(text=launches), _ratio(r["train"])]
-        cells.append(Cell(text=_bytes(r["peak"])))
+        cells = [_ratio_cell(r["token"]), Cell(text=launches), _ratio_cell(r["train"])]
+        cells.append(Cell(text=_format_bytes(r["peak"])))
         rows.append(Row(name=name, key="plain" if r["kernels"] == "hf" else "m0", cells=cells))
     return Table(
         name="Steps, as multiples of the same step with transformers' own code",
@@ -77,12 +81,12 @@ def step_table(results: dict[str, Any]) -> Table:
     )
 
 
-def _measured(results: dict[str, Any], shape: str) -> list[Case]:
+def _measured_cases(results: dict[str, Any], shape: str) -> list[Case]:
     return [case for case in results["cases"] if case["shape"] == shape and case["rows"]]
 
 
-def _speeds(results: dict[str, Any], shape: str) -> Iterator[Table]:
-    usual = views(results, shape)
+def _speed_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
+    usual = default_layout_cases(results, shape)
     for phase, title in PHASES.items():
         columns = [
             _Column(f"batch {case['batch']}", f"{case['length']:,}", case, phase)
@@ -97,7 +101,7 @@ def _speeds(results: dict[str, Any], shape: str) -> Iterator[Table]:
         if phase in case["rows"][0]["times"]
     ]
     yield _speed_table(results, "Forward of one token", columns)
-    others = [case for case in _measured(results, shape) if case["layout"] != VIEWS]
+    others = [case for case in _measured_cases(results, shape) if case["layout"] != VIEWS]
     sizes = {(case["batch"], case["length"]) for case in others}
     same = [case for case in usual if (case["batch"], case["length"]) in sizes]
     columns = [
@@ -112,7 +116,7 @@ def _speeds(results: dict[str, Any], shape: str) -> Iterator[Table]:
 def _speed_table(results: dict[str, Any], name: str, columns: list[_Column]) -> Table:
     rows = []
     for contender, title in results["titles"].items():
-        cells = [_speed(row_of(column.case, contender), column.phase) for column in columns]
+        cells = [_speed_cell(row_of(column.case, contender), column.phase) for column in columns]
         if any(cell.text != NOTHING for cell in cells):
             rows.append(Row(name=title, key=COLOURS.get(contender, ""), cells=cells))
     groups = groupby(columns, key=lambda column: column.group)
@@ -125,21 +129,25 @@ def _speed_table(results: dict[str, Any], name: str, columns: list[_Column]) -> 
     )
 
 
-def _speed(row: dict[str, Any], phase: str) -> Cell:
+def _speed_cell(row: dict[str, Any], phase: str) -> Cell:
     if phase not in row["times"]:
         return Cell(text=NOTHING, tip=row.get("failed", {}).get(phase, ""))
     time = row["times"][phase]
     if row.get("wrong"):
-        worst = max(row["errors"].values(), key=_or_inf)
-        return Cell(text="wrong", note=f"error {worst:.1g}", tip=_milliseconds(time["ms"]))
+        worst = max(row["errors"].values(), key=_nan_to_inf)
+        return Cell(text="wrong", note=f"error {worst:.1g}", tip=_format_time(time["ms"]))
     percent = f"{time['percent']:.{0 if time['percent'] >= 9.95 else 1}f}%"
     tip = f"{time['min']:.1f} to {time['max']:.1f}% in the repeats"
-    return Cell(text=percent, note=_milliseconds(time["ms"]), tip=tip)
+    return Cell(text=percent, note=_format_time(time["ms"]), tip=tip)
 
 
-def _memory(results: dict[str, Any], shape: str) -> Iterator[Table]:
-    """Of the longest case up to `AT` tokens."""
-    cases = [case for case in views(results, shape) if 1 < case["length"] <= AT]
+def _memory_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
+    """Of the longest case up to `REFERENCE_LENGTH` tokens."""
+    cases = [
+        case
+        for case in default_layout_cases(results, shape)
+        if 1 < case["length"] <= REFERENCE_LENGTH
+    ]
     if not cases:
         return
     case = max(cases, key=lambda case: (-case["batch"], case["length"]))
@@ -148,12 +156,12 @@ def _memory(results: dict[str, Any], shape: str) -> Iterator[Table]:
         row = row_of(case, contender)
         if "saved" in row:
             sizes = [row["peak"][FORWARD], row["peak"][BOTH], row["saved"]["kept"]]
-            cells = [_in_n(size, case["bytes"]) for size in sizes]
+            cells = [_in_tensor_sizes(size, case["bytes"]) for size in sizes]
             rows.append(Row(name=title, key=COLOURS[contender], cells=cells))
     heads = ("peak of forward", "peak of both", "kept for backward")
     yield Table(
         name=f"Memory of a call, {case['length']:,} tokens × {case['batch']}, "
-        f"N = {_bytes(case['bytes'])}",
+        f"N = {_format_bytes(case['bytes'])}",
         corner="N: queries and keys",
         columns=[Cell(text=head) for head in heads],
         rows=rows,
@@ -161,21 +169,28 @@ def _memory(results: dict[str, Any], shape: str) -> Iterator[Table]:
     )
 
 
-def _kept(results: dict[str, Any], shape: str) -> Table:
+def _saved_for_backward(results: dict[str, Any], shape: str) -> Table:
     """Measured once for each shape, and scaled by tokens and layers to the whole model."""
     case = next(case for case in results["kept"] if case["shape"] == shape)
     layers = SHAPES[shape].layers
     rows = []
     for row in (row for row in case["rows"] if "kept" in row):
         beside = row["kept"] - row["outputs"]
-        cells = [_in_n(row["kept"], case["bytes"]), _in_n(beside, case["bytes"])]
-        cells.append(Cell(text=_bytes(beside / case["length"] * AT * layers)))
+        cells = [
+            _in_tensor_sizes(row["kept"], case["bytes"]),
+            _in_tensor_sizes(beside, case["bytes"]),
+        ]
+        cells.append(Cell(text=_format_bytes(beside / case["length"] * REFERENCE_LENGTH * layers)))
         name, key = results["titles"][row["contender"]], COLOURS[row["contender"]]
         rows.append(Row(name=name, key=key, cells=cells))
-    heads = ("all", "beside outputs", f"beside outputs, {AT:,} tokens × {layers} layers")
-    scaled = "" if case["length"] == AT else f", scaled from {case['length']} tokens"
+    heads = (
+        "all",
+        "beside outputs",
+        f"beside outputs, {REFERENCE_LENGTH:,} tokens × {layers} layers",
+    )
+    scaled = "" if case["length"] == REFERENCE_LENGTH else f", scaled from {case['length']} tokens"
     return Table(
-        name=f"Kept for backward in bfloat16, N = {_bytes(case['bytes'])}{scaled}",
+        name=f"Kept for backward in bfloat16, N = {_format_bytes(case['bytes'])}{scaled}",
         corner="N: queries and keys",
         columns=[Cell(text=head) for head in heads],
         rows=rows,
@@ -183,21 +198,25 @@ def _kept(results: dict[str, Any], shape: str) -> Table:
     )
 
 
-def _in_n(size: int, queries_and_keys: int) -> Cell:
-    return Cell(text=f"{size / queries_and_keys:.2f} N", note=_bytes(size))
+def _in_tensor_sizes(size: int, queries_and_keys: int) -> Cell:
+    return Cell(text=f"{size / queries_and_keys:.2f} N", note=_format_bytes(size))
 
 
-def _errors(results: dict[str, Any], shape: str) -> Table:
+def _error_table(results: dict[str, Any], shape: str) -> Table:
     """The largest of any case; NaN is larger than everything."""
     found = {
-        contender: [row_of(case, contender).get("errors", {}) for case in _measured(results, shape)]
+        contender: [
+            row_of(case, contender).get("errors", {}) for case in _measured_cases(results, shape)
+        ]
         for contender in results["titles"]
         if contender != COPY
     }
     names = [n for n in _ERRORS if any(n in errors for all_ in found.values() for errors in all_)]
     rows = []
     for contender, errors in found.items():
-        worst = [max((e[n] for e in errors if n in e), key=_or_inf, default=None) for n in names]
+        worst = [
+            max((e[n] for e in errors if n in e), key=_nan_to_inf, default=None) for n in names
+        ]
         if any(error is not None for error in worst):
             cells = [Cell(text=NOTHING if e is None else f"{e:.1e}") for e in worst]
             title, key = results["titles"][contender], COLOURS.get(contender, "")
@@ -211,21 +230,21 @@ def _errors(results: dict[str, Any], shape: str) -> Table:
     )
 
 
-def _ratio(times: dict[str, float]) -> Cell:
+def _ratio_cell(times: dict[str, float]) -> Cell:
     spread = f"{times['min']:.3f} to {times['max']:.3f}"
-    return Cell(text=f"×{times['ratio']:.3f}", note=f"{_milliseconds(times['ms'])}, {spread}")
+    return Cell(text=f"×{times['ratio']:.3f}", note=f"{_format_time(times['ms'])}, {spread}")
 
 
-def _milliseconds(ms: float) -> str:
+def _format_time(ms: float) -> str:
     return f"{1e3 * ms:.3g} µs" if ms < 0.9995 else f"{ms:,.4g} ms"
 
 
-def _bytes(size: float) -> str:
+def _format_bytes(size: float) -> str:
     for unit, each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= each:
             return f"{size / each:.3g} {unit}"
     return f"{size:.0f} B"
 
 
-def _or_inf(error: float) -> float:
+def _nan_to_inf(error: float) -> float:
     return math.inf if math.isnan(error) else error

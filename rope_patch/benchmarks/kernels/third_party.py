@@ -18,26 +18,26 @@ from unittest import mock
 
 import torch
 
-from rope_patch.benchmarks.kernels.implementations import Call, Contender, NotMeasured
+from rope_patch.benchmarks.kernels.implementations import Call, Implementation, Unavailable
 from rope_patch.benchmarks.kernels.shapes import Problem
 
 _UNSLOTH = "_rope_patch_rival_unsloth"  # its files import from packages around them
-_WIDE = 2**31  # elements that 32-bit indices cannot reach
+_INT32_LIMIT = 2**31  # elements that 32-bit indices cannot reach
 
 
-def rivals(folder: Path | None) -> list[Contender]:
+def third_party_implementations(folder: Path | None) -> list[Implementation]:
     """All of them; whether one is there shows when it is built."""
 
     def file(build: Callable[[Problem, Path], Call]) -> Callable[[Problem], Call]:
         return lambda problem: build(problem, folder or Path())
 
     return [
-        Contender(name="liger", title="Liger", build=_liger, in_place=True),
-        Contender(name="flash-attn", title="flash-attention", build=file(_flash_attention)),
-        Contender(
+        Implementation(name="liger", title="Liger", build=_liger, in_place=True),
+        Implementation(name="flash-attn", title="flash-attention", build=file(_flash_attention)),
+        Implementation(
             name="unsloth", title="Unsloth", build=file(_unsloth), in_place=True, frozen=True
         ),
-        Contender(name="fla", title="FLA", build=_fla),
+        Implementation(name="fla", title="FLA", build=_fla),
     ]
 
 
@@ -46,7 +46,7 @@ def _liger(problem: Problem) -> Call:
     from liger_kernel.transformers.rms_norm import LigerRMSNorm, LigerRMSNormForGemma3
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
-    shape, (cos, sin) = problem.shape, problem.tables
+    shape, (cos, sin) = problem.shape, problem.cos_sin
     of = LigerRMSNormForGemma3 if shape.offset else LigerRMSNorm
     norms: list[Any] = [of(shape.head_dim, eps=shape.eps) for _ in problem.weights]
     for module, weight in zip(norms, problem.weights, strict=True):
@@ -62,11 +62,14 @@ def _liger(problem: Problem) -> Call:
 
 def _flash_attention(problem: Problem, folder: Path) -> Call:
     _require_triton(problem)
-    _require_rotation_alone(problem)
-    apply_rotary = _load(folder / "rotary.py", "_rope_patch_rival_flash_attn").apply_rotary
-    if problem.batch * problem.length * problem.shape.heads * problem.shape.head_dim >= _WIDE:
-        raise NotMeasured("its indices have 32 bits, and there are 2^31 elements or more")
-    cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in problem.tables)
+    _require_no_norm(problem)
+    apply_rotary = _load_module(folder / "rotary.py", "_rope_patch_rival_flash_attn").apply_rotary
+    if (
+        problem.batch * problem.length * problem.shape.heads * problem.shape.head_dim
+        >= _INT32_LIMIT
+    ):
+        raise Unavailable("its indices have 32 bits, and there are 2^31 elements or more")
+    cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in problem.cos_sin)
 
     class Rotary(torch.autograd.Function):
         @staticmethod
@@ -87,15 +90,17 @@ def _flash_attention(problem: Problem, folder: Path) -> Call:
 
 def _unsloth(problem: Problem, folder: Path) -> Call:
     _require_triton(problem)
-    shape, (cos, sin) = problem.shape, problem.tables
+    shape, (cos, sin) = problem.shape, problem.cos_sin
     if shape.offset:
-        raise NotMeasured("its norm has no offset, which Gemma needs")
+        raise Unavailable("its norm has no offset, which Gemma needs")
     _stub_unsloth()
     inside = f"{_UNSLOTH}.kernels"
-    rope = _load(folder / "rope_embedding.py", f"{inside}.rope_embedding").fast_rope_embedding
+    rope = _load_module(
+        folder / "rope_embedding.py", f"{inside}.rope_embedding"
+    ).fast_rope_embedding
     if not problem.weights:
         return lambda q, k: rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    fused = _load(folder / "qk_norm_rope.py", f"{inside}.qk_norm_rope").Fast_QK_Norm_RoPE
+    fused = _load_module(folder / "qk_norm_rope.py", f"{inside}.qk_norm_rope").Fast_QK_Norm_RoPE
     weights = [weight.detach() for weight in problem.weights]
     given = (cos[0], sin[0], cos.new_empty(1, dtype=torch.int32), shape.eps, shape.eps, False)
 
@@ -108,10 +113,10 @@ def _unsloth(problem: Problem, folder: Path) -> Call:
 
 def _fla(problem: Problem) -> Call:
     _require_triton(problem)
-    _require_rotation_alone(problem)
+    _require_no_norm(problem)
     from fla.modules.rotary import rotary_embedding
 
-    cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in problem.tables)
+    cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in problem.cos_sin)
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
         q, k = (rotary_embedding(x, cos, sin) for x in (q, k))
@@ -121,22 +126,22 @@ def _fla(problem: Problem) -> Call:
 
 
 def _require_triton(problem: Problem) -> None:
-    from rope_patch.ops.dispatch import interpreted
+    from rope_patch.ops.dispatch import is_interpreted
 
-    if problem.device.type == "cpu" and not interpreted():
-        raise NotMeasured("Triton needs a GPU, or TRITON_INTERPRET=1 and patience")
+    if problem.device.type == "cpu" and not is_interpreted():
+        raise Unavailable("Triton needs a GPU, or TRITON_INTERPRET=1 and patience")
 
 
-def _require_rotation_alone(problem: Problem) -> None:
+def _require_no_norm(problem: Problem) -> None:
     if problem.weights:
-        raise NotMeasured("it rotates, and norms nothing")
+        raise Unavailable("it rotates, and norms nothing")
 
 
 @functools.cache  # a module of its own for each call would have its kernels compiled anew
-def _load(path: Path, name: str) -> Any:
+def _load_module(path: Path, name: str) -> Any:
     """A file as a module."""
     if not path.is_file():
-        raise NotMeasured(f"no {path.name} in the folder that --rivals names")
+        raise Unavailable(f"no {path.name} in the folder that --rivals names")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -169,7 +174,7 @@ def _stub_unsloth() -> None:
         ends = (
             sum((n - 1) * by for n, by in zip(t.shape, t.stride(), strict=True)) for t in tensors
         )
-        return max(ends) + block >= _WIDE
+        return max(ends) + block >= _INT32_LIMIT
 
     def same(kernel: Any) -> Any:
         return kernel

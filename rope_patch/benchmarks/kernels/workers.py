@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rope_patch.benchmarks.kernels import timing
-from rope_patch.benchmarks.kernels.ground_truth import errors
-from rope_patch.benchmarks.kernels.implementations import Contender
+from rope_patch.benchmarks.kernels.ground_truth import relative_errors
+from rope_patch.benchmarks.kernels.implementations import Implementation
 from rope_patch.benchmarks.kernels.shapes import Problem, Sample
 from rope_patch.benchmarks.kernels.timing import Thunk
 
@@ -19,7 +19,7 @@ FORWARD, BACKWARD, BOTH, WALL, GRAPH = "forward", "backward", "both", "wall", "g
 TRAINING = (FORWARD, BACKWARD, BOTH)
 
 
-class Runner(ABC):
+class TimedCalls(ABC):
     """Someone whose calls are timed, each on another one of several samples."""
 
     def __init__(self, count: int) -> None:
@@ -35,17 +35,17 @@ class Runner(ABC):
         A single token is timed in a loop, because one call is shorter than what starts a clock.
         """
         if phase in TRAINING:
-            return lambda: timing.each(self._prepare_all(phase))
-        loop = torch.no_grad()(timing.in_a_row(self._prepare_all(phase)))
+            return lambda: timing.time_calls(self._prepare_all(phase))
+        loop = torch.no_grad()(timing.unrolled(self._prepare_all(phase)))
         if phase == WALL:
-            return partial(timing.wall, loop)
-        return partial(timing.replay, timing.capture(loop))
+            return partial(timing.wall_time, loop)
+        return partial(timing.graph_time, timing.capture_graph(loop))
 
     def _prepare_all(self, phase: str) -> list[Thunk]:
         return [self.prepare(phase, index) for index in range(self._count)]
 
 
-class Copy(Runner):
+class CopyBaseline(TimedCalls):
     """The roof: as many bytes as the queries and keys have, read and written once."""
 
     def __init__(self, problem: Problem, count: int) -> None:
@@ -57,22 +57,22 @@ class Copy(Runner):
         self._targets = [torch.empty_like(source) for source in self._sources]
 
     def prepare(self, phase: str, index: int) -> Thunk:
-        """See `Runner.prepare`."""
+        """See `TimedCalls.prepare`."""
         part = slice(None) if phase == BOTH else int(phase == BACKWARD)
         return partial(self._targets[index][part].copy_, self._sources[index][part])
 
 
-class Worker(Runner):
+class ImplementationRun(TimedCalls):
     """One contender at work on one problem's samples."""
 
-    def __init__(self, contender: Contender, problem: Problem, samples: list[Sample]) -> None:
+    def __init__(self, contender: Implementation, problem: Problem, samples: list[Sample]) -> None:
         super().__init__(len(samples))
         self._contender, self._problem, self._samples = contender, problem, samples
         self._call = contender.build(problem)
         self._weights = () if contender.frozen else problem.weights
 
     def prepare(self, phase: str, index: int) -> Thunk:
-        """See `Runner.prepare`."""
+        """See `TimedCalls.prepare`."""
         sample = self._sample(index)
         if phase == BACKWARD:
             return partial(self._backward, self._call(sample.q, sample.k), sample)
@@ -80,44 +80,44 @@ class Worker(Runner):
             return lambda: self._backward(self._call(sample.q, sample.k), sample)
         return partial(self._call, sample.q, sample.k)
 
-    def check(self) -> dict[str, float]:
+    def relative_errors(self) -> dict[str, float]:
         """Errors against float64, see `checking.errors`."""
         sample = self._sample(0)
         rotated = self._call(sample.q, sample.k)
         kept = [x.detach().clone() for x in rotated]  # who works in place may do so again
         gradients = self._backward(rotated, sample)
-        return errors(self._problem, self._samples[0], kept, gradients)
+        return relative_errors(self._problem, self._samples[0], kept, gradients)
 
-    def saved(self) -> dict[str, int]:
+    def saved_bytes(self) -> dict[str, int]:
         """Bytes kept for backward, without what all layers share and what is kept anyway.
 
         `kept` is all of it; `outputs` the part that is the rotated queries and keys, which
         attention keeps for its own backward in any case.
         """
         problem = self._problem
-        shared = (*problem.weights, *problem.tables, problem.positions, problem.turns)
-        known = {_storage(x) for x in shared}
+        shared = (*problem.weights, *problem.cos_sin, problem.positions, problem.packed_freqs)
+        known = {_storage_address(x) for x in shared}
         kept: dict[int, int] = {}
 
         def pack(x: torch.Tensor) -> torch.Tensor:
-            if _storage(x) not in known:
-                kept[_storage(x)] = x.untyped_storage().nbytes()
+            if _storage_address(x) not in known:
+                kept[_storage_address(x)] = x.untyped_storage().nbytes()
             return x
 
         sample = self._sample(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             rotated = self._call(sample.q, sample.k)
-        outputs = {_storage(x) for x in rotated} & set(kept)
+        outputs = {_storage_address(x) for x in rotated} & set(kept)
         return {"kept": sum(kept.values()), "outputs": sum(kept[x] for x in outputs)}
 
     def _sample(self, index: int) -> Sample:
         sample = self._samples[index]
-        return sample.fresh() if self._contender.in_place else sample
+        return sample.clone() if self._contender.in_place else sample
 
     def _backward(self, rotated: Any, sample: Sample) -> tuple[torch.Tensor, ...]:
         wanted = (sample.q, sample.k, *self._weights)
         return torch.autograd.grad(rotated, wanted, sample.grads)
 
 
-def _storage(x: torch.Tensor) -> int:
+def _storage_address(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()

@@ -7,7 +7,7 @@ from typing import Any
 
 from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts
-from rope_patch.pretrained.adapters import require_agreement
+from rope_patch.pretrained.adapters import require_same_rotation
 from rope_patch.pretrained.saving import SIDECAR
 
 
@@ -15,9 +15,9 @@ def adapter_findings(facts: Facts) -> Iterator[Finding]:
     """Looks at an adapter's folder, at the adapters on a live model, or at a saved folder."""
     subject = facts.subject
     if subject.adapter:
-        yield from _folder(facts)
+        yield from _adapter_folder_findings(facts)
     elif subject.sidecar is not None:
-        yield from _saved(facts, subject.sidecar)
+        yield from _saved_folder_findings(facts, subject.sidecar)
     for name, config in (getattr(subject.model, "peft_config", None) or {}).items():
         kind = getattr(getattr(config, "peft_type", None), "value", "adapter")
         yield Finding(
@@ -31,7 +31,7 @@ def adapter_findings(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _folder(facts: Facts) -> Iterator[Finding]:
+def _adapter_folder_findings(facts: Facts) -> Iterator[Finding]:
     subject, sidecar = facts.subject, facts.subject.sidecar
     if sidecar is None:
         about = sorted(key for key in subject.adapter if "rope" in key or "position" in key)
@@ -43,7 +43,7 @@ def _folder(facts: Facts) -> Iterator[Finding]:
             "it",
             f"adapter_config.json has {len(subject.adapter)} fields, {len(about)} of them about "
             f"the rotation; its base, {subject.path}, rotates as {scalings!r} up to "
-            f"{facts.full:,} tokens",
+            f"{facts.promised_length:,} tokens",
             "if it was trained on an extended model, extend the base in the same way: "
             'rope_patch.patch(base, ...), then rope_patch.load_adapter(base, "...")',
             numbers={"fields": len(subject.adapter), "about_rotation": len(about)},
@@ -51,7 +51,7 @@ def _folder(facts: Facts) -> Iterator[Finding]:
         return
     trained = f"{sidecar['method']!r} from {sidecar['trained_length']:,} tokens"
     try:
-        needed = subject.model and require_agreement(subject.model, subject.adapter_path)
+        needed = subject.model and require_same_rotation(subject.model, subject.adapter_path)
     except ValueError as error:
         yield Finding(
             "error",
@@ -67,13 +67,13 @@ def _folder(facts: Facts) -> Iterator[Finding]:
             "adapter-trained-patched",
             f"the adapter was trained under {trained}; PEFT alone puts it on a base that rotates "
             "as before",
-            f"{SIDECAR} records {_recorded(sidecar)}",
+            f"{SIDECAR} records {_sidecar_frequencies(sidecar)}",
             f"model = rope_patch.load({subject.adapter_path!r}), or rope_patch.load_adapter(base, "
             f"{subject.adapter_path!r})",
         )
 
 
-def _saved(facts: Facts, sidecar: dict[str, Any]) -> Iterator[Finding]:
+def _saved_folder_findings(facts: Facts, sidecar: dict[str, Any]) -> Iterator[Finding]:
     """A folder that rope_patch.save wrote."""
     if sidecar.get("native", True):
         return
@@ -82,12 +82,12 @@ def _saved(facts: Facts, sidecar: dict[str, Any]) -> Iterator[Finding]:
         "needs-rope-patch",
         f"the folder was saved with {sidecar['method']!r}, which no config of transformers can "
         "say: plain transformers loads the model without it",
-        f"{SIDECAR} records {_recorded(sidecar)}, native: false",
+        f"{SIDECAR} records {_sidecar_frequencies(sidecar)}, native: false",
         f"model = rope_patch.load({facts.subject.path!r})",
     )
 
 
-def _recorded(sidecar: dict[str, Any]) -> str:
+def _sidecar_frequencies(sidecar: dict[str, Any]) -> str:
     length = sidecar.get("length")
     reached = f"{length:,} tokens" if isinstance(length, int) else "any length"
     return f"{sidecar['method']}, {sidecar['trained_length']:,} → {reached}"

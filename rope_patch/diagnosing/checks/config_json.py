@@ -7,19 +7,21 @@ from typing import Any
 
 from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts
-from rope_patch.rope_config import own_scaling
+from rope_patch.rope_config import config_rope_type
 
 # Names that transformers turns into others when it reads a config.
-_RENAMED = {"su": "longrope", "mrope": "default"}
+_ALIASES = {"su": "longrope", "mrope": "default"}
 
 
-def written_findings(facts: Facts) -> Iterator[Finding]:
+def config_json_findings(facts: Facts) -> Iterator[Finding]:
     """Compares the decoder's part of config.json with the config; nothing without one."""
-    said = facts.subject.written
+    said = facts.subject.raw_config
     if not said:
         return
     spelled = {
-        name: said[name] for name in ("rope_scaling", "rope_parameters") if _is_dict(said, name)
+        name: said[name]
+        for name in ("rope_scaling", "rope_parameters")
+        if _is_nonempty_dict(said, name)
     }
     if len(spelled) == 2 and _scalings(said["rope_scaling"]) != _scalings(said["rope_parameters"]):
         won = sorted({layer.scaling for layer in facts.layers.values()})
@@ -34,18 +36,18 @@ def written_findings(facts: Facts) -> Iterator[Finding]:
         )
     else:
         for name, found in spelled.items():
-            yield from _dropped(facts, name, found)
-    yield from _theta(facts, said, spelled)
+            yield from _lost_scaling(facts, name, found)
+    yield from _theta_finding(facts, said, spelled)
 
 
-def _dropped(facts: Facts, name: str, found: dict[str, Any]) -> Iterator[Finding]:
+def _lost_scaling(facts: Facts, name: str, found: dict[str, Any]) -> Iterator[Finding]:
     """A scaling that is asked for and arrives in no layer."""
     run = {layer.scaling for layer in facts.layers.values()}
     flat = facts.subject.config.rope_parameters
     for asked in _scalings(found):
         if asked == "default" or asked in run:
             continue
-        if own_scaling({k: v for k, v in flat.items() if not isinstance(v, dict)}) == asked:
+        if config_rope_type({k: v for k, v in flat.items() if not isinstance(v, dict)}) == asked:
             continue  # left beside the layer types: told elsewhere
         yield Finding(
             "error",
@@ -56,7 +58,9 @@ def _dropped(facts: Facts, name: str, found: dict[str, Any]) -> Iterator[Finding
         )
 
 
-def _theta(facts: Facts, said: dict[str, Any], spelled: dict[str, Any]) -> Iterator[Finding]:
+def _theta_finding(
+    facts: Facts, said: dict[str, Any], spelled: dict[str, Any]
+) -> Iterator[Finding]:
     thetas = {layer.geometry.theta for layer in facts.layers.values()}
     taken = ", ".join(f"{theta:g}" for theta in sorted(thetas))
     top = said.get("rope_theta")
@@ -70,7 +74,7 @@ def _theta(facts: Facts, said: dict[str, Any], spelled: dict[str, Any]) -> Itera
             f"write rope_theta {top:g} into rope_parameters, and nowhere else",
             numbers={"written": float(top), "taken": min(thetas)},
         )
-    elif top is None and spelled and not any(_has_theta(found) for found in spelled.values()):
+    elif top is None and spelled and not any(_contains_theta(found) for found in spelled.values()):
         yield Finding(
             "warning",
             "theta-unsaid",
@@ -81,16 +85,16 @@ def _theta(facts: Facts, said: dict[str, Any], spelled: dict[str, Any]) -> Itera
         )
 
 
-def _has_theta(found: dict[str, Any]) -> bool:
+def _contains_theta(found: dict[str, Any]) -> bool:
     nested = [value for value in found.values() if isinstance(value, dict)]
     return any("rope_theta" in inner for inner in [found, *nested])
 
 
 def _scalings(found: dict[str, Any]) -> list[str]:
     nested = [value for value in found.values() if isinstance(value, dict)]
-    names = [own_scaling(inner) for inner in nested or [found]]
-    return sorted({_RENAMED.get(name, name) for name in names})
+    names = [config_rope_type(inner) for inner in nested or [found]]
+    return sorted({_ALIASES.get(name, name) for name in names})
 
 
-def _is_dict(said: dict[str, Any], name: str) -> bool:
+def _is_nonempty_dict(said: dict[str, Any], name: str) -> bool:
     return isinstance(said.get(name), dict) and bool(said[name])

@@ -6,16 +6,21 @@ from collections.abc import Iterator
 
 from rope_patch.diagnosing.checks.length_dependent import dynamic_findings, longrope_findings
 from rope_patch.diagnosing.finding import Finding
-from rope_patch.diagnosing.layer_facts import Facts, Layers, apart, known_types
-from rope_patch.pretrained.transformers_registry import needs_registering
-from rope_patch.rope_config import own_scaling
+from rope_patch.diagnosing.layer_facts import (
+    Facts,
+    LayerFacts,
+    frequency_difference,
+    transformers_rope_types,
+)
+from rope_patch.pretrained.transformers_registry import needs_registration
+from rope_patch.rope_config import config_rope_type
 
 # What scalings are spelled with in transformers and elsewhere, and which of it each reads there.
-_YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-_READ = {
+_YARN_KEYS = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_KEYS_READ = {
     "linear": {"factor"},
     "dynamic": {"factor"},
-    "yarn": {"factor", "original_max_position_embeddings", *_YARN},
+    "yarn": {"factor", "original_max_position_embeddings", *_YARN_KEYS},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor"}
     | {"short_factor", "long_factor"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor"}
@@ -23,7 +28,7 @@ _READ = {
     "proportional": {"factor"},
     "default": set(),
 }
-_SPELLED = set().union(*_READ.values()) | {
+_ALL_KEYS = set().union(*_KEYS_READ.values()) | {
     "alpha",
     "attn_factor",
     "extrapolation_factor",
@@ -35,7 +40,7 @@ _SPELLED = set().union(*_READ.values()) | {
 
 def scaling_findings(facts: Facts) -> Iterator[Finding]:
     """All that can be said without weights."""
-    yield from _flat(facts)
+    yield from _flat_dict_finding(facts)
     if facts.subject.problem is not None:
         yield Finding(
             "note",
@@ -44,33 +49,33 @@ def scaling_findings(facts: Facts) -> Iterator[Finding]:
             "was looked at",
             facts.subject.problem,
         )
-    if facts.assumed is not None:
+    if facts.assumed_length is not None:
         yield Finding(
             "note",
             "original-length-unsaid",
             "the config scales its rotation and does not say how many tokens the model was "
             "trained on before",
-            f"{facts.assumed:,} tokens, its max_position_embeddings, are taken for it here",
+            f"{facts.assumed_length:,} tokens, its max_position_embeddings, are taken for it here",
             "pass trained_length=... (--trained-length) if that is not so",
-            numbers={"assumed": facts.assumed},
+            numbers={"assumed": facts.assumed_length},
         )
     for layer in facts.layers.values():
-        if layer.scaling not in known_types():
-            yield _unknown(layer)
+        if layer.scaling not in transformers_rope_types():
+            yield _unknown_rope_type(layer)
             continue
-        yield from _differs(facts, layer)
-        yield from _unread(facts, layer)
+        yield from _formula_mismatch(facts, layer)
+        yield from _ignored_keys(facts, layer)
         if layer.scaling == "dynamic":
             yield from dynamic_findings(facts, layer)
         if layer.scaling == "longrope":
             yield from longrope_findings(facts, layer)
         if layer.scaling == "yarn":
-            yield from _lengths(facts, layer)
+            yield from _length_mismatch(facts, layer)
 
 
-def _unknown(layer: Layers) -> Finding:
+def _unknown_rope_type(layer: LayerFacts) -> Finding:
     fix = "correct rope_type in the config"
-    if needs_registering(layer.scaling):
+    if needs_registration(layer.scaling):
         fix = (
             "rope_patch.register() before it is loaded, or rope_type 'default' in the config and "
             f"rope_patch.patch(model, {layer.scaling!r}, ...)"
@@ -79,19 +84,19 @@ def _unknown(layer: Layers) -> Finding:
         "error",
         "unknown-scaling",
         f"transformers knows no rope_type {layer.scaling!r}: a model of this config cannot be made",
-        f"it knows {', '.join(sorted(known_types()))}",
+        f"it knows {', '.join(sorted(transformers_rope_types()))}",
         fix,
-        layer.kind,
+        layer.layer_type,
     )
 
 
-def _flat(facts: Facts) -> Iterator[Finding]:
+def _flat_dict_finding(facts: Facts) -> Iterator[Finding]:
     """A flat dict on a model whose layer types rotate apart: silently ignored."""
     parameters = facts.subject.config.rope_parameters
     if None in facts.layers:
         return
     flat = {key: value for key, value in parameters.items() if not isinstance(value, dict)}
-    asked = own_scaling(flat)
+    asked = config_rope_type(flat)
     if asked == "default" or any(asked == layer.scaling for layer in facts.layers.values()):
         return
     kinds = list(facts.layers)
@@ -109,19 +114,19 @@ def _flat(facts: Facts) -> Iterator[Finding]:
         "look: no layer is scaled",
         f"layer types {', '.join(map(str, kinds))} run with "
         f"{', '.join(sorted({found.scaling for found in facts.layers.values()}))}: 0 of {pairs} "
-        f"pairs stretched{f', instead of by up to {factor:g}' if _number(factor) else ''}",
+        f"pairs stretched{f', instead of by up to {factor:g}' if _read_number(factor) else ''}",
         f'config.rope_parameters["{kind}"] = {inner!r} before the model is made',
         numbers={"pairs": pairs, "changed": 0},
     )
 
 
-def _differs(facts: Facts, layer: Layers) -> Iterator[Finding]:
+def _formula_mismatch(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
     """Whether a fresh module turns as the config's formula says."""
-    asked = layer.asks(1)
-    if asked is None or layer.runs is None or asked.close_to(layer.runs):
+    asked = layer.configured(1)
+    if asked is None or layer.actual is None or asked.close_to(layer.actual):
         return
-    count, farthest = apart(asked, layer.runs)
-    nested = layer.kind is not None and layer.parameters.get("truncate") is False
+    count, farthest = frequency_difference(asked, layer.actual)
+    nested = layer.layer_type is not None and layer.parameters.get("truncate") is False
     if layer.scaling == "yarn" and nested:
         where = facts.subject.config.rope_parameters.get("truncate")
         yield Finding(
@@ -132,7 +137,7 @@ def _differs(facts: Facts, layer: Layers) -> Iterator[Finding]:
             f"{len(asked.inv_freq)} pairs differ, by up to {100 * (farthest - 1):.3g}%",
             'config.rope_parameters["truncate"] = False before the model is made, if all layer '
             "types mean it",
-            layer.kind,
+            layer.layer_type,
             {"pairs": len(asked.inv_freq), "changed": count, "ratio": farthest},
         )
         return
@@ -141,26 +146,26 @@ def _differs(facts: Facts, layer: Layers) -> Iterator[Finding]:
         "formula",
         f"transformers computes other frequencies than {layer.scaling!r} as the config has it",
         f"{count} of {len(asked.inv_freq)} pairs differ, by up to a factor of {farthest:.6g}; "
-        f"attention factor {layer.runs.attention_factor:.6g} instead of "
+        f"attention factor {layer.actual.attention_factor:.6g} instead of "
         f"{asked.attention_factor:.6g}",
         "",
-        layer.kind,
+        layer.layer_type,
         {"pairs": len(asked.inv_freq), "changed": count, "ratio": farthest},
     )
 
 
-def _unread(facts: Facts, layer: Layers) -> Iterator[Finding]:
+def _ignored_keys(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
     """Keys that mean something in other scalings or elsewhere, and nothing here."""
     unread = [
         key
         for key, value in layer.parameters.items()
-        if key in _SPELLED - _READ.get(layer.scaling, _SPELLED) and value is not None
+        if key in _ALL_KEYS - _KEYS_READ.get(layer.scaling, _ALL_KEYS) and value is not None
     ]
     if layer.scaling == "dynamic" and "original_max_position_embeddings" in unread:
         unread.remove("original_max_position_embeddings")  # told apart, below
     if not unread:
         return
-    said = ", ".join(f"{key} = {_shown(layer.parameters[key])}" for key in unread)
+    said = ", ".join(f"{key} = {_format(layer.parameters[key])}" for key in unread)
     fix = f"take {'it' if len(unread) == 1 else 'them'} out of the config"
     if "attn_factor" in unread:
         fix = "attention_factor is transformers' name for attn_factor"
@@ -173,22 +178,22 @@ def _unread(facts: Facts, layer: Layers) -> Iterator[Finding]:
         f"the config has {said}, which change{'s' if len(unread) == 1 else ''} no frequency in "
         "transformers",
         fix,
-        layer.kind,
+        layer.layer_type,
     )
 
 
-def _lengths(facts: Facts, layer: Layers) -> Iterator[Finding]:
+def _length_mismatch(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
     """YaRN's factor x original length against max_position_embeddings."""
     full = getattr(facts.subject.config, "max_position_embeddings", None)
     original, factor = layer.geometry.trained_length, layer.parameters["factor"]
     if not isinstance(full, int):
         return
     reached = round(original * factor)
-    written = facts.subject.written
+    written = facts.subject.raw_config
     if full == original and factor > 1:
         said = any(
             isinstance(found, dict)
-            and (found.get(layer.kind) or found).get("original_max_position_embeddings")
+            and (found.get(layer.layer_type) or found).get("original_max_position_embeddings")
             for found in (written.get("rope_parameters"), written.get("rope_scaling"))
         )
         unsaid = bool(written) and not said
@@ -207,7 +212,7 @@ def _lengths(facts: Facts, layer: Layers) -> Iterator[Finding]:
             f"max_position_embeddings {reached} and original_max_position_embeddings {original} "
             f"in the config; if the model was trained on {full / factor:,.0f} tokens, "
             f"original_max_position_embeddings {full / factor:.0f}",
-            layer.kind,
+            layer.layer_type,
             {"full": full, "reached": reached},
         )
     elif abs(full - reached) > 1:
@@ -219,14 +224,19 @@ def _lengths(facts: Facts, layer: Layers) -> Iterator[Finding]:
             f"transformers goes by the factor; its own lengths would make it {full / original:g}",
             f"factor {full / original:g} in the config for {full:,} tokens, or "
             f"max_position_embeddings {reached}",
-            layer.kind,
-            {"full": full, "reached": reached, "factor": factor, "implied": full / original},
+            layer.layer_type,
+            {
+                "full": full,
+                "reached": reached,
+                "factor": factor,
+                "implied": full / original,
+            },
         )
 
 
-def _number(value: object) -> bool:
+def _read_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return f"[{len(value)} numbers]" if isinstance(value, list | tuple) else repr(value)

@@ -6,21 +6,21 @@ import math
 from collections.abc import Iterator
 
 from rope_patch.diagnosing.finding import Finding
-from rope_patch.diagnosing.layer_facts import Facts, Layers, apart
+from rope_patch.diagnosing.layer_facts import Facts, LayerFacts, frequency_difference
 from rope_patch.methods import Frequencies, build
 
 # They read the prompt again, without cached keys, when a text passes the original length.
 _RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")
 
 
-def dynamic_findings(facts: Facts, layer: Layers) -> Iterator[Finding]:
+def dynamic_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
     """transformers' own dynamic NTK."""
     start = facts.subject.config.max_position_embeddings  # what transformers takes for trained
     trained, factor = layer.geometry.trained_length, float(layer.parameters["factor"])
     plain = Frequencies(layer.geometry.inv_freq())
     if trained < start:
         meant = build("dynamic", factor=factor, growth="exact").frequencies(layer.geometry, start)
-        count, farthest = apart(meant, plain)
+        count, farthest = frequency_difference(meant, plain)
         said = layer.parameters.get("original_max_position_embeddings")
         yield Finding(
             "error",
@@ -30,16 +30,16 @@ def dynamic_findings(facts: Facts, layer: Layers) -> Iterator[Finding]:
             f"nothing is scaled up to {start:,} tokens, {start / trained:g} times the trained "
             f"{trained:,}: there {count} of {len(plain.inv_freq)} pairs should be stretched, by "
             f"up to {farthest:.4g}",
-            facts.subject.line("dynamic", f"factor={factor:g}, trained_length={trained}")
+            facts.subject.patch_call("dynamic", f"factor={factor:g}, trained_length={trained}")
             + f", or max_position_embeddings {trained} in the config",
-            layer.kind,
+            layer.layer_type,
             {"starts": start, "trained": trained, "ratio": farthest, "changed": count},
         )
-    length = max(facts.length, 2 * start)
+    length = max(facts.target_length, 2 * start)
     late = build("dynamic", factor=factor, growth="exact").frequencies(
         layer.geometry, length * trained / start
     )
-    pair, angle = _left_behind(plain, late, start)
+    pair, angle = _worst_stale_pair(plain, late, start)
     yield Finding(
         "warning",
         "cached-keys-left-behind",
@@ -47,19 +47,19 @@ def dynamic_findings(facts: Facts, layer: Layers) -> Iterator[Finding]:
         "frequencies of their time",
         f"a text that grows from {start:,} to {length:,} tokens: the key at {start - 1:,} is "
         f"{angle:.3g} radians off in pair {pair}",
-        facts.subject.line("dynamic", f"factor={factor:g}, trained_length={trained}"),
-        layer.kind,
+        facts.subject.patch_call("dynamic", f"factor={factor:g}, trained_length={trained}"),
+        layer.layer_type,
         {"length": length, "pair": pair, "radians": angle},
     )
 
 
-def longrope_findings(facts: Facts, layer: Layers) -> Iterator[Finding]:
+def longrope_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
     """Two sets of frequencies, of which the longest row of a batch chooses one."""
-    short, long = layer.asks(1), layer.asks(math.inf)
+    short, long = layer.configured(1), layer.configured(math.inf)
     if short is None or long is None or short.same_as(long):
         return
     original = layer.geometry.trained_length
-    pair, angle = _left_behind(short, long, original)
+    pair, angle = _worst_stale_pair(short, long, original)
     shown = (
         f"a text that passes {original:,} tokens: the key at {original - 1:,} is {angle:.3g} "
         f"radians off in pair {pair}"
@@ -73,12 +73,14 @@ def longrope_findings(facts: Facts, layer: Layers) -> Iterator[Finding]:
             "architecture and reads the text again",
             shown + ", were they kept",
             "",
-            layer.kind,
+            layer.layer_type,
             numbers,
         )
         return
-    factor = layer.asked.factor if layer.asked else 1.0
-    p = "model.config.rope_parameters" + ("" if layer.kind is None else f'["{layer.kind}"]')
+    factor = layer.configured_method.factor if layer.configured_method else 1.0
+    p = "model.config.rope_parameters" + (
+        "" if layer.layer_type is None else f'["{layer.layer_type}"]'
+    )
     own = ("long_factor", "short_factor", "attention_factor")
     options = ", ".join(
         f'{name}=p["{name}"]' for name in own if layer.parameters.get(name) is not None
@@ -91,13 +93,13 @@ def longrope_findings(facts: Facts, layer: Layers) -> Iterator[Finding]:
         shown,
         f'p = {p}; rope_patch.patch(model, "longrope", factor={factor:g}, start="unscaled", '
         f"{options})",
-        layer.kind,
+        layer.layer_type,
         numbers,
     )
 
 
-def _left_behind(before: Frequencies, after: Frequencies, length: int) -> tuple[int, float]:
-    """The pair whose key at the last of `length` positions is off most, and by how many radians."""
+def _worst_stale_pair(before: Frequencies, after: Frequencies, length: int) -> tuple[int, float]:
+    """The pair whose key at the last of `target_length` positions is off most, and by how many radians."""
     angles = ((before.inv_freq - after.inv_freq).abs() * (length - 1)).tolist()
     pair = max(range(len(angles)), key=angles.__getitem__)
     return pair, angles[pair]

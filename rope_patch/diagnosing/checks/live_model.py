@@ -13,15 +13,19 @@ from typing import Any
 import torch
 
 from rope_patch.diagnosing.finding import Finding
-from rope_patch.diagnosing.layer_facts import Facts, apart
+from rope_patch.diagnosing.layer_facts import Facts, frequency_difference
 from rope_patch.methods import Frequencies
-from rope_patch.patching.architecture.attention_source import APPLY, own_function, usage
-from rope_patch.patching.architecture.rotary_modules import Rotary, find_owner
+from rope_patch.patching.architecture.attention_source import (
+    APPLY,
+    inspect_forward,
+    undecorated_forward,
+)
+from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_owner
 
 # What others replace: in most files, in Qwen 2 VL's, in Llama 4's.
-_ROTATIONS = (APPLY, "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
+_ROTATION_FUNCTIONS = (APPLY, "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
 
-_SWITCHING = ("dynamic", "longrope")  # these modules change their buffer as they go
+_LENGTH_DEPENDENT = ("dynamic", "longrope")  # these modules change their buffer as they go
 
 
 def live_findings(facts: Facts) -> Iterator[Finding]:
@@ -31,39 +35,42 @@ def live_findings(facts: Facts) -> Iterator[Finding]:
         return
     if subject.handle is None:
         for rotary in subject.rotaries:
-            yield from _buffers(facts, rotary)
-            yield from _raised(facts, rotary)
-    yield from _foreign(facts)
+            yield from _check_buffers(facts, rotary)
+            yield from _raised_max_positions_finding(facts, rotary)
+    yield from _replaced_function_finding(facts)
 
 
-def _buffers(facts: Facts, rotary: Rotary) -> Iterator[Finding]:
+def _check_buffers(facts: Facts, rotary: RotaryModule) -> Iterator[Finding]:
     module: Any = rotary.module
     for kind, prefix in rotary.prefixes.items():
         layer = facts.layers.get(kind)
-        if layer is None or layer.runs is None:
+        if layer is None or layer.actual is None:
             continue
         built = module.rope_type[kind] if isinstance(module.rope_type, dict) else module.rope_type
         name = f"{prefix}inv_freq"
-        if built in _SWITCHING and getattr(module, f"{prefix}original_inv_freq", None) is not None:
+        if (
+            built in _LENGTH_DEPENDENT
+            and getattr(module, f"{prefix}original_inv_freq", None) is not None
+        ):
             name = f"{prefix}original_inv_freq"
         buffer = getattr(module, name)
         if buffer.is_meta:
             continue
-        live = Frequencies(buffer.double().cpu(), _scale(module, prefix))
-        if built == layer.scaling and live.close_to(layer.runs):
+        live = Frequencies(buffer.double().cpu(), _attention_factor(module, prefix))
+        if built == layer.scaling and live.close_to(layer.actual):
             continue
-        cast = _cast(buffer, layer.runs)
+        cast = _dtype_it_was_cast_to(buffer, layer.actual)
         if cast is not None and built == layer.scaling:
-            yield _cast_finding(facts, kind, cast, live, layer.runs)
+            yield _cast_finding(facts, kind, cast, live, layer.actual)
         else:
-            yield _edited(facts, kind, str(built), live, layer.runs)
+            yield _edited_config_finding(facts, kind, str(built), live, layer.actual)
 
 
-def _scale(module: Any, prefix: str) -> float:
+def _attention_factor(module: Any, prefix: str) -> float:
     return float(getattr(module, f"{prefix}attention_scaling"))
 
 
-def _cast(buffer: torch.Tensor, exact: Frequencies) -> torch.dtype | None:
+def _dtype_it_was_cast_to(buffer: torch.Tensor, exact: Frequencies) -> torch.dtype | None:
     """The type that exact frequencies were cast to, if that is all that befell them."""
     if buffer.shape != exact.inv_freq.shape:
         return None
@@ -79,7 +86,7 @@ def _cast_finding(
 ) -> Finding:
     name = str(cast).removeprefix("torch.")
     off = (live.inv_freq - exact.inv_freq).abs()
-    pair, length = int(off.argmax()), facts.length
+    pair, length = int(off.argmax()), facts.target_length
     error = float(off[pair])
     positions = torch.arange(max(0, length - 4096), length, dtype=torch.float64)
     cos = [torch.outer(positions, f.inv_freq).cos() for f in (live, exact)]
@@ -98,12 +105,12 @@ def _cast_finding(
     )
 
 
-def _edited(
+def _edited_config_finding(
     facts: Facts, kind: str | None, built: str, live: Frequencies, exact: Frequencies
 ) -> Finding:
     layer = facts.layers[kind]
     if live.inv_freq.shape == exact.inv_freq.shape:
-        count, farthest = apart(live, exact)
+        count, farthest = frequency_difference(live, exact)
         shown = f"{count} of {len(live.inv_freq)} pairs differ"
         if count:
             shown += f", by up to a factor of {farthest:.6g}"
@@ -132,7 +139,7 @@ def _edited(
     )
 
 
-def _raised(facts: Facts, rotary: Rotary) -> Iterator[Finding]:
+def _raised_max_positions_finding(facts: Facts, rotary: RotaryModule) -> Iterator[Finding]:
     """max_position_embeddings edited on a live model whose rotation stayed."""
     built = getattr(rotary.module, "original_max_seq_len", None)
     now = facts.subject.config.max_position_embeddings
@@ -151,14 +158,14 @@ def _raised(facts: Facts, rotary: Rotary) -> Iterator[Finding]:
         f"0 of {facts.layers[next(iter(facts.layers))].geometry.rotary_dim // 2} pairs stretched "
         f"for a length {now / built:g} times the one it was built for",
         f"model.config.max_position_embeddings = {built}, then "
-        f"{facts.subject.line('yarn', f'length={now}')}"
+        f"{facts.subject.patch_call('yarn', f'length={now}')}"
         if now > built
         else f"model.config.max_position_embeddings = {built}",
         numbers={"built": built, "now": now},
     )
 
 
-def _foreign(facts: Facts) -> Iterator[Finding]:
+def _replaced_function_finding(facts: Facts) -> Iterator[Finding]:
     """Somebody's function in the place of transformers' own, for every model of the process."""
     seen = set()
     for rotary in facts.subject.rotaries:
@@ -166,16 +173,16 @@ def _foreign(facts: Facts) -> Iterator[Finding]:
         owner = find_owner(facts.subject.model, rotary)  # type: ignore[arg-type]
         places = {home.__name__: home}
         for module in owner.modules():
-            if usage(type(module)).rotates:
-                name = own_function(type(module)).__globals__["__name__"]
+            if inspect_forward(type(module)).rotates:
+                name = undecorated_forward(type(module)).__globals__["__name__"]
                 places[name] = sys.modules.get(name, home)
-        for (name, place), function in itertools.product(places.items(), _ROTATIONS):
+        for (name, place), function in itertools.product(places.items(), _ROTATION_FUNCTIONS):
             found = getattr(place, function, None)
-            origin = _origin(found)
-            if (name, function) in seen or origin in (None, name) or _is_own(origin):
+            origin = _defining_module(found)
+            if (name, function) in seen or origin in (None, name) or _is_expected_module(origin):
                 continue
             seen.add((name, function))
-            off = _difference(place, found) if function == APPLY else None
+            off = _max_rotation_difference(place, found) if function == APPLY else None
             yield Finding(
                 "warning",
                 "rotation-replaced",
@@ -194,7 +201,7 @@ def _foreign(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _origin(function: Any) -> str | None:
+def _defining_module(function: Any) -> str | None:
     function = getattr(function, "forward", function)  # a module where `kernels` is installed
     try:
         return inspect.unwrap(function).__module__
@@ -202,11 +209,11 @@ def _origin(function: Any) -> str | None:
         return None
 
 
-def _is_own(origin: str | None) -> bool:
+def _is_expected_module(origin: str | None) -> bool:
     return bool(origin) and str(origin).split(".")[0] in ("transformers", "kernels", "rope_patch")
 
 
-def _difference(home: Any, found: Any) -> float | None:
+def _max_rotation_difference(home: Any, found: Any) -> float | None:
     """By how much two functions rotate random vectors apart; None if one cannot be tried here."""
     try:
         spec = importlib.util.find_spec(home.__name__)

@@ -16,17 +16,17 @@ from typing import Any
 
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks
-from rope_patch.patching.undo_log import Swaps
-from rope_patch.utils.errors import reason
+from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import describe_error
 
 # Tasks that are made at a length, by lm-eval's folder, and how their metadata spells it. RULER puts
 # the samples of all lengths one after another, so that a limit takes the first length's alone;
 # asked for one length at a time, it gives each its share.
-_AT_LENGTH: dict[str, Callable[[int], Any]] = {
+_LENGTH_SPELLING: dict[str, Callable[[int], Any]] = {
     "ruler": lambda length: [length],
     "babilong": lambda length: f"{length // 1024}k",
 }
-_PATIENCE = 60  # seconds without an answer from a server, where a builder sets no limit itself
+_TIMEOUT = 60  # seconds without an answer from a server, where a builder sets no limit itself
 
 
 def load(
@@ -54,27 +54,27 @@ def load(
     given = {"tokenizer": tokenizer, "pretrained": tokenizer, **metadata}
     loaded: dict[str, Any] = {}
     for name in names:
-        for length in lengths if made_at_length(name) else [None]:
+        for length in lengths if accepts_length(name) else [None]:
             suffix = "" if length is None else f"{lm_eval_tasks.SUFFIX}{length}"
-            found = _load(name, length, given)
+            found = _load_one(name, length, given)
             loaded |= {f"{task}{suffix}": found[task] for task in found}
     for name, task in loaded.items():
         _require_greedy(name, task)
     return list(loaded.items())
 
 
-def made_at_length(name: str) -> bool:
+def accepts_length(name: str) -> bool:
     """Whether lm-eval makes a task, or those of a group or tag, at a length that one asks for.
 
     Raises:
         ValueError: lm-eval has no such task.
     """
-    return _folder(name).name in _AT_LENGTH
+    return _task_folder(name).name in _LENGTH_SPELLING
 
 
-def spelled_length(name: str, length: int) -> dict[str, Any]:
+def length_metadata(name: str, length: int) -> dict[str, Any]:
     """The metadata with which lm-eval makes such a task at a length, in tokens."""
-    return {"max_seq_lengths": _AT_LENGTH[_folder(name).name](length)}
+    return {"max_seq_lengths": _LENGTH_SPELLING[_task_folder(name).name](length)}
 
 
 def evaluate(
@@ -119,51 +119,51 @@ def _standard_error(samples: list[dict[str, Any]], metric: str, value: Any) -> f
 
 
 @lru_cache(maxsize=1)
-def _index() -> Any:
+def _task_index() -> Any:
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
 
 
-def _folder(name: str) -> Path:
+def _task_folder(name: str) -> Path:
     """Where lm-eval keeps a task, or the tasks of a group or tag."""
-    entry = _index().task_index.get(name)
+    entry = _task_index().task_index.get(name)
     if entry is None:
-        close = get_close_matches(name, _index().all_tasks, n=1)
+        close = get_close_matches(name, _task_index().all_tasks, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
             f"neither we nor lm-eval have a task {name!r}{hint}; `lm-eval ls tasks` lists lm-eval's"
         )
     if entry.yaml_path is None:  # a tag
-        return _folder(min(entry.tags))
+        return _task_folder(min(entry.tags))
     return Path(entry.yaml_path).parent
 
 
-def _members(name: str) -> list[str]:
+def _member_tasks(name: str) -> list[str]:
     """The tasks of a task that is made at a length, of a group of them or of a tag."""
-    entry = _index().task_index[name]
+    entry = _task_index().task_index[name]
     below = (entry.cfg or {}).get("task") if entry.yaml_path else sorted(entry.tags)
     if below is None or isinstance(below, str):
         return [name]
-    return [task for member in below for task in _members(member)]
+    return [task for member in below for task in _member_tasks(member)]
 
 
-def _load(name: str, length: int | None, metadata: dict[str, Any]) -> dict[str, Any]:
+def _load_one(name: str, length: int | None, metadata: dict[str, Any]) -> dict[str, Any]:
     """What a name stands for, at one length: task objects by their names."""
     from lm_eval.tasks import TaskManager
 
-    if length is None and "group" in (_index().task_index[name].cfg or {"group": name}):
-        return _read(TaskManager(metadata=metadata), name)  # groups reach into other folders
-    where: dict[str, Any] = {"include_path": _folder(name), "include_defaults": False}
+    if length is None and "group" in (_task_index().task_index[name].cfg or {"group": name}):
+        return _load_with(TaskManager(metadata=metadata), name)  # groups reach into other folders
+    where: dict[str, Any] = {"include_path": _task_folder(name), "include_defaults": False}
     if length is None:
-        return _read(TaskManager(metadata=metadata, **where), name)
-    metadata = metadata | spelled_length(name, length)
+        return _load_with(TaskManager(metadata=metadata, **where), name)
+    metadata = metadata | length_metadata(name, length)
     manager = TaskManager(metadata=metadata, **where)
     found: dict[str, Any] = {}
-    for member in _members(name):  # one at a time, to say which of them cannot be had
+    for member in _member_tasks(name):  # one at a time, to say which of them cannot be had
         if member == "ruler_vt":
-            _require_room(length, metadata["tokenizer"])
-        found |= _read(manager, member)
+            _require_feasible_length(length, metadata["tokenizer"])
+        found |= _load_with(manager, member)
     for task, made in found.items():
         if any(doc.get("outputs") == [] for doc in made.eval_docs):
             raise ValueError(
@@ -173,9 +173,9 @@ def _load(name: str, length: int | None, metadata: dict[str, Any]) -> dict[str, 
     return found
 
 
-def _read(manager: Any, name: str) -> dict[str, Any]:
+def _load_with(manager: Any, name: str) -> dict[str, Any]:
     try:
-        with _bounded():
+        with _network_timeouts():
             found: dict[str, Any] = manager.load([name])["tasks"]
     except ImportError as error:
         raise ValueError(
@@ -184,7 +184,7 @@ def _read(manager: Any, name: str) -> dict[str, Any]:
         ) from error
     except Exception as error:
         raise ValueError(
-            f"the data of lm-eval's task {name!r} cannot be had: {reason(error)}. What comes from "
+            f"the data of lm-eval's task {name!r} cannot be had: {describe_error(error)}. What comes from "
             "a server must be there once: let it be downloaded (unset HF_HUB_OFFLINE), or leave "
             "the task out; our own tasks (rp_ruler, rp_hard) need no data"
         ) from error
@@ -192,7 +192,7 @@ def _read(manager: Any, name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _bounded() -> Iterator[None]:
+def _network_timeouts() -> Iterator[None]:
     """Bounds what lm-eval's builders do on the network by themselves.
 
     Some ask servers that know nothing of HF_HUB_OFFLINE: RULER's import downloads a tokenizer of
@@ -200,14 +200,14 @@ def _bounded() -> Iterator[None]:
     """
     from huggingface_hub import constants
 
-    swaps, before = Swaps(), socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_PATIENCE)
+    swaps, before = UndoLog(), socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_TIMEOUT)
     said: Any = sys.stderr  # standard output is for results
     if constants.HF_HUB_OFFLINE:
         said = io.StringIO()  # RULER says that it downloaded, whether it did or not
         import requests
 
-        swaps.set(requests, "get", _refuse)
+        swaps.set(requests, "get", _offline_error)
         if importlib.util.find_spec("nltk") is not None:
             import nltk
 
@@ -221,11 +221,11 @@ def _bounded() -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-def _refuse(url: str, **_: Any) -> None:
+def _offline_error(url: str, **_: Any) -> None:
     raise ConnectionError(f"HF_HUB_OFFLINE is set, so {url} was not asked")
 
 
-def _require_room(length: int, tokenizer: str) -> None:
+def _require_feasible_length(length: int, tokenizer: str) -> None:
     """Refuses a length at which lm-eval's variable tracking would be built for ever.
 
     It tries until a sample fits, which never happens where its smallest is too long: its example is

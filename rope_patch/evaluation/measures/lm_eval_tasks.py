@@ -9,7 +9,7 @@ from typing import Any
 
 from rope_patch import tasks
 from rope_patch.evaluation.language_model import LongContextLM
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils import atomic_files
 
 SUFFIX = "@"  # rp_vt@4096 is the task rp_vt at 4,096 tokens
@@ -62,7 +62,7 @@ def evaluate(
     from lm_eval.api import task
     from lm_eval.tasks import TaskManager
 
-    swaps = Swaps()
+    swaps = UndoLog()
     swaps.set(task, "tqdm", lambda docs, **_: docs)  # a bar of no time at all
     # It would record the git commit of the folder that somebody happens to stand in.
     swaps.set(evaluator, "get_git_commit_hash", lambda: None)
@@ -80,7 +80,7 @@ def evaluate(
         swaps.undo()
     if not results:
         return {}
-    _slim(results)
+    _drop_bulky_fields(results)
     if path is not None:
         atomic_files.write_json(path, results)
     return results
@@ -114,7 +114,7 @@ def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> lis
     return sorted(rows, key=lambda row: (row["length"], int(row["id"].rsplit("/", 1)[1])))
 
 
-def choices(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[int | None]:
+def choice_hits(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[int | None]:
     """1 or 0 for each sample of a multiple-choice task, None where it failed."""
     found: list[int | None] = []
     for task, samples in results.get("samples", {}).items():
@@ -135,7 +135,7 @@ def answer_probability(rows: list[dict[str, Any]]) -> float | None:
     return math.exp(sum(row["log_likelihood"] for row in known) / tokens) if tokens else None
 
 
-def _slim(results: dict[str, Any]) -> None:
+def _drop_bulky_fields(results: dict[str, Any]) -> None:
     """Drops what JSON would carry twice or cannot carry: prompts, builders, tokenizers."""
     for samples in results["samples"].values():
         for sample in samples:

@@ -18,8 +18,8 @@ import torch
 from rope_patch.evaluation.measures import perplexity
 from rope_patch.utils.progress import progress_bar
 
-GAIN = 2.0  # nats by which the long context must lower the loss: the paper's alpha
-KNOWN = 2.0  # nats of loss given the long context, at most: the paper's beta
+MIN_LOSS_DROP = 2.0  # nats by which the long context must lower the loss: the paper's alpha
+MAX_LONG_LOSS = 2.0  # nats of loss given the long context, at most: the paper's beta
 
 
 def default_short_context(trained_length: int) -> int:
@@ -27,7 +27,7 @@ def default_short_context(trained_length: int) -> int:
     return max(trained_length // 8, min(32, trained_length // 4))
 
 
-def find(
+def find_key_tokens(
     evaluator: Any, ids: list[int], trained_length: int, short_context: int, head: int = 0
 ) -> list[int]:
     """Positions of the tokens that the evaluator expects only if it sees far back.
@@ -55,9 +55,9 @@ def find(
             f"the short context must be 1 to {trained_length // 4} tokens, a quarter of the "
             f"trained length, got {short_context}"
         )
-    long = _losses(evaluator, ids, trained_length // 2, head, "long")
-    short = _losses(evaluator, ids, short_context, head, "short")
-    keys = (short - long > GAIN) & (long < KNOWN)
+    long = _losses_given(evaluator, ids, trained_length // 2, head, "long")
+    short = _losses_given(evaluator, ids, short_context, head, "short")
+    keys = (short - long > MIN_LOSS_DROP) & (long < MAX_LONG_LOSS)
     return [1 + i for i in keys.nonzero().flatten().tolist()]
 
 
@@ -71,7 +71,7 @@ def longppl(losses: list[float]) -> float:
     return perplexity.perplexity(sum(losses) / len(losses)) if losses else math.nan
 
 
-def _losses(model: Any, ids: list[int], context: int, head: int, label: str) -> torch.Tensor:
+def _losses_given(model: Any, ids: list[int], context: int, head: int, label: str) -> torch.Tensor:
     """Losses of all tokens but the first, `[S - 1]`, each given the last `context` tokens or more.
 
     Windows of `2 * context` tokens overlap by half; all but the first score their second half.
@@ -79,7 +79,7 @@ def _losses(model: Any, ids: list[int], context: int, head: int, label: str) -> 
     found = []
     starts = range(0, max(len(ids) - context, 1), context)
     for start in progress_bar(starts, desc=f"key tokens, {label} context", unit="pass"):
-        window = perplexity.part(ids, start, min(start + 2 * context, len(ids)), head)
+        window = perplexity.excerpt(ids, start, min(start + 2 * context, len(ids)), head)
         scored = len(window) - (context if start else 1)
         found.append(perplexity.token_losses(model, window, scored, label=f"from {start:,}"))
     return torch.cat(found)

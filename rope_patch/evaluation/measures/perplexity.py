@@ -13,12 +13,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rope_patch.patching import current
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.progress import progress_bar
 
 BLOCK = 64  # positions whose mean loss is kept
 HEAD_CHUNK = 512  # positions whose logits exist at once
-PART = 2048  # tokens that models with windows read at once
+PREFILL_CHUNK = 2048  # tokens that models with windows read at once
 
 
 def default_window(length: int) -> int:
@@ -26,7 +26,7 @@ def default_window(length: int) -> int:
     return max(16, 2 ** int(math.log2(max(length // 12, 1))))
 
 
-def block_of(window: int) -> int:
+def block_size(window: int) -> int:
     """Tokens of a block, where points of `window` tokens are to be made of blocks.
 
     Raises:
@@ -71,7 +71,7 @@ def block_losses(losses: torch.Tensor, block: int) -> list[float]:
     return [losses[max(e - block - 1, 0) : e - 1].double().mean().item() for e in ends]
 
 
-def points(
+def curve_points(
     documents: Sequence[Sequence[float]], block: int, window: int
 ) -> list[dict[str, int | float]]:
     """A curve of perplexity against position, pooled over documents.
@@ -110,7 +110,7 @@ def perplexity(nll: float) -> float:
     return math.inf if nll >= 700 else math.exp(nll)
 
 
-def control_ends(length: int, window: int, context: int) -> list[int]:
+def control_positions(length: int, window: int, context: int) -> list[int]:
     """Where the control is measured: every second window beyond the first context."""
     return [e for e in range(2 * window, length + 1, 2 * window) if e > context]
 
@@ -129,16 +129,16 @@ def control_loss(
         end: Position after the window.
         window: Tokens scored.
         context: Tokens of the pass, more than the window.
-        head: As in `part`.
+        head: As in `excerpt`.
 
     Returns:
         The mean negative log-likelihood, nats.
     """
-    ids = part(ids, end - context, end, head)
+    ids = excerpt(ids, end - context, end, head)
     return token_losses(model, ids, window, label=f"control {end:,}").double().mean().item()
 
 
-def part(ids: list[int], start: int, stop: int, head: int) -> list[int]:
+def excerpt(ids: list[int], start: int, stop: int, head: int) -> list[int]:
     """`stop - start` tokens of a document, as a text of their own.
 
     Args:
@@ -172,7 +172,7 @@ def token_losses(model: Any, ids: list[int], scored: int, label: str) -> torch.T
     first = len(ids) - scored - 1
     for start in range(first, len(ids) - 1, HEAD_CHUNK):
         stop = min(start + HEAD_CHUNK, len(ids) - 1)
-        logits = _head(model, tokens[:, start:stop], hidden[:, start:stop])[0].float()
+        logits = _lm_head_logits(model, tokens[:, start:stop], hidden[:, start:stop])[0].float()
         targets = tokens[0, start + 1 : stop + 1].to(logits.device)
         losses.append(nn.functional.cross_entropy(logits, targets, reduction="none").cpu())
     return torch.cat(losses)
@@ -187,8 +187,8 @@ def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor
     length = tokens.shape[1]
     config = model.config.get_text_config(decoder=True)
     sliding = any(DynamicCache(config=config).is_sliding)
-    cache = DynamicCache(config=config) if sliding and length > PART else None
-    starts = range(0, length, length if cache is None else PART)
+    cache = DynamicCache(config=config) if sliding and length > PREFILL_CHUNK else None
+    starts = range(0, length, length if cache is None else PREFILL_CHUNK)
     layers = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
     handle, total = current(model), len(layers) * len(starts)
     # leave=None: the bar goes when it runs within a bar that counts passes.
@@ -211,13 +211,13 @@ def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor
                 hook.remove()
 
 
-def _head(model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def _lm_head_logits(model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """The model's own logits for hidden states, `[1, n, vocabulary]`.
 
     The model's forward runs whole, with a decoder that hands out what it computed before: so soft
     caps and scales of logits are the model's own, in every architecture.
     """
-    swaps = Swaps()
+    swaps = UndoLog()
     output = BaseModelOutputWithPast(last_hidden_state=hidden)
     swaps.set(model.base_model, "forward", lambda *_, **__: output)
     try:

@@ -14,7 +14,7 @@ from rope_patch.utils.progress import progress_bar
 STRIDE = 256
 
 
-def ends(total: int, longest: int, stride: int, windows: int) -> list[int]:
+def window_ends(total: int, longest: int, stride: int, windows: int) -> list[int]:
     """Where windows end, the same for every length so that lengths compare.
 
     Args:
@@ -39,7 +39,7 @@ def ends(total: int, longest: int, stride: int, windows: int) -> list[int]:
     return [total - (total - longest) * i // max(gaps, 1) for i in range(gaps, -1, -1)]
 
 
-def losses(
+def window_losses(
     model: Any,
     ids: list[int],
     length: int,
@@ -75,7 +75,7 @@ def losses(
         )
     means = []
     for end in progress_bar(ends, desc=f"sliding at {length:,}, {label}", unit="window"):
-        window = perplexity.part(ids, end - length, end, head)
+        window = perplexity.excerpt(ids, end - length, end, head)
         scored = perplexity.token_losses(model, window, stride, label=f"{label} to {end:,}")
         means.append(scored.double().mean().item())
     return means

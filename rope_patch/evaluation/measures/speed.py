@@ -24,9 +24,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rope_patch.methods.registry import get
+from rope_patch.methods.registry import get_method
 from rope_patch.patching import Patch, check, patch
-from rope_patch.patching.dynamic.cache_record import Record
+from rope_patch.patching.dynamic.cache_record import RotationRecord
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config, read_model, require_dtype
 from rope_patch.rope_config import read_geometries
@@ -34,11 +34,13 @@ from rope_patch.utils import provenance
 from rope_patch.utils.progress import progress_bar
 
 PLAIN = "none"
-_LEAD = 4  # tokens decoded before any that counts: allocator and compiler have settled by then
+_WARMUP_TOKENS = (
+    4  # tokens decoded before any that counts: allocator and compiler have settled by then
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SpeedRequest:
     """What to measure.
 
     Attributes:
@@ -68,22 +70,22 @@ class Request:
 
 
 @dataclass(kw_only=True)
-class Contender:
+class TimedMethod:
     """A method on its own instance of the model, with its times in seconds, a list a repeat."""
 
     name: str
     model: Any
     handle: Patch | None
     cache: Any = None
-    prompt: list[list[float]] = field(default_factory=list)
-    token: list[list[float]] = field(default_factory=list)
-    growth: list[list[float]] = field(default_factory=list)
+    prompt_times: list[list[float]] = field(default_factory=list)
+    token_times: list[list[float]] = field(default_factory=list)
+    growth_times: list[list[float]] = field(default_factory=list)
 
-    def reach(self, length: int) -> float:
+    def valid_until(self, length: int) -> float:
         """Up to which length in tokens keys stay as they were cached at `length`."""
-        if self.handle is None or not self.handle.method.grows:
+        if self.handle is None or not self.handle.method.is_dynamic:
             return math.inf
-        return self.handle.method.reach(length, self.handle.trained_length)
+        return self.handle.method.valid_until(length, self.handle.trained_length)
 
     def read(self, ids: torch.Tensor) -> Any:
         """Reads tokens at once into a new cache."""
@@ -103,20 +105,21 @@ class Contender:
 
 
 @torch.no_grad()
-def bench(request: Request) -> dict[str, Any]:
+def bench(request: SpeedRequest) -> dict[str, Any]:
     """Measures prompts, decoding, growth and memory of all methods side by side.
 
     Args:
         request: What to measure.
 
     Returns:
-        The setting, and a row for each method: see `timed`, `weigh` and `compilations`.
+        The setting, and a row for each method: see `timing_row`, `measure_memory` and
+        `count_recompilations`.
 
     Raises:
         ValueError: A request that cannot be met.
     """
-    _check(request)
-    path = demo.resolve(request.model)
+    _validate_request(request)
+    path = demo.resolve_model_path(request.model)
     config = read_config(path)
     text = config.get_text_config(decoder=True)
     geometries = read_geometries(text, request.trained_length)
@@ -124,15 +127,15 @@ def bench(request: Request) -> dict[str, Any]:
     empty = empty_model(path, config)
     for name in request.methods:
         if name != PLAIN:
-            check(empty, **_arguments(request, name, trained))
+            check(empty, **_patch_arguments(request, name, trained))
 
-    model = _model(request, path, config)
+    model = _load_model(request, path, config)
     patches = {
-        name: None if name == PLAIN else _arguments(request, name, trained)
+        name: None if name == PLAIN else _patch_arguments(request, name, trained)
         for name in request.methods
     }
     prompt = request.prompt or round(request.factor * trained)
-    rows, start = _measure(model, patches, prompt, request)
+    rows, start = _measure_rows(model, patches, prompt, request)
     return {
         **asdict(request),
         "architecture": type(model).__name__,
@@ -150,7 +153,7 @@ def bench(request: Request) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def side_by_side(
+def compare_methods(
     model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, repeats: int = 3
 ) -> dict[str, Any]:
     """What methods cost on a model that is there already, as the first one's multiples.
@@ -165,8 +168,8 @@ def side_by_side(
         By label: prompt_tokens, prompt_seconds and token_seconds (medians), prompt_ratio and
         token_ratio (smallest, median and largest over the repeats), cache_bytes and peak_bytes.
     """
-    request = Request(model="", methods=tuple(patches), decode=16, repeats=repeats)
-    rows, _ = _measure(model, patches, prompt, request)
+    request = SpeedRequest(model="", methods=tuple(patches), decode=16, repeats=repeats)
+    rows, _ = _measure_rows(model, patches, prompt, request)
     return {
         row["method"]: {
             "prompt_tokens": prompt,
@@ -181,33 +184,37 @@ def side_by_side(
     }
 
 
-def _measure(
-    model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, request: Request
+def _measure_rows(
+    model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, request: SpeedRequest
 ) -> tuple[list[dict[str, Any]], int]:
     """A row for each method, and the length that they decoded from."""
-    contenders = [_contender(name, model, asked) for name, asked in patches.items()]
-    start = decode_from(contenders, prompt, request.decode)
+    contenders = [_make_timed_method(name, model, asked) for name, asked in patches.items()]
+    start = decode_start_length(contenders, prompt, request.decode)
     drawn = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, prompt + 1 + request.decode), generator=drawn)
     ids = ids.to(model.device)
     until = start + 1 + request.decode
     for c in progress_bar(contenders, desc="warming up", unit="method"):
-        c.cache = c.read(ids[:, : start - _LEAD])
+        c.cache = c.read(ids[:, : start - _WARMUP_TOKENS])
     for repeat in progress_bar(range(request.repeats), desc="timing", unit="repeat"):
-        for c in _turn(contenders, repeat):
-            c.prompt.append([seconds(partial(c.read, ids[:, :prompt]))])
+        for c in _rotate_order(contenders, repeat):
+            c.prompt.append([time_call(partial(c.read, ids[:, :prompt]))])
         time_decoding(contenders, ids[:, :until])
     rows = []
     for c in progress_bar(contenders, desc="weighing", unit="method"):
-        row = {"method": c.name, **timed(c, contenders[0], start), "memory": weigh(c, ids, start)}
+        row = {
+            "method": c.name,
+            **timing_row(c, contenders[0], start),
+            "memory": measure_memory(c, ids, start),
+        }
         if request.compiled:
-            row["compile"] = compilations(c, ids[:, :until])
+            row["compile"] = count_recompilations(c, ids[:, :until])
         rows.append(row)
     return rows, start
 
 
-def decode_from(contenders: list[Contender], prompt: int, decode: int) -> int:
+def decode_start_length(contenders: list[TimedMethod], prompt: int, decode: int) -> int:
     """The longest length in tokens, up to the prompt's, after which one more makes keys turn.
 
     Where no method's do, the prompt's own length.
@@ -215,12 +222,12 @@ def decode_from(contenders: list[Contender], prompt: int, decode: int) -> int:
     Raises:
         ValueError: There is no room for the lead before it, or keys would turn again after it.
     """
-    followers = [c for c in contenders if c.reach(1) < math.inf]
-    ends = (n for n in range(prompt, 0, -1) if all(c.reach(n) < n + 1 for c in followers))
+    followers = [c for c in contenders if c.valid_until(1) < math.inf]
+    ends = (n for n in range(prompt, 0, -1) if all(c.valid_until(n) < n + 1 for c in followers))
     start = next(ends, prompt)
-    if start <= _LEAD:
-        raise ValueError(f"the prompt must be longer than {_LEAD} tokens, got {prompt}")
-    room = min((int(c.reach(start + 1)) - start - 1 for c in followers), default=decode)
+    if start <= _WARMUP_TOKENS:
+        raise ValueError(f"the prompt must be longer than {_WARMUP_TOKENS} tokens, got {prompt}")
+    room = min((int(c.valid_until(start + 1)) - start - 1 for c in followers), default=decode)
     if decode > room:
         raise ValueError(
             f"decode must be at most {room} tokens, because after {start + 1 + room:,} the cached "
@@ -229,20 +236,20 @@ def decode_from(contenders: list[Contender], prompt: int, decode: int) -> int:
     return start
 
 
-def time_decoding(contenders: list[Contender], ids: torch.Tensor) -> None:
+def time_decoding(contenders: list[TimedMethod], ids: torch.Tensor) -> None:
     """One repeat of decoding, in turns: the lead, the token that makes keys turn, and the rest."""
     calls = [c.decode(ids, copy.deepcopy(c.cache)) for c in contenders]
     taken: list[list[float]] = [[] for _ in contenders]
     for turn, steps in enumerate(zip(*calls, strict=True)):
-        for times, step in _turn(list(zip(taken, steps, strict=True)), turn):
-            times.append(seconds(step))
+        for times, step in _rotate_order(list(zip(taken, steps, strict=True)), turn):
+            times.append(time_call(step))
     for contender, times in zip(contenders, taken, strict=True):
-        first, *steady = times[_LEAD:]
-        contender.token.append(steady)
-        contender.growth.append([first - median(steady)])
+        first, *steady = times[_WARMUP_TOKENS:]
+        contender.token_times.append(steady)
+        contender.growth_times.append([first - median(steady)])
 
 
-def seconds(call: Callable[[], Any]) -> float:
+def time_call(call: Callable[[], Any]) -> float:
     """How long a call takes, with the work that it queues on a GPU."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else bool
     wait()
@@ -252,28 +259,32 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def timed(contender: Contender, baseline: Contender, start: int) -> dict[str, Any]:
+def timing_row(contender: TimedMethod, baseline: TimedMethod, start: int) -> dict[str, Any]:
     """What is reported of the times, in milliseconds and ratios to the baseline's.
 
-    `growth` is what turning all cached keys at `start` tokens adds to a step, also as a share of
-    the time of the tokens that are decoded until they turn again; None where they do not turn.
+    `growth_times` is what turning all cached keys at `start` tokens adds to a step, also as a share
+    of the time of the tokens that are decoded until they turn again; None where they do not turn.
     """
-    token, growth = compare(contender.token, baseline.token), None
-    if contender.reach(start) < start + 1:
-        ms = 1e3 * median(chain.from_iterable(contender.growth))
-        tokens = int(contender.reach(start + 1)) - start
+    token, growth = compare_times(contender.token_times, baseline.token_times), None
+    if contender.valid_until(start) < start + 1:
+        ms = 1e3 * median(chain.from_iterable(contender.growth_times))
+        tokens = int(contender.valid_until(start + 1)) - start
         growth = {"ms": ms, "tokens": tokens, "share": ms / (tokens * token["ms"])}
-    return {"prompt": compare(contender.prompt, baseline.prompt), "token": token, "growth": growth}
+    return {
+        "prompt": compare_times(contender.prompt_times, baseline.prompt_times),
+        "token": token,
+        "growth": growth,
+    }
 
 
-def compare(taken: list[list[float]], baseline: list[list[float]]) -> dict[str, float]:
+def compare_times(taken: list[list[float]], baseline: list[list[float]]) -> dict[str, float]:
     """Median milliseconds, and the ratios of the repeats: each the median over what took turns."""
     ratios = [median(map(truediv, *repeat)) for repeat in zip(taken, baseline, strict=True)]
     ms = 1e3 * median(chain.from_iterable(taken))
     return {"ms": ms, "ratio": median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
-def weigh(contender: Contender, ids: torch.Tensor, start: int) -> dict[str, Any]:
+def measure_memory(contender: TimedMethod, ids: torch.Tensor, start: int) -> dict[str, Any]:
     """Bytes of the cache and of its record at `start` tokens, and the most while keys turn there.
 
     That peak is of the cache and of what decoding one token more holds for a moment.
@@ -284,10 +295,14 @@ def weigh(contender: Contender, ids: torch.Tensor, start: int) -> dict[str, Any]
         for step in contender.decode(ids[:, :start], cache):
             step()
         record = getattr(cache, "rotation", None)
-        kept = vars(record) if isinstance(record, Record) else {}
+        kept = vars(record) if isinstance(record, RotationRecord) else {}
         held = {
-            "cache": sum(_bytes(t) for layer in cache.layers for t in (layer.keys, layer.values)),
-            "record": {k: _bytes(t) for k, t in kept.items() if isinstance(t, torch.Tensor)},
+            "cache": sum(
+                _storage_bytes(t) for layer in cache.layers for t in (layer.keys, layer.values)
+            ),
+            "record": {
+                k: _storage_bytes(t) for k, t in kept.items() if isinstance(t, torch.Tensor)
+            },
         }
         for step in contender.decode(ids[:, : start + 1], cache):
             step()
@@ -296,7 +311,7 @@ def weigh(contender: Contender, ids: torch.Tensor, start: int) -> dict[str, Any]
     return {**held, "peak": max(accumulate(event.nbytes() for event in events))}
 
 
-def compilations(contender: Contender, ids: torch.Tensor) -> dict[str, int]:
+def count_recompilations(contender: TimedMethod, ids: torch.Tensor) -> dict[str, int]:
     """How often torch.compile breaks the graph of decoding, and traces it again after the first.
 
     Cached keys turn on the way. The graphs run as they are traced: making them fast takes a backend
@@ -320,17 +335,17 @@ def compilations(contender: Contender, ids: torch.Tensor) -> dict[str, int]:
     return {"graph_breaks": sum(breaks.values()), "recompilations": traced[-1] - traced[0]}
 
 
-def table(results: dict[str, Any]) -> str:
+def format_table(results: dict[str, Any]) -> str:
     """The results as lines of text, a column for each method."""
     r, rows = results, results["methods"]
     lines = {
         "": [row["method"] for row in rows],
-        f"prompt of {r['prompt']:,}": [_ratio(row["prompt"]) for row in rows],
-        f"token after {r['decode_from']:,}": [_ratio(row["token"]) for row in rows],
-        "turning cached keys": [_growth(row["growth"]) for row in rows],
-        "cache": [_kilo(row["memory"]["cache"]) for row in rows],
-        "kept beside it": [_kilo(sum(row["memory"]["record"].values())) for row in rows],
-        "peak, keys turning": [_kilo(row["memory"]["peak"]) for row in rows],
+        f"prompt of {r['prompt']:,}": [_ratio_text(row["prompt"]) for row in rows],
+        f"token after {r['decode_from']:,}": [_ratio_text(row["token"]) for row in rows],
+        "turning cached keys": [_growth_text(row["growth"]) for row in rows],
+        "cache": [_kilobytes(row["memory"]["cache"]) for row in rows],
+        "kept beside it": [_kilobytes(sum(row["memory"]["record"].values())) for row in rows],
+        "peak, keys turning": [_kilobytes(row["memory"]["peak"]) for row in rows],
     }
     if r["compiled"]:
         for name in ("graph_breaks", "recompilations"):
@@ -346,43 +361,43 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([about, *padded])
 
 
-def _ratio(m: dict[str, float]) -> str:
+def _ratio_text(m: dict[str, float]) -> str:
     return f"{m['ms']:,.2f} ms ×{m['ratio']:.3f} ({m['min']:.3f} to {m['max']:.3f})"
 
 
-def _growth(m: dict[str, float] | None) -> str:
+def _growth_text(m: dict[str, float] | None) -> str:
     return f"{m['ms']:,.2f} ms, {m['share']:.2%} of {m['tokens']:,} tokens' time" if m else "–"
 
 
-def _kilo(size: int) -> str:
+def _kilobytes(size: int) -> str:
     return f"{size / 1e3:,.1f} kB"
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _storage_bytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def _turn(items: list[Any], turn: int) -> list[Any]:
+def _rotate_order(items: list[Any], turn: int) -> list[Any]:
     """Who goes first changes, so that none always follows the same one."""
     return items[:: -1 if turn % 2 else 1]
 
 
-def _arguments(request: Request, name: str, trained: int) -> dict[str, Any]:
+def _patch_arguments(request: SpeedRequest, name: str, trained: int) -> dict[str, Any]:
     """What `patch` gets, the same reach for all."""
     said = {"method": name, "trained_length": request.trained_length}
-    if get(name).grows:
+    if get_method(name).is_dynamic:
         return {**said, "length": round(request.factor * trained)}
     return {**said, "factor": request.factor}
 
 
-def _contender(name: str, model: Any, asked: dict[str, Any] | None) -> Contender:
+def _make_timed_method(name: str, model: Any, asked: dict[str, Any] | None) -> TimedMethod:
     weights = {id(parameter): parameter for parameter in model.parameters()}
     own = copy.deepcopy(model, weights)  # which takes the weights for copied already
     handle = None if asked is None else patch(own, **asked)
-    return Contender(name=name, model=own, handle=handle)
+    return TimedMethod(name=name, model=own, handle=handle)
 
 
-def _model(request: Request, path: str, config: Any) -> Any:
+def _load_model(request: SpeedRequest, path: str, config: Any) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Any = "auto" if device == "cuda" else torch.float32
     if request.dtype != "auto":
@@ -394,7 +409,7 @@ def _model(request: Request, path: str, config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _check(request: Request) -> None:
+def _validate_request(request: SpeedRequest) -> None:
     """Refuses what no model could meet."""
     if not request.methods or len(set(request.methods)) < len(request.methods):
         named = ", ".join(request.methods) or "none"

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rope_patch.evaluation.report.results.findings import Findings, task_name
-from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANT
+from rope_patch.evaluation.report.results.findings import RunStatistics, task_name
+from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.table import (
     NOTHING,
     Cell,
     Row,
     Table,
-    counted,
-    mark,
+    filter_mark,
+    n_text,
     one_line,
     p_text,
     percent,
@@ -24,10 +24,10 @@ from rope_patch.evaluation.report.table import (
     ratio_cell,
 )
 
-_MANY = 50  # failures that are listed one by one
+_MAX_FAILURES = 50  # failures that are listed one by one
 
 
-def short_table(found: Findings) -> Table | None:
+def short_table(found: RunStatistics) -> Table | None:
     """Perplexity up to the trained length and ordinary short tasks, against the plain model."""
     tasks = found.results.get("short") or []
     columns = [Cell(text=one_line(task["task"])) for task in tasks]
@@ -35,7 +35,7 @@ def short_table(found: Findings) -> Table | None:
         columns.append(Cell(text="all tasks"))
     priced = found.plain in found.losses and len(found.losses) > 1
     if priced:
-        columns.append(Cell(text=f"perplexity up to {found.trained:,}"))
+        columns.append(Cell(text=f"perplexity up to {found.trained_length:,}"))
     rows = []
     for label in found.labels:
         cells = [_short_cell(found, task, label) for task in tasks]
@@ -47,21 +47,21 @@ def short_table(found: Findings) -> Table | None:
                 ratio_cell(None if plain else found.ratio(label, found.plain, beyond=False))
             )
         if any(cell.text != NOTHING for cell in cells):
-            rows.append(_row(found, label, cells))
+            rows.append(_method_row(found, label, cells))
     if not rows:
         return None
     name = "The price within the trained length"
     return Table(name=name, corner="method", columns=columns, rows=rows, groups=[])
 
 
-def chance_text(found: Findings) -> str:
+def chance_text(found: RunStatistics) -> str:
     """What guessing gets at the ordinary tasks."""
     tasks = [task for task in found.results.get("short") or [] if task.get("chance") is not None]
     texts = [f"{one_line(t['task'])} {percent(float(t['chance']))}" for t in tasks]
     return f"By chance: {', '.join(texts)}." if texts else ""
 
 
-def cost_table(found: Findings) -> Table | None:
+def cost_table(found: RunStatistics) -> Table | None:
     """Time and memory of each method."""
     rows = []
     costs = found.results.get("cost") or {}
@@ -69,13 +69,13 @@ def cost_table(found: Findings) -> Table | None:
         if cost := costs.get(label):
             cells = [
                 _time_cell(cost.get("prompt_seconds"), cost.get("prompt_tokens")),
-                times_cell(cost.get("prompt_ratio")),
+                time_ratio_cell(cost.get("prompt_ratio")),
                 _time_cell(cost.get("token_seconds"), 1),
-                times_cell(cost.get("token_ratio")),
+                time_ratio_cell(cost.get("token_ratio")),
                 Cell(text=size_text(cost.get("cache_bytes"))),
                 Cell(text=size_text(cost.get("peak_bytes"))),
             ]
-            rows.append(_row(found, label, cells))
+            rows.append(_method_row(found, label, cells))
     if not rows:
         return None
     first = next(label for label in found.labels if costs.get(label))
@@ -93,7 +93,7 @@ def cost_table(found: Findings) -> Table | None:
     )
 
 
-def harness_table(found: Findings) -> Table | None:
+def harness_table(found: RunStatistics) -> Table | None:
     """Tasks of lm-eval's own, with the standard errors that it gives."""
     entries = found.results.get("harness") or []
     columns = [
@@ -105,7 +105,7 @@ def harness_table(found: Findings) -> Table | None:
     for label in found.labels:
         values = [(entry["metrics"].get(label) or {}).get(metric) for entry, metric in columns]
         if any(values):
-            rows.append(_row(found, label, [_harness_cell(value) for value in values]))
+            rows.append(_method_row(found, label, [_harness_cell(value) for value in values]))
     if not rows:
         return None
     return Table(
@@ -119,19 +119,21 @@ def harness_table(found: Findings) -> Table | None:
     )
 
 
-def control_table(found: Findings) -> Table | None:
+def control_table(found: RunStatistics) -> Table | None:
     """What must fail: the plain model beyond its length, and questions without their needle."""
     rows = []
     for label in found.labels:
-        if label == found.plain and found.far:
-            far = found.accuracy(label, lengths=found.far)
+        if label == found.plain and found.lengths_beyond_training:
+            far = found.accuracy(label, lengths=found.lengths_beyond_training)
             if far is not None:
-                name = f"plain model beyond {found.trained:,} tokens"
+                name = f"plain model beyond {found.trained_length:,} tokens"
                 rows.append(Row(name=name, cells=_control_cells(far, "falls"), key="plain"))
     for task, length, interval, chance in found.controls:
         expected = f"about {chance:.0%}"
         name = f"{task_name(task)} without its needle, {length:,} tokens"
-        rows.append(Row(name=name, cells=_control_cells(interval, expected), task=mark(task)))
+        rows.append(
+            Row(name=name, cells=_control_cells(interval, expected), task=filter_mark(task))
+        )
     if not rows:
         return None
     columns = [Cell(text="accuracy"), Cell(text="expected")]
@@ -144,7 +146,7 @@ def control_table(found: Findings) -> Table | None:
     )
 
 
-def failure_lines(found: Findings) -> list[str]:
+def failure_lines(found: RunStatistics) -> list[str]:
     """The samples that failed, with the reason; the same reason once."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for task, label, sample, reason in found.failures:
@@ -156,7 +158,9 @@ def failure_lines(found: Findings) -> list[str]:
         lines.append(
             one_line(f"{task_name(task)}, {found.names[label]}: {count} ({shown}): {reason}")
         )
-    return lines[:_MANY] + [f"{len(lines) - _MANY} more"] * (len(lines) > _MANY)
+    return lines[:_MAX_FAILURES] + [f"{len(lines) - _MAX_FAILURES} more"] * (
+        len(lines) > _MAX_FAILURES
+    )
 
 
 def size_text(size: Any) -> str:
@@ -166,38 +170,43 @@ def size_text(size: Any) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def _row(found: Findings, label: str, cells: list[Cell]) -> Row:
-    return Row(name=found.names[label], key=found.keys[label], cells=cells, method=mark(label))
+def _method_row(found: RunStatistics, label: str, cells: list[Cell]) -> Row:
+    return Row(
+        name=found.names[label],
+        key=found.colour_names[label],
+        cells=cells,
+        method=filter_mark(label),
+    )
 
 
-def _short_cell(found: Findings, task: dict[str, Any], label: str) -> Cell:
+def _short_cell(found: RunStatistics, task: dict[str, Any], label: str) -> Cell:
     measured = found.short(task, label)
     if measured is None:
         return Cell(text=NOTHING, tip="not measured")
     accuracy, against = measured
     text, span = percent(accuracy.estimate), percent_range(accuracy)
-    tip = f"{text} right, 95% interval {span}, {counted(accuracy)}"
+    tip = f"{text} right, 95% interval {span}, {n_text(accuracy)}"
     if against is not None:
         change, p = against.difference, against.p_value
         tip += f"; against the plain model {points_text(change.estimate)} points "
         tip += f"({points_range(change)}), {p_text(p)}"
-        text += _star(p)
+        text += _significance_star(p)
     return Cell(text=text, note=span, tip=tip)
 
 
-def _overall_cell(found: Findings, label: str) -> Cell:
+def _overall_cell(found: RunStatistics, label: str) -> Cell:
     against = found.short_overall(label)
     if against is None:
         return Cell(text=NOTHING)
     change, p = against.difference, against.p_value
     span = points_range(change)
     text = f"{points_text(change.estimate)} points"
-    tip = f"{text} against the plain model, 95% interval {span}, {counted(change)}, {p_text(p)}"
-    return Cell(text=text + _star(p), note=span, tip=tip)
+    tip = f"{text} against the plain model, 95% interval {span}, {n_text(change)}, {p_text(p)}"
+    return Cell(text=text + _significance_star(p), note=span, tip=tip)
 
 
-def _star(p: float) -> str:
-    return " *" if p < SIGNIFICANT else ""
+def _significance_star(p: float) -> str:
+    return " *" if p < SIGNIFICANCE_LEVEL else ""
 
 
 def _time_cell(seconds: Any, tokens: Any) -> Cell:
@@ -208,7 +217,7 @@ def _time_cell(seconds: Any, tokens: Any) -> Cell:
     return Cell(text=text, note=note)
 
 
-def times_cell(ratio: Iterable[float] | None) -> Cell:
+def time_ratio_cell(ratio: Iterable[float] | None) -> Cell:
     """A ratio of times: the smallest, the median and the largest over the repeats."""
     if not ratio:
         return Cell(text=NOTHING)
@@ -233,5 +242,5 @@ def _harness_cell(value: dict[str, Any] | None) -> Cell:
 
 def _control_cells(interval: Any, expected: str) -> list[Cell]:
     text, span = percent(interval.estimate), percent_range(interval)
-    tip = f"{text} right, 95% interval {span}, {counted(interval)}"
-    return [Cell(text=text, note=f"{span}, {counted(interval)}", tip=tip), Cell(text=expected)]
+    tip = f"{text} right, 95% interval {span}, {n_text(interval)}"
+    return [Cell(text=text, note=f"{span}, {n_text(interval)}", tip=tip), Cell(text=expected)]

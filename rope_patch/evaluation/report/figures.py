@@ -26,7 +26,7 @@ from matplotlib.ticker import (
 )
 
 from rope_patch.evaluation.report import table
-from rope_patch.evaluation.report.results.findings import Findings
+from rope_patch.evaluation.report.results.findings import RunStatistics
 from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.utils.plot_style import FONT, PAPER, STYLE
 from rope_patch.utils.plot_style import PALETTE as PALETTE
@@ -37,7 +37,7 @@ HEAT = ("#e9925c", "#f1ece4", "#1f66a8")
 _HEAT = LinearSegmentedColormap.from_list("found", HEAT)
 _MARKERS = "osD^vP"
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)))
-_WIDE, _NARROW = 912, 372
+_WIDE_WIDTH, _NARROW_WIDTH = 912, 372
 
 # Above this no vocabulary has a perplexity that means anything; such points sit at the top.
 _OFF_SCALE = 1e6
@@ -68,16 +68,16 @@ class _Line:
 @dataclass(frozen=True)
 class _Panel:
     lines: list[_Line]
-    trained: int
+    trained_length: int
     x: str
     y: str
     title: str = ""
     log_x: bool = False
-    shares: bool = False  # y goes from 0 to 100%
+    as_percent: bool = False  # y goes from 0 to 100%
     ticks: list[float] = field(default_factory=list)  # of x; chosen where there are none
 
 
-def draw(found: Findings, prefix: str = "") -> dict[str, Picture]:
+def draw_figures(found: RunStatistics, prefix: str = "") -> dict[str, Picture]:
     """Draws what was measured, by name.
 
     Args:
@@ -88,67 +88,67 @@ def draw(found: Findings, prefix: str = "") -> dict[str, Picture]:
         Some of `accuracy`, `answers`, `perplexity`, `sliding` and `stretch`.
     """
     drawn = {
-        "accuracy": _accuracy(found),
-        "answers": _answers(found),
-        "perplexity": _perplexity(found),
-        "sliding": _sliding(found),
-        "stretch": _stretch(found),
+        "accuracy": _accuracy_figure(found),
+        "answers": _answers_figure(found),
+        "perplexity": _perplexity_figure(found),
+        "sliding": _sliding_figure(found),
+        "stretch": _stretch_figure(found),
     }
     return {
-        name: _chart(f"{prefix}{name}", alt, panels)
+        name: _draw_panels(f"{prefix}{name}", alt, panels)
         for name, (alt, panels) in drawn.items()
         if panels
     }
 
 
-def _accuracy(found: Findings) -> tuple[str, list[_Panel]]:
+def _accuracy_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
     curves: dict[Any, Curve] = {}
     for label in found.labels:
         at = {length: found.accuracy(label, lengths=(length,)) for length in found.lengths}
         curves[label] = {length: interval for length, interval in at.items() if interval}
     alt = "Accuracy against length with 95% intervals, all tasks together, a line per method"
     y = "accuracy, all tasks"
-    panels = _panels(found, curves, "length (tokens)", y, shares=True)
-    return alt, [_at_lengths(panel) for panel in panels]
+    panels = _make_panels(found, curves, "length (tokens)", y, shares=True)
+    return alt, [_log2_axis(panel) for panel in panels]
 
 
-def _answers(found: Findings) -> tuple[str, list[_Panel]]:
+def _answers_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
     values = {}
     for label in found.labels:
         at = [(n, found.answer_nll(label, (n,))) for n in found.lengths]
         values[label] = [(float(n), nll) for n, nll in at if nll is not None]
     alt = "Negative log-likelihood of the right answers against length, a line per method"
-    lines = _lines(found, values)
-    panel = _Panel(lines, found.trained, "length (tokens)", "nats per answer token")
-    return alt, [_at_lengths(panel)] if lines else []
+    lines = _make_lines(found, values)
+    panel = _Panel(lines, found.trained_length, "length (tokens)", "nats per answer token")
+    return alt, [_log2_axis(panel)] if lines else []
 
 
-def _perplexity(found: Findings) -> tuple[str, list[_Panel]]:
+def _perplexity_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
     curves = {label: found.curve(label) for label in found.losses}
     alt = "Perplexity by position in the text with 95% intervals, a line per method"
-    panels = _panels(found, curves, "position in the text (tokens)", "perplexity")
+    panels = _make_panels(found, curves, "position in the text (tokens)", "perplexity")
     if panels and found.control:
         held = [(float(end), interval.estimate) for end, interval in found.control.items()]
         panels[0].lines.append(_Line("control", table.CONTROL, held, "o", (0, (1, 2))))
     return alt, panels
 
 
-def _sliding(found: Findings) -> tuple[str, list[_Panel]]:
+def _sliding_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
     curves = {label: found.sliding(label) for label in found.labels}
     alt = "Perplexity of the same tokens against the length of context before them"
-    panels = _panels(found, curves, "context (tokens)", "perplexity")
-    return alt, [_at_lengths(panel) for panel in panels]
+    panels = _make_panels(found, curves, "context (tokens)", "perplexity")
+    return alt, [_log2_axis(panel) for panel in panels]
 
 
-def _at_lengths(panel: _Panel) -> _Panel:
+def _log2_axis(panel: _Panel) -> _Panel:
     """Lengths that double are as far apart as others that do."""
     lengths = sorted({x for line in panel.lines for x, _ in line.points})
     wide = lengths[-1] >= 8 * lengths[0]
     return replace(panel, log_x=True, ticks=lengths) if wide else panel
 
 
-def _panels(
-    found: Findings, curves: dict[Any, Curve], x: str, y: str, *, shares: bool = False
+def _make_panels(
+    found: RunStatistics, curves: dict[Any, Curve], x: str, y: str, *, shares: bool = False
 ) -> list[_Panel]:
     """One panel of curves with their intervals as bands; none without a curve."""
     points = {
@@ -159,11 +159,11 @@ def _panels(
         label: [(float(at), i.low, i.high) for at, i in sorted(curve.items())]
         for label, curve in curves.items()
     }
-    lines = _lines(found, points, bands)
-    return [_Panel(lines, found.trained, x, y, shares=shares)] * bool(lines)
+    lines = _make_lines(found, points, bands)
+    return [_Panel(lines, found.trained_length, x, y, as_percent=shares)] * bool(lines)
 
 
-def _stretch(found: Findings) -> tuple[str, list[_Panel]]:
+def _stretch_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
     layers: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for method in found.results["methods"]:
         for layer, f in (method.get("frequencies") or {}).items():
@@ -177,7 +177,7 @@ def _stretch(found: Findings) -> tuple[str, list[_Panel]]:
     for layer, points in layers.items():
         geometry = (found.run.get("geometry") or {}).get(layer) or found.run
         title = "" if layer == "all" else table.one_line(layer).replace("_", " ")
-        if lines := _lines(found, points):
+        if lines := _make_lines(found, points):
             trained = geometry["trained_length"]
             panels.append(_Panel(lines, trained, x, "stretch factor", title, log_x=True))
     return "Stretch of each pair by its wavelength", panels
@@ -188,8 +188,8 @@ def heat_colours(share: float) -> tuple[str, str]:
     return to_hex(_HEAT(share)), "#ffffff" if share > 0.925 else "#000000"
 
 
-def _lines(
-    found: Findings,
+def _make_lines(
+    found: RunStatistics,
     points: Mapping[str, list[tuple[float, float]]],
     bands: Mapping[str, list[tuple[float, float, float]]] | None = None,
 ) -> list[_Line]:
@@ -197,19 +197,19 @@ def _lines(
     for i, (label, name) in enumerate(found.names.items()):
         if points.get(label):
             dash = _DASHES[i // len(_MARKERS) % len(_DASHES)]
-            key, marker = found.keys[label], _MARKERS[i % len(_MARKERS)]
-            method, band = table.mark(label), (bands or {}).get(label, [])
+            key, marker = found.colour_names[label], _MARKERS[i % len(_MARKERS)]
+            method, band = table.filter_mark(label), (bands or {}).get(label, [])
             lines.append(_Line(name, key, points[label], marker, dash, method, band))
     return lines
 
 
-def _chart(name: str, alt: str, panels: list[_Panel]) -> Picture:
+def _draw_panels(name: str, alt: str, panels: list[_Panel]) -> Picture:
     """Draws panels below one another; lines are named at their ends, or below if names are long."""
     most = max(len(panel.lines) for panel in panels)
     longest = max(len(line.label) for panel in panels for line in panel.lines)
 
     def paint(width: int) -> Figure:
-        wide = width == _WIDE
+        wide = width == _WIDE_WIDTH
         direct = most <= 8 and longest <= (24 if wide else 12)
         high, below, right = 315 if wide else 240, 52, 20 + 7 * longest
         columns = max(1, min(3, (width - 66) // (48 + 8 * longest))) if wide else 1
@@ -222,22 +222,22 @@ def _chart(name: str, alt: str, panels: list[_Panel]) -> Picture:
             bottom = total - row * (i + 1) + below
             box = (66 / width, bottom / total, (width - 66 - right) / width, high / total)
             axes = figure.add_axes(box)
-            handles, roof = _plot(axes, panel)
+            handles, roof = _plot_lines(axes, panel)
             _scale_x(axes, panel, 8 if wide else 4)
             if direct:
-                _name_ends(axes, panel.lines, roof, high)
+                _label_line_ends(axes, panel.lines, roof, high)
             else:
                 # With a space in front, because matplotlib leaves out labels that start with a _.
-                texts = [" " + _short(line.label, 100 if wide else 38) for line in panel.lines]
+                texts = [" " + _abbreviate(line.label, 100 if wide else 38) for line in panel.lines]
                 corner = (52 / width, (bottom - 52) / total)
                 look: Any = {"loc": "upper left", "borderpad": 0, "ncols": columns}
                 figure.legend(handles, texts, bbox_to_anchor=corner, **look)
         return figure
 
-    return picture(name, alt, paint)
+    return render_picture(name, alt, paint)
 
 
-def _plot(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
+def _plot_lines(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
     roof = _scale_y(axes, panel)
     handles = []
     for line in panel.lines:
@@ -263,11 +263,11 @@ def _plot(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
         text = ("infinite" if endless else f"over {_OFF_SCALE:,.0f}") + 3 * "\u00a0"
         for x_off in off[:1]:
             drawn.append(axes.text(x_off, roof, text, color=look["color"], ha="right", va="center"))
-        _filterable(line, drawn)
+        _tag_method(line, drawn)
     return handles, roof
 
 
-def _filterable(line: _Line, drawn: list[Any]) -> None:
+def _tag_method(line: _Line, drawn: list[Any]) -> None:
     """Says in the SVG which method a part of it belongs to."""
     for artist in drawn:
         if line.method:
@@ -278,7 +278,7 @@ def _scale_x(axes: Axes, panel: _Panel, ticks: int) -> None:
     x = [point[0] for line in panel.lines for point in line.points]
     if panel.log_x:
         axes.set_xscale("log")
-        axes.set_xlim(min(x) / 1.3, max(*x, panel.trained) * 1.3)
+        axes.set_xlim(min(x) / 1.3, max(*x, panel.trained_length) * 1.3)
         # Every second length or so where there is no room for all.
         some = panel.ticks[:: -(-len(panel.ticks) // ticks) or 1]
         axes.xaxis.set_major_locator(FixedLocator(some) if some else LogLocator(numticks=ticks))
@@ -290,19 +290,21 @@ def _scale_x(axes: Axes, panel: _Panel, ticks: int) -> None:
     axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
-    axes.set_title(_short(panel.title, 60), loc="left", fontsize=FONT, pad=9)
+    axes.set_title(_abbreviate(panel.title, 60), loc="left", fontsize=FONT, pad=9)
     low, high = axes.get_xlim()
-    if low < panel.trained < high:
-        axes.axvspan(panel.trained, high, color=PAPER["shade"], lw=0, zorder=0)
-        axes.axvline(panel.trained, color=PAPER["muted"], lw=1.2, zorder=2)
-        text = f"trained on {panel.trained:,}"
+    if low < panel.trained_length < high:
+        axes.axvspan(panel.trained_length, high, color=PAPER["shade"], lw=0, zorder=0)
+        axes.axvline(panel.trained_length, color=PAPER["muted"], lw=1.2, zorder=2)
+        text = f"trained on {panel.trained_length:,}"
         place: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-        axes.annotate(text, (panel.trained, 1), (0, 7), color=PAPER["muted"], ha="center", **place)
+        axes.annotate(
+            text, (panel.trained_length, 1), (0, 7), color=PAPER["muted"], ha="center", **place
+        )
 
 
 def _scale_y(axes: Axes, panel: _Panel) -> float:
     """Sets the y axis, logarithmic over a factor of 5; returns where larger values are drawn."""
-    if panel.shares:
+    if panel.as_percent:
         axes.set_ylim(-0.03, 1.05)
         axes.yaxis.set_major_locator(MultipleLocator(0.2))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -326,7 +328,7 @@ def _scale_y(axes: Axes, panel: _Panel) -> float:
     return roof
 
 
-def _name_ends(axes: Axes, lines: list[_Line], roof: float, high: float) -> None:
+def _label_line_ends(axes: Axes, lines: list[_Line], roof: float, high: float) -> None:
     """Writes each line's name to the right of its last point, kept apart from one another."""
     gap, at = 1.35 * FONT / high, -1.0
     ends = []
@@ -340,14 +342,14 @@ def _name_ends(axes: Axes, lines: list[_Line], roof: float, high: float) -> None
         at = max(min(y, 1 - gap * (len(ends) - 1 - i)), at + gap)
         look: Any = {"color": PAPER[line.key], "va": "center_baseline"}
         place: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        _filterable(line, [axes.annotate(line.label, (1, at), (11, 0), **place, **look)])
+        _tag_method(line, [axes.annotate(line.label, (1, at), (11, 0), **place, **look)])
 
 
-def _short(text: str, length: int) -> str:
+def _abbreviate(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
+def render_picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
     """Draws a figure as PNG and, in two widths in inches, as SVG for a page.
 
     Args:
@@ -357,22 +359,24 @@ def picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
     """
     with rc_context(STYLE):
         png = io.BytesIO()
-        paint(_WIDE).savefig(png, format="png", dpi=144, facecolor="white")
+        paint(_WIDE_WIDTH).savefig(png, format="png", dpi=144, facecolor="white")
         svgs = {}
-        for kind, width in (("wide", _WIDE), ("narrow", _NARROW)):
+        for kind, width in (("wide", _WIDE_WIDTH), ("narrow", _NARROW_WIDTH)):
             file = io.StringIO()
             bare = {"Date": None, "Creator": None, "Format": None, "Type": None}
             paint(width).savefig(file, format="svg", transparent=True, metadata=bare)
-            svgs[kind] = _named(_inline(file.getvalue(), f"{name}-{kind}-"), alt)
+            svgs[kind] = _add_aria_label(
+                _adapt_svg_to_page(file.getvalue(), f"{name}-{kind}-"), alt
+            )
     return Picture(name, alt, png.getvalue(), svgs)
 
 
-def _named(svg: str, alt: str) -> str:
+def _add_aria_label(svg: str, alt: str) -> str:
     """Tells screen readers what a drawing shows."""
     return re.sub(r"<svg([^>]*)>", rf'<svg role="img"\1><title>{escape(alt)}</title>', svg, count=1)
 
 
-def _inline(svg: str, prefix: str) -> str:
+def _adapt_svg_to_page(svg: str, prefix: str) -> str:
     """Fits a drawing into a page: no ids that meet others, no fonts, the page's own colours."""
     variables = {colour: f"var(--{name})" for name, colour in PAPER.items()}
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from rope_patch.evaluation.report.table import one_line
 
-_MANY = 6  # of a sentence
+_MAX_NAMES = 6  # of a sentence
 
 
-def gaps(results: dict[str, Any]) -> list[str]:
+def find_gaps(results: dict[str, Any]) -> list[str]:
     """Return what is missing from one run's results, each with the reason.
 
     A part that failed is missing, and so is the score of a task at a length under a method if all
@@ -23,7 +23,7 @@ def gaps(results: dict[str, Any]) -> list[str]:
         for entry in results.get(part) or []:
             for label, rows in entry["samples"].items():
                 task = f"{name.format(entry['task'])}, {label}"
-                missing += _failed(task, rows)
+                missing += _lengths_without_score(task, rows)
     for entry in results.get("short") or []:
         for label, scores in entry["samples"].items():
             if scores and all(score is None for score in scores):
@@ -31,7 +31,7 @@ def gaps(results: dict[str, Any]) -> list[str]:
     return missing
 
 
-def _failed(task: str, rows: list[dict[str, Any]]) -> list[str]:
+def _lengths_without_score(task: str, rows: list[dict[str, Any]]) -> list[str]:
     """Return the lengths at which no sample has a score; one entry if that is so at all lengths."""
     by_length: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
@@ -48,14 +48,14 @@ def _failed(task: str, rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def sentence(missing: list[str]) -> str:
+def gap_sentence(missing: list[str]) -> str:
     """Return one sentence that names what is missing and how to have it measured.
 
     Args:
-        missing: From `gaps`; not empty.
+        missing: From `find_gaps`; not empty.
     """
     names = [note.partition(": ")[0] for note in missing]
-    shown = names[:_MANY] + [f"{len(names) - _MANY} more"] * (len(names) > _MANY)
+    shown = names[:_MAX_NAMES] + [f"{len(names) - _MAX_NAMES} more"] * (len(names) > _MAX_NAMES)
     parts = "1 part was" if len(names) == 1 else f"{len(names)} parts were"
     return (
         f"Incomplete: {parts} not measured ({'; '.join(shown)}); the same command tries again, and "

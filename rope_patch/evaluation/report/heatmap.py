@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from rope_patch.evaluation.report.figures import PALETTE, heat_colours
-from rope_patch.evaluation.report.results.findings import Findings
+from rope_patch.evaluation.report.results.findings import RunStatistics
 from rope_patch.evaluation.report.retrieval_tables import heat_maps
 from rope_patch.evaluation.report.table import Table
 
@@ -18,13 +18,13 @@ _INK, _MUTED = PALETTE["ink"][0], PALETTE["muted"][0]
 _CELL, _ROW = 0.85, 0.5  # inches
 
 
-def draw(found: Findings) -> dict[str, bytes]:
+def draw_heat_maps(found: RunStatistics) -> dict[str, bytes]:
     """One PNG for each task with depths, by file name without ending: a panel for each method."""
     maps = {task: heat_maps(found, task) for task in found.tasks}
-    return {name(task): _png(tables) for task, tables in maps.items() if tables}
+    return {picture_name(task): _png(tables) for task, tables in maps.items() if tables}
 
 
-def name(task: str) -> str:
+def picture_name(task: str) -> str:
     """The name of a task's picture, whatever characters the task's own name has."""
     return "retrieval-" + re.sub(r"[^\w-]", "_", str(task))
 
@@ -38,13 +38,13 @@ def _png(heat_maps: list[Table]) -> bytes:
     for i, heat_map in enumerate(heat_maps):
         left = (margin + panel * i) / width
         box = (left, 0.5 / height, _CELL * columns / width, _ROW * rows / height)
-        _panel(figure.add_axes(box), heat_map, labelled=i == 0)
+        _draw_panel(figure.add_axes(box), heat_map, labelled=i == 0)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=144, facecolor="white")
     return file.getvalue()
 
 
-def _panel(axes: Axes, heat_map: Table, *, labelled: bool) -> None:
+def _draw_panel(axes: Axes, heat_map: Table, *, labelled: bool) -> None:
     for y, row in enumerate(heat_map.rows):
         for x, cell in enumerate(row.cells):
             fill, text = ("#ffffff", _MUTED) if cell.share is None else heat_colours(cell.share)

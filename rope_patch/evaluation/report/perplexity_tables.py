@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from rope_patch.evaluation.report.results.findings import Findings
+from rope_patch.evaluation.report.results.findings import RunStatistics
 from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.evaluation.report.table import (
     CONTROL,
@@ -13,9 +13,9 @@ from rope_patch.evaluation.report.table import (
     Cell,
     Row,
     Table,
+    filter_mark,
     length_groups,
-    lengths_head,
-    mark,
+    length_heads,
     perplexity_cell,
     perplexity_text,
     ratio_cell,
@@ -23,23 +23,23 @@ from rope_patch.evaluation.report.table import (
 from rope_patch.statistics import Interval
 
 
-def tables(found: Findings) -> list[Table]:
+def tables(found: RunStatistics) -> list[Table]:
     """What was measured of perplexity over whole documents."""
     if not found.losses:
         return []
     return [_by_position(found), _averages(found)]
 
 
-def key_token_table(found: Findings) -> Table | None:
+def key_token_table(found: RunStatistics) -> Table | None:
     """LongPPL up to and beyond the trained length."""
-    return _near_and_far(
+    return _within_and_beyond(
         found,
         "LongPPL: perplexity of the tokens that need far context",
         lambda label, beyond: found.key_tokens(label, beyond=beyond),
     )
 
 
-def sliding_table(found: Findings) -> Table | None:
+def sliding_table(found: RunStatistics) -> Table | None:
     """Perplexity of the same tokens by the length of context before them."""
     curves = {label: found.sliding(label) for label in found.labels}
     if not any(curves.values()):
@@ -48,10 +48,10 @@ def sliding_table(found: Findings) -> Table | None:
     return _by_length(found, "Perplexity by length of context, sliding", lengths, curves)
 
 
-def answer_table(found: Findings) -> Table | None:
+def answer_table(found: RunStatistics) -> Table | None:
     """How probable the right answers are, as perplexity."""
     rows = []
-    columns = lengths_head(found.lengths, found.trained)
+    columns = length_heads(found.lengths, found.trained_length)
     for label in found.labels:
         nlls = [found.answer_nll(label, (length,)) for length in found.lengths]
         if any(nll is not None for nll in nlls):
@@ -59,7 +59,7 @@ def answer_table(found: Findings) -> Table | None:
                 Cell(text=NOTHING if nll is None else _exp_text(nll), beyond=head.beyond)
                 for nll, head in zip(nlls, columns, strict=True)
             ]
-            rows.append(_row(found, label, cells))
+            rows.append(_method_row(found, label, cells))
     if not rows:
         return None
     return Table(
@@ -67,20 +67,20 @@ def answer_table(found: Findings) -> Table | None:
         corner="method",
         columns=columns,
         rows=rows,
-        groups=length_groups(columns, found.trained),
+        groups=length_groups(columns, found.trained_length),
     )
 
 
-def shown_ends(found: Findings) -> list[int]:
+def representative_positions(found: RunStatistics) -> list[int]:
     """A few positions that every method has: around the trained length and on to the end."""
     curves = [set(found.curve(label)) for label in found.losses]
     ends = sorted(set.intersection(*curves) or set.union(*curves))
-    far = [end for end in ends if end > found.trained]
+    far = [end for end in ends if end > found.trained_length]
     wanted = [ends[-1] * k / 4 for k in range(1, 5)]
     if far:  # quarters of the way from the trained length to the last position
-        step = (far[-1] - found.trained) / 4
-        wanted = [found.trained / 2, found.trained]
-        wanted += [found.trained + step * k for k in range(1, 5)]
+        step = (far[-1] - found.trained_length) / 4
+        wanted = [found.trained_length / 2, found.trained_length]
+        wanted += [found.trained_length + step * k for k in range(1, 5)]
     return sorted({min(ends, key=lambda end: abs(end - want)) for want in wanted})
 
 
@@ -88,28 +88,33 @@ def _exp_text(nll: float) -> str:
     return perplexity_text(math.exp(nll) if nll < 700 else math.inf)
 
 
-def _row(found: Findings, label: str, cells: list[Cell]) -> Row:
-    return Row(name=found.names[label], key=found.keys[label], cells=cells, method=mark(label))
+def _method_row(found: RunStatistics, label: str, cells: list[Cell]) -> Row:
+    return Row(
+        name=found.names[label],
+        key=found.colour_names[label],
+        cells=cells,
+        method=filter_mark(label),
+    )
 
 
-def _control_name(found: Findings) -> str:
+def _control_name(found: RunStatistics) -> str:
     return f"control (last {found.perplexity['control']['context']:,} tokens)"
 
 
-def _by_position(found: Findings) -> Table:
+def _by_position(found: RunStatistics) -> Table:
     curves = {label: found.curve(label) for label in found.losses}
     name = "Perplexity of the window that ends at a position"
-    return _by_length(found, name, shown_ends(found), curves, found.control)
+    return _by_length(found, name, representative_positions(found), curves, found.control)
 
 
 def _by_length(
-    found: Findings,
+    found: RunStatistics,
     name: str,
     lengths: list[int],
     curves: dict[str, Curve],
     control: Curve | None = None,
 ) -> Table:
-    columns = lengths_head(lengths, found.trained)
+    columns = length_heads(lengths, found.trained_length)
 
     def cells(curve: Curve) -> list[Cell]:
         return [
@@ -117,16 +122,16 @@ def _by_length(
             for length, head in zip(lengths, columns, strict=True)
         ]
 
-    rows = [_row(found, label, cells(curve)) for label, curve in curves.items() if curve]
+    rows = [_method_row(found, label, cells(curve)) for label, curve in curves.items() if curve]
     if control:
         rows.append(Row(name=_control_name(found), key=CONTROL, cells=cells(control)))
-    groups = length_groups(columns, found.trained)
+    groups = length_groups(columns, found.trained_length)
     return Table(name=name, corner="tokens", columns=columns, rows=rows, groups=groups)
 
 
-def _averages(found: Findings) -> Table:
+def _averages(found: RunStatistics) -> Table:
     columns: list[Cell] = []
-    rows = {label: _row(found, label, []) for label in found.losses}
+    rows = {label: _method_row(found, label, []) for label in found.losses}
     for beyond in (False, True):
         averages = {label: found.average(label, beyond=beyond) for label in rows}
         if not any(averages.values()):
@@ -137,34 +142,34 @@ def _averages(found: Findings) -> Table:
         if found.plain in rows:
             columns.append(Cell(text="vs plain", beyond=beyond))
             for label, row in rows.items():
-                ratio = None if label == found.plain else _ratio(found, label, beyond)
+                ratio = None if label == found.plain else _ratio_to_plain(found, label, beyond)
                 row.cells.append(ratio_cell(ratio, beyond=beyond))
         if beyond and found.control:
             columns.append(Cell(text="vs control", beyond=True))
             for label, row in rows.items():
-                row.cells.append(ratio_cell(found.against_control(label), beyond=True))
+                row.cells.append(ratio_cell(found.ratio_to_control(label), beyond=True))
     return Table(
         name="Perplexity averaged over all blocks",
         corner="average",
         columns=columns,
         rows=list(rows.values()),
-        groups=length_groups(columns, found.trained),
+        groups=length_groups(columns, found.trained_length),
     )
 
 
-def _ratio(found: Findings, label: str, beyond: bool) -> Interval | None:
+def _ratio_to_plain(found: RunStatistics, label: str, beyond: bool) -> Interval | None:
     return None if found.plain is None else found.ratio(label, found.plain, beyond=beyond)
 
 
-def _near_and_far(
-    found: Findings, name: str, measure: Callable[[str, bool], Interval | None]
+def _within_and_beyond(
+    found: RunStatistics, name: str, measure: Callable[[str, bool], Interval | None]
 ) -> Table | None:
     measured = {
         label: [measure(label, beyond) for beyond in (False, True)] for label in found.labels
     }
     columns = [Cell(text="perplexity"), Cell(text="perplexity", beyond=True)]
     rows = [
-        _row(
+        _method_row(
             found,
             label,
             [perplexity_cell(v, beyond=c.beyond) for v, c in zip(values, columns, strict=True)],
@@ -174,5 +179,5 @@ def _near_and_far(
     ]
     if not rows:
         return None
-    groups = length_groups(columns, found.trained)
+    groups = length_groups(columns, found.trained_length)
     return Table(name=name, corner="method", columns=columns, rows=rows, groups=groups)

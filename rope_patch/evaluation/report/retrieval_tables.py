@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rope_patch.evaluation.report.results.findings import Findings, task_name
+from rope_patch.evaluation.report.results.findings import RunStatistics, task_name
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.table import (
     NOTHING,
     Cell,
     Row,
     Table,
-    counted,
+    filter_mark,
     length_groups,
-    lengths_head,
-    mark,
+    length_heads,
+    n_text,
     p_text,
     percent,
     percent_range,
@@ -25,43 +25,46 @@ from rope_patch.evaluation.report.table import (
 )
 from rope_patch.statistics import Interval
 
-SIGNIFICANT = 0.05
+SIGNIFICANCE_LEVEL = 0.05
 BETTER, WORSE, BEST, PASSED = "▲", "▼", "◆", "✓"
 
 
-def tables(found: Findings) -> list[Table]:
+def tables(found: RunStatistics) -> list[Table]:
     """Averages over all tasks, and every task by itself."""
     if not found.tasks:
         return []
     return [*([_averages(found)] if len(found.tasks) > 1 else []), _by_task(found)]
 
 
-def retention_table(found: Findings) -> Table | None:
+def retention_table(found: RunStatistics) -> Table | None:
     """Accuracy at each length over the plain model's within its trained length."""
     rows = []
     for label in found.labels:
         kept = [found.retention(label, length) for length in found.lengths]
         if any(kept):
             cells = [
-                _retention_cell(interval, length > found.trained)
+                _retention_cell(interval, length > found.trained_length)
                 for interval, length in zip(kept, found.lengths, strict=True)
             ]
-            rows.append(_row(found, label, cells))
+            rows.append(_method_row(found, label, cells))
     if not rows:
         return None
-    columns = lengths_head(found.lengths, found.trained)
+    columns = length_heads(found.lengths, found.trained_length)
     return Table(
-        name=f"Retention by length: accuracy over the plain model's up to {found.trained:,} tokens",
+        name=f"Retention by length: accuracy over the plain model's up to {found.trained_length:,} tokens",
         corner="method",
         columns=columns,
         rows=rows,
-        groups=length_groups(columns, found.trained),
+        groups=length_groups(columns, found.trained_length),
     )
 
 
-def heat_maps(found: Findings, task: str) -> list[Table]:
+def heat_maps(found: RunStatistics, task: str) -> list[Table]:
     """One depth x length heat map a method; none for a task whose answers are everywhere."""
-    depths, heads = found.depths(task), lengths_head(_lengths(found, task), found.trained)
+    depths, heads = (
+        found.depths(task),
+        length_heads(_task_lengths(found, task), found.trained_length),
+    )
     maps = []
     for label in found.labels if depths else []:
         if not found.samples(label, task):
@@ -71,7 +74,7 @@ def heat_maps(found: Findings, task: str) -> list[Table]:
                 name=f"{depth:g}%",
                 cells=[
                     _heat_cell(found, label, task, length, depth)
-                    for length in _lengths(found, task)
+                    for length in _task_lengths(found, task)
                 ],
             )
             for depth in depths
@@ -82,51 +85,53 @@ def heat_maps(found: Findings, task: str) -> list[Table]:
                 corner="depth",
                 columns=heads,
                 rows=rows,
-                groups=length_groups(heads, found.trained),
-                key=found.keys[label],
-                method=mark(label),
+                groups=length_groups(heads, found.trained_length),
+                key=found.colour_names[label],
+                method=filter_mark(label),
             )
         )
     return maps
 
 
-def _lengths(found: Findings, task: str) -> list[int]:
+def _task_lengths(found: RunStatistics, task: str) -> list[int]:
     return sorted({s["length"] for label in found.labels for s in found.samples(label, task)})
 
 
-def _row(found: Findings, label: str, cells: list[Cell], group: str = "", task: str = "") -> Row:
+def _method_row(
+    found: RunStatistics, label: str, cells: list[Cell], group: str = "", task: str = ""
+) -> Row:
     return Row(
         name=found.names[label],
-        key=found.keys[label],
+        key=found.colour_names[label],
         cells=cells,
         group=group,
-        method=mark(label),
-        task=mark(task) if task else "",
+        method=filter_mark(label),
+        task=filter_mark(task) if task else "",
     )
 
 
-def _by_task(found: Findings) -> Table:
-    columns = lengths_head(found.lengths, found.trained)
+def _by_task(found: RunStatistics) -> Table:
+    columns = length_heads(found.lengths, found.trained_length)
     rows = [row for task in found.tasks for row in _task_rows(found, task, task_name(task))]
     return Table(
         name="Accuracy by task and length",
         corner="task, method",
         columns=columns,
         rows=rows,
-        groups=length_groups(columns, found.trained),
+        groups=length_groups(columns, found.trained_length),
     )
 
 
-def _averages(found: Findings) -> Table:
-    columns = lengths_head(found.lengths, found.trained)
+def _averages(found: RunStatistics) -> Table:
+    columns = length_heads(found.lengths, found.trained_length)
     rows = list(_task_rows(found, None, ""))
-    groups = length_groups(columns, found.trained)
+    groups = length_groups(columns, found.trained_length)
     if len(found.lengths) > 1:
         columns = [*columns, Cell(text="increasing"), Cell(text="decreasing")]
         groups.append((Cell(text="weighted average"), 2))
-        for label, row in zip(_measured(found, None), rows, strict=True):
+        for label, row in zip(_measured_labels(found, None), rows, strict=True):
             for increasing in (True, False):
-                value = found.weighted(label, increasing=increasing)
+                value = found.ruler_weighted_average(label, increasing=increasing)
                 text = NOTHING if value is None else percent(value)
                 more = "more" if increasing else "less"
                 tip = f"{text} if longer lengths weigh {more} (RULER's weighted average)"
@@ -140,13 +145,13 @@ def _averages(found: Findings) -> Table:
     )
 
 
-def _measured(found: Findings, task: str | None) -> list[str]:
+def _measured_labels(found: RunStatistics, task: str | None) -> list[str]:
     return [label for label in found.labels if found.samples(label, task)]
 
 
-def _task_rows(found: Findings, task: str | None, group: str) -> Iterator[Row]:
-    against, duels = found.significance(task), found.rivalry(task)
-    for label in _measured(found, task):
+def _task_rows(found: RunStatistics, task: str | None, group: str) -> Iterator[Row]:
+    against, duels = found.significance(task), found.best_against_second(task)
+    for label in _measured_labels(found, task):
         cells = []
         for length in found.lengths:
             accuracy = found.accuracy(label, task, (length,))
@@ -154,21 +159,25 @@ def _task_rows(found: Findings, task: str | None, group: str) -> Iterator[Row]:
             if (p := against.get((label, length))) is not None and found.plain is not None:
                 pair = found.difference(label, found.plain, task, (length,))
                 if pair is not None:
-                    marks += _sign(pair.difference, p)
+                    marks += _significance_mark(pair.difference, p)
                     more = (
                         f"; against the plain model {points_text(pair.difference.estimate)} points "
                         f"({points_range(pair.difference)}), {p_text(p)} after Holm"
                     )
-            if length in duels and duels[length][0] == label and duels[length][2] < SIGNIFICANT:
+            if (
+                length in duels
+                and duels[length][0] == label
+                and duels[length][2] < SIGNIFICANCE_LEVEL
+            ):
                 marks += BEST
                 second, p = duels[length][1:]
                 more += f"; better than {found.names[second]}, {p_text(p)} after Holm"
-            cells.append(_accuracy_cell(accuracy, marks, more, length > found.trained))
-        yield _row(found, label, cells, group, task or "")
+            cells.append(_accuracy_cell(accuracy, marks, more, length > found.trained_length))
+        yield _method_row(found, label, cells, group, task or "")
 
 
-def _sign(difference: Interval, p: float) -> str:
-    if p >= SIGNIFICANT or not difference.estimate:
+def _significance_mark(difference: Interval, p: float) -> str:
+    if p >= SIGNIFICANCE_LEVEL or not difference.estimate:
         return ""
     return BETTER if difference.estimate > 0 else WORSE
 
@@ -177,7 +186,7 @@ def _accuracy_cell(accuracy: Interval | None, marks: str, more: str, beyond: boo
     if accuracy is None:
         return Cell(text=NOTHING, tip="not measured", beyond=beyond)
     text, span = percent(accuracy.estimate), percent_range(accuracy)
-    tip = f"{text} right, 95% interval {span}, {counted(accuracy)}{more}"
+    tip = f"{text} right, 95% interval {span}, {n_text(accuracy)}{more}"
     return Cell(text=f"{marks} {text}".strip(), note=span, tip=tip, beyond=beyond)
 
 
@@ -187,12 +196,12 @@ def _retention_cell(kept: Interval | None, beyond: bool) -> Cell:
     text, span = percent(kept.estimate), percent_range(kept)
     sure = kept.low >= THRESHOLD
     verdict = "surely above" if sure else "surely below" if kept.high < THRESHOLD else "unsure if"
-    tip = f"{text} kept, 95% interval {span}, {counted(kept)}: {verdict} {THRESHOLD:.0%}"
+    tip = f"{text} kept, 95% interval {span}, {n_text(kept)}: {verdict} {THRESHOLD:.0%}"
     return Cell(text=f"{PASSED} {text}" if sure else text, note=span, tip=tip, beyond=beyond)
 
 
-def _heat_cell(found: Findings, label: str, task: str, length: int, depth: int) -> Cell:
-    beyond = length > found.trained
+def _heat_cell(found: RunStatistics, label: str, task: str, length: int, depth: int) -> Cell:
+    beyond = length > found.trained_length
     samples = found.samples(label, task, (length,), depth)
     accuracy = found.accuracy(label, task, (length,), depth)
     if accuracy is None:
@@ -202,7 +211,7 @@ def _heat_cell(found: Findings, label: str, task: str, length: int, depth: int) 
     span = percent_range(accuracy)
     tip = (
         f"{found.names[label]}: {hits:.3g} of {len(samples)} right at depth {depth:g}% of "
-        f"{length:,} tokens, 95% interval {span}, {counted(accuracy)}"
+        f"{length:,} tokens, 95% interval {span}, {n_text(accuracy)}"
     )
     nll = found.answer_nll(label, (length,), task, depth)
     if nll is not None:

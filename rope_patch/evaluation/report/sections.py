@@ -9,10 +9,10 @@ from typing import Any
 from rope_patch import tasks
 from rope_patch.evaluation.report import cost_tables, heatmap, perplexity_tables, retrieval_tables
 from rope_patch.evaluation.report.figures import Picture
-from rope_patch.evaluation.report.gaps import gaps
-from rope_patch.evaluation.report.results.findings import Findings, task_name
+from rope_patch.evaluation.report.gaps import find_gaps
+from rope_patch.evaluation.report.results.findings import RunStatistics, task_name
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
-from rope_patch.evaluation.report.table import Table, mark, one_line
+from rope_patch.evaluation.report.table import Table, filter_mark, one_line
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
 _ACCURACY = (
@@ -47,7 +47,7 @@ _CONTROL = (
     "The control is the plain model on the same tokens, given only the last {context:,} before "
     "them: what cutting the text gets you. A patch that does no better gains nothing there."
 )
-_FOLLOWING = (
+_LENGTH_DEPENDENT = (
     "{names}: the rotation follows the length, so the text's first {trained:,} tokens are read by "
     "themselves, as a text that ends there, and the rest in one pass as the whole length asks for; "
     "the picture of stretches shows it at the longest length."
@@ -94,7 +94,7 @@ class HeatMap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Section:
     """One section."""
 
     heading: str
@@ -105,12 +105,12 @@ class Part:
     lines: list[str] = field(default_factory=list)
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing was measured of it."""
         return not (self.picture or self.tables or self.heat_maps or self.lines)
 
 
-def sections(found: Findings, pictures: dict[str, Picture], prefix: str = "") -> list[Part]:
+def sections(found: RunStatistics, pictures: dict[str, Picture], prefix: str = "") -> list[Section]:
     """The sections of what was measured, in order.
 
     Args:
@@ -118,59 +118,65 @@ def sections(found: Findings, pictures: dict[str, Picture], prefix: str = "") ->
         pictures: From `figures.draw`.
         prefix: Begins the file names of heat maps.
     """
-    retention = _some(retrieval_tables.retention_table(found))
-    prices = _some(cost_tables.short_table(found), cost_tables.harness_table(found))
-    answers = _some(perplexity_tables.answer_table(found))
+    retention = _if_any(retrieval_tables.retention_table(found))
+    prices = _if_any(cost_tables.short_table(found), cost_tables.harness_table(found))
+    answers = _if_any(perplexity_tables.answer_table(found))
     costs, controls = cost_tables.cost_table(found), cost_tables.control_table(found)
     cautions = [one_line(line) for line in found.run.get("cautions") or []]
     failed = [one_line(line) for line in found.run.get("failed") or []]
-    chance = _some(cost_tables.chance_text(found))
+    chance = _if_any(cost_tables.chance_text(found))
     parts = [
-        Part(heading="Cautions", lines=cautions),
-        Part(heading="Retention", notes=[_RETENTION], tables=retention),
-        _accuracy(found, pictures),
-        Part(heading="Accuracy by depth", notes=_heat_notes(found), heat_maps=_heat(found, prefix)),
-        _perplexity(found, pictures),
-        _key_tokens(found),
-        _sliding(found, pictures),
-        Part(
+        Section(heading="Cautions", lines=cautions),
+        Section(heading="Retention", notes=[_RETENTION], tables=retention),
+        _accuracy_figure(found, pictures),
+        Section(
+            heading="Accuracy by depth",
+            notes=_heat_notes(found),
+            heat_maps=_heat_maps(found, prefix),
+        ),
+        _perplexity_figure(found, pictures),
+        _key_tokens_section(found),
+        _sliding_figure(found, pictures),
+        Section(
             heading="Likelihood of the right answers",
             notes=[_ANSWERS],
             picture=pictures.get("answers"),
             tables=answers,
         ),
-        Part(heading="What the methods change", notes=[_STRETCH], picture=pictures.get("stretch")),
-        Part(heading="The price at short context", notes=[_SHORT, *chance], tables=prices),
-        Part(heading="Time and memory", notes=[_COST], tables=_some(costs)),
-        Part(heading="Controls", notes=[_CONTROLS], tables=_some(controls)),
-        Part(heading="Samples that failed", lines=[*cost_tables.failure_lines(found), *failed]),
-        Part(heading="Not run", lines=gaps(found.results)),
+        Section(
+            heading="What the methods change", notes=[_STRETCH], picture=pictures.get("stretch")
+        ),
+        Section(heading="The price at short context", notes=[_SHORT, *chance], tables=prices),
+        Section(heading="Time and memory", notes=[_COST], tables=_if_any(costs)),
+        Section(heading="Controls", notes=[_CONTROLS], tables=_if_any(controls)),
+        Section(heading="Samples that failed", lines=[*cost_tables.failure_lines(found), *failed]),
+        Section(heading="Not run", lines=find_gaps(found.results)),
     ]
-    return [part for part in parts if not part.empty]
+    return [part for part in parts if not part.is_empty]
 
 
-def _some(*found: Any) -> list[Any]:
+def _if_any(*found: Any) -> list[Any]:
     return [thing for thing in found if thing]
 
 
-def _accuracy(found: Findings, pictures: dict[str, Picture]) -> Part:
+def _accuracy_figure(found: RunStatistics, pictures: dict[str, Picture]) -> Section:
     likelihood = any(task.endswith(LIKELIHOOD) for task in found.tasks)
     choice = any(task.endswith(CHOICE) for task in found.tasks)
-    return Part(
+    return Section(
         heading="Accuracy by task and length",
-        notes=[_ACCURACY, *_some(likelihood and _LIKELIHOOD, choice and _CHOICE_NOTE)],
+        notes=[_ACCURACY, *_if_any(likelihood and _LIKELIHOOD, choice and _CHOICE_NOTE)],
         picture=pictures.get("accuracy"),
         tables=retrieval_tables.tables(found),
     )
 
 
-def _heat(found: Findings, prefix: str) -> list[HeatMap]:
+def _heat_maps(found: RunStatistics, prefix: str) -> list[HeatMap]:
     return [
         HeatMap(
             task=task_name(task),
-            note=_about(task),
-            picture=prefix + heatmap.name(task),
-            mark=mark(task),
+            note=_task_description(task),
+            picture=prefix + heatmap.picture_name(task),
+            mark=filter_mark(task),
             tables=maps,
         )
         for task in found.tasks
@@ -178,7 +184,7 @@ def _heat(found: Findings, prefix: str) -> list[HeatMap]:
     ]
 
 
-def _heat_notes(found: Findings) -> list[str]:
+def _heat_notes(found: RunStatistics) -> list[str]:
     counts = [
         len(found.samples(label, task, (length,), depth))
         for task in found.tasks
@@ -189,7 +195,7 @@ def _heat_notes(found: Findings) -> list[str]:
     return [_HEAT] + [_FEW] * any(0 < count < 10 for count in counts)
 
 
-def _about(task: str) -> str:
+def _task_description(task: str) -> str:
     """What a task of ours is, as the comment at the start of its file says."""
     path = tasks.FOLDER / f"{task}.yaml"
     if not re.fullmatch(r"\w+", task) or not path.is_file():
@@ -198,9 +204,9 @@ def _about(task: str) -> str:
     return one_line(re.sub(r"^# ?", "", comment[0], flags=re.M)) if comment else ""
 
 
-def _perplexity(found: Findings, pictures: dict[str, Picture]) -> Part:
+def _perplexity_figure(found: RunStatistics, pictures: dict[str, Picture]) -> Section:
     if not found.losses:
-        return Part(heading="Perplexity by position")
+        return Section(heading="Perplexity by position")
     texts = ", ".join(one_line(d["name"]) for d in found.perplexity.get("documents") or [])
     notes = [_CURVES.format(window=found.window, texts=texts or "the documents")]
     if found.control:
@@ -208,8 +214,8 @@ def _perplexity(found: Findings, pictures: dict[str, Picture]) -> Part:
     following = [m["label"] for m in found.results["methods"] if m.get("follows_length")]
     if following:
         names = ", ".join(found.names[label] for label in following)
-        notes.append(_FOLLOWING.format(names=names, trained=found.trained))
-    return Part(
+        notes.append(_LENGTH_DEPENDENT.format(names=names, trained=found.trained_length))
+    return Section(
         heading="Perplexity by position",
         notes=notes,
         picture=pictures.get("perplexity"),
@@ -217,7 +223,7 @@ def _perplexity(found: Findings, pictures: dict[str, Picture]) -> Part:
     )
 
 
-def _key_tokens(found: Findings) -> Part:
+def _key_tokens_section(found: RunStatistics) -> Section:
     key = found.perplexity.get("key_tokens") or {}
     evaluator = key.get("evaluator")
     plain = evaluator in (None, found.plain)
@@ -226,14 +232,14 @@ def _key_tokens(found: Findings) -> Part:
         context=key.get("short_context") or 0,
     )
     table = perplexity_tables.key_token_table(found)
-    return Part(heading="LongPPL", notes=[note], tables=_some(table))
+    return Section(heading="LongPPL", notes=[note], tables=_if_any(table))
 
 
-def _sliding(found: Findings, pictures: dict[str, Picture]) -> Part:
+def _sliding_figure(found: RunStatistics, pictures: dict[str, Picture]) -> Section:
     stride = (found.perplexity.get("sliding") or {}).get("stride") or 0
-    return Part(
+    return Section(
         heading="Perplexity by length of context",
         notes=[_SLIDING.format(stride=stride)],
         picture=pictures.get("sliding"),
-        tables=_some(perplexity_tables.sliding_table(found)),
+        tables=_if_any(perplexity_tables.sliding_table(found)),
     )

@@ -59,30 +59,30 @@ class Table:
     task: str = ""
 
 
-def padded(table: Table) -> str:
+def aligned_text(table: Table) -> str:
     """Return a table as aligned lines of text, below its name."""
     heads = [group.text for group, span in table.groups for _ in range(span)]
-    lines = [[table.corner, *map(_noted, table.columns)]]
+    lines = [[table.corner, *map(_cell_text, table.columns)]]
     if heads:
         lines.insert(0, ["", *heads])
     for row in table.rows:
         name = f"{row.group}, {row.name}" if row.group else row.name
-        lines.append([name, *map(_noted, row.cells)])
+        lines.append([name, *map(_cell_text, row.cells)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
     return "\n".join([table.name, *aligned])
 
 
-def _noted(cell: Cell) -> str:
+def _cell_text(cell: Cell) -> str:
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 
 def one_line(text: Any) -> str:
     """Return any text as one printable line, however long."""
-    return errors.one_line(text, most=None)
+    return errors.one_line(text, max_length=None)
 
 
-def mark(text: str) -> str:
+def filter_mark(text: str) -> str:
     """A name as filters know it, whatever characters it has."""
     return f"f{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:8]}"
 
@@ -100,7 +100,7 @@ def percent_range(interval: Interval) -> str:
     return f"{100 * interval.low:.0f}–{high}"
 
 
-def counted(interval: Interval) -> str:
+def n_text(interval: Interval) -> str:
     """How many samples an interval rests on, and as how many they count."""
     unit = "" if interval.unit == "samples" else interval.unit
     text = f"n = {interval.n:,.0f}{' ' * bool(unit)}{unit}"
@@ -171,7 +171,7 @@ def perplexity_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
     if interval is None:
         return Cell(text=NOTHING, tip="not measured", beyond=beyond)
     text, span = perplexity_text(interval.estimate), perplexity_range(interval)
-    tip = f"perplexity {text}, 95% interval {span or 'unknown'}, {counted(interval)}"
+    tip = f"perplexity {text}, 95% interval {span or 'unknown'}, {n_text(interval)}"
     return Cell(text=text, note=span, tip=tip, beyond=beyond)
 
 
@@ -180,7 +180,7 @@ def ratio_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
     if interval is None:
         return Cell(text=NOTHING, beyond=beyond)
     text, span = change_text(interval.estimate), change_range(interval)
-    tip = f"{text}, 95% interval {span or 'unknown'}, paired, {counted(interval)}"
+    tip = f"{text}, 95% interval {span or 'unknown'}, paired, {n_text(interval)}"
     # Where nothing can be said of the interval, that is what must be said.
     return Cell(text=text, note=span or "no interval", tip=tip, beyond=beyond)
 
@@ -194,6 +194,6 @@ def length_groups(columns: list[Cell], trained: int) -> list[tuple[Cell, int]]:
     return groups
 
 
-def lengths_head(lengths: list[int], trained: int) -> list[Cell]:
+def length_heads(lengths: list[int], trained: int) -> list[Cell]:
     """A column head for each length."""
     return [Cell(text=f"{length:,}", beyond=length > trained) for length in lengths]

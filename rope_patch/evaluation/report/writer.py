@@ -11,18 +11,18 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from rope_patch.evaluation.merging import merged
+from rope_patch.evaluation.merging import merge_runs
 from rope_patch.evaluation.report import figures, heatmap, summary
-from rope_patch.evaluation.report.gaps import gaps, sentence
-from rope_patch.evaluation.report.results.findings import Findings, task_name
+from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
+from rope_patch.evaluation.report.results.findings import RunStatistics, task_name
 from rope_patch.evaluation.report.sections import sections
-from rope_patch.evaluation.report.table import Row, mark, one_line, padded
+from rope_patch.evaluation.report.table import Row, aligned_text, filter_mark, one_line
 from rope_patch.utils import atomic_files
-from rope_patch.utils.atomic_files import write
-from rope_patch.utils.checksums import sign, strict
+from rope_patch.utils.atomic_files import atomic_write
+from rope_patch.utils.checksums import add_checksum, json_safe
 
 TEMPLATES = Path(__file__).parent / "templates"
-_SHOWN = 2  # sentences of a verdict, in a terminal
+_VERDICT_SENTENCES = 2  # sentences of a verdict, in a terminal
 
 _LIMITS = (
     "Numbers in brackets, and the smaller ones below others, are 95% intervals (of times: the "
@@ -61,24 +61,24 @@ def write_report(
     runs: list[dict[str, Any]] = (
         results if isinstance(results, list) else results.get("runs", [results])
     )
-    atomic_files.require_folder(folder, "the report")
-    page, pictures = _content(merged(runs))
+    atomic_files.require_writable_folder(folder, "the report")
+    page, pictures = _page_and_pictures(merge_runs(runs))
     files: dict[str, bytes] = {f"figures/{name}.png": png for name, png in pictures.items()}
-    signed = sign(runs[0] if len(runs) == 1 else {"runs": runs})
+    signed = add_checksum(runs[0] if len(runs) == 1 else {"runs": runs})
     files["report.json"] = to_json(signed, indent=1).encode()
     files["report.md"] = render(TEMPLATES / "report.md.jinja", page).encode()
     files["report.html"] = render(TEMPLATES / "report.html", page).encode()
     for name, content in files.items():
-        write(folder / name, content)
+        atomic_write(folder / name, content)
     for earlier in (folder / "figures").glob("*.png"):
         if f"figures/{earlier.name}" not in files and _FIGURE.match(earlier.stem):
             earlier.unlink()
     if show is not None:
-        show(_overview(page))
+        show(_terminal_overview(page))
     return folder / "report.html"
 
 
-def check(results: dict[str, Any], where: str) -> None:
+def check_results(results: dict[str, Any], where: str) -> None:
     """Raise if a report cannot be made of one run's results.
 
     Args:
@@ -89,10 +89,10 @@ def check(results: dict[str, Any], where: str) -> None:
         ValueError: They are not what an evaluation measures, although their digest fits.
     """
     try:
-        found = Findings(results)
-        _run(found, "", sections(found, {}))
-        summary.table([("", found)])
-        gaps(results)
+        found = RunStatistics(results)
+        _run_page(found, "", sections(found, {}))
+        summary.summary_table([("", found)])
+        find_gaps(results)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"{where} holds what no evaluation writes ({type(error).__name__}: {error}): restore "
@@ -103,18 +103,20 @@ def check(results: dict[str, Any], where: str) -> None:
 _FIGURE = re.compile(r"(run\d+-)?(accuracy|answers|perplexity|sliding|stretch|retrieval-.*)$")
 
 
-def _content(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _page_and_pictures(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What both templates show, and the pictures' files."""
-    found = [Findings(results) for results in runs]
+    found = [RunStatistics(results) for results in runs]
     titles = [one_line(f.run.get("name") or f.run.get("model")) for f in found]
     contents: list[dict[str, Any]] = []
     pictures: dict[str, bytes] = {}
     for i, (title, findings) in enumerate(zip(titles, found, strict=True), 1):
         prefix = f"run{i}-" if len(runs) > 1 else ""
-        drawn = figures.draw(findings, prefix)
+        drawn = figures.draw_figures(findings, prefix)
         pictures |= {picture.name: picture.png for picture in drawn.values()}
-        pictures |= {f"{prefix}{name}": png for name, png in heatmap.draw(findings).items()}
-        contents.append(_run(findings, title, sections(findings, drawn, prefix)))
+        pictures |= {
+            f"{prefix}{name}": png for name, png in heatmap.draw_heat_maps(findings).items()
+        }
+        contents.append(_run_page(findings, title, sections(findings, drawn, prefix)))
     if len(set(titles)) < len(titles):
         titles = [f"{title} ({i})" for i, title in enumerate(titles, 1)]
         for content, title in zip(contents, titles, strict=True):
@@ -122,29 +124,29 @@ def _content(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, byte
     missing = [
         f"{title}: {gap}" if len(runs) > 1 else gap
         for title, findings in zip(titles, found, strict=True)
-        for gap in gaps(findings.results)
+        for gap in find_gaps(findings.results)
     ]
     page = {
-        "incomplete": sentence(missing) if missing else None,
-        "title": _title(titles[0], found[0]) if len(runs) == 1 else _several(titles),
+        "incomplete": gap_sentence(missing) if missing else None,
+        "title": _title(titles[0], found[0]) if len(runs) == 1 else _join_titles(titles),
         "runs": contents,
-        "summary": summary.table(list(zip(titles, found, strict=True))),
+        "summary": summary.summary_table(list(zip(titles, found, strict=True))),
         "filters": _filters(found),
         "limits": _LIMITS,
     }
     return page, pictures
 
 
-def _overview(page: dict[str, Any]) -> str:
+def _terminal_overview(page: dict[str, Any]) -> str:
     """Return the title, the verdict, the summary and cautions to read in a terminal."""
     runs = page["runs"]
     if len(runs) == 1:
-        verdict = runs[0]["verdict"][:_SHOWN]
+        verdict = runs[0]["verdict"][:_VERDICT_SENTENCES]
     else:
         verdict = [f"{run['title']}: {run['verdict'][0]}" for run in runs]
     parts = ["\n".join([page["title"], *verdict])]
     if page["summary"] is not None:
-        parts.append(padded(page["summary"]))
+        parts.append(aligned_text(page["summary"]))
     cautions = [
         f"caution: {caution}" if len(runs) == 1 else f"caution, {run['title']}: {caution}"
         for run in runs
@@ -155,39 +157,42 @@ def _overview(page: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _title(title: str, found: Findings) -> str:
+def _title(title: str, found: RunStatistics) -> str:
     ends = [end for label in found.losses for end in found.curve(label)]
     farthest = max([*ends, *found.lengths], default=0)
-    where = "beyond" if farthest > found.trained else "within"
-    return f"{title} {where} {found.trained:,} tokens"
+    where = "beyond" if farthest > found.trained_length else "within"
+    return f"{title} {where} {found.trained_length:,} tokens"
 
 
-def _several(titles: list[str]) -> str:
+def _join_titles(titles: list[str]) -> str:
     return f"{len(titles)} evaluations: {', '.join(titles)}"
 
 
-def _run(found: Findings, title: str, parts: list[Any]) -> dict[str, Any]:
+def _run_page(found: RunStatistics, title: str, parts: list[Any]) -> dict[str, Any]:
     unpatched = dict.fromkeys(("method", "paper", "options", "rope_parameters"))
     return {
         "title": title,
         "verdict": summary.sentences(found),
         "parts": parts,
         "cautions": [one_line(line) for line in found.run.get("cautions") or []],
-        "facts": _facts(found),
+        "facts": _run_facts_table(found),
         "command": found.run.get("command"),
         "methods": [
             unpatched
             | method
-            | {"name": found.names[method["label"]], "key": found.keys[method["label"]]}
+            | {
+                "name": found.names[method["label"]],
+                "key": found.colour_names[method["label"]],
+            }
             for method in found.results["methods"]
         ],
     }
 
 
-def _filters(found: list[Findings]) -> dict[str, list[tuple[str, str]]]:
+def _filters(found: list[RunStatistics]) -> dict[str, list[tuple[str, str]]]:
     """What can be hidden: names and marks by kind, where there is a choice."""
-    methods = {mark(label): name for f in found for label, name in f.names.items()}
-    tasks = {mark(task): task_name(task) for f in found for task in f.tasks}
+    methods = {filter_mark(label): name for f in found for label, name in f.names.items()}
+    tasks = {filter_mark(task): task_name(task) for f in found for task in f.tasks}
     kinds = {"method": methods, "task": tasks}
     return {
         kind: [(name, value) for value, name in names.items()]
@@ -196,15 +201,15 @@ def _filters(found: list[Findings]) -> dict[str, list[tuple[str, str]]]:
     }
 
 
-def _facts(found: Findings) -> list[tuple[str, str]]:
+def _run_facts_table(found: RunStatistics) -> list[tuple[str, str]]:
     """The rows of "What was run"; those without a value are left out."""
     run = found.run
     count, memory = run.get("parameters"), run.get("peak_memory")
     hardware = run.get("hardware") or {}
     seconds = dict(run.get("seconds") or {})
     total = seconds.pop("total", None)
-    parts = ", ".join(f"{part} {_duration(value)}" for part, value in seconds.items())
-    took = "" if total is None else _duration(total)
+    parts = ", ".join(f"{part} {_duration_text(value)}" for part, value in seconds.items())
+    took = "" if total is None else _duration_text(total)
     per_text, precision = run.get("per_text"), run.get("precision")
     facts = {
         "Model": run.get("model"),
@@ -212,12 +217,12 @@ def _facts(found: Findings) -> list[tuple[str, str]]:
         "Parameters": f"{count:,}" if count else None,
         "Weights": run.get("weights"),
         "Trained length": f"{run['trained_length']:,} tokens",
-        "Rotation": _rotation(run.get("geometry") or {}),
+        "Rotation": _rotation_text(run.get("geometry") or {}),
         "Numbers": run.get("dtype"),
         "Attention kernel": run.get("attention"),
         "Device": run.get("device"),
-        "Hardware": _hardware(hardware),
-        "Texts": "; ".join(_document(d) for d in found.perplexity.get("documents") or []),
+        "Hardware": _hardware_text(hardware),
+        "Texts": "; ".join(_document_text(d) for d in found.perplexity.get("documents") or []),
         "Samples a text": per_text if per_text and per_text > 1 else None,
         "Precision wanted": f"intervals of ±{precision:.1%}" if precision else None,
         "Seed": run.get("seed"),
@@ -231,7 +236,7 @@ def _facts(found: Findings) -> list[tuple[str, str]]:
     return [(k, one_line(v)) for k, v in facts.items() if v is not None and v != ""]
 
 
-def _rotation(geometry: dict[str, Any]) -> str:
+def _rotation_text(geometry: dict[str, Any]) -> str:
     rotation = []
     for layer, g in geometry.items():
         text = f"theta {g['theta']:,.10g}, head_dim {g['head_dim']}"
@@ -241,7 +246,7 @@ def _rotation(geometry: dict[str, Any]) -> str:
     return "; ".join(rotation)
 
 
-def _hardware(hardware: dict[str, Any]) -> str:
+def _hardware_text(hardware: dict[str, Any]) -> str:
     cores, memory = hardware.get("cores"), hardware.get("memory")
     parts = [
         *(str(gpu) for gpu in hardware.get("gpu") or []),
@@ -252,13 +257,13 @@ def _hardware(hardware: dict[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _document(document: dict[str, Any]) -> str:
+def _document_text(document: dict[str, Any]) -> str:
     text = f"{document['name']}, {document['tokens']:,} tokens"
     digest = document.get("sha256")
     return f"{text} (sha256 {str(digest)[:12]})" if digest else text
 
 
-def _duration(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -276,13 +281,18 @@ def render(template: Path, page: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"md": _markdown, "arxiv": _arxiv, "json": to_json, "groups": _groups}
+    environment.filters |= {
+        "md": _markdown,
+        "arxiv": _arxiv_url,
+        "json": to_json,
+        "groups": _rows_by_group,
+    }
     environment.filters["heat"] = figures.heat_colours
     environment.globals |= {"palette": figures.PALETTE, "heat": figures.HEAT}
     return environment.get_template(template.name).render(page)
 
 
-def _groups(rows: list[Row]) -> list[list[Row]]:
+def _rows_by_group(rows: list[Row]) -> list[list[Row]]:
     """Rows by the head that they stand below."""
     return [list(group) for _, group in groupby(rows, key=lambda row: row.group)]
 
@@ -292,11 +302,11 @@ def _markdown(text: Any) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", one_line(text))
 
 
-def _arxiv(paper: Any) -> str | None:
+def _arxiv_url(paper: Any) -> str | None:
     found = re.search(r"arXiv:(\d{4}\.\d{4,5})", str(paper))
     return f"https://arxiv.org/abs/{found[1]}" if found else None
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON, which other programs read too."""
-    return json.dumps(strict(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return json.dumps(json_safe(value), indent=indent, ensure_ascii=False, allow_nan=False)

@@ -28,7 +28,7 @@ from rope_patch.ops.kernels.tile import (
     store_tail,
     turn,
 )
-from rope_patch.ops.validation import require_fit
+from rope_patch.ops.validation import validate_shapes
 
 # Programs of the backward pass: enough to fill a large GPU, few enough that the weights' gradients,
 # of which each program writes its own part, are little beside the keys. The same everywhere, so
@@ -331,7 +331,7 @@ def _forward_plan(
 ) -> Plan:
     q, k, q_weight, k_weight, q_out, k_out, _, _, positions, turns, _ = tensors
     eps, offset, interleaved, heads_dim, save = how
-    require_fit(q, k, positions, turns, sections, heads_dim, q_weight, k_weight)
+    validate_shapes(q, k, positions, turns, sections, heads_dim, q_weight, k_weight)
     across, tokens = q_weight.ndim == 2, q.shape[0] * q.shape[3 - heads_dim]
     constants = _constants(q, k, turns, sections, offset, interleaved, heads_dim, across)
     many = max(q.shape[heads_dim], k.shape[heads_dim])

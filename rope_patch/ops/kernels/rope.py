@@ -24,7 +24,7 @@ from rope_patch.ops.kernels.tile import (
     tail_at,
     turn,
 )
-from rope_patch.ops.validation import require_fit
+from rope_patch.ops.validation import validate_shapes
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def _plan(
     how: tuple[bool, int, bool, bool, bool],
 ) -> Plan:
     interleaved, heads_dim, conjugate, inplace, fair = how
-    require_fit(q, k, positions, turns, sections, heads_dim)
+    validate_shapes(q, k, positions, turns, sections, heads_dim)
     keys = q if k is None else k
     tokens, heads, key_heads = q.shape[3 - heads_dim], q.shape[heads_dim], keys.shape[heads_dim]
     many = max(heads, key_heads)

@@ -21,36 +21,36 @@ _SHAPING = {"view", "reshape", "transpose", "contiguous", "unflatten"}
 
 
 @dataclass(frozen=True)
-class Usage:
+class ForwardUsage:
     """How a module's forward uses cos and sin.
 
     Attributes:
         rotates: Whether it calls `apply_rotary_pos_emb`.
-        single: Whether it does so for one tensor at a time, not for queries and keys together.
+        one_tensor: Whether it does so for one tensor at a time, not for queries and keys together.
         problem: Why nothing else can take the place of cos and sin, or None.
-        norms: The attributes of the norms whose results go straight into the rotation, for queries
-            and keys.
+        norm_names: The attributes of the norms whose results go straight into the rotation, for
+            queries and keys.
     """
 
     rotates: bool
-    single: bool = False
+    one_tensor: bool = False
     problem: str | None = None
-    norms: tuple[str, str] | None = None
+    norm_names: tuple[str, str] | None = None
 
 
-def usage(kind: Any) -> Usage:
+def inspect_forward(kind: Any) -> ForwardUsage:
     """Reads the source of a module class's forward; once for each class."""
-    return _read(kind)
+    return _parse_forward(kind)
 
 
 @functools.cache
-def _read(kind: Any) -> Usage:
+def _parse_forward(kind: Any) -> ForwardUsage:
     try:
-        function = own_function(kind)
+        function = undecorated_forward(kind)
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, AttributeError, SyntaxError):
-        return Usage(rotates=False)
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _named(n.func, APPLY)]
+        return ForwardUsage(rotates=False)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_name(n.func, APPLY)]
     used = [
         n
         for n in ast.walk(tree)
@@ -60,33 +60,35 @@ def _read(kind: Any) -> Usage:
     told = [n for d in ast.walk(tree) if isinstance(d, ast.Dict) for n in d.values if n in used]
     if not calls:
         problem = f"{kind.__name__} uses cos and sin in a way of its own" if used else None
-        return Usage(rotates=False, problem=problem)
-    single = takes_one(function.__globals__.get(APPLY))
+        return ForwardUsage(rotates=False, problem=problem)
+    single = rotates_one_tensor(function.__globals__.get(APPLY))
     count = 1 if single else 2
     tidy = single is not None and all(
-        [_named(a, name) for a, name in zip(call.args[count:], _ANGLES, strict=False)]
+        [_is_name(a, name) for a, name in zip(call.args[count:], _ANGLES, strict=False)]
         == [True, True]
         and len(call.args) == count + 2
         and {k.arg for k in call.keywords} <= {"unsqueeze_dim"}
         for call in calls
     )
     if not tidy or len(used) - len(told) != 2 * len(calls):
-        return Usage(rotates=True, problem=f"{kind.__name__} uses cos and sin in a way of its own")
+        return ForwardUsage(
+            rotates=True, problem=f"{kind.__name__} uses cos and sin in a way of its own"
+        )
     norms = None
     if len(calls) == 1 and not single:
         body = tree.body[0].body  # type: ignore[attr-defined]
         found = [_norm_before(body, calls[0], argument) for argument in calls[0].args[:2]]
         if found[0] and found[1]:
             norms = (found[0], found[1])
-    return Usage(rotates=True, single=bool(single), norms=norms)
+    return ForwardUsage(rotates=True, one_tensor=bool(single), norm_names=norms)
 
 
-def own_function(kind: Any) -> Any:
+def undecorated_forward(kind: Any) -> Any:
     """A module class's forward as it was written, without what decorates it."""
     return inspect.unwrap(kind.forward)
 
 
-def takes_one(function: Any) -> bool | None:
+def rotates_one_tensor(function: Any) -> bool | None:
     """Whether an `apply_rotary_pos_emb` takes one tensor rather than two; None if neither."""
     function = getattr(function, "forward", function)  # a module where `kernels` is installed
     try:
@@ -106,11 +108,11 @@ def _norm_before(body: list[ast.stmt], call: ast.Call, argument: ast.expr) -> st
     for statement in body:
         if any(node is call for node in ast.walk(statement)):
             return found
-        loads = any(_named(n, name) for n in ast.walk(statement))
+        loads = any(_is_name(n, name) for n in ast.walk(statement))
         if not (
             isinstance(statement, ast.Assign)
             and len(statement.targets) == 1
-            and _named(statement.targets[0], name)
+            and _is_name(statement.targets[0], name)
         ):
             found = None if loads else found  # read elsewhere, or assigned under a condition
             continue
@@ -121,13 +123,13 @@ def _norm_before(body: list[ast.stmt], call: ast.Call, argument: ast.expr) -> st
             and value.func.attr in _SHAPING
         ):
             value = value.func.value
-        if _named(value, name):
+        if _is_name(value, name):
             continue
         method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-        on_self = method and _named(value.func.value, "self")  # type: ignore[attr-defined]
+        on_self = method and _is_name(value.func.value, "self")  # type: ignore[attr-defined]
         found = value.func.attr if on_self else None  # type: ignore[attr-defined]
     return None
 
 
-def _named(node: ast.AST, name: str) -> bool:
+def _is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name

@@ -13,24 +13,24 @@ import torch
 from torch import nn
 
 from rope_patch.ops.reference import rotate
-from rope_patch.patching.architecture.attention_source import takes_one
-from rope_patch.patching.architecture.probe import fresh, hand_out
-from rope_patch.patching.architecture.rotary_modules import Rotary
-from rope_patch.patching.defaults import as_by_default
-from rope_patch.patching.kernels.liger import is_ligers
+from rope_patch.patching.architecture.attention_source import rotates_one_tensor
+from rope_patch.patching.architecture.probe import call_rotary, make_probe
+from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.patching.defaults import torch_defaults
+from rope_patch.patching.kernels.liger import is_liger_function
 from rope_patch.rope_config import by_layer_type
 
 _NOT_YET = "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
 
 # Layers that share another one's keys cache none of their own.
-_HARMLESS = {"self.is_kv_shared_layer"}
+_IGNORED_CONDITIONS = {"self.is_kv_shared_layer"}
 
 # Architectures whose attentions ask whether they are given a rotation, and always are.
-_ALWAYS = ("falcon", "granitemoehybrid", "olmo_hybrid")
+_ALWAYS_ROTATE = ("falcon", "granitemoehybrid", "olmo_hybrid")
 
 
-@as_by_default()
-def is_interleaved(rotary: Rotary, config: Any) -> bool:
+@torch_defaults()
+def is_interleaved(rotary: RotaryModule, config: Any) -> bool:
     """Whether a model's rotated pairs are neighbours, rather than halves apart.
 
     A random key goes through the `apply_rotary_pos_emb` of the model's modeling file, and the
@@ -44,10 +44,10 @@ def is_interleaved(rotary: Rotary, config: Any) -> bool:
         ValueError: Neither is what the model does.
     """
     apply: Any = getattr(sys.modules[type(rotary.module).__module__], "apply_rotary_pos_emb", None)
-    if is_ligers(apply):
+    if is_liger_function(apply):
         return False  # it knows halves only, and cannot be asked here: it runs on GPUs only
     kind, prefix = next(iter(rotary.prefixes.items()))
-    module = fresh(rotary, config)
+    module = make_probe(rotary, config)
     with torch.device("cpu"):
         inv_freq = getattr(module, f"{prefix}inv_freq").float()
         positions = torch.tensor([[0, 1, 7, 30]])
@@ -58,8 +58,8 @@ def is_interleaved(rotary: Rotary, config: Any) -> bool:
     cos, sin = (f(angle)[:, None] * scale for f in (torch.cos, torch.sin))
     if apply is not None:
         try:
-            given = hand_out(module, keys, positions, kind)
-            got = apply(keys, *given) if takes_one(apply) else apply(keys, keys, *given)[1]
+            given = call_rotary(module, keys, positions, kind)
+            got = apply(keys, *given) if rotates_one_tensor(apply) else apply(keys, keys, *given)[1]
         except (TypeError, ValueError, RuntimeError, AttributeError):
             got = None  # another signature: another kind of rotation
         for interleaved in (False, True):
@@ -72,37 +72,37 @@ def is_interleaved(rotary: Rotary, config: Any) -> bool:
     )
 
 
-def repeats_neighbours(rotary: Rotary, config: Any) -> bool:
+def repeats_interleaved(rotary: RotaryModule, config: Any) -> bool:
     """Whether cos and sin hold each number twice in a row (Cohere), rather than all of them twice.
 
     Args:
         rotary: The model's rotary module.
         config: Its text config.
     """
-    module = fresh(rotary, config)
+    module = make_probe(rotary, config)
     with torch.device("cpu"):
         x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
     kind = next(iter(rotary.prefixes))
-    cos = hand_out(module, x, positions, kind)[0]
+    cos = call_rotary(module, x, positions, kind)[0]
     return torch.equal(cos[..., 0::2], cos[..., 1::2])
 
 
-def holds_halves(rotary: Rotary, config: Any) -> bool:
+def has_half_tables(rotary: RotaryModule, config: Any) -> bool:
     """Whether cos and sin hold each pair's number once, not twice (DeepSeek-V4).
 
     Args:
         rotary: The model's rotary module.
         config: Its text config.
     """
-    module = fresh(rotary, config)
+    module = make_probe(rotary, config)
     with torch.device("cpu"):
         x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
     kind, prefix = next(iter(rotary.prefixes.items()))
-    cos = hand_out(module, x, positions, kind)[0]
+    cos = call_rotary(module, x, positions, kind)[0]
     return cos.shape[-1] < 2 * len(getattr(module, f"{prefix}inv_freq"))
 
 
-def takes_rows(rotary: Rotary, config: Any) -> bool:
+def supports_per_row_frequencies(rotary: RotaryModule, config: Any) -> bool:
     """Whether a rotary module's own forward takes other frequencies for each row, `[B, 1, R / 2]`.
 
     That of transformers 5.0 does not yet.
@@ -111,7 +111,7 @@ def takes_rows(rotary: Rotary, config: Any) -> bool:
         rotary: The model's rotary module.
         config: Its text config.
     """
-    module = fresh(rotary, config)
+    module = make_probe(rotary, config)
     with torch.device("cpu"):
         x, positions = torch.zeros(2, 3, 4), torch.arange(3)[None]
     kind, prefix = next(iter(rotary.prefixes.items()))
@@ -130,7 +130,7 @@ def takes_rows(rotary: Rotary, config: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
 
 
-def several_positions(module: Any, config: Any) -> bool:
+def is_mrope(module: Any, config: Any) -> bool:
     """Whether a rotary module gives a token several positions (M-RoPE), each its own pairs.
 
     Args:
@@ -141,7 +141,7 @@ def several_positions(module: Any, config: Any) -> bool:
     return hasattr(module, "mrope_section") or any("mrope_section" in p for p in spelled)
 
 
-def rotated_layers(decoder: nn.Module, config: Any) -> list[str | None]:
+def rotated_layer_types(decoder: nn.Module, config: Any) -> list[str | None]:
     """The layer type of every layer that rotates its keys, "" for those that do not (NoPE).
 
     Args:
@@ -158,18 +158,18 @@ def rotated_layers(decoder: nn.Module, config: Any) -> list[str | None]:
             f"{_NOT_YET}"
         )
     spelled = by_layer_type(config.rope_parameters)
-    if any(several_positions(module, config) for module in decoder.modules()):
+    if any(is_mrope(module, config) for module in decoder.modules()):
         raise ValueError(
             f"{type(config).__name__} gives a token several positions (M-RoPE), which {_NOT_YET}"
         )
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     return [
         (None if None in spelled else kinds[index]) if rotates else ""
-        for index, rotates in enumerate(_rotates(decoder, config, kinds))
+        for index, rotates in enumerate(_layers_that_rotate(decoder, config, kinds))
     ]
 
 
-def _rotates(decoder: nn.Module, config: Any, kinds: list[str | None]) -> list[bool]:
+def _layers_that_rotate(decoder: nn.Module, config: Any, kinds: list[str | None]) -> list[bool]:
     if getattr(config, "no_rope_layers", None):  # SmolLM3, Llama 4: 1 where a layer rotates
         return [bool(rotates) for rotates in config.no_rope_layers]
     if config.model_type in ("cohere2", "exaone4", "exaone_moe"):  # windows rotate, the rest not
@@ -177,14 +177,14 @@ def _rotates(decoder: nn.Module, config: Any, kinds: list[str | None]) -> list[b
         whole = config.model_type != "cohere2" and getattr(config, "sliding_window", None) is None
         return [whole or window for window in sliding]
     rotates = [True] * len(kinds)
-    if config.model_type in _ALWAYS:
+    if config.model_type in _ALWAYS_ROTATE:
         return rotates
     for module in decoder.modules():
         kind: Any = type(module)
-        for condition, wanted in _conditions(kind):
-            if condition in _HARMLESS:
+        for condition, wanted in _rotation_conditions(kind):
+            if condition in _IGNORED_CONDITIONS:
                 continue
-            said, layer = _said(module, condition), getattr(module, "layer_idx", None)
+            said, layer = _evaluate_condition(module, condition), getattr(module, "layer_idx", None)
             if said is None or not isinstance(layer, int):
                 raise ValueError(
                     f"{type(module).__name__} rotates only if {condition}: layers that do not "
@@ -194,7 +194,7 @@ def _rotates(decoder: nn.Module, config: Any, kinds: list[str | None]) -> list[b
     return rotates
 
 
-def _said(module: nn.Module, condition: str) -> bool | None:
+def _evaluate_condition(module: nn.Module, condition: str) -> bool | None:
     """What a condition comes to that depends on nothing but the module; None if on more."""
     names = {n.id for n in ast.walk(ast.parse(condition)) if isinstance(n, ast.Name)}
     if names != {"self"}:
@@ -206,7 +206,7 @@ def _said(module: nn.Module, condition: str) -> bool | None:
 
 
 @functools.cache
-def _conditions(kind: Any) -> frozenset[tuple[str, bool]]:
+def _rotation_conditions(kind: Any) -> frozenset[tuple[str, bool]]:
     """What a module class makes its rotation depend on, as its forward is written.
 
     Returns:

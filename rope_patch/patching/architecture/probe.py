@@ -13,34 +13,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.methods import Frequencies, registered
-from rope_patch.patching.architecture.rotary_modules import Rotary
-from rope_patch.patching.defaults import as_by_default
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.methods import Frequencies, registered_methods
+from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.patching.defaults import torch_defaults
+from rope_patch.patching.undo_log import UndoLog
 
 
-def require_effect(rotary: Rotary, config: Any, before: dict[str | None, Frequencies]) -> None:
+def require_buffer_is_used(
+    rotary: RotaryModule, config: Any, before: dict[str | None, Frequencies]
+) -> None:
     """Tries other frequencies on a module of the same kind.
 
     Args:
         rotary: A model's rotary module.
         config: Its text config.
-        before: What the module rotates by when made from that (`unpatched`).
+        before: What the module rotates by when made from that (`reference_frequencies`).
 
     Raises:
         ValueError: They change nothing, since its forward computes its own.
     """
-    module = fresh(rotary, config)
+    module = make_probe(rotary, config)
     with torch.device("cpu"):
         x = torch.zeros(1, 2, 4)
         positions = torch.tensor([[3, 5]])
-    plain = _outputs(module, rotary, x, positions)
+    plain = _probe_outputs(module, rotary, x, positions)
     halved = {
         kind: Frequencies(found.inv_freq / 2, 2.0 * found.attention_factor)
         for kind, found in before.items()
     }
-    set_frequencies(Rotary(module, rotary.prefixes), before, halved, Swaps())
-    changed = _outputs(module, rotary, x, positions)
+    set_frequencies(RotaryModule(module, rotary.prefixes), before, halved, UndoLog())
+    changed = _probe_outputs(module, rotary, x, positions)
     if plain and changed and any(torch.equal(a, b) for a, b in zip(plain, changed, strict=True)):
         raise ValueError(
             f"{type(rotary.module).__name__} computes its frequencies anew in every forward, so "
@@ -48,12 +50,12 @@ def require_effect(rotary: Rotary, config: Any, before: dict[str | None, Frequen
         )
 
 
-def _outputs(module: Any, rotary: Rotary, x: Any, positions: Any) -> list[torch.Tensor]:
+def _probe_outputs(module: Any, rotary: RotaryModule, x: Any, positions: Any) -> list[torch.Tensor]:
     """What a module makes of positions for each of its layer types."""
     found = []
     for kind in rotary.prefixes:
         try:
-            made = hand_out(module, x, positions, kind)
+            made = call_rotary(module, x, positions, kind)
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
             return []  # called in a way of its own: nothing is known
         made = made[0] if isinstance(made, tuple) else made
@@ -64,7 +66,7 @@ def _outputs(module: Any, rotary: Rotary, x: Any, positions: Any) -> list[torch.
 logger = logging.getLogger("rope_patch")
 
 
-def fresh(rotary: Rotary, config: Any) -> Any:
+def make_probe(rotary: RotaryModule, config: Any) -> Any:
     """A module of a rotary's kind, made from a config on the CPU, whose frequencies stay.
 
     Args:
@@ -79,23 +81,25 @@ def fresh(rotary: Rotary, config: Any) -> Any:
     return module
 
 
-def hand_out(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Any:
+def call_rotary(
+    module: Any, x: torch.Tensor, positions: torch.Tensor, layer_type: str | None
+) -> Any:
     """What a rotary module makes of positions, whether it wants one for each token or three.
 
     Args:
         module: The module.
         x: Anything with the dtype and device that it should give.
         positions: `[B, S]`.
-        kind: The layer type, where it has several.
+        layer_type: The layer type, where it has several.
     """
-    kinds = () if kind is None else (kind,)
+    kinds = () if layer_type is None else (layer_type,)
     if hasattr(module, "mrope_section"):
         positions = positions[None].expand(3, *positions.shape)
     return module(x, positions, *kinds)
 
 
-@as_by_default()
-def unpatched(rotary: Rotary, config: Any) -> dict[str | None, Frequencies]:
+@torch_defaults()
+def reference_frequencies(rotary: RotaryModule, config: Any) -> dict[str | None, Frequencies]:
     """The frequencies that transformers itself computes from a config, whatever the live ones are.
 
     Args:
@@ -103,7 +107,7 @@ def unpatched(rotary: Rotary, config: Any) -> dict[str | None, Frequencies]:
         config: The text config to read.
     """
     try:
-        own = fresh(rotary, config)
+        own = make_probe(rotary, config)
     except (
         LookupError,
         TypeError,
@@ -113,7 +117,7 @@ def unpatched(rotary: Rotary, config: Any) -> dict[str | None, Frequencies]:
         ArithmeticError,
     ) as error:
         hint = "compare it with the checkpoint's config.json"
-        if isinstance(error, KeyError) and error.args[0] in registered():
+        if isinstance(error, KeyError) and error.args[0] in registered_methods():
             hint = "it names one of rope_patch's scalings: call rope_patch.register() first"
         raise ValueError(
             f"{type(rotary.module).__name__} cannot be made from what the config says "
@@ -128,7 +132,7 @@ def unpatched(rotary: Rotary, config: Any) -> dict[str | None, Frequencies]:
     }
 
 
-def report_cast(rotaries: list[Rotary]) -> None:
+def warn_about_cast(rotaries: list[RotaryModule]) -> None:
     """Warn if live frequencies had been cast to a narrower type."""
     cast = [
         (f"{prefix}inv_freq", type(rotary.module).__name__, live.dtype)
@@ -148,10 +152,10 @@ def report_cast(rotaries: list[Rotary]) -> None:
 
 
 def set_frequencies(
-    rotary: Rotary,
+    rotary: RotaryModule,
     before: dict[str | None, Frequencies],
     after: dict[str | None, Frequencies],
-    swaps: Swaps,
+    undo_log: UndoLog,
 ) -> None:
     """Gives a rotary module its frequencies and keeps them exact through casts and moves.
 
@@ -161,7 +165,7 @@ def set_frequencies(
         rotary: The module.
         before: What transformers computes for it from the unpatched config.
         after: What it is to turn by, for each layer type to change.
-        swaps: Where the changes are recorded.
+        undo_log: Where the changes are recorded.
     """
     module: Any = rotary.module
     exact: dict[str, torch.Tensor] = {}
@@ -173,18 +177,18 @@ def set_frequencies(
             continue
         # Nothing stands on meta to go back to; a model that is materialised meanwhile needs values.
         old = before[kind].inv_freq.float() if live.is_meta else live
-        swaps.set(module, name, exact[name].to(live.device), old=old)
+        undo_log.set(module, name, exact[name].to(live.device), old=old)
     rope_type: Any = module.rope_type
     for kind in rotary.prefixes.keys() & after.keys():
         prefix = rotary.prefixes[kind]
-        swaps.set(module, f"{prefix}attention_scaling", after[kind].attention_factor)
+        undo_log.set(module, f"{prefix}attention_scaling", after[kind].attention_factor)
         # transformers' own updates ("dynamic", "longrope") look at rope_type; ours must stand.
         rope_type = "default" if kind is None else {**rope_type, kind: "default"}
-    swaps.set(module, "rope_type", rope_type)
-    swaps.set(module, "_apply", KeptExact(module, exact))
+    undo_log.set(module, "rope_type", rope_type)
+    undo_log.set(module, "_apply", Float32BufferGuard(module, exact))
 
 
-def row_by_row(
+def forward_per_row(
     names: dict[str | None, tuple[str, str]],
     module: Any,
     forward: Callable[..., Any],
@@ -216,7 +220,7 @@ def row_by_row(
     return tuple(torch.cat(parts) for parts in zip(*done, strict=True))
 
 
-class KeptExact:
+class Float32BufferGuard:
     """`nn.Module._apply` (to, half, bfloat16, to_empty, ...) that leaves frequencies in float32.
 
     A model cast to bfloat16 would otherwise rotate by rounded frequencies, cos off by up to 2.
@@ -224,17 +228,17 @@ class KeptExact:
 
     def __init__(self, module: Any, exact: dict[str, torch.Tensor]) -> None:
         self.module = module
-        self.exact = exact
-        self.said = False
+        self.buffers = exact
+        self.has_logged = False
 
     def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
         module = self.module
         type(module)._apply(module, fn, recurse)
-        dtypes = {module._buffers[name].dtype for name in self.exact} - {torch.float32}
-        for name, inv_freq in self.exact.items():
+        dtypes = {module._buffers[name].dtype for name in self.buffers} - {torch.float32}
+        for name, inv_freq in self.buffers.items():
             module._buffers[name] = inv_freq.to(module._buffers[name].device)
-        if dtypes and not self.said:
-            self.said = True
+        if dtypes and not self.has_logged:
+            self.has_logged = True
             logger.info(
                 "the model is cast to %s; the frequencies of %s stay in float32",
                 str(dtypes.pop()).removeprefix("torch."),

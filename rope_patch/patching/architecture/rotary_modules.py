@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, eq=False)
-class Rotary:
+class RotaryModule:
     """A module that turns positions into cos and sin, for one or several layer types.
 
     Attributes:
@@ -24,7 +24,7 @@ class Rotary:
     prefixes: dict[str | None, str]
 
 
-def find_rotaries(model: nn.Module) -> list[Rotary]:
+def find_rotaries(model: nn.Module) -> list[RotaryModule]:
     """Finds the rotary modules of a model's text decoder, in transformers 5's shape.
 
     Raises:
@@ -35,13 +35,13 @@ def find_rotaries(model: nn.Module) -> list[Rotary]:
         raise TypeError(f"expected a transformers model, got {type(model).__name__}")
     text_config = _text_config(model)
     rotaries = [
-        Rotary(module, prefixes)
+        RotaryModule(module, prefixes)
         for module in model.modules()
         if isinstance(getattr(module, "config", None), text_config)
         and (prefixes := _prefixes(module))
     ]
     if not rotaries:
-        others = {type(m).__name__ for m in model.modules() if "Rotary" in type(m).__name__}
+        others = {type(m).__name__ for m in model.modules() if "RotaryModule" in type(m).__name__}
         raise ValueError(
             f"no rotary embedding found in {type(model).__name__} that its text config describes: "
             "expected a decoder with RoPE from transformers 5 (Llama, Qwen, Gemma, ...)"
@@ -55,7 +55,7 @@ def find_rotaries(model: nn.Module) -> list[Rotary]:
     return rotaries
 
 
-def find_owner(model: nn.Module, rotary: Rotary) -> nn.Module:
+def find_owner(model: nn.Module, rotary: RotaryModule) -> nn.Module:
     """The module that a rotary module is a child of; the model where it is none's."""
     for module in model.modules():
         if any(child is rotary.module for child in module.children()):
@@ -63,7 +63,7 @@ def find_owner(model: nn.Module, rotary: Rotary) -> nn.Module:
     return model
 
 
-def find_decoder(model: nn.Module, rotary: Rotary) -> nn.Module:
+def find_decoder(model: nn.Module, rotary: RotaryModule) -> nn.Module:
     """The module that owns a rotary module and is given cache and positions.
 
     Raises:

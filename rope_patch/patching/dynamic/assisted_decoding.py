@@ -15,46 +15,54 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.patching.dynamic.cache_record import Record
-from rope_patch.patching.dynamic.sequence_lengths import spans
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.dynamic.cache_record import RotationRecord
+from rope_patch.patching.dynamic.sequence_lengths import first_and_last_positions
+from rope_patch.patching.undo_log import UndoLog
 
-_SLOT = "_get_candidate_generator"  # transformers' method which assisted decoding calls once
+_FACTORY_METHOD = (
+    "_get_candidate_generator"  # transformers' method which assisted decoding calls once
+)
 
 
 def limit_candidates(
-    model: nn.Module, followings: Sequence[tuple[nn.Module, Any, Any]], swaps: Swaps
+    model: nn.Module, length_hooks: Sequence[tuple[nn.Module, Any, Any]], undo_log: UndoLog
 ) -> None:
     """End the candidates of assisted decoding where frequencies change.
 
     Args:
         model: The patched model, or anything around it.
-        followings: Each decoder which follows lengths, its rotary module and its `Following`.
-        swaps: Where the changes are recorded.
+        length_hooks: Each decoder which follows lengths, its rotary module and its `Following`.
+        undo_log: Where the changes are recorded.
     """
-    for decoder, _, following in followings:
+    for decoder, _, following in length_hooks:
         for module in model.modules():
             # Wrappers such as PEFT's and torch.compile's hand this method on: not theirs.
-            if hasattr(type(module), _SLOT) and any(m is decoder for m in module.modules()):
-                swaps.set(module, _SLOT, _Limiting(getattr(module, _SLOT), following))
+            if hasattr(type(module), _FACTORY_METHOD) and any(
+                m is decoder for m in module.modules()
+            ):
+                undo_log.set(
+                    module,
+                    _FACTORY_METHOD,
+                    _LimitedGeneratorFactory(getattr(module, _FACTORY_METHOD), following),
+                )
 
 
-class _Limiting:
+class _LimitedGeneratorFactory:
     """A model's `_get_candidate_generator`, whose generators know the frequencies' reach."""
 
     def __init__(self, own: Any, following: Any) -> None:
-        self.own = own
-        self.following = following
+        self.original_method = own
+        self.hooks = following
 
     def __call__(self, *, input_ids: torch.Tensor, model_kwargs: dict[str, Any], **given: Any):
-        generator = self.own(input_ids=input_ids, model_kwargs=model_kwargs, **given)
-        limit = _Limit(generator, self.following, _Row(input_ids, model_kwargs))
+        generator = self.original_method(input_ids=input_ids, model_kwargs=model_kwargs, **given)
+        limit = _CandidateLimit(generator, self.hooks, _SequencePositions(input_ids, model_kwargs))
         generator.get_candidates = limit.get_candidates
         generator.update_candidate_strategy = limit.update_candidate_strategy
         return generator
 
 
-class _Row:
+class _SequencePositions:
     """Positions of the one sequence that assisted decoding extends.
 
     Attributes:
@@ -76,34 +84,34 @@ class _Row:
             positions = torch.arange(width, device=input_ids.device)[None]
         cache: Any = model_kwargs.get("past_key_values")
         record = getattr(cache, "rotation", None)
-        past = cache.get_seq_length() if isinstance(record, Record) else 0
+        past = cache.get_seq_length() if isinstance(record, RotationRecord) else 0
         new = positions[:, -(width - past) :]
         if mask is not None:
             new = torch.where(mask[:, -new.shape[1] :].bool(), new, -1)
-        if isinstance(record, Record) and past:
+        if isinstance(record, RotationRecord) and past:
             new = torch.cat([record.positions[:, :past].to(new.device), new], dim=1)
-        self.first, self.largest = spans(new)[0].tolist()
+        self.first, self.largest = first_and_last_positions(new)[0].tolist()
         self.last = positions[0, -1].item()
 
 
-class _Limit:
+class _CandidateLimit:
     """Two methods of a candidate generator, around its own."""
 
-    def __init__(self, generator: Any, following: Any, row: _Row) -> None:
+    def __init__(self, generator: Any, following: Any, row: _SequencePositions) -> None:
         self.generator = generator
-        self.following = following
-        self.row = row
-        self.own = generator.get_candidates
-        self.own_update = generator.update_candidate_strategy
+        self.hooks = following
+        self.sequence = row
+        self.original_get = generator.get_candidates
+        self.original_update = generator.update_candidate_strategy
         self.shortened = False
 
     def room(self, tokens: int) -> float:
         """Return how many tokens may follow the first `tokens` ids under the same frequencies."""
-        if self.following.fixed is not None:
+        if self.hooks.fixed is not None:
             return math.inf
-        row = self.row
+        row = self.sequence
         last = row.last + tokens - row.tokens
-        reach = self.following.sets.reach(max(row.largest, last) - row.first + 1)
+        reach = self.hooks.sets.reach(max(row.largest, last) - row.first + 1)
         return reach if math.isinf(reach) else int(row.first + reach - 1 - last)
 
     def get_candidates(
@@ -121,7 +129,7 @@ class _Limit:
             least = 1 if isinstance(self.generator, UniversalSpeculativeDecodingGenerator) else 0
             self.generator.num_assistant_tokens = min(wanted, max(room, least))
         try:
-            ids, scores = self.own(input_ids, *args, **kwargs)
+            ids, scores = self.original_get(input_ids, *args, **kwargs)
         finally:
             if wanted is not None:
                 self.generator.num_assistant_tokens = wanted
@@ -136,7 +144,7 @@ class _Limit:
 
     def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
         wanted = getattr(self.generator, "num_assistant_tokens", None)
-        self.own_update(*args, **kwargs)
+        self.original_update(*args, **kwargs)
         if wanted is not None and self.shortened:
             # It would take a short draft for one that the model agreed with altogether.
             self.generator.num_assistant_tokens = wanted

@@ -11,41 +11,41 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.undo_log import UndoLog
 
 if TYPE_CHECKING:
-    from rope_patch.patching.dynamic.hooks import Following
+    from rope_patch.patching.dynamic.hooks import LengthHooks
 
-_ENTRY = "init_continuous_batching"  # `generate_batch` and the context manager call it, too
-_KEPT = "_cached_continuous_batching_manager"
-_MARK = "_rope_patch_rotation"
+_ENTRY_METHOD = "init_continuous_batching"  # `generate_batch` and the context manager call it, too
+_MANAGER_ATTRIBUTE = "_cached_continuous_batching_manager"
+_ROTATION_ATTRIBUTE = "_rope_patch_rotation"
 
 
 class BatchingGuard:
     """A model's `init_continuous_batching`, refused where a paged cache would mix rotations."""
 
-    def __init__(self, module: nn.Module, rotation: str, followings: list[Following]) -> None:
+    def __init__(self, module: nn.Module, rotation: str, followings: list[LengthHooks]) -> None:
         self.module = module
-        self.own = getattr(module, _ENTRY)
+        self.original_method = getattr(module, _ENTRY_METHOD)
         self.rotation = rotation
-        self.followings = followings
+        self.length_hooks = followings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for following in self.followings:
-            if following.fixed is None:
-                raise ValueError(refusal(following.method))
-        lengths = [f"{following.fixed:g}" for following in self.followings]
+        for following in self.length_hooks:
+            if following.fixed_length is None:
+                raise ValueError(paged_cache_refusal(following.method))
+        lengths = [f"{following.fixed_length:g}" for following in self.length_hooks]
         rotation = " ".join([self.rotation, *lengths])
-        manager = vars(self.module).get(_KEPT)
-        if manager is not None and vars(manager).get(_MARK) != rotation:
+        manager = vars(self.module).get(_MANAGER_ATTRIBUTE)
+        if manager is not None and vars(manager).get(_ROTATION_ATTRIBUTE) != rotation:
             raise ValueError(manager_refusal(self.module))
-        manager = self.own(*args, **kwargs)
-        setattr(manager, _MARK, rotation)
+        manager = self.original_method(*args, **kwargs)
+        setattr(manager, _ROTATION_ATTRIBUTE, rotation)
         return manager
 
 
 def guard_batching(
-    model: nn.Module, rotation: str, followings: list[Following], swaps: Swaps
+    model: nn.Module, rotation: str, length_hooks: list[LengthHooks], undo_log: UndoLog
 ) -> None:
     """Have a model refuse continuous batching whose paged cache would mix rotations.
 
@@ -54,15 +54,15 @@ def guard_batching(
     Args:
         model: The model.
         rotation: The digest of the patch's rotation.
-        followings: The parts of the patch that follow lengths.
-        swaps: Where the changes are recorded.
+        length_hooks: The parts of the patch that follow lengths.
+        undo_log: Where the changes are recorded.
     """
     for module in model.modules():
-        if hasattr(type(module), _ENTRY):
-            swaps.set(module, _ENTRY, BatchingGuard(module, rotation, followings))
+        if hasattr(type(module), _ENTRY_METHOD):
+            undo_log.set(module, _ENTRY_METHOD, BatchingGuard(module, rotation, length_hooks))
 
 
-def require_no_pages(given: dict[str, Any], method: object) -> None:
+def require_no_paged_cache(given: dict[str, Any], method: object) -> None:
     """Raise if the keys of a forward call go to a paged cache.
 
     Args:
@@ -73,17 +73,17 @@ def require_no_pages(given: dict[str, Any], method: object) -> None:
         ValueError: They do; it says what to use instead.
     """
     if given.get("cache") is not None:
-        raise ValueError(refusal(method))
+        raise ValueError(paged_cache_refusal(method))
 
 
-def require_no_manager(model: nn.Module) -> None:
+def require_no_batching_manager(model: nn.Module) -> None:
     """Raise if a model keeps a manager of continuous batching, whose cache may share old keys.
 
     Raises:
         ValueError: It does; it says how to let go of it.
     """
     for module in model.modules():
-        if vars(module).get(_KEPT) is not None:
+        if vars(module).get(_MANAGER_ATTRIBUTE) is not None:
             raise ValueError(manager_refusal(module))
 
 
@@ -96,7 +96,7 @@ def manager_refusal(module: nn.Module) -> str:
     )
 
 
-def refusal(method: object) -> str:
+def paged_cache_refusal(method: object) -> str:
     """Say why continuous batching is refused, and what to use instead."""
     return (
         f"{method} follows the length of each sequence, and keys in the paged cache of continuous "

@@ -24,58 +24,63 @@ from transformers.cache_utils import (
 
 UNKNOWN = torch.nan
 
-_TURNABLE = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+_REROTATABLE_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 
 @dataclass
-class Record:
+class RotationRecord:
     """How the keys of a cache are rotated. B rows, S slots.
 
     What decides about rotation lies on the CPU, so that a decoding step need not wait for a device
     to know that nothing changes.
 
     Attributes:
-        owner: Which patch wrote `bounds`; under another one they have to be read anew.
+        patch_id: Which patch wrote `row_spans`; under another one they have to be read anew.
         positions: Where each slot's key was rotated at, -1 for slots without a token, `[B, S]`.
-        bounds: First position of each row, the largest that the last one can be, and the length
-            that its frequencies serve (see `Method.reach`); `[B, 3]`, float64, on the CPU; NaN
-            where unknown.
-        sets: The frequencies of each row's keys, one layer type's after another's, `[B, F]`,
+        row_spans: First position of each row, the largest that the last one can be, and the length
+            that its frequencies serve (see `Method.valid_until`); `[B, 3]`, float64, on the CPU;
+            NaN where unknown.
+        frequencies: The frequencies of each row's keys, one layer type's after another's, `[B, F]`,
             float64, on the CPU; NaN where there are none yet.
         static: Whether `positions` has room for all that the cache will ever hold.
         layout: What patches must have in common to re-rotate each other's keys: where each layer
             type's numbers are in a set, and how many first positions keep their rotation.
     """
 
-    owner: str
+    patch_id: str
     positions: torch.Tensor
-    bounds: torch.Tensor
-    sets: torch.Tensor
+    row_spans: torch.Tensor
+    frequencies: torch.Tensor
     static: bool
     layout: tuple[Any, ...]
 
     @classmethod
-    def blank(
-        cls, owner: str, positions: torch.Tensor, width: int, layout: tuple[Any, ...]
-    ) -> Record:
+    def empty(
+        cls, patch_id: str, positions: torch.Tensor, row_width: int, layout: tuple[Any, ...]
+    ) -> RotationRecord:
         """A record of rows of which nothing is known but where their tokens stand.
 
         Args:
-            owner: See above.
+            patch_id: See above.
             positions: See above.
-            width: F, the numbers that a row's frequencies are.
+            row_width: F, the numbers that a row's frequencies are.
             layout: See above.
         """
         rows = positions.shape[0]
         with torch.inference_mode(False):  # a cache may be used outside of it later
             bounds = torch.full((rows, 3), UNKNOWN, dtype=torch.float64, device="cpu")
-            sets = torch.full((rows, width), UNKNOWN, dtype=torch.float64, device="cpu")
-        return cls(owner, positions, bounds, sets, positions.shape[1] > 0, layout)
+            sets = torch.full((rows, row_width), UNKNOWN, dtype=torch.float64, device="cpu")
+        return cls(patch_id, positions, bounds, sets, positions.shape[1] > 0, layout)
 
-    def rearranged(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> Record:
+    def rearrange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> RotationRecord:
         """The record of a cache whose rows went through `rows`, a function of `[B, ...]`."""
-        moved = (rows(self.positions), rows(self.bounds), rows(self.sets))
-        return Record(self.owner, *moved, self.static, self.layout)
+        moved = (rows(self.positions), rows(self.row_spans), rows(self.frequencies))
+        return RotationRecord(self.patch_id, *moved, self.static, self.layout)
 
     def append(self, past: Any, new: torch.Tensor) -> None:
         """Writes down where new tokens stand.
@@ -93,62 +98,64 @@ class Record:
         self.positions.index_copy_(1, at, new.to(self.positions.dtype))
 
 
-class Remembering(Cache):
-    """What a cache becomes that carries a record; see `remember`."""
+class CacheWithRecord(Cache):
+    """What a cache becomes that carries a record; see `attach_record`."""
 
-    rotation: Record | str | None = None
+    rotation: RotationRecord | str | None = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._rearrange(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+        self._rearrange_record(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._rearrange(lambda rows: rows.repeat_interleave(repeats, dim=0))
+        self._rearrange_record(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
-        self._rearrange(lambda rows: rows[indices.to(rows.device)])
+        self._rearrange_record(lambda rows: rows[indices.to(rows.device)])
 
     def reset(self) -> None:
         super().reset()
         self.rotation = None
 
-    def _rearrange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if isinstance(self.rotation, Record):
-            self.rotation = self.rotation.rearranged(rows)
+    def _rearrange_record(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if isinstance(self.rotation, RotationRecord):
+            self.rotation = self.rotation.rearrange(rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time: copies and pickles name the one that it was made from.
-        return _revive, type(self).__bases__[1:], self.__dict__
+        return _unpickle, type(self).__bases__[1:], self.__dict__
 
 
-_KINDS: dict[type, type] = {}
+_RECORD_CLASSES: dict[type, type] = {}
 
 
-def remember(cache: Any, record: Record) -> None:
+def attach_record(cache: Any, record: RotationRecord) -> None:
     """Gives a cache a record, which from then on follows whatever is done to its rows."""
-    if not isinstance(cache, Remembering) and not torch.compiler.is_compiling():
+    if not isinstance(cache, CacheWithRecord) and not torch.compiler.is_compiling():
         # Within a compiled graph an object's class is fixed; the next call outside makes up for it.
-        cache.__class__ = _remembering(type(cache))
+        cache.__class__ = _record_class_of(type(cache))
     cache.rotation = record
 
 
-def recall(cache: Any, past: Any, batch: int, layout: tuple[Any, ...], owner: str) -> Record | None:
+def get_record(
+    cache: Any, past: Any, batch: int, layout: tuple[Any, ...], patch_id: str
+) -> RotationRecord | None:
     """The record of a cache, brought to what the cache holds now; None for an empty cache.
 
     Args:
         cache: Any of transformers' caches, or None.
         past: How many slots are filled.
         batch: Rows that are about to be added to it.
-        layout: See `Record`, of the patch that asks.
-        owner: The patch that asks.
+        layout: See `RotationRecord`, of the patch that asks.
+        patch_id: The patch that asks.
 
     Raises:
         ValueError: It is unknown how the cache's keys are rotated. The cache is as it was.
     """
     record = getattr(cache, "rotation", None)
-    if not isinstance(record, Record):
+    if not isinstance(record, RotationRecord):
         if not torch.compiler.is_compiling() and int(past) > 0:
             raise ValueError(
                 f"the cache holds {int(past)} tokens, and no record of how their keys were "
@@ -173,13 +180,13 @@ def recall(cache: Any, past: Any, batch: int, layout: tuple[Any, ...], owner: st
     cropped = not record.static and slots > past
     if cropped:
         record.positions = record.positions[:, :past]
-    if cropped or record.owner != owner:
-        record.owner = owner
-        record.bounds = torch.full_like(record.bounds, UNKNOWN)
+    if cropped or record.patch_id != patch_id:
+        record.patch_id = patch_id
+        record.row_spans = torch.full_like(record.row_spans, UNKNOWN)
     return record
 
 
-def made_cache(output: Any) -> Any:
+def cache_in_output(output: Any) -> Any:
     """Return the cache in what a decoder returned, a tuple included; None where there is none."""
     parts = output if isinstance(output, tuple) else [getattr(output, "past_key_values", None)]
     for part in parts:
@@ -189,14 +196,14 @@ def made_cache(output: Any) -> Any:
     return None
 
 
-def blank_positions(cache: Any, new: torch.Tensor) -> torch.Tensor:
+def empty_positions(cache: Any, new: torch.Tensor) -> torch.Tensor:
     """No positions, `[B, S]`, with room for all that a static cache will hold."""
     with torch.inference_mode(False):
         return new.new_full((new.shape[0], _capacity(cache)), -1)
 
 
 def cached_keys(
-    cache: Any, record: Record, past: Any
+    cache: Any, record: RotationRecord, past: Any
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """What the layers of a cache hold of the first `past` tokens.
 
@@ -211,7 +218,7 @@ def cached_keys(
     Raises:
         ValueError: The keys are not at hand to be changed, or not without losing gradients.
     """
-    require_turnable(cache)
+    require_rerotatable_cache(cache)
     if getattr(cache, "offloading", False) and torch.cuda.is_available():
         torch.cuda.synchronize()  # keys may still be on their way
     for index, layer in enumerate([] if cache is None else cache.layers):
@@ -219,7 +226,7 @@ def cached_keys(
         if keys is None or keys.numel() == 0:
             continue
         if not torch.compiler.is_compiling():
-            layer.keys = keys = _writable(layer, keys)
+            layer.keys = keys = _writable_keys(layer, keys)
         end, held = past, keys.shape[2]
         if record.static:  # a window that is not full yet starts at the first slot
             end = max(layer.get_seq_length(), held) if layer.is_sliding else held
@@ -234,7 +241,7 @@ def carries_gradients(cache: Any) -> bool:
     return any(key.requires_grad for key in keys if key is not None)
 
 
-def require_turnable(cache: Any) -> None:
+def require_rerotatable_cache(cache: Any) -> None:
     """Refuses a cache whose keys are not at hand to be rotated again.
 
     Raises:
@@ -243,7 +250,7 @@ def require_turnable(cache: Any) -> None:
     layers = [] if cache is None else cache.layers or [cache.layer_class_to_replicate]
     for layer in layers:
         kind = layer if isinstance(layer, type) else type(layer)
-        if kind in _TURNABLE or not issubclass(kind, CacheLayerMixin):
+        if kind in _REROTATABLE_LAYERS or not issubclass(kind, CacheLayerMixin):
             continue
         raise ValueError(
             f"the keys of a {type(cache).__name__} ({kind.__name__}) cannot be rotated again, "
@@ -262,7 +269,7 @@ def _capacity(cache: Any) -> int:
     return slots
 
 
-def _writable(layer: Any, keys: torch.Tensor) -> torch.Tensor:
+def _writable_keys(layer: Any, keys: torch.Tensor) -> torch.Tensor:
     """Return a layer's keys as a tensor that may be changed in place.
 
     What inference mode made may be changed only within it, and what autograd has saved for a
@@ -283,11 +290,13 @@ def _writable(layer: Any, keys: torch.Tensor) -> torch.Tensor:
     return keys.clone() if outside or saved else keys
 
 
-def _remembering(kind: type) -> type:
-    if kind not in _KINDS:
-        _KINDS[kind] = type(kind.__name__, (Remembering, kind), {"__module__": kind.__module__})
-    return _KINDS[kind]
+def _record_class_of(kind: type) -> type:
+    if kind not in _RECORD_CLASSES:
+        _RECORD_CLASSES[kind] = type(
+            kind.__name__, (CacheWithRecord, kind), {"__module__": kind.__module__}
+        )
+    return _RECORD_CLASSES[kind]
 
 
-def _revive(kind: type) -> Any:
-    return object.__new__(_remembering(kind))
+def _unpickle(kind: type) -> Any:
+    return object.__new__(_record_class_of(kind))

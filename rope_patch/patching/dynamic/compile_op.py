@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-_alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_serials = itertools.count()
+_instances: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_handles = itertools.count()
 
 
-def announce(following: Any) -> int:
+def register_hooks(following: Any) -> int:
     """Makes a `Following` known to the operator, by a number; it is not kept alive by that."""
-    serial = next(_serials)
-    _alive[serial] = following
+    serial = next(_handles)
+    _instances[serial] = following
     return serial
 
 
@@ -36,7 +36,7 @@ UNCAPTURED: dict[str, Any] = {"tags": _tags} if _tags else {}
     "Tensor new, Tensor(b!) bounds, Tensor(c!) sets, SymInt serial) -> Tensor",
     **UNCAPTURED,
 )
-def follow(
+def update_rows_op(
     keys: list[torch.Tensor],
     slots: list[torch.Tensor],
     kinds: list[int],
@@ -46,19 +46,19 @@ def follow(
     sets: torch.Tensor,
     serial: int,
 ) -> torch.Tensor:
-    """`Following.settle` of the one that was announced as `serial`, for every row, `[B, F]`.
+    """`Following.update_rows` of the one that was announced as `serial`, for every row, `[B, F]`.
 
     Args:
         keys: Of each layer that may have to be turned, `[B, K, S, D]`.
         slots: Where they were rotated at, `[B, S]` each.
         kinds: Which layer types they belong to, as indices.
-        positions: See `Following.settle`.
-        new: See `Following.settle`.
-        bounds: See `Following.settle`.
-        sets: See `Following.settle`.
-        serial: What `announce` returned.
+        positions: See `Following.update_rows`.
+        new: See `Following.update_rows`.
+        bounds: See `Following.update_rows`.
+        sets: See `Following.update_rows`.
+        serial: What `register_hooks` returned.
     """
-    following = _alive[serial]
+    following = _instances[serial]
     names = list(following.parts)
     cached = [(k, s, names[i]) for k, s, i in zip(keys, slots, kinds, strict=True)]
     at = following.loop.take(None)
@@ -66,7 +66,7 @@ def follow(
     return rows.expand(positions.shape[0], -1).clone()
 
 
-@follow.register_fake
+@update_rows_op.register_fake
 def _(keys, slots, kinds, positions, new, bounds, sets, serial):
     return positions.new_empty(sets.shape, dtype=torch.float32)
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.undo_log import UndoLog
 
 _PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 
 
-class _Seen:
+class _TensorSnapshot:
     """A tensor at a moment, to recognise it if nobody wrote into it since then."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -42,14 +42,14 @@ class _Step:
     """One decoding step of generate.
 
     Attributes:
-        source: What the step's positions were made from; see `_source`.
-        given: The positions which generate hands to the model, `[B, 1]`.
+        source: What the step's positions were made from; see `_position_source`.
+        position_ids: The positions which generate hands to the model, `[B, 1]`.
         positions: The same as numbers, B of them, where they are known.
         done: Whether the decoder had its forward.
     """
 
-    source: _Seen
-    given: _Seen
+    source: _TensorSnapshot
+    position_ids: _TensorSnapshot
     positions: list[float] | None
     done: bool = False
 
@@ -59,19 +59,24 @@ class GenerationLoop(threading.local):
 
     def __init__(self) -> None:
         self._step: _Step | None = None
-        self._next: _Seen | None = None
+        self._next: _TensorSnapshot | None = None
 
-    def prepare(self, source: torch.Tensor | None, given: torch.Tensor | None) -> None:
+    def prepare(self, source: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
         """Note a step for which generate prepared the inputs."""
         last, following = self._step, self._next
         self._step = self._next = None
-        if source is None or given is None or given.ndim != 2 or given.shape[1] != 1:
+        if (
+            source is None
+            or position_ids is None
+            or position_ids.ndim != 2
+            or position_ids.shape[1] != 1
+        ):
             return
         positions = None
         linked = following is not None and following.is_still(source)
         if linked and last is not None and last.positions:
             positions = [position + 1 for position in last.positions]
-        self._step = _Step(_Seen(source), _Seen(given), positions)
+        self._step = _Step(_TensorSnapshot(source), _TensorSnapshot(position_ids), positions)
 
     def update(self, before: torch.Tensor | None, after: torch.Tensor | None, tokens: int) -> None:
         """Note what generate extends by the new tokens' positions, before and after it does."""
@@ -79,29 +84,33 @@ class GenerationLoop(threading.local):
         if step is None or not step.done or before is None or after is None or tokens != 1:
             return
         if step.source.is_still(before):
-            self._next = _Seen(after)
+            self._next = _TensorSnapshot(after)
 
-    def take(self, given: torch.Tensor | None) -> list[float] | None:
+    def take(self, position_ids: torch.Tensor | None) -> list[float] | None:
         """Return the positions that a decoder's forward is given, if they are certain.
 
         Args:
-            given: The forward's `position_ids`; None in a compiled graph, which has others.
+            position_ids: The forward's `position_ids`; None in a compiled graph, which has others.
         """
         step = self._step
-        if step is None or step.done or (given is not None and not step.given.is_still(given)):
+        if (
+            step is None
+            or step.done
+            or (position_ids is not None and not step.position_ids.is_still(position_ids))
+        ):
             self._step = None
             return None
         step.done = True
         return step.positions
 
-    def note(self, positions: list[float]) -> None:
+    def note_positions(self, positions: list[float]) -> None:
         """Note the positions of the present step; negative where a mask hides them."""
         if self._step is not None:
             self._step.positions = positions if min(positions) >= 0 else None
 
 
 def watch_generate(
-    model: nn.Module, followings: list[tuple[nn.Module, Any, Any]], swaps: Swaps
+    model: nn.Module, length_hooks: list[tuple[nn.Module, Any, Any]], undo_log: UndoLog
 ) -> None:
     """Tell each `Following` of the steps of its model's generate.
 
@@ -109,15 +118,17 @@ def watch_generate(
 
     Args:
         model: The patched model, or anything around it.
-        followings: Each decoder which follows lengths, its rotary module and its `Following`.
-        swaps: Where the changes are recorded.
+        length_hooks: Each decoder which follows lengths, its rotary module and its `Following`.
+        undo_log: Where the changes are recorded.
     """
-    for decoder, _, following in followings:
+    for decoder, _, following in length_hooks:
         for module in model.modules():
             stock = all(_is_stock(module, name) for name in (_PREPARE, _UPDATE))
             if stock and any(inner is decoder for inner in module.modules()):
-                swaps.set(module, _PREPARE, _Preparing(getattr(module, _PREPARE), following))
-                swaps.set(module, _UPDATE, _Updating(getattr(module, _UPDATE), following))
+                undo_log.set(module, _PREPARE, _PrepareInputs(getattr(module, _PREPARE), following))
+                undo_log.set(
+                    module, _UPDATE, _UpdateModelKwargs(getattr(module, _UPDATE), following)
+                )
 
 
 def _is_stock(module: nn.Module, name: str) -> bool:
@@ -127,37 +138,37 @@ def _is_stock(module: nn.Module, name: str) -> bool:
     return own is getattr(GenerationMixin, name) and name not in vars(module)
 
 
-def _source(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _position_source(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return what generate extends from step to step: its positions, or what it counts them by."""
     positions = model_kwargs.get("position_ids")
     return model_kwargs.get("attention_mask") if positions is None else positions
 
 
-class _Around:
+class _WrappedMethod:
     """A method of a model, with the signature of the one it stands for."""
 
     def __init__(self, own: Any, following: Any) -> None:
-        self.own = own
-        self.following = following
+        self.original_method = own
+        self.hooks = following
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.own)  # generate tells by it what a model takes
+        return inspect.signature(self.original_method)  # generate tells by it what a model takes
 
 
-class _Preparing(_Around):
+class _PrepareInputs(_WrappedMethod):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = self.own(*args, **kwargs)
-        self.following.loop.prepare(_source(kwargs), inputs.get("position_ids"))
+        inputs = self.original_method(*args, **kwargs)
+        self.hooks.loop.prepare(_position_source(kwargs), inputs.get("position_ids"))
         return inputs
 
 
-class _Updating(_Around):
+class _UpdateModelKwargs(_WrappedMethod):
     def __call__(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        before = _source(model_kwargs)
-        updated = self.own(outputs, model_kwargs, *args, **kwargs)
+        before = _position_source(model_kwargs)
+        updated = self.original_method(outputs, model_kwargs, *args, **kwargs)
         tokens = args[1] if len(args) > 1 else kwargs.get("num_new_tokens", 1)
-        self.following.loop.update(before, _source(updated), tokens)
+        self.hooks.loop.update(before, _position_source(updated), tokens)
         return updated

@@ -8,6 +8,8 @@ import torch
 
 
 @torch.compiler.disable
-def prepare(following: Any, given: dict[str, Any], tokens: torch.Tensor, cache: Any) -> None:
+def prepare_outside_graph(
+    following: Any, given: dict[str, Any], tokens: torch.Tensor, cache: Any
+) -> None:
     """Call `Following.prepare` in eager mode."""
     following.prepare(given, tokens, cache)

@@ -8,34 +8,34 @@ from typing import Any
 
 import torch
 
-from rope_patch.ops import make_turns, rerotate_
+from rope_patch.ops import pack_frequencies, rerotate_
 from rope_patch.ops.reference import rerotate_as_transformers_
-from rope_patch.patching.kernels.position_passthrough import hands_over
-from rope_patch.patching.start_tokens import left_alone
+from rope_patch.patching.kernels.position_passthrough import use_exact_positions
+from rope_patch.patching.start_tokens import preserve_start_keys
 
 # (keys [B, K, S, D], where they were rotated at [B, S], layer type)
-Cached = tuple[torch.Tensor, torch.Tensor, str | None]
+CachedKeys = tuple[torch.Tensor, torch.Tensor, str | None]
 
 
 @dataclass(frozen=True)
-class Turning:
+class KeyRerotation:
     """How a model's keys are turned.
 
     Attributes:
-        parts: Where each layer type's numbers are in a set; see `Sets`.
+        slices: Where each layer type's numbers are in a set; see `Sets`.
         interleaved: See `rope_patch.ops.rope`.
         kernels: By whom positions are rotated to, where they are; else None.
-        kept_tokens: Positions below it keep their rotation; see `Method.kept_tokens`.
+        start_tokens: Positions below it keep their rotation; see `Method.start_token_count`.
     """
 
-    parts: dict[str | None, tuple[int, int]]
+    slices: dict[str | None, tuple[int, int]]
     interleaved: bool
     kernels: str | None
-    kept_tokens: int
+    start_tokens: int
 
-    def turn(
+    def rerotate(
         self,
-        cached: Iterable[Cached],
+        cached: Iterable[CachedKeys],
         sets: torch.Tensor,
         wanted: torch.Tensor,
         changed: torch.Tensor,
@@ -54,23 +54,23 @@ class Turning:
         # As one block where all rows change, which is the rule; else row by row, in place.
         blocks = [slice(None)] if len(rows) == len(changed) else [slice(r, r + 1) for r in rows]
         # Layers of one type that hold the same slots turn by the same angles.
-        together: dict[Any, list[Cached]] = {}
+        together: dict[Any, list[CachedKeys]] = {}
         for keys, slots, kind in cached:
             graded = torch.is_grad_enabled() and keys.requires_grad
             key = (kind, slots.shape[1], keys.device, graded)
             together.setdefault(key, []).append((keys, slots, kind))
         for (kind, _, _, graded), layers in together.items():
-            start, end = self.parts[kind]
+            start, end = self.slices[kind]
             at = layers[0][1].clamp(min=0)
             # A copy, since the record of the cache is changed later on.
             change = (blocks, at, sets[:, start:end].clone(), wanted[:, start:end])
             keys_of_all = [keys for keys, _, _ in layers]
             if graded:
-                _Differentiable.apply(self, change, *keys_of_all)
+                _DifferentiableRerotation.apply(self, change, *keys_of_all)
             else:
-                self.change(keys_of_all, *change)
+                self.rerotate_blocks(keys_of_all, *change)
 
-    def change(
+    def rerotate_blocks(
         self,
         layers: Sequence[torch.Tensor],
         blocks: list[slice],
@@ -89,16 +89,16 @@ class Turning:
         """
         for block in blocks:
             rows = [keys[block] for keys in layers]
-            with left_alone(rows, at[block], self.kept_tokens):
-                self._turn_on(rows, at[block], old[block], new[block])
+            with preserve_start_keys(rows, at[block], self.start_tokens):
+                self._rerotate_block(rows, at[block], old[block], new[block])
 
-    def _turn_on(
+    def _rerotate_block(
         self, layers: list[torch.Tensor], at: torch.Tensor, old: torch.Tensor, new: torch.Tensor
     ) -> None:
         """Turns keys on by the angles that they were rotated by: exact ones, or transformers'."""
         device = layers[0].device
-        if self.kernels is not None and hands_over(layers[0], self.kernels):
-            turns = [make_turns(s[:, :-1], s[:, -1]).to(device) for s in (old, new)]
+        if self.kernels is not None and use_exact_positions(layers[0], self.kernels):
+            turns = [pack_frequencies(s[:, :-1], s[:, -1]).to(device) for s in (old, new)]
             rerotate_(
                 layers,
                 at.to(device),
@@ -113,12 +113,14 @@ class Turning:
         )
 
 
-class _Differentiable(torch.autograd.Function):
-    """`Turning.change`, through which gradients flow."""
+class _DifferentiableRerotation(torch.autograd.Function):
+    """`KeyRerotation.rerotate_blocks`, through which gradients flow."""
 
     @staticmethod
-    def forward(turning: Turning, change: Any, *layers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        turning.change(layers, *change)
+    def forward(
+        turning: KeyRerotation, change: Any, *layers: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        turning.rerotate_blocks(layers, *change)
         return layers
 
     @staticmethod
@@ -133,7 +135,7 @@ class _Differentiable(torch.autograd.Function):
         back = torch.cat([new[:, :-1], old[:, -1:]], 1), torch.cat([old[:, :-1], new[:, -1:]], 1)
         copies = [gradient.clone() for gradient in gradients]
         if torch.is_grad_enabled():
-            copies = _Differentiable.apply(ctx.turning, (blocks, at, *back), *copies)
+            copies = _DifferentiableRerotation.apply(ctx.turning, (blocks, at, *back), *copies)
         else:
             ctx.turning.change(copies, blocks, at, *back)
         return None, None, *copies

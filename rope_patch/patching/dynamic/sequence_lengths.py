@@ -9,7 +9,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
 
-def positions_of(
+def token_positions(
     given: dict[str, Any], tokens: torch.Tensor, past: Any, *, shared: bool
 ) -> torch.Tensor:
     """Where the tokens of a forward call stand.
@@ -35,7 +35,7 @@ def positions_of(
                 "under context parallelism each process sees a part of the sequence: expected "
                 "position_ids, which say where the tokens stand in the whole of it"
             )
-        require_documents(given)
+        require_document_positions(given)
         if steps == 1 and isinstance(past, int):  # a decoding step takes the shortest way
             positions = torch.full((batch, 1), past, device=tokens.device)
         else:
@@ -45,12 +45,12 @@ def positions_of(
     mask = given.get("attention_mask")
     # Masks of other shapes were made from a 2-D one, as were the position_ids beside them.
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= steps:
-        new = columns(mask, past, steps).to(positions.device)
+        new = mask_columns(mask, past, steps).to(positions.device)
         positions = torch.where(new.bool(), positions, -1)
     return positions
 
 
-def require_documents(given: dict[str, Any]) -> None:
+def require_document_positions(given: dict[str, Any]) -> None:
     """Raise if packed rows come without the positions that tell where a document begins.
 
     Args:
@@ -67,7 +67,7 @@ def require_documents(given: dict[str, Any]) -> None:
         )
 
 
-def columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:
+def mask_columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:
     """What a 2-D mask, or numbers of its shape, says of the new tokens, `[B, S]`.
 
     One for a static cache may go on behind them.
@@ -83,7 +83,7 @@ def columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:
     )
 
 
-def spans(positions: torch.Tensor, group: Any = None) -> torch.Tensor:
+def first_and_last_positions(positions: torch.Tensor, group: Any = None) -> torch.Tensor:
     """First and last position of each row; this waits for the device that they are on.
 
     Args:

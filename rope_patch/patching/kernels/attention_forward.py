@@ -17,16 +17,20 @@ import torch
 from torch import nn
 
 from rope_patch.ops import qk_norm_rope, rope
-from rope_patch.ops.cpu import rope_by_tables
+from rope_patch.ops.cpu import rope_from_cos_sin
 from rope_patch.ops.modes import needs_plain_torch
 from rope_patch.ops.reference import rms_norm
-from rope_patch.patching.architecture.attention_source import APPLY, own_function, usage
-from rope_patch.patching.defaults import as_by_default
-from rope_patch.patching.kernels.position_passthrough import hands_over
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.architecture.attention_source import (
+    APPLY,
+    inspect_forward,
+    undecorated_forward,
+)
+from rope_patch.patching.defaults import torch_defaults
+from rope_patch.patching.kernels.position_passthrough import use_exact_positions
+from rope_patch.patching.undo_log import UndoLog
 
 
-class OurForward:
+class PatchedAttentionForward:
     """An attention's forward, in which the rotation is ours.
 
     An object rather than a function, so that copies of a model get their own.
@@ -36,16 +40,16 @@ class OurForward:
         self.module = module
         self.kernels = kernels
         self.interleaved = interleaved
-        self.halved = halved
-        self.form = shared_norm_form(module)
-        self.norm_names: tuple[str, ...] = usage(type(module)).norms or ()
+        self.halve_tables = halved
+        self.norm_spec = shared_norm_spec(module)
+        self.norm_names: tuple[str, ...] = inspect_forward(type(module)).norm_names or ()
         self._bind()
 
     def _bind(self) -> None:
         kind: Any = self.module.__class__  # not type(), which is the proxy's for a replica
-        function = own_function(kind)
-        ours = self.rotate_one if usage(kind).single else self.rotate
-        self._theirs = function.__globals__[APPLY]
+        function = undecorated_forward(kind)
+        ours = self.rotate_one if inspect_forward(kind).one_tensor else self.rotate
+        self._original_apply = function.__globals__[APPLY]
         names = {**function.__globals__, APPLY: ours}
         # torch.compile would look for the names in the module that this one names.
         del names["__name__"]
@@ -70,11 +74,15 @@ class OurForward:
         unsqueeze_dim: int = 1,
     ) -> Any:
         """In place of `apply_rotary_pos_emb`: cos and sin, or positions and turns."""
-        deferred = self.form is not None and hands_over(q, self.kernels) and self.defers()
+        deferred = (
+            self.norm_spec is not None
+            and use_exact_positions(q, self.kernels)
+            and self.norms_are_deferred()
+        )
         if cos.is_floating_point():
             if deferred:
-                q, k = self._norm(q, k, unsqueeze_dim)
-            return self._by_tables(q, k, cos, sin, unsqueeze_dim)
+                q, k = self._normalize(q, k, unsqueeze_dim)
+            return self._rotate_from_cos_sin(q, k, cos, sin, unsqueeze_dim)
         given: Any = {
             "interleaved": self.interleaved,
             "heads_dim": unsqueeze_dim,
@@ -82,8 +90,8 @@ class OurForward:
         }
         if not deferred:
             return rope(q, k, cos, sin, **given)
-        assert self.form is not None
-        given |= {"eps": self._eps(), "offset": self.form.offset}
+        assert self.norm_spec is not None
+        given |= {"eps": self._eps(), "offset": self.norm_spec.offset}
         q_weight, k_weight = self._weights(q)
         return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **given)
 
@@ -92,15 +100,15 @@ class OurForward:
     ) -> torch.Tensor:
         """The same where a model rotates one tensor at a time."""
         if cos.is_floating_point():
-            return self._by_tables(x, None, cos, sin, unsqueeze_dim)
+            return self._rotate_from_cos_sin(x, None, cos, sin, unsqueeze_dim)
         given: Any = {"interleaved": self.interleaved, "heads_dim": unsqueeze_dim}
         return rope(x, None, cos, sin, kernels=self.kernels, **given)[0]
 
-    def defers(self) -> bool:
+    def norms_are_deferred(self) -> bool:
         """Whether both norms hand their input through, for `rotate` to norm."""
-        return all(_stands(self.module, name) for name in self.norm_names)
+        return all(_is_still_deferred(self.module, name) for name in self.norm_names)
 
-    def _by_tables(
+    def _rotate_from_cos_sin(
         self,
         q: torch.Tensor,
         k: torch.Tensor | None,
@@ -110,18 +118,22 @@ class OurForward:
     ) -> Any:
         tensors = (q, cos, sin) if k is None else (q, k, cos, sin)
         if q.device.type != "cpu" or torch.compiler.is_compiling() or needs_plain_torch():
-            return self._theirs(*tensors, unsqueeze_dim=heads_dim)
-        if self.halved:
+            return self._original_apply(*tensors, unsqueeze_dim=heads_dim)
+        if self.halve_tables:
             cos, sin = (c[..., : c.shape[-1] // 2] for c in (cos, sin))
-        given: Any = {"heads_dim": heads_dim, "repeated": not self.halved}
-        turned = rope_by_tables(q, k, cos, sin, interleaved=self.interleaved, **given)
+        given: Any = {"heads_dim": heads_dim, "repeated": not self.halve_tables}
+        turned = rope_from_cos_sin(q, k, cos, sin, interleaved=self.interleaved, **given)
         return turned[0] if k is None else turned
 
-    def _norm(
+    def _normalize(
         self, q: torch.Tensor, k: torch.Tensor, heads_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.form is not None
-        given: Any = {"eps": self._eps(), "offset": self.form.offset, "heads_dim": heads_dim}
+        assert self.norm_spec is not None
+        given: Any = {
+            "eps": self._eps(),
+            "offset": self.norm_spec.offset,
+            "heads_dim": heads_dim,
+        }
         normed = (
             rms_norm(x, weight, **given).to(x.dtype)
             for x, weight in zip((q, k), self._weights(q), strict=True)
@@ -136,25 +148,25 @@ class OurForward:
         return [weight.view(-1, q.shape[-1]) for weight in weights]
 
     def _eps(self) -> float:
-        assert self.form is not None
-        return getattr(getattr(self.module, self.norm_names[0]), self.form.eps)
+        assert self.norm_spec is not None
+        return getattr(getattr(self.module, self.norm_names[0]), self.norm_spec.eps_attribute)
 
     def retire(self) -> None:
         """Rotate as the class does from now on: the patch is undone, but a wrapper calls this."""
         self.kernels = "hf"
-        self._function = own_function(type(self.module))
+        self._function = undecorated_forward(type(self.module))
 
-    def for_replica(self, replica: Any) -> OurForward:
+    def for_replica(self, replica: Any) -> PatchedAttentionForward:
         """Return the forward for a replica of the module (`nn.DataParallel`)."""
-        made = OurForward.__new__(OurForward)
+        made = PatchedAttentionForward.__new__(PatchedAttentionForward)
         # Norms are made before the attention that they belong to: replicas defer none.
-        made.__setstate__({**self.__getstate__(), "module": replica, "form": None})
+        made.__setstate__({**self.__getstate__(), "module": replica, "norm_spec": None})
         return made
 
     # -- copies ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_function", "_theirs")}
+        return {k: v for k, v in vars(self).items() if k not in ("_function", "_original_apply")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -164,41 +176,50 @@ class OurForward:
 class DeferredNorm:
     """A norm's forward that hands its input through where the rotation norms it anyway."""
 
-    def __init__(self, forward: OurForward, name: str, norm: nn.Module, own: Any) -> None:
-        self.forward = forward
+    def __init__(
+        self, forward: PatchedAttentionForward, name: str, norm: nn.Module, own: Any
+    ) -> None:
+        self.attention_forward = forward
         self.name = name
         self.norm = norm
-        self.own = own
+        self.original_forward = own
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if hands_over(hidden_states, self.forward.kernels) and self.forward.defers():
+        if (
+            use_exact_positions(hidden_states, self.attention_forward.kernels)
+            and self.attention_forward.norms_are_deferred()
+        ):
             return hidden_states
-        return self.own(hidden_states)
+        return self.original_forward(hidden_states)
 
     def for_replica(self, replica: Any) -> Any:
         """Return the norm's own forward for a replica, of which none is deferred."""
-        return functools.partial(self.own.__func__, replica)
+        return functools.partial(self.original_forward.__func__, replica)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredNorm:
         """A copy of the norm alone still belongs to the same attention (PEFT's modules_to_save)."""
-        attention = self.forward.module
-        forward = copy.deepcopy(self.forward, memo) if id(attention) in memo else self.forward
+        attention = self.attention_forward.module
+        forward = (
+            copy.deepcopy(self.attention_forward, memo)
+            if id(attention) in memo
+            else self.attention_forward
+        )
         made = DeferredNorm.__new__(DeferredNorm)
         memo[id(self)] = made
-        made.forward, made.name = forward, self.name
+        made.attention_forward, made.name = forward, self.name
         made.norm = copy.deepcopy(self.norm, memo)
-        made.own = copy.deepcopy(self.own, memo)
+        made.original_forward = copy.deepcopy(self.original_forward, memo)
         return made
 
 
-def _stands(attention: nn.Module, name: str) -> bool:
+def _is_still_deferred(attention: nn.Module, name: str) -> bool:
     """Whether a norm is one that defers, with nothing put around it or hooked to it since."""
     norm: Any = getattr(attention, name)
     forward = vars(norm).get("forward")
     return (
         isinstance(forward, DeferredNorm)
         and forward.norm is norm
-        and forward.forward.module is attention
+        and forward.attention_forward.module is attention
         and not norm._forward_hooks
         and not norm._forward_pre_hooks
         and type(norm.weight) in (torch.Tensor, nn.Parameter)
@@ -207,37 +228,43 @@ def _stands(attention: nn.Module, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class NormForm:
+class RMSNormSpec:
     """An RMSNorm as we compute it.
 
     Attributes:
         offset: Added to the weight.
-        eps: The attribute that holds what is added to the mean of squares.
+        eps_attribute: The attribute that holds what is added to the mean of squares.
     """
 
     offset: float
-    eps: str
+    eps_attribute: str
 
 
-def shared_norm_form(attention: nn.Module) -> NormForm | None:
+def shared_norm_spec(attention: nn.Module) -> RMSNormSpec | None:
     """The form of the two norms ahead of the rotation; None where there are none that we know."""
-    norms: list[Any] = [getattr(attention, n, None) for n in usage(type(attention)).norms or ()]
+    norms: list[Any] = [
+        getattr(attention, n, None) for n in inspect_forward(type(attention)).norm_names or ()
+    ]
     if not norms or any(list(getattr(norm, "_parameters", ())) != ["weight"] for norm in norms):
         return None
-    form = norm_form(type(norms[0]))
-    if form is None or norm_form(type(norms[1])) != form:
+    form = norm_spec_of(type(norms[0]))
+    if form is None or norm_spec_of(type(norms[1])) != form:
         return None
-    return form if getattr(norms[0], form.eps) == getattr(norms[1], form.eps) else None
+    return (
+        form
+        if getattr(norms[0], form.eps_attribute) == getattr(norms[1], form.eps_attribute)
+        else None
+    )
 
 
-def norm_form(kind: Any) -> NormForm | None:
+def norm_spec_of(kind: Any) -> RMSNormSpec | None:
     """What a norm class computes, found out by asking it; None where that is not ours."""
-    return _asked(kind)
+    return _probe_norm(kind)
 
 
 @functools.cache
-def _asked(kind: Any) -> NormForm | None:
-    with as_by_default():
+def _probe_norm(kind: Any) -> RMSNormSpec | None:
+    with torch_defaults():
         generator = torch.Generator().manual_seed(0)
         x, weight = (torch.randn(n, 8, generator=generator) for n in (4, 1))
         x = x * 1e-3  # so small that eps matters
@@ -252,33 +279,33 @@ def _asked(kind: Any) -> NormForm | None:
                 continue
             for offset in (0.0, 1.0):
                 if torch.allclose(got, rms_norm(x, weight[0], eps=1e-6, offset=offset), rtol=1e-5):
-                    return NormForm(offset, eps)
+                    return RMSNormSpec(offset, eps)
     return None
 
 
-def install(
-    attention: nn.Module, kernels: str, interleaved: bool, halved: bool, swaps: Swaps
+def install_attention_forward(
+    attention: nn.Module, kernels: str, interleaved: bool, halve_tables: bool, undo_log: UndoLog
 ) -> None:
     """Puts our rotation into an attention, below whatever hooks stand around its forward."""
-    slot = forward_slot(attention)
-    forward = OurForward(attention, kernels, interleaved, halved)
-    swaps.set(attention, slot, forward)
-    if forward.form is None:
+    slot = forward_attribute(attention)
+    forward = PatchedAttentionForward(attention, kernels, interleaved, halve_tables)
+    undo_log.set(attention, slot, forward)
+    if forward.norm_spec is None:
         return
     for name in forward.norm_names:
         norm = getattr(attention, name)
         # Offloaded weights are gone when the rotation runs, and somebody else's norm is theirs.
         if not {"_old_forward", "forward"} & vars(norm).keys():
-            swaps.set(norm, "forward", DeferredNorm(forward, name, norm, norm.forward))
+            undo_log.set(norm, "forward", DeferredNorm(forward, name, norm, norm.forward))
 
 
-def forward_slot(module: nn.Module) -> str:
+def forward_attribute(module: nn.Module) -> str:
     """Where a module's own forward is: accelerate's hooks keep it in another attribute."""
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
 def has_foreign_forward(attention: nn.Module) -> bool:
     """Whether somebody has given an attention a forward that is neither its class's nor ours."""
-    forward = vars(attention).get(forward_slot(attention))
+    forward = vars(attention).get(forward_attribute(attention))
     own = getattr(forward, "__func__", None) is type(attention).forward
-    return not (forward is None or own or isinstance(forward, OurForward))
+    return not (forward is None or own or isinstance(forward, PatchedAttentionForward))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.patching.architecture.rotary_modules import Rotary
-from rope_patch.patching.undo_log import Swaps
+from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.patching.undo_log import UndoLog
 
 logger = logging.getLogger("rope_patch")
 
@@ -22,27 +22,29 @@ logger = logging.getLogger("rope_patch")
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
 
 
-def is_ligers(function: Any) -> bool:
+def is_liger_function(function: Any) -> bool:
     """Whether a function is one of Liger's."""
     return str(getattr(function, "__module__", "")).partition(".")[0] == "liger_kernel"
 
 
-class LigerWatch:
+class LigerWarning:
     """Says once, for one patched model, that Liger's rotation is there, and what that means."""
 
-    def __init__(self, rotary: Rotary, ours: bool) -> None:
+    def __init__(self, rotary: RotaryModule, ours: bool) -> None:
         self.file = type(rotary.module).__module__
-        self.ours = ours
-        self.said = False
+        self.uses_our_kernels = ours
+        self.has_warned = False
 
     def __call__(self, *_: Any) -> None:
-        if self.said or torch.compiler.is_compiling():
+        if self.has_warned or torch.compiler.is_compiling():
             return
         module = sys.modules.get(self.file)
         for name in _ROTATIONS:
-            if is_ligers(getattr(module, name, None)):
-                self.said = True
-                logger.warning(_MESSAGE, name, self.file, _OURS if self.ours else _THEIRS)
+            if is_liger_function(getattr(module, name, None)):
+                self.has_warned = True
+                logger.warning(
+                    _MESSAGE, name, self.file, _OURS if self.uses_our_kernels else _THEIRS
+                )
 
 
 _MESSAGE = (
@@ -57,15 +59,17 @@ _THEIRS = (
 )
 
 
-def watch_for_liger(owner: nn.Module, rotary: Rotary, *, ours: bool, swaps: Swaps) -> None:
+def warn_about_liger(
+    owner: nn.Module, rotary: RotaryModule, *, uses_our_kernels: bool, undo_log: UndoLog
+) -> None:
     """Warns if Liger's rotation is there, or else as soon as a forward finds it there.
 
     Args:
         owner: The module that holds a rotary module, and is called in every forward.
         rotary: The rotary module.
-        ours: Whether the attentions' rotation is rope_patch's.
-        swaps: Where the changes are recorded.
+        uses_our_kernels: Whether the attentions' rotation is rope_patch's.
+        undo_log: Where the changes are recorded.
     """
-    watch = LigerWatch(rotary, ours)
+    watch = LigerWarning(rotary, uses_our_kernels)
     watch()
-    swaps.hook(owner, before=watch)
+    undo_log.hook(owner, before=watch)

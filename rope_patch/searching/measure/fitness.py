@@ -14,9 +14,9 @@ from typing import Any
 from rope_patch.inference.samples import Sample
 from rope_patch.inference.scorer import Score, Scorer
 from rope_patch.patching import check, current, patch
-from rope_patch.searching.candidates import Candidate, Space
-from rope_patch.searching.measure.early_stopping import outlook
-from rope_patch.utils.errors import reason
+from rope_patch.searching.candidates import Candidate, SearchSpace
+from rope_patch.searching.measure.early_stopping import predicted_deficit
+from rope_patch.utils.errors import describe_error
 from rope_patch.utils.processes import Processes
 
 _ROUNDS = 4  # after each of which a candidate may be given up
@@ -51,7 +51,7 @@ class Evaluation:
         return {**vars(self), "nll": list(self.nll), "hits": [list(hits) for hits in self.hits]}
 
     @classmethod
-    def of(cls, said: dict[str, Any]) -> Evaluation:
+    def from_dict(cls, said: dict[str, Any]) -> Evaluation:
         """From what `to_dict` gave, through JSON or not."""
         hits = tuple(tuple(hits) for hits in said["hits"])
         return cls(**{**said, "nll": tuple(said["nll"]), "hits": hits})
@@ -99,13 +99,13 @@ class Fitness:
         processes: Processes | None = None,
     ) -> None:
         self.model = model
-        self._require_plain()
-        self._asked: dict[str, Any] = {
+        self._require_unpatched()
+        self._patch_arguments: dict[str, Any] = {
             "trained_length": trained_length,
             "layer_types": layer_types,
             "start": start,
         }
-        self.space = find_space(model, factor=factor, length=length, **self._asked)
+        self.space = make_space(model, factor=factor, length=length, **self._patch_arguments)
         # Samples of a group stay neighbours; groups come in an order that has nothing to do with
         # their depths or texts, so that any first few speak for all.
         groups: dict[str, list[Sample]] = {}
@@ -137,30 +137,30 @@ class Fitness:
         Raises:
             ValueError: The model was patched meanwhile.
         """
-        self._require_plain()
-        started, before = time.monotonic(), self.scorer.read
+        self._require_unpatched()
+        started, before = time.monotonic(), self.scorer.tokens_read
         scores: dict[int, Score] = {}
         fitness = math.inf
         with self._patched(candidate) as refused:
             error = refused
             for units in self._rounds:
                 if error is None:
-                    scores, error = self._round(units, scores)
+                    scores, error = self._score_round(units, scores)
                 if error is not None or len(scores) == len(self.samples):
                     break
-                behind = None if against is None else self._behind(scores, against)
+                behind = None if against is None else self._predicted_deficit(scores, against)
                 if against is not None and behind is not None:
                     fitness = against.fitness + behind
                     break
         complete = error is None and len(scores) == len(self.samples)
         if complete:
-            fitness = self._mean({i: score.nll for i, score in scores.items()})
+            fitness = self._weighted_mean({i: score.nll for i, score in scores.items()})
         order = range(len(self.samples))
         return Evaluation(
             nll=tuple(scores[i].nll if i in scores else None for i in order),
             hits=tuple(scores[i].hits if i in scores else () for i in order),
             fitness=fitness,
-            tokens=sum(self._everyones(self.scorer.read - before)),
+            tokens=sum(self._gather(self.scorer.tokens_read - before)),
             seconds=time.monotonic() - started,
             complete=complete,
             error=error,
@@ -177,19 +177,23 @@ class Fitness:
         handle, error = None, None
         if candidate is not None:
             try:
-                options = self._options(candidate)
+                options = self._patch_options(candidate)
                 handle = patch(
-                    self.model, candidate.method, factor=self.space.factor, **self._asked, **options
+                    self.model,
+                    candidate.method,
+                    factor=self.space.factor,
+                    **self._patch_arguments,
+                    **options,
                 )
             except Exception as problem:
-                error = reason(problem)
+                error = describe_error(problem)
         try:
             yield error
         finally:
             if handle is not None:
                 handle.undo()
 
-    def _options(self, candidate: Candidate) -> dict[str, Any]:
+    def _patch_options(self, candidate: Candidate) -> dict[str, Any]:
         """A candidate's options, in a form that does not follow lengths where none is short."""
         options = candidate.options
         shortest = min(sample.answers[-1][1] - 1 for sample in self.samples)
@@ -197,38 +201,38 @@ class Fitness:
             return options
         return {**options, "short_factor": options["long_factor"]}
 
-    def _round(
+    def _score_round(
         self, units: list[list[int]], scores: dict[int, Score]
     ) -> tuple[dict[int, Score], str | None]:
         """Scores some units, whoever has to, and tells everybody."""
         found: dict[int, Score] = {}
         error = None
         try:
-            for unit in self.processes.share(units, self.scorer.cost):
+            for unit in self.processes.own_share(units, self.scorer.cost):
                 found |= self.scorer.score(unit)
             for i, score in found.items():
                 if not math.isfinite(score.nll):
                     raise ValueError(f"the loss of sample {i} is {score.nll}")
         except Exception as problem:
-            error = reason(problem)
+            error = describe_error(problem)
         scores = dict(scores)
         errors = []
-        for part, said in self._everyones((found, error)):
+        for part, said in self._gather((found, error)):
             scores |= part
             errors += [said] if said else []
         return scores, errors[0] if errors else None
 
-    def _behind(self, scores: dict[int, Score], against: Evaluation) -> float | None:
+    def _predicted_deficit(self, scores: dict[int, Score], against: Evaluation) -> float | None:
         """By how many nats a candidate without hope will end behind; None while there is some."""
-        theirs = [_number(nll) for nll in against.nll]
+        theirs = [_require_scored(nll) for nll in against.nll]
         mine = {i: score.nll for i, score in scores.items()}
-        return outlook(mine, theirs, self._weights, self.groups)
+        return predicted_deficit(mine, theirs, self._weights, self.groups)
 
-    def _mean(self, nll: dict[int, float]) -> float:
+    def _weighted_mean(self, nll: dict[int, float]) -> float:
         weight = sum(self._weights[i] for i in nll)
         return math.fsum(self._weights[i] * nll[i] for i in nll) / weight
 
-    def _everyones(self, mine: Any) -> list[Any]:
+    def _gather(self, mine: Any) -> list[Any]:
         """What each process has, in the order of their ranks."""
         if self.processes.size == 1:
             return [mine]
@@ -236,7 +240,7 @@ class Fitness:
 
         return gather_object([mine])
 
-    def _require_plain(self) -> None:
+    def _require_unpatched(self) -> None:
         if (standing := current(self.model)) is not None:
             raise ValueError(
                 f"the model is patched already ({standing}): candidates are measured on the model "
@@ -244,7 +248,7 @@ class Fitness:
             )
 
 
-def find_space(
+def make_space(
     model: Any,
     *,
     factor: float | None = None,
@@ -252,7 +256,7 @@ def find_space(
     trained_length: int | None = None,
     layer_types: list[str] | None = None,
     start: str = "auto",
-) -> Space:
+) -> SearchSpace:
     """What can be searched on a model: the rotation that `patch` would change, and how far.
 
     Raises:
@@ -274,10 +278,10 @@ def find_space(
             "of them in layer_types"
         )
     (geometry,) = plan.geometries.values()
-    return Space(geometry, plan.method.factor)
+    return SearchSpace(geometry, plan.method.factor)
 
 
-def _number(value: float | None) -> float:
+def _require_scored(value: float | None) -> float:
     if value is None:
         raise ValueError("against must be a complete evaluation, got one that was given up")
     return value

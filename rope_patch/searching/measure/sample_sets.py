@@ -11,56 +11,59 @@ from typing import Any
 
 from rope_patch.inference.samples import (
     Sample,
-    digest,
     document_samples,
     needle_samples,
     needles_refusal,
+    permuted_answers,
     read_samples,
     recall_samples,
-    require_long,
-    swapped,
+    require_text_length,
+    samples_digest,
 )
-from rope_patch.searching.candidates import Space
+from rope_patch.searching.candidates import SearchSpace
 
-FITNESS = ("needles", "documents", "both", "recall")
-COUNT = 8  # samples of each kind
-JUDGED = 2  # times as many, for the final numbers
-_ABLE = (4, 8)  # what the model must manage first: as many as are searched by, within these
+FITNESS_KINDS = ("needles", "documents", "both", "recall")
+DEFAULT_COUNT = 8  # samples of each kind
+HELD_OUT_RATIO = 2  # times as many, for the final numbers
+_SANITY_COUNTS = (
+    4,
+    8,
+)  # what the model must manage first: as many as are searched by, within these
 
 logger = logging.getLogger(__name__)
 
-Given = Sequence[Sample] | str | os.PathLike[str]
+SampleSource = Sequence[Sample] | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class Sets:
+class SampleSets:
     """Samples of one search.
 
     Attributes:
         search: What candidates are scored on.
         held_out: Others, for the final numbers.
-        able: What the model must manage as it was trained, by kind.
+        sanity: What the model must manage as it was trained, by kind.
         controls: By kind, the same without what makes it possible.
     """
 
     search: list[Sample]
     held_out: list[Sample]
-    able: dict[str, list[Sample]]
+    sanity: dict[str, list[Sample]]
     controls: dict[str, list[Sample]]
 
 
 def prepare(
-    space: Space,
+    space: SearchSpace,
     tokenizer: Any,
     *,
     fitness: str | None,
     count: int,
     text: str | Sequence[str] | None,
-    samples: Given | None,
-    held_out: Given | int | None,
-    short: Given | None,
+    samples: SampleSource | None,
+    held_out: SampleSource | int | None,
+    short: SampleSource | None,
     seed: int,
-) -> Sets:
+) -> SampleSets:
     """Builds or reads all samples; arguments as `search` has them.
 
     Raises:
@@ -74,9 +77,9 @@ def prepare(
                 "with samples of your own, give held_out as well, others of the same kind: the "
                 "final numbers must not come from what the search has chosen by"
             )
-        sets = _given(samples, held_out, short)
+        sets = _from_user(samples, held_out, short)
     else:
-        judged = JUDGED * count if held_out is None else held_out
+        judged = HELD_OUT_RATIO * count if held_out is None else held_out
         if not isinstance(judged, int):
             raise ValueError("held_out can be samples only where samples are given, too")
         for name, number in (("count", count), ("held_out", judged)):
@@ -84,14 +87,14 @@ def prepare(
                 raise ValueError(f"{name} must be at least 1 sample, got {number}")
         if tokenizer is None:
             raise ValueError("needles and documents are made with the model's tokenizer: give it")
-        fitness = _chosen(space, tokenizer, fitness, text)
-        sets = _made(space, tokenizer, fitness, count, judged, text, seed)
+        fitness = _choose_fitness(space, tokenizer, fitness, text)
+        sets = _generate(space, tokenizer, fitness, count, judged, text, seed)
     _require_lengths(space, sets)
     return sets
 
 
-def _chosen(
-    space: Space, tokenizer: Any, fitness: str | None, text: str | Sequence[str] | None
+def _choose_fitness(
+    space: SearchSpace, tokenizer: Any, fitness: str | None, text: str | Sequence[str] | None
 ) -> str:
     """Return what to search by: needles unless told, or recall where needles do not fit.
 
@@ -106,7 +109,7 @@ def _chosen(
     if fitness in ("documents", "recall"):
         return fitness
     if text is not None:
-        require_long(tokenizer, [text] if isinstance(text, str) else text, space.length)
+        require_text_length(tokenizer, [text] if isinstance(text, str) else text, space.length)
     trained = space.geometry.trained_length
     why = needles_refusal(tokenizer, trained)
     if why is None:
@@ -124,55 +127,59 @@ def _chosen(
     return "recall"
 
 
-def _given(samples: Given, held_out: Given, short: Given | None) -> Sets:
-    search, judged = _read(samples), _read(held_out)
+def _from_user(
+    samples: SampleSource, held_out: SampleSource, short: SampleSource | None
+) -> SampleSets:
+    search, judged = _load_samples(samples), _load_samples(held_out)
     both = {s.ids for s in search} & {s.ids for s in judged}
     if both:
         raise ValueError(
             f"{len(both)} of the held-out samples are among those that are searched on: give others"
         )
     if short is None:
-        return Sets(search, judged, {}, {})
-    able = _read(short)
-    controls = swapped(able)
+        return SampleSets(search, judged, {}, {})
+    able = _load_samples(short)
+    controls = permuted_answers(able)
     if [s.answers for s in controls] == [s.answers for s in able]:
-        return Sets(search, judged, {"answers": able}, {"answers": controls})
-    return Sets(search, judged, {"documents": able}, {})  # whose answers are all of other lengths
+        return SampleSets(search, judged, {"answers": able}, {"answers": controls})
+    return SampleSets(
+        search, judged, {"documents": able}, {}
+    )  # whose answers are all of other lengths
 
 
-def _made(
-    space: Space,
+def _generate(
+    space: SearchSpace,
     tokenizer: Any,
     fitness: str,
     count: int,
     judged: int,
     text: str | Sequence[str] | None,
     seed: int,
-) -> Sets:
+) -> SampleSets:
     texts = [text] if isinstance(text, str) else text
     trained = space.geometry.trained_length
-    able = min(max(count, _ABLE[0]), _ABLE[1])
-    sets = Sets([], [], {}, {})
+    able = min(max(count, _SANITY_COUNTS[0]), _SANITY_COUNTS[1])
+    sets = SampleSets([], [], {}, {})
     if fitness in ("needles", "both"):
         # Held-out ones are of another seed; novels are long, so other places in them as well.
         for into, number, of in ((sets.search, count, seed), (sets.held_out, judged, seed + 1)):
             into += needle_samples(tokenizer, space.length, number, of, texts)
-        for asked, planted in ((sets.able, True), (sets.controls, False)):
+        for asked, planted in ((sets.sanity, True), (sets.controls, False)):
             asked["needles"] = needle_samples(tokenizer, trained, able, seed, texts, planted)
     if fitness == "recall":
         for into, number, of in ((sets.search, count, seed), (sets.held_out, judged, seed + 1)):
             into += recall_samples(tokenizer, space.length, number, of)
-        for asked, planted in ((sets.able, True), (sets.controls, False)):
+        for asked, planted in ((sets.sanity, True), (sets.controls, False)):
             asked["recall"] = recall_samples(tokenizer, trained, able, seed, planted)
     if fitness in ("documents", "both"):
         found = document_samples(tokenizer, space.length, count + judged, seed, texts)
         sets.search.extend(found[:count])
         sets.held_out.extend(found[count:])
-        sets.able["documents"] = document_samples(tokenizer, trained, able, seed, texts)
+        sets.sanity["documents"] = document_samples(tokenizer, trained, able, seed, texts)
     return sets
 
 
-def _read(given: Given) -> list[Sample]:
+def _load_samples(given: SampleSource) -> list[Sample]:
     if isinstance(given, str | os.PathLike):
         return read_samples(Path(given))
     found = list(given)
@@ -181,7 +188,7 @@ def _read(given: Given) -> list[Sample]:
     return found
 
 
-def _require_lengths(space: Space, sets: Sets) -> None:
+def _require_lengths(space: SearchSpace, sets: SampleSets) -> None:
     trained = space.geometry.trained_length
     for name, samples in (("samples", sets.search), ("held-out samples", sets.held_out)):
         longest = max(len(sample.ids) for sample in samples)
@@ -196,7 +203,7 @@ def _require_lengths(space: Space, sets: Sets) -> None:
                 f"{name} must be longer than the trained length of {trained:,} tokens up to their "
                 f"last answer, since shorter ones are not what is extended; got {shortest:,}"
             )
-    for samples in sets.able.values():
+    for samples in sets.sanity.values():
         if (longest := max(len(sample.ids) for sample in samples)) > trained:
             raise ValueError(
                 f"short samples show what the model can within its trained length of {trained:,} "
@@ -204,6 +211,6 @@ def _require_lengths(space: Space, sets: Sets) -> None:
             )
 
 
-def identity(sets: Sets) -> dict[str, Any]:
+def identity(sets: SampleSets) -> dict[str, Any]:
     """What of the samples the measurements of candidates depend on."""
-    return {"samples": digest(sets.search), "sample_count": len(sets.search)}
+    return {"samples": samples_digest(sets.search), "sample_count": len(sets.search)}

@@ -10,8 +10,8 @@ from typing import Any
 from rope_patch.inference.samples import Sample
 from rope_patch.searching.measure.fitness import Evaluation
 
-MOST = 0.75  # of the control's loss
-ERRORS = 3.0  # standard errors that the gain is at least
+MAX_LOSS_RATIO = 0.75  # of the control's loss
+MIN_STANDARD_ERRORS = 3.0  # standard errors that the gain is at least
 
 
 def unigram_loss(samples: Sequence[Sample]) -> list[float]:
@@ -27,55 +27,55 @@ def unigram_loss(samples: Sequence[Sample]) -> list[float]:
     ]
 
 
-def judge(
-    kind: str, length: int, found: Evaluation, control: Sequence[float | None]
+def compare_with_control(
+    kind: str, length: int, evaluation: Evaluation, control: Sequence[float | None]
 ) -> dict[str, Any]:
     """Compares what the plain model makes of samples with their control.
 
     Args:
         kind: "needles", "recall", "answers" or "documents".
         length: The trained length, tokens.
-        found: The model on samples of that length.
+        evaluation: The model on samples of that length.
         control: Nats of the same samples' control, in the same order.
 
     Returns:
         `nll`, `control` (nats), `length`, and `able`.
     """
-    pairs = [(a, b) for a, b in zip(found.nll, control, strict=True) if a is not None and b]
+    pairs = [(a, b) for a, b in zip(evaluation.nll, control, strict=True) if a is not None and b]
     gains = [b - a for a, b in pairs]
     nll, other = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
     mean = other - nll
     spread = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / max(len(gains) - 1, 1))
-    sure = len(gains) > 1 and mean > ERRORS * spread / math.sqrt(len(gains))
+    sure = len(gains) > 1 and mean > MIN_STANDARD_ERRORS * spread / math.sqrt(len(gains))
     return {
         "kind": kind,
         "length": length,
         "nll": nll,
         "control": other,
-        "able": bool(sure and nll <= MOST * other),
+        "able": bool(sure and nll <= MAX_LOSS_RATIO * other),
     }
 
 
-def require_able(said: dict[str, Any]) -> None:
+def require_competence(sanity: dict[str, Any]) -> None:
     """Refuses a model that cannot do it.
 
     Raises:
         ValueError: With the numbers.
     """
-    if said["able"]:
+    if sanity["able"]:
         return
     control = {
         "needles": "the same questions of texts without the needles",
         "recall": "the same questions of texts with other pairs",
         "answers": "wrong answers to the same questions",
         "documents": "how frequent each token is in these texts",
-    }[said["kind"]]
+    }[sanity["kind"]]
     what = {"documents": "predict documents", "recall": "recall word pairs"}.get(
-        said["kind"], "find needles"
+        sanity["kind"], "find needles"
     )
     raise ValueError(
-        f"the model cannot {what} at its own trained length of {said['length']:,} tokens: a token "
-        f"costs it {said['nll']:.3f} nats, and {said['control']:.3f} by {control}; expected at "
-        f"most {MOST:g} of that. What is searched by would be noise: choose another fitness, or a "
+        f"the model cannot {what} at its own trained length of {sanity['length']:,} tokens: a token "
+        f"costs it {sanity['nll']:.3f} nats, and {sanity['control']:.3f} by {control}; expected at "
+        f"most {MAX_LOSS_RATIO:g} of that. What is searched by would be noise: choose another fitness, or a "
         "model that can"
     )

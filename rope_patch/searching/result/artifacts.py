@@ -14,31 +14,31 @@ if TYPE_CHECKING:
     from rope_patch.exporting import Export
     from rope_patch.searching.result.search_result import SearchResult
 
-CONFIG, EXPORTS, PICTURE = "config.json", "exports.json", "picture.svg"
-_OWN = "transformers"  # the engine that has both sets of stretches
+CONFIG_FILE, EXPORTS_FILE, PICTURE_FILE = "config.json", "exports.json", "picture.svg"
+_REFERENCE_ENGINE = "transformers"  # the engine that has both sets of stretches
 
 
-def write_beside(found: SearchResult, folder: Path) -> None:
+def write_artifacts(found: SearchResult, folder: Path) -> None:
     """Writes what can be written; see `SearchResult.save`."""
-    from rope_patch.exporting.folder import merged
+    from rope_patch.exporting.folder import merge_config
 
-    exports = exports_of(found)
+    exports = all_exports(found)
     if exports:
-        said = exports.get(_OWN, {})
+        said = exports.get(_REFERENCE_ENGINE, {})
         if "refused" not in said:
-            config = merged(found.config, said["config"])
-            atomic_files.write(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+            config = merge_config(found.config, said["config"])
+            atomic_files.atomic_write(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         else:
-            (folder / CONFIG).unlink(missing_ok=True)  # an earlier result's would be wrong
-        atomic_files.write_json(folder / EXPORTS, exports)
+            (folder / CONFIG_FILE).unlink(missing_ok=True)  # an earlier result's would be wrong
+        atomic_files.write_json(folder / EXPORTS_FILE, exports)
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         return
-    found.plot(folder / PICTURE)
+    found.plot(folder / PICTURE_FILE)
 
 
-def exports_of(found: SearchResult) -> dict[str, Any]:
+def all_exports(found: SearchResult) -> dict[str, Any]:
     """What each engine is to be given, by name, or under `refused` why it cannot rotate so.
 
     transformers gets both sets of stretches. The others rotate all sequences alike, whatever their
@@ -51,17 +51,17 @@ def exports_of(found: SearchResult) -> dict[str, Any]:
     exports: dict[str, Any] = {}
     for engine in ENGINES:
         try:
-            exports[engine] = exported(found, engine).to_dict()
+            exports[engine] = export_for(found, engine).to_dict()
         except ValueError as error:
             exports[engine] = {"engine": engine, "refused": str(error)}
     return exports
 
 
-def exported(found: SearchResult, engine: str, config: Any = None) -> Export:
-    """What one engine is to be given; see `exports_of`.
+def export_for(result: SearchResult, engine: str, config: Any = None) -> Export:
+    """What one engine is to be given; see `all_exports`.
 
     Args:
-        found: The search's result.
+        result: The search's result.
         engine: One of `rope_patch.exporting.ENGINES`.
         config: Of the checkpoint that it is for, without a patch; else of the one that was
             searched.
@@ -71,19 +71,19 @@ def exported(found: SearchResult, engine: str, config: Any = None) -> Export:
     """
     from rope_patch.exporting import export
 
-    config = config_of(found) if config is None else config
-    arguments = found.arguments()
-    if engine.startswith(_OWN):
-        return export(_patched(found, config, "longrope", arguments), engine)
+    config = base_config(result) if config is None else config
+    arguments = result.arguments()
+    if engine.startswith(_REFERENCE_ENGINE):
+        return export(_patched_empty_model(result, config, "longrope", arguments), engine)
     arguments["short_factor"] = arguments["long_factor"]
-    candidate = found.candidate
+    candidate = result.candidate
     said = None
     if candidate.method != "longrope":  # a form that more engines know
-        named = {"factor": found.factor, **candidate.options, **found.asked}
+        named = {"factor": result.factor, **candidate.options, **result.asked}
         with contextlib.suppress(ValueError):
-            said = export(_patched(found, config, candidate.method, named), engine)
+            said = export(_patched_empty_model(result, config, candidate.method, named), engine)
     if said is None:
-        said = export(_patched(found, config, "longrope", arguments), engine)
+        said = export(_patched_empty_model(result, config, "longrope", arguments), engine)
     said.notes.append(
         "rotates sequences up to the trained length by the found stretches, too; rope_patch and "
         "transformers leave their frequencies as they were"
@@ -91,7 +91,9 @@ def exported(found: SearchResult, engine: str, config: Any = None) -> Export:
     return said
 
 
-def _patched(found: SearchResult, config: Any, method: str, arguments: dict[str, Any]) -> Any:
+def _patched_empty_model(
+    found: SearchResult, config: Any, method: str, arguments: dict[str, Any]
+) -> Any:
     """The model without weights, patched."""
     from rope_patch.patching import patch
     from rope_patch.pretrained.loading import empty_model
@@ -108,7 +110,7 @@ def _patched(found: SearchResult, config: Any, method: str, arguments: dict[str,
     return model
 
 
-def config_of(found: SearchResult) -> Any:
+def base_config(found: SearchResult) -> Any:
     """The model's config, as it was.
 
     Raises:

@@ -28,18 +28,18 @@ def compare(
         accuracy `accuracy`, `accuracy interval` and `p` (McNemar's, by groups where they share
         texts). Where samples are answers and prose, all losses are of both alike.
     """
-    found = {label: _one(one, samples) for label, one in evaluations.items()}
+    found = {label: _summary(one, samples) for label, one in evaluations.items()}
     ours = evaluations[FOUND]
     for label, other in evaluations.items():
         if label != FOUND and ours.complete and other.complete:
-            found[f"against {label}"] = _pair(ours, other, samples)
+            found[f"against {label}"] = _paired_difference(ours, other, samples)
     return found
 
 
-def _one(one: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
+def _summary(one: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
     if not one.complete:
         return {"error": one.error}
-    interval = _interval([float(nll or 0) for nll in one.nll], samples)
+    interval = _bootstrap_interval([float(nll or 0) for nll in one.nll], samples)
     found: dict[str, Any] = {"nll": one.fitness, "interval": interval, "samples": len(samples)}
     if answers := [hit for hits in one.hits for hit in hits]:
         found |= {"hits": sum(answers), "answers": len(answers)}
@@ -47,11 +47,13 @@ def _one(one: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
     return found
 
 
-def _pair(ours: Evaluation, other: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
+def _paired_difference(
+    ours: Evaluation, other: Evaluation, samples: Sequence[Sample]
+) -> dict[str, Any]:
     from rope_patch import statistics
 
     behind = [float(a or 0) - float(b or 0) for a, b in zip(ours.nll, other.nll, strict=True)]
-    found = {"nll": ours.fitness - other.fitness, "interval": _interval(behind, samples)}
+    found = {"nll": ours.fitness - other.fitness, "interval": _bootstrap_interval(behind, samples)}
     pairs = [
         (float(a), float(b), sample.group)
         for sample, mine, theirs in zip(samples, ours.hits, other.hits, strict=True)
@@ -69,7 +71,7 @@ def _pair(ours: Evaluation, other: Evaluation, samples: Sequence[Sample]) -> dic
     return found
 
 
-def _interval(values: Sequence[float], samples: Sequence[Sample]) -> list[float]:
+def _bootstrap_interval(values: Sequence[float], samples: Sequence[Sample]) -> list[float]:
     """95%, of the weighted mean; whole groups are drawn."""
     from rope_patch import statistics
 

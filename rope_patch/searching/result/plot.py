@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.diagnosing.plot import require_picture
-from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.diagnosing.plot import require_plot_path
+from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.utils import atomic_files
 from rope_patch.utils.plot_style import PALETTE, PAPER, STYLE
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # CSS pixels: both panels' width, their heights, and within those what is under and over the axes.
-_WIDTH, _ABOVE, _BELOW = 912, 460, 350
-_UNDER, _OVER = 84, 42
+_WIDTH, _UPPER_HEIGHT, _LOWER_HEIGHT = 912, 460, 350
+_SPACE_BELOW, _SPACE_ABOVE = 84, 42
 
 # What the found stretches are compared with: name, method, colour, marker, dashes.
-_BESIDE: list[tuple[str, str, str, str, Any]] = [
+_KNOWN_METHODS: list[tuple[str, str, str, str, Any]] = [
     ("PI", "linear", "plain", "v", (0, (1, 1.5))),
     ("NTK", "ntk", "m2", "^", (0, (5, 2))),
     ("YaRN", "yarn", "m1", "o", (0, (3, 1.2, 1, 1.2))),
@@ -31,7 +31,7 @@ _BESIDE: list[tuple[str, str, str, str, Any]] = [
 
 def draw(
     path: str | os.PathLike[str],
-    space: Space,
+    space: SearchSpace,
     history: Sequence[Mapping[str, Any]] = (),
     *,
     candidate: Candidate | None = None,
@@ -51,7 +51,7 @@ def draw(
     Raises:
         ValueError: Another kind of file, or matplotlib is not installed.
     """
-    require_picture(path)
+    require_plot_path(path)
     from io import BytesIO
 
     from matplotlib import rc_context
@@ -60,22 +60,22 @@ def draw(
     kind = Path(path).suffix.lower()[1:]
     found = candidate or best_of(history)
     with rc_context(STYLE):
-        total = _ABOVE + (_BELOW if history else 0)
+        total = _UPPER_HEIGHT + (_LOWER_HEIGHT if history else 0)
         figure = Figure(figsize=(_WIDTH / 72, total / 72))
-        upper = _panel(figure, total, 0, _ABOVE)
-        _stretches(upper, space, found)
+        upper = _add_panel(figure, total, 0, _UPPER_HEIGHT)
+        _draw_stretches(upper, space, found)
         target = f"{space.length:,} tokens (×{space.factor:g})"
         upper.set_title(
             f"{title}, at {target}" if title else target, loc="left", fontsize="medium", pad=10
         )
         if history:
-            _history(_panel(figure, total, _ABOVE, _BELOW), history)
+            _draw_history(_add_panel(figure, total, _UPPER_HEIGHT, _LOWER_HEIGHT), history)
         kept: dict[str, Any] = {"Date": None} if kind == "svg" else {}
         written = BytesIO()
         paper = PAPER["paper"]
         figure.savefig(written, format=kind, dpi=144, facecolor=paper, metadata=kept)
     content = written.getvalue()
-    atomic_files.write(Path(path), _for_dark_screens(content) if kind == "svg" else content)
+    atomic_files.atomic_write(Path(path), _add_dark_colours(content) if kind == "svg" else content)
 
 
 def best_of(history: Sequence[Mapping[str, Any]]) -> Candidate | None:
@@ -87,26 +87,26 @@ def best_of(history: Sequence[Mapping[str, Any]]) -> Candidate | None:
     return Candidate(best["origin"], best["method"], dict(best["options"]))
 
 
-def _panel(figure: Figure, total: float, top: float, height: float) -> Axes:
-    bottom, high = total - top - height + _UNDER, height - _UNDER - _OVER
+def _add_panel(figure: Figure, total: float, top: float, height: float) -> Axes:
+    bottom, high = total - top - height + _SPACE_BELOW, height - _SPACE_BELOW - _SPACE_ABOVE
     box = (84 / _WIDTH, bottom / total, (_WIDTH - 108) / _WIDTH, high / total)
     axes = figure.add_axes(box)
     axes.set_facecolor(PAPER["paper"])
     return axes
 
 
-def _stretches(axes: Axes, space: Space, found: Candidate | None) -> None:
+def _draw_stretches(axes: Axes, space: SearchSpace, found: Candidate | None) -> None:
     pairs = range(space.pairs)
     highest, lowest = space.factor, 1.0
-    for name, method, colour, marker, dash in _BESIDE:
+    for name, method, colour, marker, dash in _KNOWN_METHODS:
         if method == "ntk" and space.pairs == 1:
             continue  # whose base would have to stretch the one pair that never moves
-        stretch = _shown(Candidate(name, method), space)
+        stretch = _plotted_stretch(Candidate(name, method), space)
         look: Any = {"color": PAPER[colour], "ls": dash, "lw": 1.4, "markersize": 4, "zorder": 3}
         axes.plot(pairs, stretch, marker=marker, label=f" {name}", **look)
         highest = max(highest, *stretch)
     if found is not None:
-        stretch = _shown(found, space)
+        stretch = _plotted_stretch(found, space)
         factor = found.attention_factor(space)
         axes.plot(
             pairs,
@@ -125,25 +125,25 @@ def _stretches(axes: Axes, space: Space, found: Candidate | None) -> None:
     axes.yaxis.set_major_formatter("×{x:g}")
     axes.set_xlabel("pair, from the fastest")
     axes.set_ylabel("stretch of its wavelength")
-    _critical(axes, space)
-    _legend(axes, _ABOVE)
+    _mark_critical_dimension(axes, space)
+    _add_legend(axes, _UPPER_HEIGHT)
 
 
-def _shown(candidate: Candidate, space: Space) -> list[float]:
+def _plotted_stretch(candidate: Candidate, space: SearchSpace) -> list[float]:
     """Stretches; of what no longer turns, which has no end, as much as fits above the others."""
     return [min(stretch, 8 * space.factor) for stretch in candidate.stretch(space)]
 
 
-def _legend(axes: Axes, height: float) -> None:
+def _add_legend(axes: Axes, height: float) -> None:
     """Under the axes, where it can hide nothing."""
-    place = (-0.01, -48 / (height - _UNDER - _OVER))
+    place = (-0.01, -48 / (height - _SPACE_BELOW - _SPACE_ABOVE))
     look: Any = {"borderpad": 0, "handlelength": 2.4, "columnspacing": 1.4}
     axes.legend(loc="upper left", bbox_to_anchor=place, ncols=5, **look)
 
 
-def _critical(axes: Axes, space: Space) -> None:
+def _mark_critical_dimension(axes: Axes, space: SearchSpace) -> None:
     """The first pair that never turned once in training."""
-    pair = math.ceil(space.geometry.pair_with_turns(1) - 1e-9)
+    pair = math.ceil(space.geometry.pair_with_rotations(1) - 1e-9)
     if not 0 < pair < space.pairs:
         return
     axes.axvline(pair - 0.5, color=PAPER["m3"], lw=1.6, ls=(0, (5, 2)), zorder=2)
@@ -160,19 +160,19 @@ def _critical(axes: Axes, space: Space) -> None:
     )
 
 
-def _history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
+def _draw_history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     points = [(int(e["number"]), float(e["fitness"]), e.get("complete", True)) for e in history]
     bests = [(int(e["number"]), float(e["best"])) for e in history]
     finite = [y for _, y, _ in points if math.isfinite(y)] or [0.0]
-    bottom, top = _range(finite, [y for _, y in bests if math.isfinite(y)])
+    bottom, top = _fitness_limits(finite, [y for _, y in bests if math.isfinite(y)])
     numbers = [x for x, _, _ in points]
     first, last = min(numbers), max(*numbers, min(numbers) + 9)  # a first few, not one alone
     margin = 0.02 * (last - first)
     axes.set_xlim(first - margin, last + margin)
     axes.set_ylim(bottom, top)
-    yarn = next((float(e["fitness"]) for e in history if _is_yarn(e)), math.nan)
+    yarn = next((float(e["fitness"]) for e in history if _is_default_yarn(e)), math.nan)
     if bottom <= yarn <= top:
         axes.axhline(yarn, color=PAPER["m1"], lw=1.4, ls=(0, (3, 1.2, 1, 1.2)), label=" YaRN")
     shown = [
@@ -192,26 +192,34 @@ def _history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
     if best:
         x, y = [x for x, _ in best], [y for _, y in best]
         look = {"color": PAPER["m0"], "lw": 2.4, "zorder": 4, "drawstyle": "steps-post"}
-        axes.plot(x, y, "s-", label=" best so far", markevery=_improved(y), markersize=5, **look)
+        axes.plot(
+            x,
+            y,
+            "s-",
+            label=" best so far",
+            markevery=_improvement_indices(y),
+            markersize=5,
+            **look,
+        )
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
     axes.yaxis.get_major_formatter().set_useOffset(False)  # type: ignore[attr-defined]
     axes.set_title("the search, smaller is better", loc="left", fontsize="medium", pad=10)
     axes.set_xlabel("evaluation")
     axes.set_ylabel("fitness (nats)")
-    _legend(axes, _BELOW)
+    _add_legend(axes, _LOWER_HEIGHT)
 
 
-def _is_yarn(entry: Mapping[str, Any]) -> bool:
+def _is_default_yarn(entry: Mapping[str, Any]) -> bool:
     """Whether an evaluation was of YaRN as it is by default."""
     whole = bool(entry.get("complete", True))
     return whole and entry["method"] == "yarn" and not entry["options"]
 
 
-def _improved(best: list[float]) -> list[int]:
+def _improvement_indices(best: list[float]) -> list[int]:
     return [i for i, y in enumerate(best) if i == 0 or y < best[i - 1]]
 
 
-def _range(values: list[float], best: list[float]) -> tuple[float, float]:
+def _fitness_limits(values: list[float], best: list[float]) -> tuple[float, float]:
     """Limits that show how the good ones differ; much worse ones may leave the panel."""
     ordered = sorted(values)
     low = min(ordered[0], *best) if best else ordered[0]
@@ -223,7 +231,7 @@ def _range(values: list[float], best: list[float]) -> tuple[float, float]:
     return low - 0.08 * (high - low), high + 0.12 * (high - low)
 
 
-def _for_dark_screens(svg: bytes) -> bytes:
+def _add_dark_colours(svg: bytes) -> bytes:
     """With colours for dark screens, which browsers choose and other readers pass over."""
     rules = "".join(
         f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'

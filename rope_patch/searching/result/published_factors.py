@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rope_patch.rope_config import by_layer_type, own_scaling
-from rope_patch.searching.result.search_result import FILE, FORMAT, SearchResult
+from rope_patch.rope_config import by_layer_type, config_rope_type
+from rope_patch.searching.result.search_result import RESULT_FILE, RESULT_FORMAT, SearchResult
 from rope_patch.utils.errors import parse_json
 
-_NEWER = "read_factors reads .csv (or .txt) files of numbers, config.json, and what a search saved"
+_ACCEPTED_FILES = (
+    "read_factors reads .csv (or .txt) files of numbers, config.json, and what a search saved"
+)
 
 
 def read_factors(
@@ -38,14 +40,14 @@ def read_factors(
     Raises:
         ValueError: There is no such file, or it says no stretches, or another for each layer.
     """
-    path = _file(Path(path))
+    path = _resolve_file(Path(path))
     if path.suffix.lower() == ".json":
         if short is not None:
             raise ValueError(f"{path} has both sets of stretches: leave short out")
-        return _from_json(path)
-    found: dict[str, Any] = {"long_factor": _numbers(path)}
+        return _load_json(path)
+    found: dict[str, Any] = {"long_factor": _restore_infinities(path)}
     if short is not None:
-        found["short_factor"] = _numbers(_file(Path(short)))
+        found["short_factor"] = _restore_infinities(_resolve_file(Path(short)))
         if len(found["short_factor"]) != len(found["long_factor"]):
             raise ValueError(
                 f"{short} and {path} must both have one number for each rotated pair, got "
@@ -54,18 +56,18 @@ def read_factors(
     return found
 
 
-def _file(path: Path) -> Path:
+def _resolve_file(path: Path) -> Path:
     if path.is_dir():
-        for name in (FILE, "config.json"):
+        for name in (RESULT_FILE, "config.json"):
             if (path / name).is_file():
                 return path / name
-        raise ValueError(f"{path} holds neither {FILE} nor config.json: {_NEWER}")
+        raise ValueError(f"{path} holds neither {RESULT_FILE} nor config.json: {_ACCEPTED_FILES}")
     if not path.is_file():
-        raise ValueError(f"there is no {path}: {_NEWER}")
+        raise ValueError(f"there is no {path}: {_ACCEPTED_FILES}")
     return path
 
 
-def _numbers(path: Path) -> list[float]:
+def _restore_infinities(path: Path) -> list[float]:
     """One number a pair: a row of them, a column, or the same row for every layer."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -75,7 +77,7 @@ def _numbers(path: Path) -> list[float]:
             if line.strip()
         ]
     except ValueError as error:
-        raise ValueError(f"{path} is no file of numbers ({error}): {_NEWER}") from error
+        raise ValueError(f"{path} is no file of numbers ({error}): {_ACCEPTED_FILES}") from error
     if not rows:
         raise ValueError(f"{path} is empty: expected one number for each rotated pair")
     if all(len(row) == 1 for row in rows):
@@ -96,14 +98,14 @@ def _numbers(path: Path) -> list[float]:
     return rows[0]
 
 
-def _from_json(path: Path) -> dict[str, Any]:
+def _load_json(path: Path) -> dict[str, Any]:
     try:
         said = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): {_NEWER}") from error
+        raise ValueError(f"{path} is not JSON ({error}): {_ACCEPTED_FILES}") from error
     if not isinstance(said, dict):
-        raise ValueError(f"{path} holds no object: {_NEWER}")
-    if str(said.get("format", "")).split("/")[0] == FORMAT.split("/")[0]:
+        raise ValueError(f"{path} holds no object: {_ACCEPTED_FILES}")
+    if str(said.get("format", "")).split("/")[0] == RESULT_FORMAT.split("/")[0]:
         return SearchResult.load(path).arguments()
     text = said.get("text_config")
     return _from_config(path, text if isinstance(text, dict) else said)
@@ -112,14 +114,14 @@ def _from_json(path: Path) -> dict[str, Any]:
 def _from_config(path: Path, text: dict[str, Any]) -> dict[str, Any]:
     spelled = text.get("rope_scaling") or text.get("rope_parameters")
     if not isinstance(spelled, dict):
-        raise ValueError(f"{path} has no rope_scaling and no rope_parameters: {_NEWER}")
+        raise ValueError(f"{path} has no rope_scaling and no rope_parameters: {_ACCEPTED_FILES}")
     kinds = {
         kind: inner
         for kind, inner in by_layer_type(spelled).items()
-        if own_scaling(inner) in ("longrope", "su")
+        if config_rope_type(inner) in ("longrope", "su")
     }
     if len(kinds) != 1:
-        scalings = ", ".join(own_scaling(inner) for inner in by_layer_type(spelled).values())
+        scalings = ", ".join(config_rope_type(inner) for inner in by_layer_type(spelled).values())
         raise ValueError(
             f"{path} has longrope for {len(kinds)} kinds of layers (it names {scalings}): expected "
             "one"
@@ -139,14 +141,14 @@ def _from_config(path: Path, text: dict[str, Any]) -> dict[str, Any]:
         found["factor"] = full / original
     if original:
         found["trained_length"] = int(original)
-    if (attention := _attention(path, inner)) is not None:
+    if (attention := _attention_factor(path, inner)) is not None:
         found["attention_factor"] = attention
     if kind is not None:
         found["layer_types"] = [kind]
     return found
 
 
-def _attention(path: Path, inner: dict[str, Any]) -> float | None:
+def _attention_factor(path: Path, inner: dict[str, Any]) -> float | None:
     """The multiplier of cos and sin; two that differ are more than `longrope` has."""
     said = {
         float(inner[name])

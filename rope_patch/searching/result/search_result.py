@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods.base import STILL
-from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.methods.base import NO_ROTATION
+from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.utils import atomic_files
-from rope_patch.utils.checksums import digest, strict
+from rope_patch.utils.checksums import json_digest, json_safe
 from rope_patch.utils.errors import parse_json
 
 
-def tell(found: SearchResult) -> str:
+def summary_text(found: SearchResult) -> str:
     """A few lines for a terminal: what was found, how it compares, how to use it."""
     stretch = found.long_factor
     kept = sum(s < 1.005 for s in stretch)
     lines = [
         f"{found.model}, from {found.trained_length:,} to {found.length:,} tokens "
-        f"(×{found.factor:g}): {_searched(found)}",
+        f"(×{found.factor:g}): {_search_line(found)}",
         f"found: {found.candidate.origin} ({found.candidate.method}); {kept} of {len(stretch)} "
         f"pairs as they were, the last ×{stretch[-1]:.4g}; attention factor "
         f"{found.attention_factor:.4g}"
@@ -38,16 +38,16 @@ def tell(found: SearchResult) -> str:
     if rows:
         lines += ["", "on other samples than the search's (nats a token, smaller is better):"]
         width = max(len(label) for label, _ in rows)
-        lines += [f"  {label:<{width}}  {_measured(value)}" for label, value in rows]
+        lines += [f"  {label:<{width}}  {_format_measurement(value)}" for label, value in rows]
     pairs = [(k, v) for k, v in found.held_out.items() if k.startswith("against ")]
     if pairs:
         lines += ["", "found less the other, on the same samples:"]
         width = max(len(label) for label, _ in pairs)
-        lines += [f"  {label:<{width}}  {_compared(value)}" for label, value in pairs]
+        lines += [f"  {label:<{width}}  {_format_difference(value)}" for label, value in pairs]
     return "\n".join(lines)
 
 
-def _searched(found: SearchResult) -> str:
+def _search_line(found: SearchResult) -> str:
     stopped = sum(not entry.get("complete", True) for entry in found.history)
     failed = sum(not math.isfinite(float(entry["fitness"])) for entry in found.history)
     said = [f"{found.strategy}, {len(found.history)} evaluations"]
@@ -57,7 +57,7 @@ def _searched(found: SearchResult) -> str:
     return ", ".join([*said, f"seed {found.seed}"])
 
 
-def _measured(value: dict[str, Any]) -> str:
+def _format_measurement(value: dict[str, Any]) -> str:
     if "nll" not in value:
         return f"failed: {value.get('error')}"
     said = f"{float(value['nll']):.4f}"
@@ -68,13 +68,13 @@ def _measured(value: dict[str, Any]) -> str:
     return said
 
 
-def _compared(value: Any) -> str:
+def _format_difference(value: Any) -> str:
     """The found one less another; intervals are of 95%."""
     if not isinstance(value, dict) or "nll" not in value:
         return str(value)
-    said = f"{_signed(value['nll'])} nats"
+    said = f"{_format_signed(value['nll'])} nats"
     if interval := value.get("interval"):
-        said += f" ({_signed(interval[0])} to {_signed(interval[1])})"
+        said += f" ({_format_signed(interval[0])} to {_format_signed(interval[1])})"
     if value.get("accuracy") is not None:
         said += f", {float(value['accuracy']):+.1%} of answers"
         if interval := value.get("accuracy interval"):
@@ -84,12 +84,12 @@ def _compared(value: Any) -> str:
     return said
 
 
-def _signed(value: Any) -> str:
+def _format_signed(value: Any) -> str:
     return f"{float(value):+.4f}"
 
 
-FORMAT = "rope_patch.search/1"
-FILE = "found.json"
+RESULT_FORMAT = "rope_patch.search/1"
+RESULT_FILE = "found.json"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -111,8 +111,8 @@ class SearchResult(Mapping[str, Any]):
         history: An entry an evaluation, in order: `number`, `origin`, `method`, `options`,
             `fitness` (nats, smaller is better, infinite where it failed), `complete` (False where
             it was stopped early), `best` (so far) and `seconds`.
-        held_out: By label ("found", "yarn", ..., "none" for the model as it was): what other
-            samples than the search's gave, `nll` and more; and under "against yarn" how "found"
+        held_out: By label ("result", "yarn", ..., "none" for the model as it was): what other
+            samples than the search's gave, `nll` and more; and under "against yarn" how "result"
             compares with it.
         asked: Arguments of `patch` that the search was given and the result needs again:
             `trained_length`, `layer_types` or `start`.
@@ -138,9 +138,9 @@ class SearchResult(Mapping[str, Any]):
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def space(self) -> Space:
+    def space(self) -> SearchSpace:
         """What was searched."""
-        return Space(self.geometry, self.factor)
+        return SearchSpace(self.geometry, self.factor)
 
     @property
     def length(self) -> int:
@@ -161,7 +161,7 @@ class SearchResult(Mapping[str, Any]):
     def long_factor(self) -> list[float]:
         """By how much each pair is slowed down beyond the trained length, `[R / 2]`."""
         # A pair that no longer turns has no finite stretch.
-        return [min(stretch, STILL) for stretch in self.candidate.stretch(self.space)]
+        return [min(stretch, NO_ROTATION) for stretch in self.candidate.stretch(self.space)]
 
     @property
     def short_factor(self) -> list[float]:
@@ -214,7 +214,7 @@ class SearchResult(Mapping[str, Any]):
 
     def summary(self) -> str:
         """What was found, in a few lines."""
-        return tell(self)
+        return summary_text(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws stretches and history into an .svg or .png file; needs matplotlib.
@@ -234,16 +234,16 @@ class SearchResult(Mapping[str, Any]):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, strict JSON, with a digest of the rest."""
-        body = strict(
+        body = json_safe(
             {
-                "format": FORMAT,
+                "format": RESULT_FORMAT,
                 **{each.name: getattr(self, each.name) for each in fields(self)},
                 "geometry": vars(self.geometry),
                 "candidate": vars(self.candidate),
                 "patch": self.arguments(),
             }
         )
-        return {**body, "digest": digest(body)}
+        return {**body, "digest": json_digest(body)}
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes `found.json`, the model's config with the result, and what other engines need.
@@ -261,7 +261,7 @@ class SearchResult(Mapping[str, Any]):
         Raises:
             ValueError: The folder is a file, or holds a model, whose config would be overwritten.
         """
-        from rope_patch.searching.result.artifacts import write_beside
+        from rope_patch.searching.result.artifacts import write_artifacts
 
         folder = Path(folder)
         if folder.exists() and not folder.is_dir():
@@ -271,9 +271,9 @@ class SearchResult(Mapping[str, Any]):
                 f"{folder} holds a model, whose config.json would be overwritten: save the result "
                 "in a folder of its own"
             )
-        write_beside(self, folder)
-        path = folder / FILE
-        atomic_files.write(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        write_artifacts(self, folder)
+        path = folder / RESULT_FILE
+        atomic_files.atomic_write(path, json.dumps(self.to_dict(), indent=1) + "\n")
         return path
 
     @classmethod
@@ -288,22 +288,22 @@ class SearchResult(Mapping[str, Any]):
                 after it was written.
         """
         path = Path(path)
-        path = path / FILE if path.is_dir() else path
+        path = path / RESULT_FILE if path.is_dir() else path
         if not path.is_file():
-            raise ValueError(f"there is no {path}: expected what a search saved, {FILE}")
-        said = _read(path)
+            raise ValueError(f"there is no {path}: expected what a search saved, {RESULT_FILE}")
+        said = _load_verified(path)
         known = {each.name for each in fields(cls)}
         try:
             found = cls(
                 **{
                     **{name: value for name, value in said.items() if name in known},
-                    "geometry": _geometry(said["geometry"]),
+                    "geometry": _parse_geometry(said["geometry"]),
                     "candidate": Candidate(**said["candidate"]),
-                    "history": _numbers(said["history"]),
-                    "held_out": _numbers(said["held_out"]),
+                    "history": _restore_infinities(said["history"]),
+                    "held_out": _restore_infinities(said["held_out"]),
                 }
             )
-            agrees = _alike(found.arguments(), said["patch"])
+            agrees = _nearly_equal(found.arguments(), said["patch"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{path} is damaged ({type(error).__name__}: {error}): restore it, or search again"
@@ -316,23 +316,25 @@ class SearchResult(Mapping[str, Any]):
         return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _load_verified(path: Path) -> dict[str, Any]:
     try:
         said = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); expected a search's {FILE}") from error
-    named = said.get("format") if isinstance(said, dict) else type(said).__name__
-    if named != FORMAT:
-        ours = str(named).startswith(FORMAT.split("/")[0] + "/")
         raise ValueError(
-            f"{path} has the format {named!r}, expected {FORMAT!r}: read it with the version of "
+            f"{path} is not JSON ({error}); expected a search's {RESULT_FILE}"
+        ) from error
+    named = said.get("format") if isinstance(said, dict) else type(said).__name__
+    if named != RESULT_FORMAT:
+        ours = str(named).startswith(RESULT_FORMAT.split("/")[0] + "/")
+        raise ValueError(
+            f"{path} has the format {named!r}, expected {RESULT_FORMAT!r}: read it with the version of "
             "rope-patch that wrote it, or search again"
             if ours
-            else f"{path} is not the result of rope-patch search: expected format {FORMAT!r}, got "
+            else f"{path} is not the result of rope-patch search: expected format {RESULT_FORMAT!r}, got "
             f"{named!r}"
         )
     body = {key: value for key, value in said.items() if key != "digest"}
-    expected = digest(body)
+    expected = json_digest(body)
     if said.get("digest") != expected:
         raise ValueError(
             f"{path} was changed after it was written: its contents have the digest {expected}, it "
@@ -341,23 +343,25 @@ def _read(path: Path) -> dict[str, Any]:
     return body
 
 
-def _geometry(said: dict[str, Any]) -> Geometry:
+def _parse_geometry(said: dict[str, Any]) -> Geometry:
     return Geometry(**{**said, "base": tuple(said["base"])})
 
 
-def _numbers(value: Any) -> Any:
+def _restore_infinities(value: Any) -> Any:
     """With the infinities that JSON has as strings."""
     if isinstance(value, dict):
-        return {name: _numbers(each) for name, each in value.items()}
+        return {name: _restore_infinities(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_numbers(each) for each in value]
+        return [_restore_infinities(each) for each in value]
     return float(value) if value in ("Infinity", "-Infinity", "NaN") else value
 
 
-def _alike(mine: Any, other: Any) -> bool:
+def _nearly_equal(mine: Any, other: Any) -> bool:
     """Whether arguments agree, but for what another machine's rounding may change."""
     if isinstance(mine, dict):
-        return mine.keys() == other.keys() and all(_alike(mine[key], other[key]) for key in mine)
+        return mine.keys() == other.keys() and all(
+            _nearly_equal(mine[key], other[key]) for key in mine
+        )
     if isinstance(mine, list):
-        return len(mine) == len(other) and all(map(_alike, mine, other))
+        return len(mine) == len(other) and all(map(_nearly_equal, mine, other))
     return math.isclose(mine, other, rel_tol=1e-9) if isinstance(mine, float) else mine == other

@@ -10,34 +10,34 @@ from __future__ import annotations
 import math
 
 from rope_patch.geometry import Geometry
-from rope_patch.searching.candidates import Candidate, Space
-from rope_patch.searching.strategies.base import Proposals, Tried, critical_pairs
+from rope_patch.searching.candidates import Candidate, SearchSpace
+from rope_patch.searching.strategies.base import Proposals, SeenRotations, critical_pairs
 
 BETA_FAST = 32.0  # YaRN's: pairs with more turns in training are kept
-NARROWEST = 2.0  # the least beta_fast / beta_slow, where a ramp would otherwise invert
+MIN_BETA_RATIO = 2.0  # the least beta_fast / beta_slow, where a ramp would otherwise invert
 
 
-def yarn_rcd(space: Space, pair: float) -> Candidate:
+def yarn_rcd(space: SearchSpace, pair: float) -> Candidate:
     """YaRN whose ramp ends at a pair, not necessarily a whole one.
 
     The ramp starts where YaRN's does, at 32 turns. Where models were trained on so many tokens that
     the pair itself makes nearly as many, it starts at twice the pair's.
     """
-    slow = turns(space.geometry, pair)
-    fast = max(BETA_FAST, NARROWEST * slow)
+    slow = rotations_of_pair(space.geometry, pair)
+    fast = max(BETA_FAST, MIN_BETA_RATIO * slow)
     options = {"beta_fast": fast, "beta_slow": slow, "truncate": False}
     return Candidate(f"pair {pair:g}", "yarn", options)
 
 
-def ntk_rcd(space: Space, pair: float) -> Candidate:
+def ntk_rcd(space: SearchSpace, pair: float) -> Candidate:
     """The larger base with which a pair is stretched by exactly the factor."""
     geometry = space.geometry
     base = geometry.theta * space.factor ** (geometry.rotary_dim / (2 * pair))
     return Candidate(f"pair {pair:g}", "abf", {"new_theta": base})
 
 
-def turns(geometry: Geometry, pair: float) -> float:
-    """Turns within the trained length, the inverse of `Geometry.pair_with_turns`."""
+def rotations_of_pair(geometry: Geometry, pair: float) -> float:
+    """Turns within the trained length, the inverse of `Geometry.pair_with_rotations`."""
     step = 2 * math.log(geometry.theta) / geometry.rotary_dim
     logs = [math.log(frequency) for frequency in geometry.base if frequency > 0]
     if not logs:
@@ -51,18 +51,18 @@ def turns(geometry: Geometry, pair: float) -> float:
     return math.exp(log) * geometry.trained_length / (2 * math.pi)
 
 
-def propose_yarn(space: Space, budget: int, seed: int) -> Proposals:
+def propose_yarn(space: SearchSpace, budget: int, seed: int) -> Proposals:
     """YaRN with about ten critical pairs; the seed makes no difference."""
-    return _scan([yarn_rcd(space, pair) for pair in critical_pairs(space)], space, budget)
+    return _propose_each([yarn_rcd(space, pair) for pair in critical_pairs(space)], space, budget)
 
 
-def propose_ntk(space: Space, budget: int, seed: int) -> Proposals:
+def propose_ntk(space: SearchSpace, budget: int, seed: int) -> Proposals:
     """NTK with about ten critical pairs; the seed makes no difference."""
-    return _scan([ntk_rcd(space, pair) for pair in critical_pairs(space)], space, budget)
+    return _propose_each([ntk_rcd(space, pair) for pair in critical_pairs(space)], space, budget)
 
 
-def _scan(candidates: list[Candidate], space: Space, budget: int) -> Proposals:
-    tried = Tried(space)
+def _propose_each(candidates: list[Candidate], space: SearchSpace, budget: int) -> Proposals:
+    tried = SeenRotations(space)
     for candidate in candidates:
-        if len(tried) < budget and tried.new(candidate):
+        if len(tried) < budget and tried.add_if_new(candidate):
             yield candidate

@@ -20,17 +20,22 @@ import math
 from dataclasses import dataclass, replace
 
 from rope_patch.methods import build
-from rope_patch.methods.ntk_by_parts import attention_law
+from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.methods.yarn import YaRN
-from rope_patch.searching.candidates import Candidate, Space
-from rope_patch.searching.strategies.base import Proposals, Tried, critical_pair, longrope
-from rope_patch.searching.strategies.trust_region import Region
+from rope_patch.searching.candidates import Candidate, SearchSpace
+from rope_patch.searching.strategies.base import (
+    Proposals,
+    SeenRotations,
+    critical_pair,
+    longrope_candidate,
+)
+from rope_patch.searching.strategies.trust_region import TrustRegion
 
-STEEPEST = 0.001  # pairs: a ramp that is a step, as YaRN's own
-FLAT = 1e-6  # shapes closer to 0 than this are the geometric mean
-REAL = 0.8  # of the theoretical critical pair
-HEADROOM = 1.3  # behind the critical pair, times the factor
-REPEATS = 50  # proposals in a row that bring nothing new: the search is over
+MIN_WIDTH = 0.001  # pairs: a ramp that is a step, as YaRN's own
+GEOMETRIC_EPS = 1e-6  # shapes closer to 0 than this are the geometric mean
+CRITICAL_RATIO = 0.8  # of the theoretical critical pair
+TOP_MARGIN = 1.3  # behind the critical pair, times the factor
+MAX_DUPLICATES = 50  # proposals in a row that bring nothing new: the search is over
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,12 @@ class Curve:
 
     def _mean(self, ramp: float) -> float:
         ramp, log = min(max(ramp, 0.0), 1.0), math.log(self.top)
-        if abs(self.shape) < FLAT:
+        if abs(self.shape) < GEOMETRIC_EPS:
             return math.exp(ramp * log)
         return math.exp(math.log1p(ramp * math.expm1(self.shape * log)) / self.shape)
 
 
-def as_curve(space: Space, candidate: Candidate) -> Curve:
+def as_curve(space: SearchSpace, candidate: Candidate) -> Curve:
     """The member of the family that a known method is: linear, NTK or one like YaRN.
 
     Raises:
@@ -76,11 +81,11 @@ def as_curve(space: Space, candidate: Candidate) -> Curve:
     method = build(candidate.method, factor=space.factor, **candidate.options)
     if not isinstance(method, YaRN):
         raise ValueError(f"expected linear, ntk or yarn, got {candidate.method}")
-    low, high = method.ends(space.geometry)
-    return Curve(high, max(high - low, STEEPEST), space.factor, -1.0, attention)
+    low, high = method.ramp_bounds(space.geometry)
+    return Curve(high, max(high - low, MIN_WIDTH), space.factor, -1.0, attention)
 
 
-def starts(space: Space) -> list[tuple[Candidate, Curve]]:
+def initial_points(space: SearchSpace) -> list[tuple[Candidate, Curve]]:
     """What is tried before anything is learned: the known methods, and what corrects them.
 
     Published searches found critical pairs at 0.8 of the theoretical one and stretches behind it
@@ -90,9 +95,9 @@ def starts(space: Space) -> list[tuple[Candidate, Curve]]:
         (candidate, as_curve(space, candidate))
         for candidate in (Candidate(name, name) for name in ("yarn", "ntk", "linear"))
     )
-    warm, critical = attention_law(space.factor), REAL * critical_pair(space)
-    by_parts, above = yarn[1], HEADROOM * space.factor
-    narrower = max(critical - (by_parts.high - by_parts.width), STEEPEST)
+    warm, critical = yarn_mscale(space.factor), CRITICAL_RATIO * critical_pair(space)
+    by_parts, above = yarn[1], TOP_MARGIN * space.factor
+    narrower = max(critical - (by_parts.high - by_parts.width), MIN_WIDTH)
     spread = Curve(critical, critical, space.factor, 0.0, warm)
     corrected = [
         replace(by_parts, high=critical, width=narrower),
@@ -101,10 +106,10 @@ def starts(space: Space) -> list[tuple[Candidate, Curve]]:
         spread,
         replace(by_parts, attention_factor=2 * warm - 1),
     ]
-    return [yarn, ntk, *((_candidate(space, curve), curve) for curve in corrected), linear]
+    return [yarn, ntk, *((_to_candidate(space, curve), curve) for curve in corrected), linear]
 
 
-def bounds(space: Space) -> dict[str, tuple[float, float]]:
+def bounds(space: SearchSpace) -> dict[str, tuple[float, float]]:
     """Between which numbers each of a curve's is searched."""
     last = float(space.pairs - 1)
     return {
@@ -112,11 +117,11 @@ def bounds(space: Space) -> dict[str, tuple[float, float]]:
         "width": (min(0.5, last / 2), last),
         "top": (space.factor ** (2 / 3), 2 * space.factor),
         "shape": (-3.0, 3.0),
-        "attention_factor": (1.0, 1 + 4 * (attention_law(space.factor) - 1) + 0.01),
+        "attention_factor": (1.0, 1 + 4 * (yarn_mscale(space.factor) - 1) + 0.01),
     }
 
 
-def propose(space: Space, budget: int, seed: int) -> Proposals:
+def propose(space: SearchSpace, budget: int, seed: int) -> Proposals:
     """Bayesian optimisation over curves.
 
     Args:
@@ -124,23 +129,23 @@ def propose(space: Space, budget: int, seed: int) -> Proposals:
         budget: Evaluations. A larger one begins with the same candidates.
         seed: Of the sampler.
     """
-    tried = Tried(space)
-    region: Region[Curve] = Region(bounds(space))
-    for candidate, curve in starts(space):
-        if len(tried) < budget and tried.new(candidate):
+    tried = SeenRotations(space)
+    region: TrustRegion[Curve] = TrustRegion(bounds(space))
+    for candidate, curve in initial_points(space):
+        if len(tried) < budget and tried.add_if_new(candidate):
             region.add(curve, (yield candidate))
     number = 0
     repeats = 0
-    while len(tried) < budget and repeats < REPEATS:
+    while len(tried) < budget and repeats < MAX_DUPLICATES:
         curve, number = region.ask((seed, number)), number + 1
-        candidate = _candidate(space, curve)
-        if tried.new(candidate):
+        candidate = _to_candidate(space, curve)
+        if tried.add_if_new(candidate):
             repeats = 0
-            region.learn(curve, (yield candidate))
+            region.tell(curve, (yield candidate))
         else:
             repeats += 1
-            region.fail()
+            region.record_failure()
 
 
-def _candidate(space: Space, curve: Curve) -> Candidate:
-    return longrope("curve", curve.stretch(space.pairs), curve.attention_factor)
+def _to_candidate(space: SearchSpace, curve: Curve) -> Candidate:
+    return longrope_candidate("curve", curve.stretch(space.pairs), curve.attention_factor)

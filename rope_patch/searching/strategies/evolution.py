@@ -21,19 +21,19 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.strategies.base import Proposals, Tried
+from rope_patch.searching.strategies.base import Proposals, SeenRotations
 
 POPULATION, ROUNDS, PARENTS, CHILDREN = 64, 40, 32, 32  # children: half mutations, half crossovers
 PROBABILITY = 0.3
 STEP = 0.01  # between stretches that are drawn
-ATTEMPTS = 20
-PATIENCE = 1000  # mutations in a row that bring nothing new: the space is used up
+MAX_CROSSOVER_ATTEMPTS = 20
+MAX_MUTATION_ATTEMPTS = 1000  # mutations in a row that bring nothing new: the space is used up
 
 G = TypeVar("G")  # what evolves: a tuple of numbers, which a genome's species understands
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PopulationSizes:
     """How large an evolution is."""
 
     population: int
@@ -42,7 +42,7 @@ class Sizes:
     crossovers: int
 
     @classmethod
-    def for_budget(cls, budget: int) -> Sizes:
+    def for_budget(cls, budget: int) -> PopulationSizes:
         """The published sizes, all times the number that spends the budget; at most 1."""
         rounds = ROUNDS * CHILDREN
         scale = (math.sqrt(POPULATION**2 + 4 * rounds * budget) - POPULATION) / (2 * rounds)
@@ -52,65 +52,65 @@ class Sizes:
         return cls(population, max(2, round(scale * PARENTS)), half, half)
 
 
-class Species(ABC, Generic[G]):
+class GenomeOperators(ABC, Generic[G]):
     """What evolves, and how one becomes another."""
 
     @abstractmethod
-    def ancestors(self, count: int) -> list[G]:
+    def initial_population(self, count: int) -> list[G]:
         """Where evolution starts: at most `count` of them, the most promising first."""
 
     @abstractmethod
-    def mutated(self, genome: G, random: random.Random) -> G:
+    def mutate(self, genome: G, rng: random.Random) -> G:
         """A valid neighbour, possibly the same."""
 
     @abstractmethod
-    def crossed(self, first: G, second: G, random: random.Random) -> G | None:
+    def crossover(self, first: G, second: G, rng: random.Random) -> G | None:
         """A child of two; None where what it got from both does not go together."""
 
     @abstractmethod
-    def candidate(self, origin: str, genome: G) -> Candidate:
+    def to_candidate(self, origin: str, genome: G) -> Candidate:
         """What to try for it."""
 
 
-def evolve(species: Species[G], tried: Tried, budget: int, seed: int) -> Proposals:
+def evolve(operators: GenomeOperators[G], seen: SeenRotations, budget: int, seed: int) -> Proposals:
     """Proposes candidates until the budget is spent, or nothing new is found."""
     draw = random.Random(seed)
-    sizes = Sizes.for_budget(budget)
+    sizes = PopulationSizes.for_budget(budget)
     alive: list[tuple[float, G]] = []
 
     def attempt(origin: str, genome: G) -> Generator[Candidate, float, bool]:
-        candidate = species.candidate(origin, genome)
-        if not tried.new(candidate):
+        candidate = operators.to_candidate(origin, genome)
+        if not seen.add_if_new(candidate):
             return False
         fitness = yield candidate
         alive.append((fitness, genome))
         return True
 
     def mutate(genome: G) -> Generator[Candidate, float, bool]:
-        for _ in range(PATIENCE):
-            genome = species.mutated(genome, draw)
+        for _ in range(MAX_MUTATION_ATTEMPTS):
+            genome = operators.mutate(genome, draw)
             if (yield from attempt("mutation", genome)):
                 return True
         return False
 
-    starts = species.ancestors(min(budget, sizes.population))
+    starts = operators.initial_population(min(budget, sizes.population))
     for genome in starts:
         yield from attempt("start", genome)
     for number in range(len(alive), min(budget, sizes.population)):
         if not (yield from mutate(starts[number % len(starts)])):
             return
-    while len(tried) < budget:
+    while len(seen) < budget:
         # Sorting is stable: of equals, the one that came first stays ahead.
         parents = sorted(alive, key=lambda pair: pair[0])[: sizes.parents]
         alive[:] = parents
-        for number in range(min(sizes.mutations + sizes.crossovers, budget - len(tried))):
+        for number in range(min(sizes.mutations + sizes.crossovers, budget - len(seen))):
             if number < sizes.mutations or len(parents) < 2:
                 if not (yield from mutate(draw.choice(parents)[1])):
                     return
                 continue
             first, second = sorted(draw.sample(range(len(parents)), 2))
-            for _ in range(ATTEMPTS):
-                child = species.crossed(parents[first][1], parents[second][1], draw)
+            for _ in range(MAX_CROSSOVER_ATTEMPTS):
+                child = operators.crossover(parents[first][1], parents[second][1], draw)
                 if child is not None and (yield from attempt("crossover", child)):
                     break
             else:
@@ -118,8 +118,8 @@ def evolve(species: Species[G], tried: Tried, budget: int, seed: int) -> Proposa
                     return
 
 
-def redrawn(
-    stretch: list[float], low: float, high: float, draw: random.Random, start: int = 0
+def resample(
+    stretch: list[float], low: float, high: float, rng: random.Random, start: int = 0
 ) -> list[float]:
     """Each number from pair `start` on, with probability 0.3, drawn anew between its neighbours.
 
@@ -127,16 +127,16 @@ def redrawn(
     """
     result = list(stretch)
     for pair in range(start, len(result)):
-        if draw.random() >= PROBABILITY:
+        if rng.random() >= PROBABILITY:
             continue
         below = max(low, result[pair - 1]) if pair > start else low
         above = min(high, result[pair + 1]) if pair + 1 < len(result) else high
         first, last = math.ceil(below / STEP - 1e-9), math.floor(above / STEP + 1e-9)
         if first <= last:
-            result[pair] = round(draw.randint(first, last) * STEP, 2)
+            result[pair] = round(rng.randint(first, last) * STEP, 2)
     return result
 
 
-def monotone(stretch: list[float]) -> bool:
+def is_monotone(stretch: list[float]) -> bool:
     """Whether no pair is stretched less than the one before."""
     return all(here <= after for here, after in itertools.pairwise(stretch))

@@ -12,61 +12,61 @@ import itertools
 import math
 import random
 
-from rope_patch.searching.candidates import Candidate, Space
-from rope_patch.searching.strategies.base import Proposals, Tried, longrope
+from rope_patch.searching.candidates import Candidate, SearchSpace
+from rope_patch.searching.strategies.base import Proposals, SeenRotations, longrope_candidate
 from rope_patch.searching.strategies.evolution import (
     PROBABILITY,
-    Species,
+    GenomeOperators,
     evolve,
-    monotone,
-    redrawn,
+    is_monotone,
+    resample,
 )
 
 # Published for Llama-2, trained on 4,096 tokens; elsewhere up to the same sixteenth of the length.
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
-STARTS_UP_TO = 1 / 16
-HEADROOM = 1.25  # the largest stretch / factor
+MAX_START_SHARE = 1 / 16
+MAX_STRETCH_RATIO = 1.25  # the largest stretch / factor
 
 Genome = tuple[list[float], int]  # stretches and start tokens
 
 
-class Stretches(Species[Genome]):
+class FactorOperators(GenomeOperators[Genome]):
     """Monotone stretches with start tokens."""
 
-    def __init__(self, space: Space, start_tokens: bool) -> None:
+    def __init__(self, space: SearchSpace, start_tokens: bool) -> None:
         self._space = space
-        limit = STARTS_UP_TO * space.geometry.trained_length if start_tokens else 0
-        self._starts = [number for number in START_TOKENS if number <= limit]
+        limit = MAX_START_SHARE * space.geometry.trained_length if start_tokens else 0
+        self._start_token_choices = [number for number in START_TOKENS if number <= limit]
 
-    def ancestors(self, count: int) -> list[Genome]:
+    def initial_population(self, count: int) -> list[Genome]:
         candidates = [Candidate(name, name) for name in ("linear", "ntk", "yarn")[:count]]
-        return [(_rising(candidate.stretch(self._space)), 0) for candidate in candidates]
+        return [(_cumulative_max(candidate.stretch(self._space)), 0) for candidate in candidates]
 
-    def mutated(self, genome: Genome, random: random.Random) -> Genome:
+    def mutate(self, genome: Genome, rng: random.Random) -> Genome:
         stretch, start = genome
-        if len(self._starts) > 1 and random.random() < PROBABILITY:
-            start = random.choice(self._starts)
-        return redrawn(stretch, 1.0, HEADROOM * self._space.factor, random), start
+        if len(self._start_token_choices) > 1 and rng.random() < PROBABILITY:
+            start = rng.choice(self._start_token_choices)
+        return resample(stretch, 1.0, MAX_STRETCH_RATIO * self._space.factor, rng), start
 
-    def crossed(self, first: Genome, second: Genome, random: random.Random) -> Genome | None:
+    def crossover(self, first: Genome, second: Genome, rng: random.Random) -> Genome | None:
         stretch = [
-            two if random.random() < PROBABILITY else one
+            two if rng.random() < PROBABILITY else one
             for one, two in zip(first[0], second[0], strict=True)
         ]
-        start = second[1] if random.random() < PROBABILITY else first[1]
-        return (stretch, start) if monotone(stretch) else None
+        start = second[1] if rng.random() < PROBABILITY else first[1]
+        return (stretch, start) if is_monotone(stretch) else None
 
-    def candidate(self, origin: str, genome: Genome) -> Candidate:
-        return longrope(origin, genome[0], start_tokens=genome[1])
+    def to_candidate(self, origin: str, genome: Genome) -> Candidate:
+        return longrope_candidate(origin, genome[0], start_tokens=genome[1])
 
 
-def _rising(stretch: list[float]) -> list[float]:
+def _cumulative_max(stretch: list[float]) -> list[float]:
     """The largest so far, pair by pair; one that stands still has no number: it is passed over."""
     numbers = [1.0 if math.isnan(number) else number for number in stretch]
     return list(itertools.accumulate(numbers, max))
 
 
-def propose(space: Space, budget: int, seed: int, *, start_tokens: bool = True) -> Proposals:
+def propose(space: SearchSpace, budget: int, seed: int, *, start_tokens: bool = True) -> Proposals:
     """LongRoPE's evolutionary search.
 
     Args:
@@ -76,4 +76,4 @@ def propose(space: Space, budget: int, seed: int, *, start_tokens: bool = True) 
         start_tokens: Whether the number of start tokens is searched too, as published. No engine's
             config can say what it finds; without, the result is a plain one.
     """
-    return evolve(Stretches(space, start_tokens), Tried(space), budget, seed)
+    return evolve(FactorOperators(space, start_tokens), SeenRotations(space), budget, seed)

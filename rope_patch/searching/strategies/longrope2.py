@@ -12,69 +12,71 @@ from __future__ import annotations
 import math
 import random
 
-from rope_patch.searching.candidates import Candidate, Space
+from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.strategies.base import (
-    LOWEST,
+    LOWEST_CRITICAL_RATIO,
     Proposals,
-    Tried,
+    SeenRotations,
     critical_pair,
-    longrope,
+    longrope_candidate,
 )
 from rope_patch.searching.strategies.evolution import (
     PROBABILITY,
-    Species,
+    GenomeOperators,
     evolve,
-    monotone,
-    redrawn,
+    is_monotone,
+    resample,
 )
 
-HEADROOM = 2.0  # the largest stretch / factor
+MAX_STRETCH_RATIO = 2.0  # the largest stretch / factor
 
 Genome = tuple[int, list[float]]  # the critical pair, and stretches of all pairs from it on
 
 
-class Critical(Species[Genome]):
+class CriticalPairOperators(GenomeOperators[Genome]):
     """A critical pair with the stretches that follow it."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: SearchSpace) -> None:
         self._space = space
         top = critical_pair(space)
-        self._pairs = range(max(1, math.floor(LOWEST * top)), top + 1)
+        self._critical_pairs = range(max(1, math.floor(LOWEST_CRITICAL_RATIO * top)), top + 1)
 
-    def ancestors(self, count: int) -> list[Genome]:
+    def initial_population(self, count: int) -> list[Genome]:
         # Half of the population at most: the other half are mutations of these.
-        few = min(len(self._pairs), max(1, count // 2))
-        spread = [round(n * (len(self._pairs) - 1) / max(few - 1, 1)) for n in range(few)]
-        pairs = [self._pairs[-1 - number] for number in spread]
+        few = min(len(self._critical_pairs), max(1, count // 2))
+        spread = [round(n * (len(self._critical_pairs) - 1) / max(few - 1, 1)) for n in range(few)]
+        pairs = [self._critical_pairs[-1 - number] for number in spread]
         return [(pair, [self._space.factor] * (self._space.pairs - pair)) for pair in pairs]
 
-    def mutated(self, genome: Genome, random: random.Random) -> Genome:
+    def mutate(self, genome: Genome, rng: random.Random) -> Genome:
         critical, _ = genome
-        if random.random() < PROBABILITY:
-            critical = random.choice(self._pairs)
+        if rng.random() < PROBABILITY:
+            critical = rng.choice(self._critical_pairs)
         low = self._space.factor
-        whole = redrawn(_whole(genome, critical), low, HEADROOM * low, random, start=critical)
+        whole = resample(
+            _expand(genome, critical), low, MAX_STRETCH_RATIO * low, rng, start=critical
+        )
         return critical, whole[critical:]
 
-    def crossed(self, first: Genome, second: Genome, random: random.Random) -> Genome | None:
-        critical = second[0] if random.random() < PROBABILITY else first[0]
-        one, two = _whole(first, critical)[critical:], _whole(second, critical)[critical:]
-        stretch = [b if random.random() < PROBABILITY else a for a, b in zip(one, two, strict=True)]
-        return (critical, stretch) if monotone(stretch) else None
+    def crossover(self, first: Genome, second: Genome, rng: random.Random) -> Genome | None:
+        critical = second[0] if rng.random() < PROBABILITY else first[0]
+        one, two = _expand(first, critical)[critical:], _expand(second, critical)[critical:]
+        stretch = [b if rng.random() < PROBABILITY else a for a, b in zip(one, two, strict=True)]
+        return (critical, stretch) if is_monotone(stretch) else None
 
-    def candidate(self, origin: str, genome: Genome) -> Candidate:
+    def to_candidate(self, origin: str, genome: Genome) -> Candidate:
         critical, stretch = genome
         base = [stretch[0] ** (pair / critical) for pair in range(critical)]
-        return longrope(origin, base + stretch)
+        return longrope_candidate(origin, base + stretch)
 
 
-def _whole(genome: Genome, critical: int) -> list[float]:
+def _expand(genome: Genome, critical: int) -> list[float]:
     """Stretches by pair, where those before its critical one are stretched alike."""
     own, stretch = genome
     return [stretch[max(pair - own, 0)] for pair in range(own + len(stretch))]
 
 
-def propose(space: Space, budget: int, seed: int) -> Proposals:
+def propose(space: SearchSpace, budget: int, seed: int) -> Proposals:
     """LongRoPE2's evolutionary search.
 
     Args:
@@ -82,4 +84,4 @@ def propose(space: Space, budget: int, seed: int) -> Proposals:
         budget: Evaluations.
         seed: Of all that is drawn.
     """
-    return evolve(Critical(space), Tried(space), budget, seed)
+    return evolve(CriticalPairOperators(space), SeenRotations(space), budget, seed)

@@ -21,7 +21,8 @@ class Strategy:
             candidates and is sent the fitness of each. The same fitnesses get the same candidates.
         description: What it does, in one line.
         paper: Where it comes from.
-        attention: Whether it searches the attention factor, or leaves that to a law.
+        searches_attention_factor: Whether it searches the attention factor, or leaves that to a
+            law.
         continues: Whether a larger budget begins with the same candidates, so that a search can
             go on where a smaller one ended.
     """
@@ -29,7 +30,7 @@ class Strategy:
     propose: Callable[..., Proposals]
     description: str
     paper: str
-    attention: bool
+    searches_attention_factor: bool
     continues: bool
 
     @property
@@ -45,35 +46,35 @@ STRATEGIES = {
         "a smooth monotone curve of four numbers and the attention factor, by Bayesian "
         "optimisation: the fewest evaluations",
         "this package's own; samples by optuna, arXiv:1907.10902",
-        attention=True,
+        searches_attention_factor=True,
         continues=True,
     ),
     "longrope2": Strategy(
         longrope2.propose,
         "LongRoPE2's evolution: a critical pair, stretches from it on, NTK before it",
         "LongRoPE2, arXiv:2502.20082",
-        attention=False,
+        searches_attention_factor=False,
         continues=False,
     ),
     "longrope": Strategy(
         longrope.propose,
         "LongRoPE's evolution: a stretch for every pair, and start tokens that keep theirs",
         "LongRoPE, arXiv:2402.13753",
-        attention=False,
+        searches_attention_factor=False,
         continues=False,
     ),
     "yarn-rcd": Strategy(
         critical_dimension.propose_yarn,
         "YaRN with about ten critical pairs from the theoretical one down: the cheapest",
         "LongRoPE2, arXiv:2502.20082; YaRN, arXiv:2309.00071",
-        attention=False,
+        searches_attention_factor=False,
         continues=True,
     ),
     "ntk-rcd": Strategy(
         critical_dimension.propose_ntk,
         "NTK with about ten critical pairs from the theoretical one down",
         "LongRoPE2, arXiv:2502.20082",
-        attention=False,
+        searches_attention_factor=False,
         continues=True,
     ),
 }

@@ -20,15 +20,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
-LARGEST, SMALLEST = 0.8, 0.05  # sides of the box, shares of the whole
+MAX_SIDE, MIN_SIDE = 0.8, 0.05  # sides of the box, shares of the whole
 GROWTH, SHRINKAGE = 1.3, 0.6
-PATIENCE = 3  # failures in a row until the box shrinks
-FLOOR = 1e-3  # nats: differences far below are noise
+MAX_FAILURES = 3  # failures in a row until the box shrinks
+LOG_FLOOR = 1e-3  # nats: differences far below are noise
 
 P = TypeVar("P")  # a dataclass of nothing but the numbers
 
 
-class Region(Generic[P]):
+class TrustRegion(Generic[P]):
     """Points with their fitnesses, and where to look next.
 
     Args:
@@ -50,12 +50,12 @@ class Region(Generic[P]):
         self._bounds = dict(bounds)
         self._points: list[dict[str, float]] = []
         self._fitnesses: list[float] = []
-        self._kind: type[P] | None = None
-        self._side, self._failures = LARGEST, 0
+        self._point_class: type[P] | None = None
+        self._side, self._failures = MAX_SIDE, 0
 
     def add(self, point: P, fitness: float) -> None:
         """Takes in a start; what lies beyond the bounds is moved to them."""
-        self._kind = type(point)
+        self._point_class = type(point)
         numbers = asdict(point)  # type: ignore[call-overload]
         inside = {
             name: min(max(float(numbers[name]), low), high)
@@ -64,43 +64,43 @@ class Region(Generic[P]):
         self._points.append(inside)
         self._fitnesses.append(fitness)
 
-    def learn(self, point: P, fitness: float) -> None:
+    def tell(self, point: P, fitness: float) -> None:
         """Takes in the answer to a question: the box grows or shrinks."""
         better = fitness < min(self._fitnesses)
         self.add(point, fitness)
         if better:
-            self._side, self._failures = min(LARGEST, self._side * GROWTH), 0
+            self._side, self._failures = min(MAX_SIDE, self._side * GROWTH), 0
         else:
-            self.fail()
+            self.record_failure()
 
-    def fail(self) -> None:
+    def record_failure(self) -> None:
         """Counts a question that led to nothing better."""
         self._failures += 1
-        if self._failures >= PATIENCE:
-            self._side, self._failures = max(SMALLEST, self._side * SHRINKAGE), 0
+        if self._failures >= MAX_FAILURES:
+            self._side, self._failures = max(MIN_SIDE, self._side * SHRINKAGE), 0
 
     def ask(self, seed: object) -> P:
         """The point to try next; at least one must be known."""
         import optuna
 
-        assert self._kind is not None
+        assert self._point_class is not None
         box = self._box()
         distributions: dict[str, optuna.distributions.BaseDistribution] = {
             name: optuna.distributions.FloatDistribution(*limits) for name, limits in box.items()
         }
-        with _quiet():
+        with _silence_optuna():
             sampler = optuna.samplers.GPSampler(
                 seed=random.Random(repr(seed)).getrandbits(31), n_startup_trials=0
             )
             study = optuna.create_study(sampler=sampler)
-            for point, value in zip(self._points, self._told(), strict=True):
+            for point, value in zip(self._points, self._log_fitnesses(), strict=True):
                 if all(low <= point[name] <= high for name, (low, high) in box.items()):
                     trial = optuna.trial.create_trial(
                         params=dict(point), distributions=distributions, value=value
                     )
                     study.add_trial(trial)
             asked = study.ask()
-            return self._kind(
+            return self._point_class(
                 **{name: asked.suggest_float(name, *limits) for name, limits in box.items()}
             )
 
@@ -113,10 +113,10 @@ class Region(Generic[P]):
             box[name] = (max(low, best[name] - half), min(high, best[name] + half))
         return box
 
-    def _told(self) -> list[float]:
+    def _log_fitnesses(self) -> list[float]:
         """Logarithms, since bad points are worse by powers of ten; failed ones as the worst."""
         logs = [
-            math.log(max(fitness, 0.0) + FLOOR) if math.isfinite(fitness) else None
+            math.log(max(fitness, 0.0) + LOG_FLOOR) if math.isfinite(fitness) else None
             for fitness in self._fitnesses
         ]
         worst = max((log for log in logs if log is not None), default=0.0)
@@ -124,7 +124,7 @@ class Region(Generic[P]):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[Any]:
+def _silence_optuna() -> Iterator[Any]:
     """Silences what optuna says of every trial, and leaves its settings as others have them."""
     import optuna
 

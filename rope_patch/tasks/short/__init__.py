@@ -30,4 +30,4 @@ def config(name: str) -> dict[str, Any]:
     if not path.is_file():
         known = ", ".join([GROUP, *names()])
         raise ValueError(f"no short task {name!r}: expected one of {known}")
-    return tasks.read(path)
+    return tasks.read_config(path)

@@ -18,7 +18,7 @@ def build(**metadata: Any) -> dict[str, Any]:
     return choices.build(questions, "rp_short_arithmetic", **metadata)
 
 
-def questions(rng: random.Random) -> Iterator[choices.Question]:
+def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
     """Endless questions; no result is negative."""
     while True:
         solved = [_problem(rng) for _ in range(EXAMPLES)]
@@ -26,7 +26,7 @@ def questions(rng: random.Random) -> Iterator[choices.Question]:
         if asked in dict(solved):
             continue
         near = [result + miss for miss in _MISSES if result + miss >= 0]
-        yield choices.Question(
+        yield choices.ChoiceQuestion(
             context="".join(f"{problem} = {value}\n" for problem, value in solved) + f"{asked} =",
             right=str(result),
             wrong=[str(value) for value in rng.sample(near, 3)],

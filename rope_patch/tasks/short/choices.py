@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class ChoiceQuestion:
     """One question of a short task.
 
     Attributes:
@@ -25,7 +25,7 @@ class Question:
 
 
 def build(
-    questions: Callable[[random.Random], Iterator[Question]],
+    questions: Callable[[random.Random], Iterator[ChoiceQuestion]],
     task: str,
     *,
     samples: int = 100,

@@ -10,10 +10,10 @@ from typing import Any
 from rope_patch.tasks import texts
 from rope_patch.tasks.short import choices
 
-LONGEST = 120  # words of a passage
-_LEAST = 60
-_NEAR = 10  # words that the last sentence may have: the passage is needed, too
-_LETTERS = 5  # of the shortest word that is asked for: none of the commonest
+MAX_WORDS = 120  # words of a passage
+_MIN_WORDS = 60
+_MAX_LAST_SENTENCE = 10  # words that the last sentence may have: the passage is needed, too
+_MIN_LETTERS = 5  # of the shortest word that is asked for: none of the commonest
 _SENTENCE_ENDS = (".", "!", "?")
 _STOPS = ",;:.!?"
 
@@ -23,29 +23,33 @@ def build(**metadata: Any) -> dict[str, Any]:
     return choices.build(questions, "rp_short_cloze", **metadata)
 
 
-def questions(rng: random.Random) -> Iterator[choices.Question]:
+def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
     """Endless questions, each from some place in some novel."""
     names = texts.names()
     asked: set[tuple[str, int]] = set()
     while True:
         name = rng.choice(names)
-        words = texts.words(name)
-        end = rng.randrange(LONGEST, len(words))
-        right = _closing(words[end])
+        words = texts.split_words(name)
+        end = rng.randrange(MAX_WORDS, len(words))
+        right = _word_before_stop(words[end])
         if not right or not words[end].endswith(_SENTENCE_ENDS) or (name, end) in asked:
             continue
-        passage = _from_a_sentence(words[end - LONGEST : end])
+        passage = _from_a_sentence(words[end - MAX_WORDS : end])
         # Words that close a phrase are of the kinds that the last word may be of.
-        others = sorted({word for word in map(_closing, passage) if word} - {right})
-        if right not in map(_bare, passage) or len(passage) < _LEAST or len(others) < 3:
+        others = sorted({word for word in map(_word_before_stop, passage) if word} - {right})
+        if (
+            right not in map(_without_stops, passage)
+            or len(passage) < _MIN_WORDS
+            or len(others) < 3
+        ):
             continue
-        if not any(word.endswith(_SENTENCE_ENDS) for word in passage[-_NEAR:]):
+        if not any(word.endswith(_SENTENCE_ENDS) for word in passage[-_MAX_LAST_SENTENCE:]):
             continue
         rng.shuffle(others)
         others.sort(key=lambda word: _shared_ending(word, right), reverse=True)  # same forms first
         asked.add((name, end))
         stop = words[end].removeprefix(right)  # so that no choice begins another
-        yield choices.Question(
+        yield choices.ChoiceQuestion(
             context=" ".join(passage),
             right=right + stop,
             wrong=[word + stop for word in others[:3]],
@@ -58,14 +62,14 @@ def _from_a_sentence(words: list[str]) -> list[str]:
     return words[next(ends, len(words)) + 1 :]
 
 
-def _bare(word: str) -> str:
+def _without_stops(word: str) -> str:
     return word.rstrip(_STOPS)
 
 
-def _closing(word: str) -> str:
+def _word_before_stop(word: str) -> str:
     """The word before its stop, if it has one and may be asked for; otherwise nothing."""
-    bare = _bare(word)
-    usable = bare.isalpha() and bare.islower() and len(bare) >= _LETTERS
+    bare = _without_stops(word)
+    usable = bare.isalpha() and bare.islower() and len(bare) >= _MIN_LETTERS
     return bare if usable and bare != word else ""
 
 

@@ -25,17 +25,17 @@ def build(**metadata: Any) -> dict[str, Any]:
     return choices.build(questions, "rp_short_facts", **metadata)
 
 
-def questions(rng: random.Random) -> Iterator[choices.Question]:
+def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
     """Endless questions: every fact once, then every fact again in other company."""
-    table = tables.read("facts")
+    table = tables.read_table("facts")
     while True:
-        for relation, subject, answer in tables.shuffled(table, rng):
+        for relation, subject, answer in tables.shuffled_rows(table, rng):
             wording = WORDING[relation]
             others = [(other, its) for other, its in table[relation].items() if other != subject]
             shown = rng.sample(others, EXAMPLES)
             lines = [f"{wording.format(other)} {its}." for other, its in shown]
             wrong = sorted(set(table[relation].values()) - {answer})
-            yield choices.Question(
+            yield choices.ChoiceQuestion(
                 context="\n".join([*lines, wording.format(subject)]),
                 right=f"{answer}.",  # the stop, so that no choice begins another
                 wrong=[f"{choice}." for choice in rng.sample(wrong, 3)],

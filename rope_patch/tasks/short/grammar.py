@@ -46,7 +46,7 @@ def build(**metadata: Any) -> dict[str, Any]:
     return choices.build(questions, "rp_short_grammar", **metadata)
 
 
-def questions(rng: random.Random) -> Iterator[choices.Question]:
+def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
     """Endless questions; phenomena take turns, no pair comes twice."""
     asked: set[Pair] = set()
     for phenomenon in cycle(PHENOMENA):
@@ -55,24 +55,24 @@ def questions(rng: random.Random) -> Iterator[choices.Question]:
             pair = phenomenon(rng)
         asked.add(pair)
         before = [rng.choice(PHENOMENA)(rng)[0] for _ in range(SENTENCES_BEFORE)]
-        yield choices.Question(context=" ".join(before), right=pair[0], wrong=[pair[1]])
+        yield choices.ChoiceQuestion(context=" ".join(before), right=pair[0], wrong=[pair[1]])
 
 
 def agreement_past_a_phrase(rng: random.Random) -> Pair:
     """The verb agrees with the subject, not with the noun of the other number beside it."""
     plural = rng.random() < 0.5
-    subject, beside = _number(rng.choice(THINGS), plural), _number(rng.choice(PEOPLE), not plural)
+    subject, beside = _inflect(rng.choice(THINGS), plural), _inflect(rng.choice(PEOPLE), not plural)
     start = f"The {subject} that belonged to the {beside} from the {rng.choice(PLACES)}"
-    return _pair(f"{start} {{}} very {rng.choice(QUALITIES)}.", ("was", "were"), plural)
+    return _sentence_pair(f"{start} {{}} very {rng.choice(QUALITIES)}.", ("was", "were"), plural)
 
 
 def agreement_past_a_clause(rng: random.Random) -> Pair:
     """The same, past a relative clause with a subject of the other number."""
     plural = rng.random() < 0.5
     subject, other = rng.sample(PEOPLE, 2)
-    start = f"The {_number(subject, plural)} that the {_number(other, not plural)} "
+    start = f"The {_inflect(subject, plural)} that the {_inflect(other, not plural)} "
     start += f"{rng.choice(LIKED)} at the {rng.choice(PLACES)}"
-    return _pair(f"{start} {{}} always {rng.choice(MOODS)}.", ("is", "are"), plural)
+    return _sentence_pair(f"{start} {{}} always {rng.choice(MOODS)}.", ("is", "are"), plural)
 
 
 def reflexive_gender(rng: random.Random) -> Pair:
@@ -82,7 +82,7 @@ def reflexive_gender(rng: random.Random) -> Pair:
     outer, inner = (man, woman) if female else (woman, man)
     start = f"{outer} said that {inner} had {rng.choice(['often', 'never', 'once'])} "
     start += f"{rng.choice(TO_SELF)} {{}} at the {rng.choice(PLACES)}."
-    return _pair(start, ("himself", "herself"), female)
+    return _sentence_pair(start, ("himself", "herself"), female)
 
 
 def reflexive_number(rng: random.Random) -> Pair:
@@ -90,10 +90,10 @@ def reflexive_number(rng: random.Random) -> Pair:
     plural = rng.random() < 0.5
     subject, beside = rng.sample(PEOPLE, 2)
     name, reflexive = rng.choice([(rng.choice(WOMEN), "herself"), (rng.choice(MEN), "himself")])
-    known = name if not plural else f"The {_number(subject, True)}"
-    start = f"{known}, who {rng.choice(LIKED)} the {_number(beside, not plural)} at the "
+    known = name if not plural else f"The {_inflect(subject, True)}"
+    start = f"{known}, who {rng.choice(LIKED)} the {_inflect(beside, not plural)} at the "
     start += f"{rng.choice(PLACES)}, {rng.choice(TO_SELF)}"
-    return _pair(f"{start} {{}}.", (reflexive, "themselves"), plural)
+    return _sentence_pair(f"{start} {{}}.", (reflexive, "themselves"), plural)
 
 
 def determiner(rng: random.Random) -> Pair:
@@ -103,7 +103,7 @@ def determiner(rng: random.Random) -> Pair:
     first, second = rng.sample(QUALITIES, 2)
     noun = rng.choice(THINGS)
     start = f"The {rng.choice(PEOPLE)} sold {word} {first} {second} {{}} at the market."
-    return _pair(start, (noun, _number(noun, True)), plural)
+    return _sentence_pair(start, (noun, _inflect(noun, True)), plural)
 
 
 def polarity(rng: random.Random) -> Pair:
@@ -121,15 +121,15 @@ def participle(rng: random.Random) -> Pair:
     start = (
         f"The {subject}{' had' if helped else ''}, like the {other} at the {rng.choice(PLACES)},"
     )
-    return _pair(f"{start} {{}} the {rng.choice(THINGS)}.", (past, perfect), helped)
+    return _sentence_pair(f"{start} {{}} the {rng.choice(THINGS)}.", (past, perfect), helped)
 
 
 def quantity(rng: random.Random) -> Pair:
     """`many` counts things, `much` measures stuff."""
     counted = rng.random() < 0.5
-    noun = _number(rng.choice(THINGS), True) if counted else rng.choice(STUFF)
+    noun = _inflect(rng.choice(THINGS), True) if counted else rng.choice(STUFF)
     start = f"The {rng.choice(PEOPLE)} did not see {{}} {noun} in the {rng.choice(PLACES)}."
-    return _pair(start, ("much", "many"), counted)
+    return _sentence_pair(start, ("much", "many"), counted)
 
 
 PHENOMENA: tuple[Callable[[random.Random], Pair], ...] = (
@@ -144,11 +144,11 @@ PHENOMENA: tuple[Callable[[random.Random], Pair], ...] = (
 )
 
 
-def _pair(sentence: str, forms: tuple[str, str], second: bool) -> Pair:
+def _sentence_pair(sentence: str, forms: tuple[str, str], second: bool) -> Pair:
     """The sentence with one form and with the other; the second one is right if so said."""
     right, wrong = reversed(forms) if second else forms
     return sentence.format(right), sentence.format(wrong)
 
 
-def _number(noun: str, plural: bool) -> str:
+def _inflect(noun: str, plural: bool) -> str:
     return f"{noun}s" if plural else noun

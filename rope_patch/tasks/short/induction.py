@@ -16,19 +16,19 @@ def build(**metadata: Any) -> dict[str, Any]:
     return choices.build(questions, "rp_short_induction", **metadata)
 
 
-def questions(rng: random.Random) -> Iterator[choices.Question]:
+def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
     """Endless questions: every pair once, then every pair again in other company.
 
     Wrong choices are the word itself, the answer to an example and an answer to a pair not shown:
     copying, or naming any word of the right kind, is not enough.
     """
-    table = tables.read("induction")
+    table = tables.read_table("induction")
     while True:
-        for relation, cue, answer in tables.shuffled(table, rng):
+        for relation, cue, answer in tables.shuffled_rows(table, rng):
             others = [(other, its) for other, its in table[relation].items() if other != cue]
             *shown, (_, unseen) = rng.sample(others, EXAMPLES + 1)
             lines = [f"{other} -> {its}." for other, its in shown]
-            yield choices.Question(
+            yield choices.ChoiceQuestion(
                 context="\n".join([*lines, f"{cue} ->"]),
                 right=f"{answer}.",  # the stop, so that no choice begins another
                 wrong=[f"{word}." for word in (cue, rng.choice(shown)[1], unseen)],

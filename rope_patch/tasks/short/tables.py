@@ -9,7 +9,7 @@ from importlib.resources import files
 
 
 @lru_cache(maxsize=2)
-def read(name: str) -> dict[str, dict[str, str]]:
+def read_table(name: str) -> dict[str, dict[str, str]]:
     """Relations of a table of this package, each with the second words of its first ones."""
     relations: dict[str, dict[str, str]] = {}
     with (files(__package__) / f"{name}.csv").open(encoding="utf-8") as stream:
@@ -19,7 +19,9 @@ def read(name: str) -> dict[str, dict[str, str]]:
     return relations
 
 
-def shuffled(table: dict[str, dict[str, str]], rng: random.Random) -> list[tuple[str, str, str]]:
+def shuffled_rows(
+    table: dict[str, dict[str, str]], rng: random.Random
+) -> list[tuple[str, str, str]]:
     """All rows of a table shuffled: relation, first word, second word."""
     rows = [(name, *pair) for name, pairs in table.items() for pair in pairs.items()]
     return rng.sample(rows, len(rows))

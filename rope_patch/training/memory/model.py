@@ -24,13 +24,13 @@ from torch import nn
 from rope_patch.pretrained.loading import empty_model
 
 RESERVE = 0.08  # of a device's memory: CUDA's context, NCCL's buffers, fragmentation
-STEP = 1024  # tokens: lengths that fit are multiples of it
-LONGEST = 2**24  # tokens: no longer row is looked for
+LENGTH_STEP = 1024  # tokens: lengths that fit are multiples of it
+MAX_LENGTH = 2**24  # tokens: no longer row is looked for
 _LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Bytes on one device in the moment when a step needs most.
 
     Attributes:
@@ -63,7 +63,7 @@ class Need:
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class TrainingSetup:
     """How a model is trained; the defaults are a recipe's on one device, in float32.
 
     Attributes:
@@ -103,15 +103,15 @@ class How:
     optimizer: str = "adamw_torch_fused"
 
 
-def plan(config: Any, *, length: int, **how: Any) -> Need:
+def memory_need(config: Any, *, length: int, **how: Any) -> MemoryNeed:
     """What a step needs on each device.
 
     Args:
         config: A causal language model's.
         length: Tokens of a row.
-        **how: See `How`.
+        **how: See `TrainingSetup`.
     """
-    asked = How(**how)
+    asked = TrainingSetup(**how)
     if length < 1 or asked.rows < 1 or asked.shards < 1 or asked.context_parallel < 1:
         raise ValueError(
             "length, rows, shards and context_parallel must be at least 1, got "
@@ -119,33 +119,36 @@ def plan(config: Any, *, length: int, **how: Any) -> Need:
         )
     if asked.loss not in ("full", "torch", "liger"):
         raise ValueError(f"loss must be full, torch or liger, got {asked.loss!r}")
-    return max(_Step(_shape(config), asked, length).moments(), key=lambda need: need.total)
+    return max(
+        _StepMemory(_model_shape(config), asked, length).moments(), key=lambda need: need.total
+    )
 
 
-def fits(config: Any, memory: int, **how: Any) -> int:
+def longest_row(config: Any, memory: int, **how: Any) -> int:
     """The longest row that fits.
 
     Args:
         config: A causal language model's.
         memory: Bytes of a device; `RESERVE` of it is left free.
-        **how: See `How`.
+        **how: See `TrainingSetup`.
 
     Returns:
-        Tokens, a multiple of `STEP` and at most `LONGEST`; 0 if not even `STEP` tokens fit.
+        Tokens, a multiple of `LENGTH_STEP` and at most `MAX_LENGTH`; 0 if not even `LENGTH_STEP`
+        tokens fit.
     """
     usable = memory * (1 - RESERVE)
-    low, high = 0, LONGEST // STEP
+    low, high = 0, MAX_LENGTH // LENGTH_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        if plan(config, length=middle * STEP, **how).total <= usable:
+        if memory_need(config, length=middle * LENGTH_STEP, **how).total <= usable:
             low = middle
         else:
             high = middle - 1
-    return low * STEP
+    return low * LENGTH_STEP
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _ModelShape:
     """Sizes of a model: widths in numbers per token, the rest in numbers of weights."""
 
     layers: int
@@ -157,25 +160,25 @@ class _Shape:
     mlp: int
     vocab: int
     tied: bool
-    layer_matrices: int
-    norms: int
-    extra_norms: int  # widths of a layer's norms beyond the two that every layer has
-    total: int
+    matrix_weights_per_layer: int
+    norm_weights: int
+    extra_norm_width: int  # widths of a layer's norms beyond the two that every layer has
+    weights: int
     linears: dict[str, int]  # inputs and outputs of all linear layers, by name
 
     @property
-    def table(self) -> int:
+    def embedding_weights(self) -> int:
         """Weights of the embeddings; an untied head has as many."""
         return self.vocab * self.hidden
 
 
-def _shape(config: Any) -> _Shape:
+def _model_shape(config: Any) -> _ModelShape:
     kind: Any = type(config)
-    return _shape_of(config.to_json_string(use_diff=False), kind)
+    return _cached_model_shape(config.to_json_string(use_diff=False), kind)
 
 
 @lru_cache(maxsize=16)
-def _shape_of(text: str, kind: Any) -> _Shape:
+def _cached_model_shape(text: str, kind: Any) -> _ModelShape:
     model = empty_model("the model", kind.from_dict(json.loads(text)))
     c = model.config.get_text_config(decoder=True)
     heads = c.num_attention_heads
@@ -197,7 +200,7 @@ def _shape_of(text: str, kind: Any) -> _Shape:
     tied = bool(getattr(c, "tie_word_embeddings", False))
     table = c.vocab_size * c.hidden_size
     total = sum(p.numel() for p in model.parameters())
-    return _Shape(
+    return _ModelShape(
         layers=layers,
         hidden=c.hidden_size,
         heads=heads,
@@ -207,96 +210,136 @@ def _shape_of(text: str, kind: Any) -> _Shape:
         mlp=mlp,
         vocab=c.vocab_size,
         tied=tied,
-        layer_matrices=(total - norms - table * (1 if tied else 2)) // layers,
-        norms=norms,
-        extra_norms=max(0, widths // layers - 2 * c.hidden_size),
-        total=total,
+        matrix_weights_per_layer=(total - norms - table * (1 if tied else 2)) // layers,
+        norm_weights=norms,
+        extra_norm_width=max(0, widths // layers - 2 * c.hidden_size),
+        weights=total,
         linears=linears,
     )
 
 
-class _Step:
+class _StepMemory:
     """A training step, in bytes on one device.
 
     Args:
         shape: The model's sizes.
-        how: How it is trained.
+        setup: How it is trained.
         length: Tokens of a row.
     """
 
-    def __init__(self, shape: _Shape, how: How, length: int) -> None:
-        self.shape, self.how = shape, how
-        self.w = how.dtype.itemsize
-        self.c = (how.compute_dtype or how.dtype).itemsize
+    def __init__(self, shape: _ModelShape, setup: TrainingSetup, length: int) -> None:
+        self.shape, self.setup = shape, setup
+        self.weight_size = setup.dtype.itemsize
+        self.compute_size = (setup.compute_dtype or setup.dtype).itemsize
         # FSDP gathers weights that are cast already. Autocast casts no embeddings, so that what
         # layers hand on has the weights' dtype, and each linear layer keeps a cast of its input.
-        self.casts = self.w != self.c and how.shards == 1
-        self.r = self.w if self.casts else self.c
-        self.tokens = math.ceil(how.rows * length / how.context_parallel)
-        self.pairs = how.rows * math.ceil(length / how.context_parallel) * length
-        self.all_keys = how.rows * length * 2 * shape.key
-        self.lora = how.lora_rank > 0
-        self.norms = not self.lora or "norms" in how.lora_trains
-        embeddings = not self.lora or "embeddings" in how.lora_trains
-        self.table = shape.table * self.w if embeddings else 0  # a gradient of the embeddings
-        self.head = shape.table * self.w if embeddings and (shape.tied or not self.lora) else 0
-        self.waits = shape.tied and embeddings  # for the embeddings' own, to be added to it
+        self.autocast = self.weight_size != self.compute_size and setup.shards == 1
+        self.residual_size = self.weight_size if self.autocast else self.compute_size
+        self.tokens = math.ceil(setup.rows * length / setup.context_parallel)
+        self.attention_pairs = setup.rows * math.ceil(length / setup.context_parallel) * length
+        self.key_value_numbers = setup.rows * length * 2 * shape.key
+        self.lora = setup.lora_rank > 0
+        self.norms_trained = not self.lora or "norms" in setup.lora_trains
+        embeddings = not self.lora or "embeddings" in setup.lora_trains
+        self.embedding_gradient = (
+            shape.embedding_weights * self.weight_size if embeddings else 0
+        )  # a gradient of the embeddings
+        self.head_gradient = (
+            shape.embedding_weights * self.weight_size
+            if embeddings and (shape.tied or not self.lora)
+            else 0
+        )
+        self.tied_gradient_waits = (
+            shape.tied and embeddings
+        )  # for the embeddings' own, to be added to it
         # PEFT keeps LoRA in float32, and what it trains in full beside the frozen original.
-        adapters = 4 * how.lora_rank * sum(shape.linears.get(n, 0) for n in how.lora_targets)
-        copies = self.table + (shape.norms * self.w if self.norms else 0)
-        self.trained = adapters + copies if self.lora else shape.total * self.w
-        self.weights = shape.total * self.w + (self.trained if self.lora else 0)
-        self.adapters = adapters // shape.layers
-        repeats = self.mask() > 0 or how.attention == "eager"  # keys, for each query's head
-        self.keys = shape.query if repeats else shape.key
+        adapters = 4 * setup.lora_rank * sum(shape.linears.get(n, 0) for n in setup.lora_targets)
+        copies = self.embedding_gradient + (
+            shape.norm_weights * self.weight_size if self.norms_trained else 0
+        )
+        self.trained = adapters + copies if self.lora else shape.weights * self.weight_size
+        self.weights = shape.weights * self.weight_size + (self.trained if self.lora else 0)
+        self.adapters_per_layer = adapters // shape.layers
+        repeats = self.mask() > 0 or setup.attention == "eager"  # keys, for each query's head
+        self.key_width = shape.query if repeats else shape.key
 
-    def moments(self) -> list[Need]:
+    def moments(self) -> list[MemoryNeed]:
         """The moments of which one is the worst; between them, the need only falls or grows."""
-        checkpointed, offloaded = self.how.checkpointing, self.how.offload_activations
-        saved, work = self.saved(), max(self.layer_work())
-        stored = self.tokens * self.shape.hidden * self.r if checkpointed else saved
+        checkpointed, offloaded = self.setup.checkpointing, self.setup.offload_activations
+        saved, work = self.saved_for_backward(), max(self.layer_work())
+        stored = self.tokens * self.shape.hidden * self.residual_size if checkpointed else saved
         # With a float32 residual stream, the layer's kept input is what its first norm keeps.
-        shared = stored if checkpointed and self.r == 4 and not offloaded else 0
+        shared = stored if checkpointed and self.residual_size == 4 and not offloaded else 0
         work -= shared if checkpointed or offloaded else saved
         stored = 0 if offloaded else stored
-        kept, gradient = self.shape.layers * stored + self.small(), self.tokens * self.shape.hidden
-        matrices = self.shape.layer_matrices * self.c if self.casts else 0
+        kept, gradient = (
+            self.shape.layers * stored + self.inputs_and_tables(),
+            self.tokens * self.shape.hidden,
+        )
+        matrices = self.shape.matrix_weights_per_layer * self.compute_size if self.autocast else 0
         casts = self.shape.layers * matrices
         cached = casts if not checkpointed or not self.lora else matrices  # until autocast ends
         casts = 0 if checkpointed else casts
-        done = self.done()
-        layer = self.adapters if self.lora else self.shape.layer_matrices * self.w
-        grown = self.trained - layer + done - (0 if self.waits else self.table)
+        done = self.layer_gradients()
+        layer = (
+            self.adapters_per_layer
+            if self.lora
+            else self.shape.matrix_weights_per_layer * self.weight_size
+        )
+        grown = (
+            self.trained
+            - layer
+            + done
+            - (0 if self.tied_gradient_waits else self.embedding_gradient)
+        )
         forward, backward = self.loss()
-        loss = kept + self.end()
+        loss = kept + self.final_norm()
         mask = self.mask()
         once = matrices if checkpointed else 0
-        waiting = self.waits * self.table // self.w * (self.c if self.how.shards > 1 else self.w)
+        waiting = (
+            self.tied_gradient_waits
+            * self.embedding_gradient
+            // self.weight_size
+            * (self.compute_size if self.setup.shards > 1 else self.weight_size)
+        )
         return [
-            self.need("loss", 0, loss, forward, cached + mask),
-            self.need("loss", 0, loss, backward, casts + mask),
-            self.need("last layer", self.head + done, kept, 0, work + casts + once + mask),
-            self.need("first layer", grown, stored + self.small(), 0, work + matrices + mask),
-            self.need("embeddings", self.trained, gradient * self.r, 0, waiting),
-            self.need("optimizer", self.trained, 0, 0, self.optimizer_work()),
+            self.moment_need("loss", 0, loss, forward, cached + mask),
+            self.moment_need("loss", 0, loss, backward, casts + mask),
+            self.moment_need(
+                "last layer", self.head_gradient + done, kept, 0, work + casts + once + mask
+            ),
+            self.moment_need(
+                "first layer", grown, stored + self.inputs_and_tables(), 0, work + matrices + mask
+            ),
+            self.moment_need("embeddings", self.trained, gradient * self.residual_size, 0, waiting),
+            self.moment_need("optimizer", self.trained, 0, 0, self.optimizer_work()),
         ]
 
-    def need(self, moment: str, gradients: int, kept: int, logits: int, work: int) -> Need:
+    def moment_need(
+        self, moment: str, gradients: int, kept: int, logits: int, work: int
+    ) -> MemoryNeed:
         """Puts a moment's parts together, as devices share or repeat them."""
-        how, optimizer = self.how, self.optimizer()
+        how, optimizer = self.setup, self.optimizer_states()
         ending = moment in ("embeddings", "optimizer")
         if how.shards > 1:
-            work += self.gathered(moment)
+            work += self.fsdp_gathered(moment)
             # Of the root's gradients (embeddings, head) there are no shards before the very end.
-            root = self.table + (0 if self.waits else self.head)
-            whole = {"embeddings": root, "optimizer": 0}.get(moment, self.head)
+            root = self.embedding_gradient + (0 if self.tied_gradient_waits else self.head_gradient)
+            whole = {"embeddings": root, "optimizer": 0}.get(moment, self.head_gradient)
             gradients = max(0, gradients - whole)
         elif how.accumulates or how.replicated:
             # Gradients are there all the time, and what comes is added; DDP has a copy in buckets.
-            news = max(self.table, self.shape.hidden * self.shape.mlp * self.w * (not self.lora))
-            work += 0 if moment == "optimizer" else news + self.waits * self.table * (not ending)
+            news = max(
+                self.embedding_gradient,
+                self.shape.hidden * self.shape.mlp * self.weight_size * (not self.lora),
+            )
+            work += (
+                0
+                if moment == "optimizer"
+                else news + self.tied_gradient_waits * self.embedding_gradient * (not ending)
+            )
             gradients = self.trained * (2 if how.replicated else 1)
-        return Need(
+        return MemoryNeed(
             parameters=self.weights // how.shards,
             gradients=gradients // how.shards,
             optimizer=optimizer // how.shards,
@@ -306,114 +349,141 @@ class _Step:
             moment=moment,
         )
 
-    def gathered(self, moment: str) -> int:
+    def fsdp_gathered(self, moment: str) -> int:
         """What FSDP2 has whole for a while: weights, gradients, copies of these on their way."""
-        s, c = self.shape, self.c
-        held = self.trained // self.w * c if self.how.accumulates else 0  # until the next step
+        s, c = self.shape, self.compute_size
+        held = (
+            self.trained // self.weight_size * c if self.setup.accumulates else 0
+        )  # until the next step
         if moment == "optimizer":
             return held
-        held += s.table * (1 if s.tied else 2) * c  # head and embeddings stay for all of a step
-        head, layer = self.head // self.w * c, s.layer_matrices * c
+        held += (
+            s.embedding_weights * (1 if s.tied else 2) * c
+        )  # head and embeddings stay for all of a step
+        head, layer = self.head_gradient // self.weight_size * c, s.matrix_weights_per_layer * c
         if moment == "loss":
             return held + 2 * layer  # one and the next
         if moment == "embeddings":
-            root = self.table // self.w * c + (0 if self.waits else head)
+            root = self.embedding_gradient // self.weight_size * c + (
+                0 if self.tied_gradient_waits else head
+            )
             return held + 2 * root + (0 if self.lora else 4 * layer)
         # Two layers' weights, their gradients, and copies of these; as streams run apart.
         return held + head + (2 if self.lora else 4) * layer
 
-    def optimizer(self) -> int:
+    def optimizer_states(self) -> int:
         """Two states of each trained weight, in its dtype."""
-        name = self.how.optimizer
+        name = self.setup.optimizer
         if "8bit" in name:
-            return 2 * self.trained // self.w
+            return 2 * self.trained // self.weight_size
         return 0 if name.startswith(("sgd", "adafactor")) else 2 * self.trained
 
     def optimizer_work(self) -> int:
         """Unless fused, AdamW makes the denominators of all weights at once."""
-        return self.trained // self.how.shards if self.how.optimizer == "adamw_torch" else 0
+        return self.trained // self.setup.shards if self.setup.optimizer == "adamw_torch" else 0
 
-    def small(self) -> int:
+    def inputs_and_tables(self) -> int:
         """Token ids, positions, labels, and the tables of cosines and sines."""
-        return self.tokens * (32 + 2 * self.shape.head_dim * self.r)
+        return self.tokens * (32 + 2 * self.shape.head_dim * self.residual_size)
 
-    def end(self) -> int:
+    def final_norm(self) -> int:
         """The last norm's input, product and output, and the latter's cast."""
-        each = 4 + 2 * self.r + (self.c if self.casts else 0)
+        each = 4 + 2 * self.residual_size + (self.compute_size if self.autocast else 0)
         return self.tokens * self.shape.hidden * each
 
     def mask(self) -> int:
         """The mask between documents, a byte for each pair of tokens; flash and flex need none."""
-        return self.pairs if self.how.packed_masks and self.how.attention == "sdpa" else 0
+        return (
+            self.attention_pairs
+            if self.setup.packed_masks and self.setup.attention == "sdpa"
+            else 0
+        )
 
-    def saved(self) -> int:
+    def saved_for_backward(self) -> int:
         """What the backward pass of a layer needs of its forward pass."""
-        return self.tokens * (self.saved_attention() + self.saved_mlp()) + self.scores()
+        return self.tokens * (self.saved_attention() + self.saved_mlp()) + self.attention_scores()
 
     def saved_attention(self) -> int:
         """Bytes per token that attention and its norm keep."""
-        s, c, targets = self.shape, self.c, self.how.lora_targets
-        norm = s.hidden * (4 + self.r * self.norms) + s.extra_norms * (4 + self.r)
+        s, c, targets = self.shape, self.compute_size, self.setup.lora_targets
+        norm = s.hidden * (4 + self.residual_size * self.norms_trained) + s.extra_norm_width * (
+            4 + self.residual_size
+        )
         adapted = len({"q_proj", "k_proj", "v_proj"} & set(targets)) if self.lora else 3
-        inputs = s.hidden * c * (adapted if self.casts else 1)
-        if self.lora and self.w == 2:  # LoRA's weights are float32, and so is its input
+        inputs = s.hidden * c * (adapted if self.autocast else 1)
+        if self.lora and self.weight_size == 2:  # LoRA's weights are float32, and so is its input
             inputs += adapted * s.hidden * 4 + ("o_proj" in targets) * s.query * 4
-        inner = 8 * self.how.lora_rank * len(targets)
-        return norm + inputs + 2 * (s.query + self.keys) * c + 4 * s.heads + inner
+        inner = 8 * self.setup.lora_rank * len(targets)
+        return norm + inputs + 2 * (s.query + self.key_width) * c + 4 * s.heads + inner
 
     def saved_mlp(self) -> int:
         """Bytes per token that the MLP and its norm keep: gate, its activation, up, product."""
-        s, adapted = self.shape, {"gate_proj", "up_proj", "down_proj"} & set(self.how.lora_targets)
+        s, adapted = (
+            self.shape,
+            {"gate_proj", "up_proj", "down_proj"} & set(self.setup.lora_targets),
+        )
         trains = not self.lora or bool(adapted)
-        inputs = s.hidden * self.c * (2 if self.casts else 1) if trains else 0
-        if self.lora and self.w == 2:
+        inputs = s.hidden * self.compute_size * (2 if self.autocast else 1) if trains else 0
+        if self.lora and self.weight_size == 2:
             inputs += len(adapted) * s.hidden * 4 + ("down_proj" in adapted) * s.mlp * 4
-        return s.hidden * (4 + self.r * self.norms) + inputs + (4 if trains else 3) * s.mlp * self.c
+        return (
+            s.hidden * (4 + self.residual_size * self.norms_trained)
+            + inputs
+            + (4 if trains else 3) * s.mlp * self.compute_size
+        )
 
-    def scores(self) -> int:
+    def attention_scores(self) -> int:
         """What a layer keeps of all pairs of tokens: eager's probabilities, or sdpa's mask."""
-        if self.how.attention == "eager":
-            return self.pairs * self.shape.heads * (4 if self.c == 4 else 4 + self.c)
-        return self.mask() * self.c  # added to the scores, so no longer one byte each
+        if self.setup.attention == "eager":
+            return (
+                self.attention_pairs
+                * self.shape.heads
+                * (4 if self.compute_size == 4 else 4 + self.compute_size)
+            )
+        return self.mask() * self.compute_size  # added to the scores, so no longer one byte each
 
-    def done(self) -> int:
+    def layer_gradients(self) -> int:
         """A layer's gradients that are there where its backward pass needs most."""
         if self.lora:
             return 0
         s, (mlp, attention) = self.shape, self.layer_work()
         matrices = 1 if mlp > attention else 3  # of the MLP's; then the attention's output's, too
-        matrix = s.layer_matrices - s.hidden * (2 * s.query + 2 * s.key)
-        return (matrix * matrices // 3 + (0 if mlp > attention else s.hidden * s.query)) * self.w
+        matrix = s.matrix_weights_per_layer - s.hidden * (2 * s.query + 2 * s.key)
+        return (
+            matrix * matrices // 3 + (0 if mlp > attention else s.hidden * s.query)
+        ) * self.weight_size
 
     def layer_work(self) -> tuple[int, int]:
         """What a layer's backward pass holds in its MLP and its attention, what was saved included.
 
         In the MLP that is most at the product: its two inputs, three gradients, the gate's input.
         """
-        s, c = self.shape, self.c
-        handed = s.hidden * (self.r + (c if self.casts else 0))
+        s, c = self.shape, self.compute_size
+        handed = s.hidden * (self.residual_size + (c if self.autocast else 0))
         mlp = self.saved_mlp() + self.saved_attention() + handed
         mlp += (2 if self.saved_mlp() >= 4 * s.mlp * c else 3) * s.mlp * c
-        attention = self.saved_attention() + handed + 2 * (s.query + self.keys) * c
-        if self.how.context_parallel > 1:  # partial sums are float32
+        attention = self.saved_attention() + handed + 2 * (s.query + self.key_width) * c
+        if self.setup.context_parallel > 1:  # partial sums are float32
             attention += 3 * 4 * s.query + 4 * 4 * s.key
-        inside = self.tokens * attention + self.scores()
-        if self.how.context_parallel > 1:  # every device gathers all keys and values
-            inside += self.all_keys * c
-        if self.how.attention == "eager":
-            inside += self.pairs * s.heads * 8  # gradients of the probabilities and the scores
-        return self.tokens * mlp + self.scores(), inside
+        inside = self.tokens * attention + self.attention_scores()
+        if self.setup.context_parallel > 1:  # every device gathers all keys and values
+            inside += self.key_value_numbers * c
+        if self.setup.attention == "eager":
+            inside += (
+                self.attention_pairs * s.heads * 8
+            )  # gradients of the probabilities and the scores
+        return self.tokens * mlp + self.attention_scores(), inside
 
     def loss(self) -> tuple[int, int]:
         """What the loss holds in its forward and backward pass, beside the hidden states."""
-        s, c, rows = self.shape, self.c, self.tokens
-        weight = s.table * c * self.casts  # cast for the product, and kept
-        if self.how.loss == "full":
+        s, c, rows = self.shape, self.compute_size, self.tokens
+        weight = s.embedding_weights * c * self.autocast  # cast for the product, and kept
+        if self.setup.loss == "full":
             # float32: their own copy, log-probabilities, and two gradients while they turn.
             return rows * s.vocab * (8 if c == 4 else 8 + c) + weight, rows * s.vocab * 12 + weight
         chunk = 1 << (math.ceil(rows / math.ceil(s.vocab / s.hidden)) - 1).bit_length()
-        of_weight, of_hidden = (s.table if self.head else 0), rows * s.hidden
-        if self.how.loss == "liger":
+        of_weight, of_hidden = (s.embedding_weights if self.head_gradient else 0), rows * s.hidden
+        if self.setup.loss == "liger":
             held = (
                 weight + of_hidden * c + of_weight * (4 + c) + min(chunk, rows) * s.vocab * (4 + c)
             )
@@ -424,5 +494,10 @@ class _Step:
             return held + chunk * s.vocab * 4, 2 * held
         # In 16 bits, losses of tokens are summed by losses.py, so that gradients come later.
         logits = chunk * s.vocab * (4 + c)
-        held = weight + of_hidden * c + of_weight * c + max(logits, of_weight * self.w * self.casts)
+        held = (
+            weight
+            + of_hidden * c
+            + of_weight * c
+            + max(logits, of_weight * self.weight_size * self.autocast)
+        )
         return weight + logits, held

@@ -20,11 +20,26 @@ from rope_patch.patching import check as check_request
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.rope_config import read_geometries
-from rope_patch.training.memory.model import RESERVE, How, Need, fits, plan
+from rope_patch.training.memory.model import (
+    RESERVE,
+    MemoryNeed,
+    TrainingSetup,
+    longest_row,
+    memory_need,
+)
 from rope_patch.utils.resources import resource_folder
 
-__all__ = ["RESERVE", "How", "Need", "fits", "from_settings", "page", "plan", "require_device"]
-__all__ += ["require_memory", "table", "to_dict"]
+__all__ = [
+    "RESERVE",
+    "MemoryNeed",
+    "TrainingSetup",
+    "format_plan",
+    "from_settings",
+    "longest_row",
+    "memory_need",
+    "require_device",
+]
+__all__ += ["lengths_table", "require_memory", "to_dict"]
 
 GIB = 2**30
 # What torch reports of an RTX 4090, an H100 and an H200: a device "of 24 GB" has 24 GiB at most,
@@ -32,12 +47,12 @@ GIB = 2**30
 DEVICES = {"24 GB": int(23.5 * GIB), "80 GB": int(79.1 * GIB), "141 GB": int(139.7 * GIB)}
 SHAPES = resource_folder("recipes/shapes")
 _MODELS = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
-_WAYS: dict[str, dict[str, Any]] = {
+_TRAINING_MODES: dict[str, dict[str, Any]] = {
     "all weights, float32, bf16 products": {"compute_dtype": torch.bfloat16},
     "all weights, bf16": {"dtype": torch.bfloat16},
     "LoRA 8, embeddings, norms": {"compute_dtype": torch.bfloat16, "lora_rank": 8},
 }
-_SPREAD: dict[str, dict[str, Any]] = {
+_DEVICE_LAYOUTS: dict[str, dict[str, Any]] = {
     "1 GPU": {},
     "8, FSDP2": {"shards": 8},
     "8, FSDP2, context parallel": {"shards": 8, "context_parallel": 8},
@@ -46,7 +61,7 @@ _SPREAD: dict[str, dict[str, Any]] = {
 
 def from_settings(
     settings: Any, *, processes: int | None = None, environment: Mapping[str, str] | None = None
-) -> Need:
+) -> MemoryNeed:
     """What a recipe needs on each device.
 
     Args:
@@ -54,18 +69,18 @@ def from_settings(
         processes: How many share the work; what `accelerate launch` said unless given.
         environment: Variables that `accelerate launch` sets; the process's own unless given.
     """
-    config = _config(settings)
-    how = _how(settings, config, processes, environment)
-    return plan(config, length=_row_length(settings, config), **vars(how))
+    config = _read_config(settings)
+    how = _training_setup(settings, config, processes, environment)
+    return memory_need(config, length=_row_length(settings, config), **vars(how))
 
 
-def require_memory(need: Need, available: int, remedies: Sequence[str] = ()) -> None:
+def require_memory(need: MemoryNeed, available: int, suggestions: Sequence[str] = ()) -> None:
     """Refuses a step that a device's memory is too small for.
 
     Args:
         need: What the step needs.
         available: Bytes of the device, of which `RESERVE` is left free.
-        remedies: What would make it fit; general advice unless given.
+        suggestions: What would make it fit; general advice unless given.
 
     Raises:
         ValueError: Says what is needed by part, what there is, and what to change.
@@ -73,8 +88,8 @@ def require_memory(need: Need, available: int, remedies: Sequence[str] = ()) -> 
     usable = int(available * (1 - RESERVE))
     if need.total <= usable:
         return
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in need.parts().items() if size)
-    advice = remedies or (
+    parts = ", ".join(f"{name} {_format_gib(size)}" for name, size in need.parts().items() if size)
+    advice = suggestions or (
         "gradient_checkpointing: true",
         "loss: torch",
         "offload_activations: true",
@@ -83,8 +98,8 @@ def require_memory(need: Need, available: int, remedies: Sequence[str] = ()) -> 
         "a shorter train_length",
     )
     raise ValueError(
-        f"a step needs {_gib(need.total)} on each device ({parts}; most in: {need.moment}), but "
-        f"the device has {_gib(available)}, {_gib(usable)} of it to be planned with; expected one "
+        f"a step needs {_format_gib(need.total)} on each device ({parts}; most in: {need.moment}), but "
+        f"the device has {_format_gib(available)}, {_format_gib(usable)} of it to be planned with; expected one "
         "of: " + "; ".join(advice) + " (ignore_plan: true starts anyway)"
     )
 
@@ -93,18 +108,18 @@ def require_device(settings: Any) -> None:
     """Refuses a recipe that this process's device is too small for; see `require_memory`."""
     if (available := _device_memory(settings)) is None:
         return
-    config = _config(settings)
-    how, length = _how(settings, config), _row_length(settings, config)
-    need = plan(config, length=length, **vars(how))
+    config = _read_config(settings)
+    how, length = _training_setup(settings, config), _row_length(settings, config)
+    need = memory_need(config, length=length, **vars(how))
     short = need.total > available * (1 - RESERVE)
-    require_memory(need, available, _remedies(config, length, how, available) if short else ())
+    require_memory(need, available, _suggestions(config, length, how, available) if short else ())
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
     """The plan of a recipe as numbers, in bytes and tokens."""
-    config = _config(settings)
-    how, length = _how(settings, config), _row_length(settings, config)
-    need, training = plan(config, length=length, **vars(how)), settings.training
+    config = _read_config(settings)
+    how, length = _training_setup(settings, config), _row_length(settings, config)
+    need, training = memory_need(config, length=length, **vars(how)), settings.training
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rows = how.rows * training.gradient_accumulation_steps * max(1, world // how.context_parallel)
     tokens = settings.extension.tokens
@@ -124,15 +139,15 @@ def to_dict(settings: Any) -> dict[str, Any]:
         "reserve": RESERVE,
         "longest": {
             spread: {
-                name: fits(config, size, **vars(replace(how, **split)))
+                name: longest_row(config, size, **vars(replace(how, **split)))
                 for name, size in DEVICES.items()
             }
-            for spread, split in (_SPREAD if world == 1 else {"as it is": {}}).items()
+            for spread, split in (_DEVICE_LAYOUTS if world == 1 else {"as it is": {}}).items()
         },
     }
 
 
-def page(settings: Any, as_json: bool = False) -> str:
+def format_plan(settings: Any, as_json: bool = False) -> str:
     """The plan of a recipe, to be read; or as JSON."""
     said = to_dict(settings)
     if as_json:
@@ -148,30 +163,35 @@ def page(settings: Any, as_json: bool = False) -> str:
         "",
         f"memory on each device, in the moment that needs most ({said['moment']}):",
     ]
-    lines += [f"  {name:<12}{_gib(size):>14}" for name, size in said["need"].items()]
+    lines += [f"  {name:<12}{_format_gib(size):>14}" for name, size in said["need"].items()]
     lines += ["", f"longest rows that fit, {RESERVE:.0%} of a device left free:"]
     for spread, longest in said["longest"].items():
-        fitting = "".join(f"{name:>8}{_tokens(tokens):>12}" for name, tokens in longest.items())
+        fitting = "".join(
+            f"{name:>8}{_format_tokens(tokens):>12}" for name, tokens in longest.items()
+        )
         lines.append(f"  {spread:<28}{fitting}")
     lines.append("planned from the config alone; checked on CPUs, never on a GPU")
     return "\n".join(lines)
 
 
-def table() -> str:
+def lengths_table() -> str:
     """The longest rows of two models on three devices, as Markdown."""
     lines = ["| model | trained | GPUs | " + " | ".join(DEVICES) + " |"]
     lines.append("|---" * 3 + "|---:" * len(DEVICES) + "|")
     for model, folder in _MODELS.items():
         config = read_config(SHAPES / folder)
-        for way, how in _WAYS.items():
-            for spread, shared in _SPREAD.items():
-                found = [_tokens(fits(config, size, **how, **shared)) for size in DEVICES.values()]
+        for way, how in _TRAINING_MODES.items():
+            for spread, shared in _DEVICE_LAYOUTS.items():
+                found = [
+                    _format_tokens(longest_row(config, size, **how, **shared))
+                    for size in DEVICES.values()
+                ]
                 lines.append(f"| {model} | {way} | {spread} | " + " | ".join(found) + " |")
     return "\n".join(lines)
 
 
-def _config(settings: Any) -> Any:
-    return read_config(demo.resolve(settings.extension.model))
+def _read_config(settings: Any) -> Any:
+    return read_config(demo.resolve_model_path(settings.extension.model))
 
 
 def _row_length(settings: Any, config: Any) -> int:
@@ -189,12 +209,12 @@ def _row_length(settings: Any, config: Any) -> int:
     return next(iter(read_geometries(text, asked.trained_length).values())).trained_length
 
 
-def _how(
+def _training_setup(
     settings: Any,
     config: Any,
     processes: int | None = None,
     environment: Mapping[str, str] | None = None,
-) -> How:
+) -> TrainingSetup:
     asked, training, data = settings.extension, settings.training, settings.data
     said = os.environ if environment is None else environment
     world = processes or int(said.get("WORLD_SIZE", "1"))
@@ -207,14 +227,14 @@ def _how(
     shares = fsdp or (deepspeed and said.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3")
     dtype = getattr(torch, asked.dtype)
     compute = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else dtype
-    return How(
+    return TrainingSetup(
         rows=training.per_device_train_batch_size,
         dtype=dtype,
         compute_dtype=compute,
         lora_rank=asked.lora_rank,
         lora_targets=tuple(asked.lora_targets),
         lora_trains=tuple(asked.lora_trains),
-        loss=_loss(settings.loss, config),
+        loss=_resolved_loss(settings.loss, config),
         checkpointing=bool(training.gradient_checkpointing),
         offload_activations=asked.offload_activations,
         attention=asked.attention,
@@ -227,7 +247,7 @@ def _how(
     )
 
 
-def _loss(asked: str, config: Any) -> str:
+def _resolved_loss(asked: str, config: Any) -> str:
     """Which loss `losses.use` will take, as far as a config tells."""
     if asked != "auto":
         return asked
@@ -246,7 +266,7 @@ def _device_memory(settings: Any) -> int | None:
         return None
 
 
-def _remedies(config: Any, length: int, how: How, available: int) -> list[str]:
+def _suggestions(config: Any, length: int, how: TrainingSetup, available: int) -> list[str]:
     """Settings that make a recipe fit, each on its own; and the longest row that fits as it is."""
     masks = how.packed_masks and how.attention == "sdpa"
     changes: list[tuple[bool, str, dict[str, Any]]] = [
@@ -268,26 +288,26 @@ def _remedies(config: Any, length: int, how: How, available: int) -> list[str]:
     alone: list[str] = []
     names: list[str] = []
     for applies, name, change in changes:
-        need = plan(config, length=length, **vars(replace(how, **change)))
+        need = memory_need(config, length=length, **vars(replace(how, **change)))
         if applies and need.total <= usable:
-            alone.append(f"{name} ({_gib(need.total)})")
-    if longest := fits(config, available, **vars(how)):
+            alone.append(f"{name} ({_format_gib(need.total)})")
+    if longest := longest_row(config, available, **vars(how)):
         alone.append(f"train_length: {longest} or less")
     for _, name, change in [] if alone else [entry for entry in changes if entry[0]]:
         together, names = replace(together, **change), [*names, name]
-        need = plan(config, length=length, **vars(together))
+        need = memory_need(config, length=length, **vars(together))
         if need.total <= usable:
-            return [f"{', '.join(names)}, all at once ({_gib(need.total)})"]
+            return [f"{', '.join(names)}, all at once ({_format_gib(need.total)})"]
     return alone or ["larger or more devices, or a smaller model"]
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / GIB:,.2f} GiB"
 
 
-def _tokens(length: int) -> str:
+def _format_tokens(length: int) -> str:
     return f"{length:,}" if length else "–"
 
 
 if __name__ == "__main__":
-    print(table())
+    print(lengths_table())

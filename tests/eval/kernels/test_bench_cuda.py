@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from rope_patch.benchmarks.kernels import model_steps, timing
-from rope_patch.benchmarks.kernels.benchmark import Request, bench
+from rope_patch.benchmarks.kernels.benchmark import KernelBenchRequest, bench
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_all_clocks_run():
-    request = Request(
+    request = KernelBenchRequest(
         shapes=("llama-3-8b", "gemma-3-12b"),
         lengths=(1, 64),
         batches=(1,),
@@ -27,7 +27,7 @@ def test_all_clocks_run():
 
 def test_peaks_and_launches():
     x = torch.zeros(2**20, device="cuda")
-    assert timing.peak(lambda: x + 1) == 2**22
+    assert timing.peak_memory(lambda: x + 1) == 2**22
     rows = model_steps.measure(("qwen3-8b",), torch.device("cuda"), torch.bfloat16, repeats=1)
     transformers, ours = (row["launches"] for row in rows)
     assert transformers > ours > 0

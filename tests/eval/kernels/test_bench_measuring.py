@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rope_patch.benchmarks.kernels import benchmark, ground_truth, timing
-from rope_patch.benchmarks.kernels.benchmark import Request, bench
+from rope_patch.benchmarks.kernels.benchmark import KernelBenchRequest, bench
 from rope_patch.benchmarks.kernels.implementations import (
-    Contender,
-    NotMeasured,
-    own_and_transformers,
+    Implementation,
+    Unavailable,
+    builtin_implementations,
 )
 from rope_patch.benchmarks.kernels.shapes import (
     BHSD,
@@ -20,7 +20,7 @@ from rope_patch.benchmarks.kernels.shapes import (
     Problem,
     samples_needed,
 )
-from rope_patch.benchmarks.kernels.workers import Worker
+from rope_patch.benchmarks.kernels.workers import ImplementationRun
 from rope_patch.ops import dispatch
 
 NAMES = ("hf", "ours", "ours-output", "ours-tables", "liger")
@@ -31,7 +31,7 @@ def as_usual():
     """Not as in the kernels' own tests, where Triton is interpreted."""
     with pytest.MonkeyPatch.context() as patched:
         for module in (dispatch, benchmark):
-            patched.setattr(module, "interpreted", lambda: False)
+            patched.setattr(module, "is_interpreted", lambda: False)
         yield
 
 
@@ -41,11 +41,11 @@ def problem(shape="qwen3-8b", length=6, layout=VIEWS, **changes):
 
 
 def contender(name):
-    return next(c for c in own_and_transformers() if c.name == name)
+    return next(c for c in builtin_implementations() if c.name == name)
 
 
 def run(case, *contenders):
-    rows = benchmark._case(case, list(contenders), repeats=2)["rows"]
+    rows = benchmark._measure_problem(case, list(contenders), repeats=2)["rows"]
     return {row["contender"]: row for row in rows}
 
 
@@ -87,7 +87,9 @@ def in_place(case):
 @pytest.fixture(scope="module")
 def results():
     shapes = ("llama-3-8b", "qwen3-8b")
-    return bench(Request(shapes=shapes, lengths=(1, 8), repeats=2, contenders=NAMES, steps=False))
+    return bench(
+        KernelBenchRequest(shapes=shapes, lengths=(1, 8), repeats=2, contenders=NAMES, steps=False)
+    )
 
 
 def test_every_size_is_measured_and_the_layouts_at_one(results):
@@ -149,14 +151,14 @@ def test_outputs_that_are_kept_are_told_apart():
         return lambda q, k: tuple(x.exp() for x in right(q, k))  # whose backward needs its outputs
 
     case = problem("llama-3-8b")
-    made = Contender(name="x", title="x", build=keeping)
-    saved = Worker(made, case, [case.sample(0)]).saved()
+    made = Implementation(name="x", title="x", build=keeping)
+    saved = ImplementationRun(made, case, [case.sample(0)]).saved_bytes()
     assert saved == {"kept": case.bytes, "outputs": case.bytes}
 
 
 def test_a_wrong_contender_is_measured_and_shown_as_wrong():
     case = problem()
-    row = run(case, Contender(name="bad", title="bad", build=wrong))["bad"]
+    row = run(case, Implementation(name="bad", title="bad", build=wrong))["bad"]
     assert row["wrong"] is True
     assert row["errors"]["q"] == pytest.approx(0.1, rel=1e-4)
     assert row["errors"]["dq"] == pytest.approx(0.1, rel=1e-4)
@@ -169,12 +171,12 @@ def test_nan_is_wrong():
     def build(case):
         return lambda q, k: (q.transpose(1, 2) * math.nan, k.transpose(1, 2))
 
-    row = run(problem("llama-3-8b"), Contender(name="bad", title="bad", build=build))["bad"]
+    row = run(problem("llama-3-8b"), Implementation(name="bad", title="bad", build=build))["bad"]
     assert row["wrong"] is True
 
 
 def test_who_works_in_place_spoils_nothing():
-    greedy = Contender(name="greedy", title="greedy", build=in_place, in_place=True)
+    greedy = Implementation(name="greedy", title="greedy", build=in_place, in_place=True)
     for layout in (VIEWS, PACKED, BHSD):
         rows = run(problem(layout=layout), greedy, contender("hf"))
         assert not rows["greedy"]["wrong"]
@@ -182,13 +184,13 @@ def test_who_works_in_place_spoils_nothing():
 
 
 def test_frozen_weights_have_no_gradients():
-    frozen = Contender(name="f", title="f", build=contender("hf").build, frozen=True)
+    frozen = Implementation(name="f", title="f", build=contender("hf").build, frozen=True)
     assert "dw" not in run(problem(), frozen)["f"]["errors"]
 
 
 def test_one_failure_costs_nobody_else():
     def missing(case):
-        raise NotMeasured("not today")
+        raise Unavailable("not today")
 
     def broken(case):
         def call(q, k):
@@ -197,7 +199,7 @@ def test_one_failure_costs_nobody_else():
         return call
 
     makers = {"missing": missing, "broken": broken}
-    made = [Contender(name=name, title=name, build=build) for name, build in makers.items()]
+    made = [Implementation(name=name, title=name, build=build) for name, build in makers.items()]
     rows = run(problem(), *made, contender("hf"))
     assert rows["missing"]["not_measured"] == "not today"
     assert rows["broken"]["not_measured"] == "RuntimeError: first line"
@@ -216,14 +218,14 @@ def test_a_phase_can_fail_alone():
 
         return call
 
-    row = run(problem(), Contender(name="big", title="big", build=build))["big"]
+    row = run(problem(), Implementation(name="big", title="big", build=build))["big"]
     assert row["times"] == {}
     assert row["failed"] == dict.fromkeys(("forward", "backward", "both"), "out of memory")
 
 
 def test_what_does_not_fit_is_skipped_and_says_so(monkeypatch):
-    monkeypatch.setattr(benchmark, "_free", lambda device: 1000)
-    case = benchmark._case(problem(), [contender("hf")], repeats=1)
+    monkeypatch.setattr(benchmark, "_available_memory", lambda device: 1000)
+    case = benchmark._measure_problem(problem(), [contender("hf")], repeats=1)
     assert case["rows"] == []
     assert case["not_measured"].endswith("and 0.0 GB are free")
 
@@ -231,7 +233,7 @@ def test_what_does_not_fit_is_skipped_and_says_so(monkeypatch):
 @pytest.mark.parametrize("layout", [VIEWS, PACKED, BHSD])
 def test_layouts_are_what_they_say(layout):
     sample = problem(layout=layout).sample(0)
-    fresh = sample.fresh()
+    fresh = sample.clone()
     originals, copies = ((x.q, x.k, *x.grads) for x in (sample, fresh))
     for x, other in zip(originals, copies, strict=True):
         assert x.stride() == other.stride()
@@ -246,10 +248,10 @@ def test_layouts_are_what_they_say(layout):
 
 def test_errors_are_the_same_in_pieces(monkeypatch):
     case = problem("gemma-3-12b", length=11)
-    runner = Worker(contender("hf"), case, [case.sample(0)])
-    whole = runner.check()
-    monkeypatch.setattr(ground_truth, "_CHUNK", 2 * 16 * 256 * 4)  # 4 tokens
-    assert runner.check() == pytest.approx(whole, rel=1e-3)
+    runner = ImplementationRun(contender("hf"), case, [case.sample(0)])
+    whole = runner.relative_errors()
+    monkeypatch.setattr(ground_truth, "_CHUNK_ELEMENTS", 2 * 16 * 256 * 4)  # 4 tokens
+    assert runner.relative_errors() == pytest.approx(whole, rel=1e-3)
 
 
 def test_samples_fill_the_cache_several_times():
@@ -268,7 +270,7 @@ def test_peaks_are_of_the_call_alone():
         del one
         return two + 1
 
-    assert 2 * 4000 <= timing.peak(call) < 2 * 4000 + 100  # the ones are tensors, too
+    assert 2 * 4000 <= timing.peak_memory(call) < 2 * 4000 + 100  # the ones are tensors, too
 
 
 @pytest.mark.parametrize(
@@ -284,9 +286,9 @@ def test_peaks_are_of_the_call_alone():
 )
 def test_what_cannot_be_measured_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        bench(Request(**changes))
+        bench(KernelBenchRequest(**changes))
 
 
 def test_rivals_must_be_a_folder(tmp_path):
     with pytest.raises(ValueError, match="rivals must be a folder"):
-        bench(Request(rivals=tmp_path / "none"))
+        bench(KernelBenchRequest(rivals=tmp_path / "none"))

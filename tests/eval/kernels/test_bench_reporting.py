@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 import rope_patch
 from rope_patch.benchmarks.kernels import benchmark, model_steps, report
 from rope_patch.benchmarks.kernels.implementations import (
-    Contender,
-    contender_of_auto,
-    own_and_transformers,
+    Implementation,
+    auto_implementation,
+    builtin_implementations,
 )
 from rope_patch.cli import app
 from rope_patch.cli import bench as benchmarking
@@ -30,7 +30,7 @@ def as_usual():
     """Not as in the kernels' own tests, where Triton is interpreted."""
     with pytest.MonkeyPatch.context() as patched:
         for module in (dispatch, benchmark):
-            patched.setattr(module, "interpreted", lambda: False)
+            patched.setattr(module, "is_interpreted", lambda: False)
         yield
 
 
@@ -113,15 +113,17 @@ def test_json_can_be_printed(tmp_path):
 
 
 def test_who_is_wrong_is_shown_as_wrong(monkeypatch, tmp_path):
-    right = own_and_transformers()[0]
+    right = builtin_implementations()[0]
 
     def build(problem):
         call = right.build(problem)
         return lambda q, k: tuple(torch.where(x > 3, torch.nan, x) for x in call(q, k))
 
-    bad = Contender(name="hf-compile", title="The bad one", build=build)
-    monkeypatch.setattr(benchmark, "own_and_transformers", lambda: [right, bad])
-    request = benchmark.Request(shapes=("llama-3-8b",), lengths=(8,), repeats=1, steps=False)
+    bad = Implementation(name="hf-compile", title="The bad one", build=build)
+    monkeypatch.setattr(benchmark, "builtin_implementations", lambda: [right, bad])
+    request = benchmark.KernelBenchRequest(
+        shapes=("llama-3-8b",), lengths=(8,), repeats=1, steps=False
+    )
     results = benchmark.bench(request)
     report.write_all(results, tmp_path)
     text = report.as_text(results)
@@ -133,8 +135,8 @@ def test_who_is_wrong_is_shown_as_wrong(monkeypatch, tmp_path):
 
 
 def test_nothing_measured_is_a_report_too(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "_free", lambda device: 0)
-    request = benchmark.Request(shapes=("llama-3-8b",), lengths=(8,), contenders=("hf",))
+    monkeypatch.setattr(benchmark, "_available_memory", lambda device: 0)
+    request = benchmark.KernelBenchRequest(shapes=("llama-3-8b",), lengths=(8,), contenders=("hf",))
     monkeypatch.setattr(model_steps, "measure", lambda *_: [{"model": "x", "not_measured": "y"}])
     results = benchmark.bench(request)
     report.write_all(results, tmp_path)
@@ -161,7 +163,7 @@ def test_steps_of_whole_models():
 
 
 def test_the_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
-    request = benchmark.Request(
+    request = benchmark.KernelBenchRequest(
         shapes=("qwen3-8b", "llama-3-8b"),
         lengths=(1,),
         batches=(1,),
@@ -181,9 +183,11 @@ def test_the_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
 def test_auto_is_the_way_in_which_a_patched_model_rotates(monkeypatch):
     """On a CPU by transformers' tables, whether queries and keys are normed before or not."""
     calls = []
-    by_tables = attention_forward.rope_by_tables
+    by_tables = attention_forward.rope_from_cos_sin
     monkeypatch.setattr(
-        attention_forward, "rope_by_tables", lambda *a, **k: calls.append(1) or by_tables(*a, **k)
+        attention_forward,
+        "rope_from_cos_sin",
+        lambda *a, **k: calls.append(1) or by_tables(*a, **k),
     )
     for family in ("llama", "qwen3"):
         model = make_model(family)
@@ -191,7 +195,7 @@ def test_auto_is_the_way_in_which_a_patched_model_rotates(monkeypatch):
             model(torch.tensor([[1, 2, 3]]))
         assert calls
         calls.clear()
-    assert contender_of_auto(torch.device("cpu"), torch.float32) == "ours-tables"
+    assert auto_implementation(torch.device("cpu"), torch.float32) == "ours-tables"
 
 
 def test_a_model_that_fails_says_why(monkeypatch):

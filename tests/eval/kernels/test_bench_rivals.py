@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rope_patch import ops
-from rope_patch.benchmarks.kernels.implementations import own_and_transformers, why
+from rope_patch.benchmarks.kernels.implementations import builtin_implementations, describe_error
 from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS, Problem
-from rope_patch.benchmarks.kernels.third_party import rivals
-from rope_patch.benchmarks.kernels.workers import Worker
+from rope_patch.benchmarks.kernels.third_party import third_party_implementations
+from rope_patch.benchmarks.kernels.workers import ImplementationRun
 from rope_patch.ops import dispatch
 
 FLASH_ATTENTION = """
@@ -67,18 +67,18 @@ def case(shape):
 
 
 def measure(name, shape, folder=None):
-    contenders = [*own_and_transformers(), *rivals(folder)]
+    contenders = [*builtin_implementations(), *third_party_implementations(folder)]
     contender = next(c for c in contenders if c.name == name)
     problem = case(shape)
     try:
-        return Worker(contender, problem, [problem.sample(0)]).check()
+        return ImplementationRun(contender, problem, [problem.sample(0)]).relative_errors()
     except Exception as error:
-        return why(error)
+        return describe_error(error)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
+    monkeypatch.setattr(dispatch, "is_interpreted", lambda: True)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_liger_gets_what_it_takes(interpreted, monkeypatch):
         assert max(measure("liger", shape).values()) < 1e-6
 
 
-@pytest.mark.skipif(not dispatch.interpreted(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(not dispatch.is_interpreted(), reason="needs TRITON_INTERPRET=1")
 def test_ours_is_interpreted_too(interpreted, monkeypatch):
     """Instead of plain torch, which nobody would set TRITON_INTERPRET for."""
     asked = []

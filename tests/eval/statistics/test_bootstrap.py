@@ -27,7 +27,7 @@ def test_many_documents_are_drawn_whole():
 def test_few_documents_are_drawn_in_runs():
     generator = np.random.default_rng(1)
     losses = generator.random((2, 500))
-    got = statistics.bootstrap_mean(losses.tolist(), run=5)
+    got = statistics.bootstrap_mean(losses.tolist(), run_length=5)
     assert (got.unit, got.n, got.effective_n) == ("blocks", 1000, 200)
     assert got.half_width == pytest.approx(1.96 * losses.std() / math.sqrt(1000), rel=0.15)
 
@@ -36,7 +36,7 @@ def test_every_block_of_a_document_counts_alike():
     """The one bad block may stand in the middle or at the end."""
     middle, end = [1.0] * 40, [1.0] * 40
     middle[20] = end[-1] = 9.0
-    one, other = [statistics.bootstrap_mean([losses], run=4) for losses in (middle, end)]
+    one, other = [statistics.bootstrap_mean([losses], run_length=4) for losses in (middle, end)]
     assert (one.low, one.high) == pytest.approx((other.low, other.high), abs=0.01)
 
 

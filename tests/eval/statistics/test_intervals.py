@@ -174,27 +174,27 @@ def test_accuracy_refuses_clusters_of_other_samples():
 @pytest.mark.parametrize("confidence", [0.9, 0.95])
 def test_needed_is_the_first_n_that_settles(precision, expected, confidence):
     def holds(n):
-        return statistics.settled(statistics.wilson(expected * n, n, confidence), precision)
+        return statistics.is_precise(statistics.wilson(expected * n, n, confidence), precision)
 
-    got = statistics.needed(precision, confidence, expected)
+    got = statistics.required_samples(precision, confidence, expected)
     assert got == next(n for n in itertools.count(1) if holds(n))
 
 
 def test_needed_for_half_is_enough_for_any_share():
-    n = statistics.needed(0.1)
-    assert all(statistics.settled(statistics.wilson(hits, n), 0.1) for hits in range(n + 1))
-    assert statistics.needed(0.6) == 1
+    n = statistics.required_samples(0.1)
+    assert all(statistics.is_precise(statistics.wilson(hits, n), 0.1) for hits in range(n + 1))
+    assert statistics.required_samples(0.6) == 1
 
 
 @pytest.mark.parametrize(("precision", "expected"), [(0, 0.5), (-1, 0.5), (0.1, 85)])
 def test_needed_refuses_what_is_no_share(precision, expected):
     with pytest.raises(ValueError, match="as shares"):
-        statistics.needed(precision, expected=expected)
+        statistics.required_samples(precision, expected=expected)
 
 
 def test_an_interval_without_bounds_is_not_settled():
-    assert not statistics.settled(Interval(math.nan, math.nan, math.nan, 3, 3), 1)
-    assert not statistics.settled(Interval(1, 0, math.inf, 3, 3), 1)
+    assert not statistics.is_precise(Interval(math.nan, math.nan, math.nan, 3, 3), 1)
+    assert not statistics.is_precise(Interval(1, 0, math.inf, 3, 3), 1)
 
 
 @pytest.mark.parametrize("confidence", [0, 1, 95])

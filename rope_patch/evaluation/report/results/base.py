@@ -8,7 +8,7 @@ from typing import Any
 from rope_patch.evaluation.report.table import COLOURS, PLAIN, one_line
 
 
-class Measured:
+class RunResults:
     """One run's results.
 
     Attributes:
@@ -17,13 +17,13 @@ class Measured:
         labels: The methods' labels in order.
         plain: The label of the model as it is, None where that was not run.
         patched: The other labels.
-        trained: The trained length in tokens.
+        trained_length: The trained length in tokens.
     """
 
     def __init__(self, results: dict[str, Any]) -> None:
         self.results = results
         self.run: dict[str, Any] = results["run"]
-        self.trained = int(self.run["trained_length"])
+        self.trained_length = int(self.run["trained_length"])
         methods = results["methods"]
         self.labels: list[str] = [m["label"] for m in methods]
         plain = [m["label"] for m in methods if m.get("method") is None]
@@ -39,7 +39,7 @@ class Measured:
         }
 
     @cached_property
-    def keys(self) -> dict[str, str]:
+    def colour_names(self) -> dict[str, str]:
         """The colour's name of each label: `plain` without a method, else m0, m1, ..."""
         found = {label: f"m{i % COLOURS}" for i, label in enumerate(self.patched)}
         return {label: found.get(label, PLAIN) for label in self.labels}

@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any
 
 from rope_patch import statistics
-from rope_patch.evaluation.report.results.perplexity import Losses
-from rope_patch.evaluation.report.results.retrieval import Retrieved
+from rope_patch.evaluation.report.results.perplexity import PerplexityStatistics
+from rope_patch.evaluation.report.results.retrieval import RetrievalStatistics
 from rope_patch.evaluation.report.table import one_line
 from rope_patch.statistics import Interval, PairedTest
 
 
-class Findings(Retrieved, Losses):
+class RunStatistics(RetrievalStatistics, PerplexityStatistics):
     """One run's numbers, each computed once."""
 
     def __init__(self, results: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Findings(Retrieved, Losses):
         if all(score is None for score in scores):
             return None
         base = _numbers(task["samples"].get(self.plain)) if self.plain else []
-        compared = label != self.plain and _shared(scores, base)
+        compared = label != self.plain and _have_common_scores(scores, base)
         paired = statistics.mcnemar(scores, base) if compared else None
         return statistics.accuracy(scores), paired
 
@@ -43,7 +43,7 @@ class Findings(Retrieved, Losses):
         base: list[float | None] = []
         for task in self.results.get("short") or []:
             pair = [_numbers(task["samples"].get(name)) for name in (label, self.plain)]
-            if _shared(*pair):
+            if _have_common_scores(*pair):
                 mine += pair[0]
                 base += pair[1]
         return statistics.mcnemar(mine, base) if mine and label != self.plain else None
@@ -58,7 +58,7 @@ def _numbers(scores: list[Any] | None) -> list[float | None]:
     return [None if score is None else float(score) for score in scores or []]
 
 
-def _shared(mine: list[float | None], base: list[float | None]) -> bool:
+def _have_common_scores(mine: list[float | None], base: list[float | None]) -> bool:
     """Whether two methods have scores of the same samples."""
     both = zip(mine, base, strict=False)
     return len(mine) == len(base) and any(None not in pair for pair in both)

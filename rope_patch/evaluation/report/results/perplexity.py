@@ -8,13 +8,13 @@ from typing import Any
 
 from rope_patch import statistics
 from rope_patch.evaluation.measures import perplexity
-from rope_patch.evaluation.report.results.base import Measured
+from rope_patch.evaluation.report.results.base import RunResults
 from rope_patch.statistics import Interval
 
 Curve = dict[int, Interval]
 
 
-class Losses(Measured):
+class PerplexityStatistics(RunResults):
     """What one run's losses say."""
 
     @cached_property
@@ -43,7 +43,7 @@ class Losses(Measured):
         block = int(self.perplexity["block"])
         losses = self.losses[label]
         found = {}
-        for point in perplexity.points(losses, block, self.window):
+        for point in perplexity.curve_points(losses, block, self.window):
             end = int(point["end"])
             first, last = (end - self.window) // block, end // block
             pieces = [d[first:last] for d in losses if len(d) >= last]
@@ -53,56 +53,58 @@ class Losses(Measured):
     @cached_property
     def control(self) -> Curve:
         """The plain model given only the near past: perplexity of windows by where they end."""
-        ends = sorted({end for document in self._control for end in document})
-        return {end: _perplexity([[d[end]] for d in self._control if end in d]) for end in ends}
+        ends = sorted({end for document in self._control_losses for end in document})
+        return {
+            end: _perplexity([[d[end]] for d in self._control_losses if end in d]) for end in ends
+        }
 
     @cached_property
-    def _control(self) -> list[dict[int, float]]:
+    def _control_losses(self) -> list[dict[int, float]]:
         measured = (self.perplexity.get("control") or {}).get("losses") or []
         # Keys are text once they were in JSON.
         return [{int(end): float(nll) for end, nll in d.items()} for d in measured]
 
-    def _range(self, label: str, *, beyond: bool) -> tuple[list[list[float]], int]:
+    def _blocks_in_range(self, label: str, *, beyond: bool) -> tuple[list[list[float]], int]:
         """The blocks that lie wholly up to, or wholly beyond, the trained length; the first's k."""
-        edge = self.trained / int(self.perplexity["block"])
+        edge = self.trained_length / int(self.perplexity["block"])
         if beyond:
             first = math.ceil(edge)
             return [d[first:] for d in self.losses[label]], first
         return [d[: math.floor(edge)] for d in self.losses[label]], 0
 
-    def _weights(self, pieces: list[list[float]], first: int) -> list[list[int]]:
+    def _block_tokens(self, pieces: list[list[float]], first: int) -> list[list[int]]:
         """Tokens of blocks, of which block `first` is the first: a text's first token has none."""
         block = int(self.perplexity["block"])
         return [[block - (first + i == 0) for i in range(len(piece))] for piece in pieces]
 
     def _interval(self, pieces: list[list[float]], first: int) -> Interval:
-        return statistics.perplexity_interval(pieces, self._weights(pieces, first))
+        return statistics.perplexity_interval(pieces, self._block_tokens(pieces, first))
 
     def average(self, label: str, *, beyond: bool) -> Interval | None:
         """Perplexity up to, or beyond, the trained length."""
         if label not in self.losses:
             return None
-        pieces, first = self._range(label, beyond=beyond)
+        pieces, first = self._blocks_in_range(label, beyond=beyond)
         return self._interval(pieces, first) if any(pieces) else None
 
     def ratio(self, label: str, other: str, *, beyond: bool) -> Interval | None:
         """Perplexity over another method's, paired by block."""
         if label not in self.losses or other not in self.losses:
             return None
-        (a, first), (b, _) = (self._range(name, beyond=beyond) for name in (label, other))
+        (a, first), (b, _) = (self._blocks_in_range(name, beyond=beyond) for name in (label, other))
         if [len(d) for d in a] != [len(d) for d in b] or not any(a):
             return None
-        return statistics.perplexity_ratio(a, b, self._weights(a, first))
+        return statistics.perplexity_ratio(a, b, self._block_tokens(a, first))
 
-    def against_control(self, label: str) -> Interval | None:
+    def ratio_to_control(self, label: str) -> Interval | None:
         """Perplexity over the control's, over the windows beyond the trained length it has."""
         if label not in self.losses:
             return None
         block = int(self.perplexity["block"])
         mine: list[list[float]] = []
         held: list[list[float]] = []
-        for document, control in zip(self.losses[label], self._control, strict=False):
-            ends = [e for e in sorted(control) if self.trained < e <= len(document) * block]
+        for document, control in zip(self.losses[label], self._control_losses, strict=False):
+            ends = [e for e in sorted(control) if self.trained_length < e <= len(document) * block]
             windows = [document[(e - self.window) // block : e // block] for e in ends]
             mine.append([sum(window) / len(window) for window in windows])
             held.append([control[e] for e in ends])
@@ -132,7 +134,11 @@ class Losses(Measured):
         if not losses:
             return None
         pieces = [
-            [float(x) for x, at in zip(d, places, strict=True) if (at >= self.trained) == beyond]
+            [
+                float(x)
+                for x, at in zip(d, places, strict=True)
+                if (at >= self.trained_length) == beyond
+            ]
             for d, places in zip(losses, key["positions"], strict=True)
         ]
         return _perplexity(pieces) if any(pieces) else None

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from rope_patch import statistics
-from rope_patch.evaluation.report.results.base import Measured
+from rope_patch.evaluation.report.results.base import RunResults
 from rope_patch.statistics import Interval, PairedTest
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
@@ -24,7 +24,7 @@ _RULER = {
 Sample = dict[str, Any]
 
 
-class Retrieved(Measured):
+class RetrievalStatistics(RunResults):
     """What one run's retrieval samples say.
 
     Attributes:
@@ -77,29 +77,29 @@ class Retrieved(Measured):
         return _accuracy(self.samples(label, task, lengths, depth))
 
     @cached_property
-    def near(self) -> tuple[int, ...]:
+    def lengths_within_training(self) -> tuple[int, ...]:
         """The lengths up to the trained one."""
-        return tuple(length for length in self.lengths if length <= self.trained)
+        return tuple(length for length in self.lengths if length <= self.trained_length)
 
     @cached_property
-    def far(self) -> tuple[int, ...]:
+    def lengths_beyond_training(self) -> tuple[int, ...]:
         """The lengths beyond."""
-        return tuple(length for length in self.lengths if length > self.trained)
+        return tuple(length for length in self.lengths if length > self.trained_length)
 
     def retention(self, label: str, length: int) -> Interval | None:
         """Accuracy at a length over the plain model's within its trained length.
 
         None where one of them was not measured or the plain model gets nothing right.
         """
-        if self.plain is None or not self.near:
+        if self.plain is None or not self.lengths_within_training:
             return None
         patched = self.accuracy(label, lengths=(length,))
-        base = self.accuracy(self.plain, lengths=self.near)
+        base = self.accuracy(self.plain, lengths=self.lengths_within_training)
         if patched is None or base is None or base.estimate <= 0:
             return None
         return statistics.retention(patched, base)
 
-    def effective(self, label: str) -> tuple[int | None, str]:
+    def effective_length(self, label: str) -> tuple[int | None, str]:
         """The longest length up to which retention is sure to be above 85%, or why there is none.
 
         "Sure" is the interval's lower bound, at this length and at every shorter one.
@@ -107,33 +107,37 @@ class Retrieved(Measured):
         kept = {length: self.retention(label, length) for length in self.lengths}
         known = {length: interval for length, interval in kept.items() if interval is not None}
         if not known:
-            reason = "not measured" if self.plain and self.near else "no plain model to compare to"
+            reason = (
+                "not measured"
+                if self.plain and self.lengths_within_training
+                else "no plain model to compare to"
+            )
             return None, reason
         return statistics.effective_length(known, THRESHOLD)
 
     @cached_property
     def has_ruler(self) -> bool:
         """Whether all of RULER's 13 tasks ran, in one way of scoring."""
-        return any(self._ruler)
+        return any(self._ruler_tasks)
 
     @cached_property
-    def _ruler(self) -> list[str]:
+    def _ruler_tasks(self) -> list[str]:
         for suffix in ("", LIKELIHOOD):
             names = [f"{name}{suffix}" for name in sorted(_RULER)]
             if set(names) <= set(self.tasks):
                 return names
         return []
 
-    def ruler_effective(self, label: str) -> tuple[int | None, str]:
+    def ruler_effective_length(self, label: str) -> tuple[int | None, str]:
         """RULER's own effective length: its average over all 13 tasks is at least 85.6%."""
         averages: dict[int, Interval] = {}
         for length in self.lengths:
-            found = [s for name in self._ruler for s in self.samples(label, name, (length,))]
+            found = [s for name in self._ruler_tasks for s in self.samples(label, name, (length,))]
             if (average := _accuracy(found)) is not None:
                 averages[length] = average
         return statistics.effective_length(averages, RULER_THRESHOLD)
 
-    def weighted(self, label: str, *, increasing: bool) -> float | None:
+    def ruler_weighted_average(self, label: str, *, increasing: bool) -> float | None:
         """RULER's weighted average: lengths weigh 1, 2, 3, ... or the other way around."""
         found = [self.accuracy(label, lengths=(length,)) for length in self.lengths]
         if len(found) < 2 or any(interval is None for interval in found):
@@ -143,7 +147,7 @@ class Retrieved(Measured):
             w * i.estimate for w, i in zip(weights, found, strict=True) if i is not None
         ) / sum(weights)
 
-    def pairs(
+    def paired_scores(
         self,
         label: str,
         other: str,
@@ -166,7 +170,7 @@ class Retrieved(Measured):
         lengths: tuple[int, ...] | None = None,
     ) -> PairedTest | None:
         """PairedTest difference of accuracy with its test; None without shared samples."""
-        a, b, clusters = self.pairs(label, other, task, lengths)
+        a, b, clusters = self.paired_scores(label, other, task, lengths)
         return statistics.mcnemar(a, b, clusters) if a else None
 
     def significance(self, task: str | None) -> dict[tuple[str, int], float]:
@@ -183,7 +187,7 @@ class Retrieved(Measured):
         }
         return _holm({key: pair.p_value for key, pair in found.items() if pair is not None})
 
-    def rivalry(self, task: str | None) -> dict[int, tuple[str, str, float]]:
+    def best_against_second(self, task: str | None) -> dict[int, tuple[str, str, float]]:
         """The best two patched methods at each length, and Holm's p that they differ."""
         duels = {}
         for length in self.lengths:
@@ -246,12 +250,12 @@ def _score(sample: Sample) -> float | None:
 
 def _clusters(samples: list[Sample]) -> list[int]:
     """Numbers that samples of the same text share, also where twin tasks ask the same samples."""
-    texts = [(_asked(s), s["length"], s.get("text", s["id"])) for s in samples]
+    texts = [(_question_id(s), s["length"], s.get("text", s["id"])) for s in samples]
     number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     return [number[text] for text in texts]
 
 
-def _asked(sample: Sample) -> str:
+def _question_id(sample: Sample) -> str:
     """What a sample's task asks, however the answer is scored."""
     return str(sample.get("task")).removesuffix(LIKELIHOOD).removesuffix(CHOICE)
 
