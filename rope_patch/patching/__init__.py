@@ -1,5 +1,6 @@
-"""Changing a live model's rotation, and back. The only folder that touches a model."""
+"""Apply a rotation to a live model, and undo it. The only folder that touches a model."""
 
-from rope_patch.patching.handle import Patch, check, current, patch, unpatch
+from rope_patch.patching.entry_points import check, patch, unpatch
+from rope_patch.patching.handle import Patch, current
 
 __all__ = ["Patch", "check", "current", "patch", "unpatch"]

@@ -1,4 +1,4 @@
-"""The config of a patched model: a copy that tells the truth, on every module that holds it."""
+"""Config of a patched model: a corrected copy on every module that holds one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rope_patch.patching.undo_log import UndoLog
 
 
 class ConfigOverride:
-    """Gives one model configs of its own, so that another made from the same object is untouched.
+    """Per-model copies of its configs, so that other models made from the same object stay as they
+    are.
 
-    Undoing restores the changed fields, and then the very objects that stood there, unless somebody
-    changed the copies meanwhile (a resized vocabulary, another attention kernel): those changes are
-    the user's and stay.
+    Undoing restores the changed fields, and then the original objects, unless the user changed the
+    copies meanwhile (a resized vocabulary, another attention kernel): such changes stay.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class ConfigOverride:
         self._copies: list[tuple[PreTrainedConfig, PreTrainedConfig]] = []
 
     def apply(self, model: nn.Module, config_class: type, fields: dict[str, Any]) -> None:
-        """Makes the copies and changes them.
+        """Copy the model's configs and change fields of the copies.
 
         Args:
             model: The model whose modules hold configs.
@@ -52,7 +52,7 @@ class ConfigOverride:
         """Restore the fields, and the original objects if nothing else was changed.
 
         Returns:
-            The names of the fields that somebody has set to another value since; those stay.
+            The names of the fields that others have set since; those keep their values.
         """
         foreign = self._field_log.undo()
         if not foreign and all(_equal(own, unchanged) for own, unchanged in self._copies):
@@ -66,8 +66,8 @@ class ConfigOverride:
 def _equal(one: Any, other: Any) -> bool:
     """Compare all attributes, also those that a config's own `==` leaves out.
 
-    That of transformers 5.1 and later compares the fields of a dataclass: neither the attention
-    kernel nor an attribute that was added is among them.
+    In transformers 5.1 and later, `==` compares the fields of a dataclass, which include neither
+    the attention kernel nor added attributes.
     """
     if type(one) is not type(other):
         return False

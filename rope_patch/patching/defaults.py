@@ -1,4 +1,4 @@
-"""The state of torch that probes run in, whatever the caller has set."""
+"""torch's default state, for probes that must not depend on the caller's settings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 def torch_defaults() -> Iterator[None]:
     """Run with torch's own defaults: float32, on the CPU, without gradients, autocast or inference.
 
-    Probes compare numbers that modules compute, and must come to the same result under
+    Probes compare numbers that modules compute, and must get the same result under
     `torch.set_default_dtype`, `torch.set_default_device` and any mode of the caller's.
     """
     dtype = torch.get_default_dtype()
     with (
         torch.device("cpu"),
-        torch.inference_mode(False),  # enables gradients, so no_grad comes after it
+        torch.inference_mode(False),  # enables gradients, so no_grad follows
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
     ):

@@ -1,4 +1,4 @@
-"""patch() and the handle it returns."""
+"""The handle of a patched model, which applies and undoes a patch plan."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
-from rope_patch.patching.architecture.probe import set_frequencies, warn_about_cast
 from rope_patch.patching.architecture.rotary_modules import find_owner
 from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.assisted_decoding import limit_candidates
-from rope_patch.patching.dynamic.batching_guard import guard_batching, require_no_batching_manager
+from rope_patch.patching.dynamic.batching_guard import guard_batching
 from rope_patch.patching.dynamic.compile_op import TraceRefusal
 from rope_patch.patching.dynamic.generation_loop import watch_generate
+from rope_patch.patching.frequency_buffers import set_frequencies, warn_about_cast
 from rope_patch.patching.kernels.eligibility import install_kernels, summarize_kernels
 from rope_patch.patching.kernels.liger import warn_about_liger
 from rope_patch.patching.mla_scale import base_softmax_scale
-from rope_patch.patching.plan import PatchPlan, make_plan
+from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.position_guard import PositionIdsGuard, install_position_guards
 from rope_patch.patching.replicas import support_replicas
-from rope_patch.patching.request_keywords import require_keywords
 from rope_patch.patching.stamp import (
     install_cache_stamps,
     require_static,
@@ -39,25 +38,25 @@ logger = logging.getLogger("rope_patch")
 
 
 class Patch:
-    """A patched model's handle: what is in effect, and how to undo it.
+    """Handle of a patched model: describes the patch and undoes it.
 
     Works as a context manager. Leaving the block, exception or not, undoes whatever patch is in
-    effect then, and puts back what this one replaced: another patch, or the unpatched model. A
-    patch that was undone by its own handle is not put back.
+    effect then, and restores what this one replaced: another patch, or the unpatched model. A
+    patch that was undone by its own handle is not restored.
 
     Attributes:
         method: The method with its options.
         trained_length: Tokens the model was trained on at once.
-        length: Tokens it is now meant for; None if it follows every length and none was named.
+        length: Target length in tokens; None if the method follows every length without a target.
         factor: length / trained_length, or None.
-        geometries: The unextended rotation of each layer type that was changed (None: all layers).
+        geometries: The unextended rotation of each layer type that changed (None: all layers).
         frequencies: The rotation in effect at the target length, for the same layer types; at the
             trained length where there is no target (see `frequencies_at`).
         original_config: The text config of the unpatched model.
-        original_frequencies: What the unpatched model rotates by, for the layer types that changed.
-        softmax_mscale: By the square of what softmax scales are multiplied, where an architecture
-            has the attention factor there instead of in cos and sin; else 1.
-        mla_attentions: The attentions that have it there.
+        original_frequencies: Frequencies of the unpatched model, for the layer types that changed.
+        softmax_mscale: mscale applied in the softmax scale (squared) for MLA models; 1 for all
+            others.
+        mla_attentions: The attentions with mscale in their softmax scale.
     """
 
     @torch_defaults()
@@ -69,23 +68,23 @@ class Patch:
         self.geometries = plan.geometries
         self.original_config = plan.config
         self._unchanged_layer_types = plan.unchanged_layer_types
-        self._length_hooks = [following for _, _, following in plan.length_hooks]
+        self._length_hooks = [hooks for _, _, hooks in plan.length_hooks]
         self.frequencies = plan.frequencies()
         if self._length_hooks:
             self.frequencies = self.frequencies_at(plan.length or plan.trained_length)
         self.softmax_mscale = plan.softmax_mscale
         self.mla_attentions = plan.mla_attentions
         self.original_frequencies = {
-            kind: found[kind]
-            for _, found in plan.rotaries
+            kind: frequencies[kind]
+            for _, frequencies in plan.rotaries
             for kind in plan.geometries
-            if kind in found
+            if kind in frequencies
         }
         self._rotation_digest = rotation_digest(plan, self.frequencies)
         self._kernel_summary = summarize_kernels(plan.kernels, plan.rotation_sites)
         self._position_guards: list[PositionIdsGuard] = []
         self._context_parallel_group: Any = None
-        # What leaving a `with` block needs, until the patch is over.
+        # Needed when a `with` block ends, until the patch is over.
         self._model: nn.Module | None = None
         self._plan: PatchPlan | None = None
         self._previous: Patch | None = None
@@ -96,26 +95,26 @@ class Patch:
 
     @property
     def original(self) -> dict[str, Any]:
-        """What the config said before: `max_position_embeddings` and `rope_parameters`."""
+        """Return `max_position_embeddings` and `rope_parameters` of the unpatched config."""
         names = ("max_position_embeddings", "rope_parameters")
         return {name: getattr(self.original_config, name) for name in names}
 
     @property
     def active(self) -> bool:
-        """Whether the patch is in effect: neither undone nor replaced."""
+        """Return whether the patch is in effect: neither undone nor replaced."""
         return self._active
 
     @property
     def is_length_dependent(self) -> bool:
-        """Whether the frequencies follow the length of each sequence."""
+        """Return whether the frequencies depend on the length of each sequence."""
         return bool(self._length_hooks)
 
     def undo(self) -> None:
-        """Puts the unpatched model back, bit for bit; leaves it alone if the patch is not active.
+        """Restore the unpatched model, bit for bit; do nothing if the patch is not active.
 
-        What somebody has changed since is theirs and stays: settings in the config, and attributes
-        of modules, which a warning names. The model cannot refuse caches any more: those that the
-        patch filled, and managers of continuous batching, are not for the model after it.
+        Changes that others made since stay: settings in the config, and attributes of modules,
+        which a warning names. The unpatched model cannot refuse caches: do not reuse caches that
+        the patch filled, or managers of continuous batching.
         """
         self._deactivate()
         self._over = True
@@ -123,34 +122,35 @@ class Patch:
             self._model = self._plan = self._previous = None
 
     def frequencies_at(self, length: float) -> dict[str | None, Frequencies]:
-        """The rotation of a sequence of `length` tokens, for each layer type that changed."""
+        """Return the rotation of a sequence of `length` tokens, by layer type that changed."""
         if self._length_hooks:
             return self._length_hooks[0].frequencies(length)
         return self.frequencies
 
     def fix_length(self, length: int | None) -> None:
-        """Says how long every sequence is from here on, instead of looking at each.
+        """Treat every sequence as `length` tokens long from here on, instead of measuring each.
 
-        For training on one length, where nothing then waits for a device and processes need not
-        ask each other, and for caches whose keys cannot be rotated again. Does nothing where the
-        frequencies do not follow the sequence.
+        For training on one length, which then needs no device synchronisation and no
+        communication, and for caches whose keys cannot be re-rotated. Does nothing if the
+        frequencies do not depend on the length.
 
         Args:
-            length: Tokens; None looks at each sequence again.
+            length: Tokens; None measures each sequence again.
         """
         if length is not None:
             require_tokens("length", length)
-        for following in self._length_hooks:
-            following.fixed_length = length
+        for hooks in self._length_hooks:
+            hooks.fixed_length = length
 
     def accept_cache(self, cache: Any) -> None:
-        """Say that this very rotation rotated a cache's keys, which a rebuilt cache cannot tell.
+        """Declare that this very rotation rotated a cache's keys, which a rebuilt cache does not
+        show.
 
-        For caches that are made from stored tensors. Caches that the patched model filled, and
+        For caches that are rebuilt from stored tensors. Caches that the patched model filled, and
         their copies (`copy.deepcopy`, pickles), are accepted without it.
 
         Args:
-            cache: Any of transformers' caches, whose keys are taken as they are, unchecked.
+            cache: Any of transformers' caches. Its keys are not checked.
 
         Raises:
             ValueError: The frequencies follow the sequence, so only the model can tell.
@@ -160,23 +160,24 @@ class Patch:
         stamp_cache(cache, self._rotation_digest)
 
     def share_length(self, group: Any) -> None:
-        """Says that processes hold parts of the same sequences, so lengths are the largest of all.
+        """Declare that processes hold parts of the same sequences, so lengths are the maximum over
+        all.
 
-        Under accelerate's context parallelism this is known; call it where torch's is used without
-        accelerate, or where sequences are split in another way. Each process must be given the
-        positions in the whole sequence.
+        Not needed under accelerate's context parallelism. Needed for torch's without accelerate,
+        or for sequences that are split in another way. Each process must be given the positions in
+        the whole sequence.
 
         Args:
             group: The processes, a torch.distributed group; None ends it.
         """
         self._context_parallel_group = group
-        for following in self._length_hooks:
-            following.group = group
-        for placed in self._position_guards:
-            placed.group = group
+        for hooks in self._length_hooks:
+            hooks.group = group
+        for guard in self._position_guards:
+            guard.group = group
 
     def summary(self) -> str:
-        """What is in effect, a few lines to print."""
+        """Return a few lines that describe what is in effect."""
         return summarize(self, self._unchanged_layer_types, self._kernel_summary)
 
     def __str__(self) -> str:
@@ -196,17 +197,17 @@ class Patch:
         self.undo()
         if model is None:  # it was over when the block began
             return
-        if standing := current(model):
-            standing.undo()
+        if active_patch := current(model):
+            active_patch.undo()
         if before is not None:
             before._restore(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of a module must not take along what was patched around it.
+        # A copy of a module must not copy the model around it.
         return {**vars(self), "_model": None}
 
     def _deactivate(self) -> None:
-        """Undo what was changed, so that it can be applied again."""
+        """Undo the changes, but keep what is needed to apply them again."""
         foreign = self._undo_log.undo() + self._config_override.undo()
         self._active = False
         if foreign:
@@ -219,14 +220,14 @@ class Patch:
         """Apply the patch again after another one, unless it is over.
 
         Args:
-            model: What the other one was applied to; a copied handle knows no model of its own.
+            model: The model of the other patch; a copied handle has none of its own.
         """
         if self._plan is not None and not self._over:
             self._apply(model if self._model is None else self._model, self._plan)
 
     @torch_defaults()
     def _apply(self, model: nn.Module, plan: PatchPlan) -> None:
-        """Changes the model; leaves it as it was if anything goes wrong on the way."""
+        """Change the model; restore it if any step fails."""
         self._model, self._plan = model, plan
         try:
             rotaries = [rotary for rotary, _ in plan.rotaries]
@@ -234,32 +235,38 @@ class Patch:
             if not plan.length_hooks:
                 install_cache_stamps(model, rotaries, self._rotation_digest, self._undo_log)
             guard_batching(model, self._rotation_digest, self._length_hooks, self._undo_log)
-            for placed in self._position_guards:
-                placed.group = self._context_parallel_group
+            for guard in self._position_guards:
+                guard.group = self._context_parallel_group
             warn_about_cast(rotaries)
-            # Where the frequencies follow the sequence, hooks put others in their place.
+            # Hooks replace these where frequencies depend on the length.
             initial = self.frequencies_at(1)
             for rotary, before in plan.rotaries:
                 set_frequencies(rotary, before, initial, self._undo_log)
-                if kept := plan.method.start_token_count:
+                if start_token_count := plan.method.start_token_count:
                     install_start_tokens(
-                        model, rotary, plan.geometries, before, plan.config, kept, self._undo_log
+                        model,
+                        rotary,
+                        plan.geometries,
+                        before,
+                        plan.config,
+                        start_token_count,
+                        self._undo_log,
                     )
                 self._undo_log.set(rotary.module, "extra_repr", partial(str, str(self)))
                 self._undo_log.set(rotary.module, "_rope_patch", self)
             for attention in plan.mla_attentions:
                 scale = base_softmax_scale(attention) * self.softmax_mscale**2
                 self._undo_log.set(attention, "scaling", scale)
-            for decoder, rotary, following in plan.length_hooks:
+            for decoder, rotary, hooks in plan.length_hooks:
                 self._undo_log.hook(decoder, before=TraceRefusal(str(self.method)))
-                following.attach(decoder, rotary, self._undo_log)
+                hooks.attach(decoder, rotary, self._undo_log)
             limit_candidates(model, plan.length_hooks, self._undo_log)
             watch_generate(model, plan.length_hooks, self._undo_log)
-            for rotation in plan.rotation_sites:
-                install_kernels(rotation, plan.kernels, self._undo_log)
-                for _, rotary, following in plan.length_hooks:
-                    if rotary is rotation.rotary and rotation.uses_passthrough:
-                        following.kernels = plan.kernels
+            for site in plan.rotation_sites:
+                install_kernels(site, plan.kernels, self._undo_log)
+                for _, rotary, hooks in plan.length_hooks:
+                    if rotary is site.rotary and site.uses_passthrough:
+                        hooks.kernels = plan.kernels
             support_replicas(self._undo_log)
             ours = {id(r.rotary.module): r.problem is None for r in plan.rotation_sites}
             for rotary in rotaries:
@@ -270,11 +277,13 @@ class Patch:
                     uses_our_kernels=here,
                     undo_log=self._undo_log,
                 )
-            # transformers' own dynamic scaling takes this field for the trained length, and where
-            # no config has a form for the method, a larger one would promise too much.
-            reached = plan.length if plan.method.has_config_form and not plan.is_dynamic else None
+            # transformers' own dynamic scaling reads max_position_embeddings as the trained length.
+            # Without a config form of the method, a larger one would promise too much.
+            target_length = (
+                plan.length if plan.method.has_config_form and not plan.is_dynamic else None
+            )
             fields = {
-                "max_position_embeddings": reached or plan.trained_length,
+                "max_position_embeddings": target_length or plan.trained_length,
                 "rope_parameters": plan.rope_parameters(),
             }
             self._config_override.apply(model, type(plan.config), fields)
@@ -284,125 +293,11 @@ class Patch:
             raise
 
 
-@require_keywords
-def patch(
-    model: nn.Module,
-    method: str,
-    *,
-    factor: float | None = None,
-    length: int | None = None,
-    trained_length: int | None = None,
-    layer_types: list[str] | None = None,
-    kernels: str = "auto",
-    start: str = "auto",
-    **options: Any,
-) -> Patch:
-    """Takes a live model to a longer context, in place.
-
-    A model that is patched already gets the new patch instead; undoing still returns to the
-    original. With `with`, leaving the block puts the replaced patch back.
-
-    Args:
-        model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
-        method: A name from `rope_patch.list_methods()`.
-        factor: Target length / trained length. Exactly one of `factor` and `length`; dynamic
-            methods and `nope` need neither.
-        length: Target length in tokens; for dynamic methods the largest one expected.
-        trained_length: Tokens of pretraining, if the config does not tell the truth about them.
-        layer_types: Which layers to change, where a model has several types; all but the
-            sliding-window ones unless given.
-        kernels: Who applies the rotation. "auto": Triton's kernels on a GPU, plain torch on a CPU,
-            and transformers' own code in compiled graphs, which Inductor makes as fast, and where
-            an architecture rotates in a way of its own. "reference" and "triton" demand plain torch
-            and Triton, "hf" is transformers' own code throughout.
-        start: What is stretched where the checkpoint's own config scales its rotation already.
-            "unscaled": the frequencies and the length before that; "running": the frequencies that
-            the model runs with, and its full length. "auto" replaces `linear`, `dynamic` and `yarn`
-            and builds on the others (`llama3`, `longrope`, ...), which were trained in.
-        **options: The method's options.
-
-    Returns:
-        The handle, with `.undo()`.
-
-    Raises:
-        ValueError: A request that cannot be met or would change nothing. The model is as before.
-        TypeError: A value of the wrong type. The model is as before.
-    """
-    plan = check(
-        model,
-        method,
-        factor=factor,
-        length=length,
-        trained_length=trained_length,
-        layer_types=layer_types,
-        kernels=kernels,
-        start=start,
-        **options,
-    )
-    handle = Patch(plan)
-    if standing := current(model):
-        standing._deactivate()
-        handle._previous = standing
-        if not standing._entered:  # nobody leaves it, so it need not know what it replaced
-            standing._previous = None
-    try:
-        handle._apply(model, plan)
-    except BaseException:
-        if standing:
-            standing._restore(model)
-        raise
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
-    return handle
-
-
-@torch_defaults()
-def check(
-    model: nn.Module,
-    method: str,
-    *,
-    factor: float | None = None,
-    length: int | None = None,
-    trained_length: int | None = None,
-    layer_types: list[str] | None = None,
-    kernels: str = "auto",
-    start: str = "auto",
-    **options: Any,
-) -> PatchPlan:
-    """Raises whatever `patch` would raise for the same arguments; changes nothing."""
-    standing = current(model)
-    require_no_batching_manager(model)
-    return make_plan(
-        model,
-        standing.original_config if standing else None,
-        method,
-        factor=factor,
-        length=length,
-        trained_length=trained_length,
-        layer_types=layer_types,
-        kernels=kernels,
-        start=start,
-        options=options,
-    )
-
-
 def current(model: nn.Module) -> Patch | None:
-    """The handle of the patch that is in effect on a model, or None."""
+    """Return the handle of the patch that is in effect on a model, or None."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a transformers model, got {type(model).__name__}")
     for module in model.modules():
         if handle := vars(module).get("_rope_patch"):
             return handle
     return None
-
-
-def unpatch(model: nn.Module) -> None:
-    """Undoes the patch that is in effect on a model.
-
-    Raises:
-        ValueError: There is none.
-    """
-    handle = current(model)
-    if handle is None:
-        raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
-    handle.undo()

@@ -1,4 +1,4 @@
-"""A method that starts where a config's own, trained-in scaling ended."""
+"""Methods around another method, such as one on top of a config's trained-in scaling."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from rope_patch.rope_config import by_layer_type, config_rope_type
 
 @dataclass(frozen=True, kw_only=True)
 class MethodWrapper(Method):
-    """Named, described and saved as what is within; subclasses say what they do to its rotation.
+    """A method that is named, described and saved as its inner method; subclasses change its
+    rotation.
 
     Attributes:
-        inner: The method within.
+        inner: The wrapped method.
     """
 
     inner: Method
 
     def __post_init__(self) -> None:
-        # What describes a method's class describes this one, too.
+        # Class attributes that describe the inner method also describe the wrapper.
         for name in ("name", "paper", "training", "is_dynamic", "factor_is_option", "factor"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
@@ -52,20 +53,20 @@ class MethodWrapper(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class ContinuedScaling(MethodWrapper):
-    """Stretches what a model runs with, instead of the unscaled rotation.
+    """A method that stretches the scaled frequencies the model runs with, not the unscaled ones.
 
-    The geometry brings the frequencies and the attention factor to start from. A model that has two
-    sets of its own (LongRoPE) keeps the short one for short sequences. Layer types without a
-    scaling of their own are extended by the inner method alone.
+    The geometry holds the frequencies and the attention factor to build on. A model with LongRoPE
+    of its own keeps the short factors for short sequences. Layer types without a scaling of their
+    own are extended by the inner method alone.
 
     Attributes:
         own_parameters: The `rope_parameters` of each layer type that starts from its own scaling.
-        short_frequencies: The frequencies that these layer types have for short sequences, `[R /
-            2]`, where they are others than the geometry's.
-        short_length: Up to how many tokens.
-        scales_attention: Whether `inner` has an attention factor of its own at the target, for some
-            layer type with a short set.
-        layer_types_with_stopped_pairs: The layer types of which some pair does not rotate there.
+        short_frequencies: Frequencies of these layer types for short sequences, `[R / 2]`, where
+            they differ from the geometry's.
+        short_length: Tokens up to which a sequence is short.
+        scales_attention: Whether `inner` has an attention factor other than 1 at the target, for
+            some layer type with short frequencies.
+        layer_types_with_stopped_pairs: Layer types in which some pair has frequency 0.
     """
 
     own_parameters: Mapping[str | None, dict[str, Any]]
@@ -81,15 +82,15 @@ class ContinuedScaling(MethodWrapper):
         geometries: Mapping[str | None, Geometry],
         own_parameters: Mapping[str | None, dict[str, Any]],
     ) -> Method:
-        """Puts a method on geometries of which some were started from a model's own scaling.
+        """Return a method for geometries, some of which may build on the model's own scaling.
 
         Args:
             inner: The method.
-            geometries: Where it starts, for each layer type.
-            own_parameters: The config's `rope_parameters` for each.
+            geometries: Geometry of each layer type.
+            own_parameters: The config's `rope_parameters` of each layer type.
 
         Returns:
-            `inner` itself where no geometry was.
+            `inner` itself if no geometry builds on such a scaling.
 
         Raises:
             ValueError: Layer types change from their short to their long sets at different lengths.
@@ -100,13 +101,15 @@ class ContinuedScaling(MethodWrapper):
         short: dict[str | None, tuple[float, ...]] = {}
         lengths: dict[str | None, int] = {}
         for kind, geometry in running.items():
-            said = own_parameters[kind]
-            if isinstance(inner, NoPE) or config_rope_type(said) != "longrope":
-                continue  # what rotates nothing leaves no set of frequencies, short or long
-            if said["short_factor"] != said["long_factor"]:
-                stretch = torch.tensor(said["short_factor"], dtype=torch.float64, device="cpu")
+            parameters = own_parameters[kind]
+            if isinstance(inner, NoPE) or config_rope_type(parameters) != "longrope":
+                continue  # without rotation there are no short and long frequencies
+            if parameters["short_factor"] != parameters["long_factor"]:
+                stretch = torch.tensor(
+                    parameters["short_factor"], dtype=torch.float64, device="cpu"
+                )
                 short[kind] = tuple((geometry.unscaled_inv_freq() / stretch).tolist())
-                lengths[kind] = int(said["original_max_position_embeddings"])
+                lengths[kind] = int(parameters["original_max_position_embeddings"])
         if len(set(lengths.values())) > 1:
             got = ", ".join(f"{kind}: {length:,}" for kind, length in lengths.items())
             raise ValueError(
@@ -134,7 +137,7 @@ class ContinuedScaling(MethodWrapper):
             return False
         if not all(self._is_proportional(kind) for kind in self.layer_types_with_stopped_pairs):
             return False
-        if isinstance(self.inner, Mixed):  # three sets of frequencies are more than a config has
+        if isinstance(self.inner, Mixed):  # a config holds two sets of frequencies, not three
             return not self.short_frequencies
         return not self.scales_attention
 
@@ -154,8 +157,10 @@ class ContinuedScaling(MethodWrapper):
         return self.inner.valid_until(length, trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """`longrope` with the stretch of both scalings; what stood there, where that cannot be."""
-        if not geometry.base:  # a layer type that no scaling was trained into
+        """Return `longrope` with the stretch of both scalings; the config's own where there is no
+        such form.
+        """
+        if not geometry.base:  # a layer type without trained-in scaling
             return self.inner.rope_parameters(geometry)
         kind = geometry.layer_type
         if not self.has_config_form:
@@ -163,7 +168,7 @@ class ContinuedScaling(MethodWrapper):
         if isinstance(self.inner, NoPE):
             if geometry.attention_factor == 1:
                 return self.inner.rope_parameters(geometry)
-            return super().rope_parameters(geometry)  # for `proportional` it would be 1
+            return super().rope_parameters(geometry)  # `proportional` would set the factor to 1
         if self._is_proportional(kind):
             factor = float(self.own_parameters[kind].get("factor") or 1.0) * self.inner.factor
             return {**self.own_parameters[kind], "factor": factor}
@@ -194,10 +199,10 @@ class ContinuedScaling(MethodWrapper):
 
 def describe_start(config: Any, geometries: dict[str | None, Geometry]) -> list[str]:
     """Return lines that say what became of the config's own scaling, for each layer type."""
-    standing = by_layer_type(config.rope_parameters)
+    own_parameters = by_layer_type(config.rope_parameters)
     lines = []
     for kind, geometry in geometries.items():
-        if (own := config_rope_type(standing[kind])) == "default":
+        if (own := config_rope_type(own_parameters[kind])) == "default":
             continue
         where = "" if kind is None else f"{kind}: "
         lines.append(

@@ -1,8 +1,8 @@
-"""Multi-head latent attention sharpens in its softmax scale, not in cos and sin.
+"""Multi-head latent attention: the attention factor (mscale) in the softmax scale.
 
-Its heads have a part that rotates and one that does not, and cos and sin reach only the first. So
-DeepSeek's YaRN multiplies the softmax scale by the square of the attention factor, and leaves cos
-and sin alone (transformers: `mscale_all_dim`). Both at once would sharpen twice.
+Heads of multi-head latent attention (MLA) rotate only in part, and cos and sin reach only that
+part. So DeepSeek's YaRN multiplies the softmax scale by mscale squared, and leaves cos and sin as
+they are (transformers: `mscale_all_dim`). Doing both would apply mscale twice.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.methods.yarn import YaRN
 from rope_patch.patching.method_wrappers import MethodWrapper
 
-# The factor in a config for a sharpening that a factor of 1 cannot say: any other does.
+# Factor for configs whose own factor is 1, under which transformers ignores mscale_all_dim.
 _PLACEHOLDER_FACTOR = 2.0
 
 
 def find_mla_attentions(owner: nn.Module) -> list[nn.Module]:
-    """The attentions below a module whose softmax scale is where sharpening belongs."""
+    """Return the attentions below a module whose softmax scale carries the attention factor."""
     names = {"qk_head_dim", "qk_nope_head_dim", "scaling"}
     return [module for module in owner.modules() if names <= vars(module).keys()]
 
@@ -34,85 +34,87 @@ def find_mla_attentions(owner: nn.Module) -> list[nn.Module]:
 def filter_by_layer_type(
     attentions: Iterable[nn.Module], config: Any, layer_types: Collection[str | None]
 ) -> list[nn.Module]:
-    """Those attentions that stand in layers of some types; None is for all layers alike."""
+    """Return the attentions in layers of the given types; None stands for all layers."""
     if None in layer_types:
         return list(attentions)
     return [each for each in attentions if config.layer_types[each.layer_idx] in layer_types]
 
 
 def base_softmax_scale(attention: Any) -> float:
-    """The softmax scale of an attention without any scaling of its rotation."""
+    """Return the softmax scale of an attention without any scaling of its rotation."""
     return float(attention.qk_head_dim**-0.5)
 
 
 def config_mscale(attention: Any, config: Any) -> float:
-    """By the square of what transformers multiplies an attention's softmax scale for a config.
+    """Return sqrt(scale(config) / base scale): the mscale that transformers puts into this softmax.
 
-    Not every architecture and release reads `mscale_all_dim`, so a module is made and asked.
+    Not every architecture and release reads `mscale_all_dim`, so a probe module decides.
 
     Args:
         attention: One of `find_mla_attentions`.
         config: The text config to read.
     """
     with torch.device("meta"):
-        made = type(attention)(config, attention.layer_idx)
-    return math.sqrt(made.scaling / base_softmax_scale(made))
+        probe = type(attention)(config, attention.layer_idx)
+    return math.sqrt(probe.scaling / base_softmax_scale(probe))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxScaled(MethodWrapper):
     """A method whose attention factor goes into the softmax scale.
 
-    cos and sin keep what the start multiplies them by, a scaling of the config's own perhaps.
+    cos and sin keep the attention factor of the base, which may be a scaling of the config's own.
 
     Attributes:
-        own_mscale: What the start has in its softmax scale already, as `softmax_mscale` counts.
+        own_mscale: mscale that the base has in its softmax scale already.
     """
 
     own_mscale: float = 1.0
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
-        found = self.inner.frequencies(geometry, seq_len)
+        inner = self.inner.frequencies(geometry, seq_len)
         both = self._deepseek_mscales()
-        return Frequencies(found.inv_freq, geometry.attention_factor * (both[0] if both else 1.0))
+        return Frequencies(inner.inv_freq, geometry.attention_factor * (both[0] if both else 1.0))
 
     def softmax_mscale(self, geometry: Geometry) -> float:
-        """By the square of what the softmax scale is multiplied, all in all."""
+        """Return the total mscale; its square multiplies the softmax scale."""
         both = self._deepseek_mscales()
         if both:
             return self.own_mscale * both[1]
         return self.own_mscale * self._requested_method.frequencies(geometry).attention_factor
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        spelled = self.inner.rope_parameters(geometry)
+        parameters = self.inner.rope_parameters(geometry)
         if not self.has_config_form:
-            return spelled
+            return parameters
         sharpening = self.softmax_mscale(geometry)
-        if sharpening != 1 and not spelled.get("factor", 1) > 1:
-            if spelled["rope_type"] != "longrope":
-                spelled = super().rope_parameters(geometry)
-            spelled["factor"] = (
-                _PLACEHOLDER_FACTOR  # nothing else depends on it, beside an attention_factor
-            )
+        if sharpening != 1 and not parameters.get("factor", 1) > 1:
+            if parameters["rope_type"] != "longrope":
+                parameters = super().rope_parameters(geometry)
+            parameters["factor"] = _PLACEHOLDER_FACTOR  # without effect beside an attention_factor
         cos_sin_factor = self.frequencies(geometry).attention_factor
-        if "attention_factor" in spelled or spelled["rope_type"] == "yarn":
-            spelled["attention_factor"] = cos_sin_factor
+        if "attention_factor" in parameters or parameters["rope_type"] == "yarn":
+            parameters["attention_factor"] = cos_sin_factor
         if sharpening != 1:
-            spelled["mscale_all_dim"] = (sharpening - 1) / (yarn_mscale(spelled["factor"]) - 1)
-            if spelled["rope_type"] == "yarn" and cos_sin_factor == 1:
-                # As DeepSeek's configs say it; all engines know this form.
-                del spelled["attention_factor"]
-                spelled["mscale"] = spelled["mscale_all_dim"]
-        return spelled
+            parameters["mscale_all_dim"] = (sharpening - 1) / (
+                yarn_mscale(parameters["factor"]) - 1
+            )
+            if parameters["rope_type"] == "yarn" and cos_sin_factor == 1:
+                # The form of DeepSeek's configs, which all engines read.
+                del parameters["attention_factor"]
+                parameters["mscale"] = parameters["mscale_all_dim"]
+        return parameters
 
     @property
     def _requested_method(self) -> Method:
-        """The method that was asked for, whatever it starts from."""
+        """Return the requested method, below all wrappers."""
         return self.inner.inner if isinstance(self.inner, MethodWrapper) else self.inner
 
     def _deepseek_mscales(self) -> tuple[float, float] | None:
-        """Where the caller named both of YaRN's laws: what it adds to cos and sin, and here."""
-        asked = self._requested_method
-        if isinstance(asked, YaRN) and asked.mscale and asked.mscale_all_dim:
-            return asked.cos_sin_factor(), yarn_mscale(asked.factor, asked.mscale_all_dim)
+        """Return both mscales, for cos and sin and for the softmax, if the caller named both; else
+        None.
+        """
+        method = self._requested_method
+        if isinstance(method, YaRN) and method.mscale and method.mscale_all_dim:
+            return method.cos_sin_factor(), yarn_mscale(method.factor, method.mscale_all_dim)
         return None

@@ -1,4 +1,4 @@
-"""From what a user asks for to a plan that is known to work; nothing is changed here."""
+"""Resolve a request to a patch plan that can be applied. Changes nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rope_patch.rope_config import (
     read_geometries,
 )
 
-# What transformers' scalings are spelled with, which the standing one does not hand on to the next.
+# rope_parameters keys that belong to a scaling; dropped when another one replaces it.
 _SCALING_KEYS = {
     "rope_type",
     "type",
@@ -53,7 +53,7 @@ _SCALING_KEYS = {
     "mscale",
     "mscale_all_dim",
     "truncate",
-    # Of names that rope_patch.register adds.
+    # Of rope types that rope_patch.register adds.
     "new_theta",
     "growth",
 }
@@ -61,22 +61,20 @@ _SCALING_KEYS = {
 
 @dataclass(frozen=True, eq=False)
 class PatchPlan:
-    """A request that can be met.
+    """A request that was checked and can be applied.
 
     Attributes:
         method: The method with its options.
-        length: Target length in tokens; None where the method follows every length and no largest
-            one was named.
+        length: Target length in tokens; None if the method follows every length and the request
+            names no largest one.
         geometries: The unextended rotation of each layer type that changes (None: all layers).
         unchanged_layer_types: The layer types that stay as they are.
         config: The text config of the unpatched model.
-        rotaries: The modules to change, each with what it rotates by when unpatched.
-        length_hooks: Where the frequencies follow the sequence: the decoder, its rotary module, and
-            what will link them.
-        kernels: Who rotates; see `patch`.
-        rotation_sites: Where it can be us.
-        mla_attentions: The attentions whose softmax scale has the attention factor
-            (`SoftmaxScaled`).
+        rotaries: The modules to change, each with its unpatched frequencies.
+        length_hooks: For length-dependent frequencies: decoder, rotary module and their hooks.
+        kernels: Which code rotates; see `patch`.
+        rotation_sites: The rotations that our kernels may compute.
+        mla_attentions: The attentions with mscale in their softmax scale (`SoftmaxScaled`).
     """
 
     method: Method
@@ -92,23 +90,23 @@ class PatchPlan:
 
     @property
     def trained_length(self) -> int:
-        """Tokens the model was trained on at once."""
+        """Return the tokens that the model was trained on at once."""
         return next(iter(self.geometries.values())).trained_length
 
     @property
     def softmax_mscale(self) -> float:
-        """By the square of what the softmax scale is multiplied (`SoftmaxScaled`), else 1."""
+        """Return mscale, whose square multiplies the softmax scale; 1 without `SoftmaxScaled`."""
         if not isinstance(self.method, SoftmaxScaled):
             return 1.0
         return self.method.softmax_mscale(next(iter(self.geometries.values())))
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the rotation changes with the sequence, however long that gets."""
+        """Return whether the rotation changes with the sequence at every length."""
         return self.method.is_dynamic and bool(self.length_hooks)
 
     def frequencies(self, length: float | None = None) -> dict[str | None, Frequencies]:
-        """What each layer type that changes will rotate by, for sequences of `length` tokens.
+        """Return the frequencies of each layer type that changes, for sequences of `length` tokens.
 
         At the target length unless another is given; at the trained one if there is no target.
         """
@@ -116,23 +114,23 @@ class PatchPlan:
         return {kind: self.method.frequencies_at(g, length) for kind, g in self.geometries.items()}
 
     def rope_parameters(self) -> dict[str, Any]:
-        """The config's `rope_parameters` once the plan is carried out."""
-        standing = self.config.rope_parameters
-        spelled: dict[Any, dict[str, Any]] = {}
+        """Return the config's `rope_parameters` under the plan."""
+        own_parameters = self.config.rope_parameters
+        parameters: dict[Any, dict[str, Any]] = {}
         only = (
             self.config.model_type in LONGROPE_ONLY
             and self.method.has_config_form
             and not self.is_dynamic
         )
         for kind, geometry in self.geometries.items():
-            spelled[kind] = self.method.rope_parameters(geometry)
-            if only and spelled[kind]["rope_type"] not in ("default", "longrope"):
-                spelled[kind] = Method.rope_parameters(self.method, geometry)
-            # What is not about scaling stays: partial rotation, M-RoPE sections, temperatures.
-            for key, value in by_layer_type(standing)[kind].items():
+            parameters[kind] = self.method.rope_parameters(geometry)
+            if only and parameters[kind]["rope_type"] not in ("default", "longrope"):
+                parameters[kind] = Method.rope_parameters(self.method, geometry)
+            # Keys that belong to no scaling stay: partial rotation, M-RoPE sections, temperatures.
+            for key, value in by_layer_type(own_parameters)[kind].items():
                 if key not in _SCALING_KEYS:
-                    spelled[kind].setdefault(key, value)
-        return spelled.get(None) or {**standing, **spelled}
+                    parameters[kind].setdefault(key, value)
+        return parameters.get(None) or {**own_parameters, **parameters}
 
 
 def make_plan(
@@ -148,11 +146,11 @@ def make_plan(
     start: str,
     options: dict[str, Any],
 ) -> PatchPlan:
-    """Checks a request against a model; see `patch` for the arguments.
+    """Check a request against a model and return its plan; see `patch` for the arguments.
 
     Args:
         model: The model.
-        config: The text config of the unpatched model, if a patch stands on it.
+        config: The text config of the unpatched model, if the model is patched; else None.
 
     Raises:
         ValueError: The request cannot be met, or would change nothing.
@@ -163,7 +161,7 @@ def make_plan(
     config = config or rotaries[0].module.config
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
-    every = read_geometries(config, trained_length, start)  # first: it says what cannot be
+    every = read_geometries(config, trained_length, start)  # first, for its error messages
     before = [(rotary, reference_frequencies(rotary, config)) for rotary in rotaries]
     geometries = {
         kind: resolve_base(geometry, before, config, start)
@@ -177,19 +175,19 @@ def make_plan(
             f"{', '.join(f'{n:,} tokens for {kind}' for kind, n in lengths.items())}: patch one of "
             "them (layer_types=...), or name the length (trained_length=...)"
         )
-    options, reached = resolve_options(method, factor, length, trained, options)
-    built = build(method, **options)
-    standing = by_layer_type(config.rope_parameters)
-    built = ContinuedScaling.wrap_if_needed(built, geometries, standing)
+    options, target_length = resolve_options(method, factor, length, trained, options)
+    method_object = build(method, **options)
+    own_parameters = by_layer_type(config.rope_parameters)
+    method_object = ContinuedScaling.wrap_if_needed(method_object, geometries, own_parameters)
     sharpened = [m for rotary in rotaries for m in find_mla_attentions(find_owner(model, rotary))]
     sharpened = filter_by_layer_type(sharpened, config, geometries)
     if sharpened:
         running = any(geometry.base for geometry in geometries.values())
         own = config_mscale(sharpened[0], config) if running else 1.0
-        built = SoftmaxScaled(inner=built, own_mscale=own)
+        method_object = SoftmaxScaled(inner=method_object, own_mscale=own)
     plan = PatchPlan(
-        method=built,
-        length=reached,
+        method=method_object,
+        length=target_length,
         geometries=geometries,
         unchanged_layer_types=[str(kind) for kind in every if kind not in geometries],
         config=config,
@@ -201,7 +199,7 @@ def make_plan(
         require_buffer_is_used(rotary, config, own_frequencies)
     _require_known_rotation(plan)
     _require_change(plan)
-    require_start_tokens_supported(model, built, reached, geometries, before, config)
+    require_start_tokens_supported(model, method_object, target_length, geometries, before, config)
     if plan.method.is_length_dependent(trained):
         plan.length_hooks.extend(_make_length_hooks(model, plan))
     if kernels != "hf":
@@ -220,15 +218,15 @@ def resolve_options(
     trained: int,
     options: dict[str, Any],
 ) -> tuple[dict[str, Any], int | None]:
-    """Puts factor and length together with a method's other options.
+    """Merge factor and length into a method's other options.
 
-    A method that follows the sequence needs neither. The length is then the largest one expected,
-    which the factor may spell, but where the factor is part of the formula (`dynamic`).
+    A dynamic method needs neither. The length is then the largest one expected. The factor is
+    another way to give it, unless it is part of the method's formula (`dynamic`).
 
     Args:
         method: A method's name.
-        factor: What the user gave.
-        length: The same, in tokens.
+        factor: The requested factor, if any.
+        length: The requested length in tokens, if any.
         trained: The trained length, in tokens.
         options: The method's other options.
 
@@ -259,7 +257,9 @@ def resolve_options(
 def resolve_factor_and_length(
     factor: float | None, length: int | None, trained: int
 ) -> tuple[float, int]:
-    """Factor and target length (tokens) from exactly one of them; ValueError otherwise."""
+    """Return factor and target length (tokens) from exactly one of them; raise ValueError
+    otherwise.
+    """
     if (factor is None) == (length is None):
         got = "neither" if factor is None else f"factor={factor} and length={length}"
         raise ValueError(
@@ -283,10 +283,10 @@ def resolve_factor_and_length(
 def select_layer_types(
     geometries: dict[str | None, Geometry], layer_types: list[str] | None, config: Any
 ) -> dict[str | None, Geometry]:
-    """The geometries that a request is about; ValueError for a layer type that is not there."""
+    """Return the geometries that a request changes; raise ValueError for an unknown layer type."""
     known = [kind for kind in geometries if kind is not None]
     if layer_types is None:
-        # Layers that only see a window never meet a distance that they were not trained on.
+        # Layers with a window never meet a distance that they were not trained on.
         far = [kind for kind in known if "sliding" not in kind and "chunked" not in kind]
         return {kind: geometries[kind] for kind in far or geometries}
     if not layer_types or not set(layer_types) <= set(known):
@@ -304,9 +304,9 @@ def resolve_base(
     config: Any,
     start: str,
 ) -> Geometry:
-    """A geometry as the architecture's own code has it, at the start that is asked for.
+    """Return a geometry with the architecture's own dimensions, and the base that `start` selects.
 
-    How many pairs turn is not spelled alike in all configs, so transformers' module is asked.
+    Configs spell the number of rotated pairs in several ways, so transformers' module decides it.
     """
     kind = geometry.layer_type
     own = next((found[kind] for _, found in before if kind in found), None)
@@ -318,14 +318,14 @@ def resolve_base(
     if not extends_scaled_frequencies(parameters, start):
         return sized
     running = own.inv_freq
-    if config_rope_type(parameters) == "longrope":  # the module starts with the short set
+    if config_rope_type(parameters) == "longrope":  # the module starts with the short factors
         stretch = torch.tensor(parameters["long_factor"], dtype=torch.float64, device="cpu")
         running = sized.unscaled_inv_freq() / stretch
     return replace(sized, base=tuple(running.tolist()), attention_factor=own.attention_factor)
 
 
 def _require_known_rotation(plan: PatchPlan) -> None:
-    """Refuses an architecture whose plain rotation is not the one that its config describes."""
+    """Raise if an architecture's plain rotation is not the one that its config describes."""
     for rotary, before in plan.rotaries:
         for kind in before.keys() & plan.geometries.keys():
             parameters = by_layer_type(plan.config.rope_parameters)[kind]
@@ -342,7 +342,7 @@ def _require_known_rotation(plan: PatchPlan) -> None:
 
 
 def _require_change(plan: PatchPlan) -> None:
-    # A method that follows the sequence changes nothing before the trained length is passed.
+    # Dynamic methods change nothing up to the trained length.
     lengths = (plan.trained_length, plan.trained_length + 1, plan.length)
     for frequencies in [plan.frequencies(length) for length in lengths]:
         for kind, after in frequencies.items():
@@ -358,7 +358,7 @@ def _require_change(plan: PatchPlan) -> None:
 
 
 def _start_tokens_of(plan: PatchPlan, rotary: RotaryModule) -> int:
-    """How many first positions of a rotary module have a rotation of their own."""
+    """Return how many first positions of a rotary module keep the base rotation."""
     changes = rotary.prefixes.keys() & plan.geometries.keys()
     return plan.method.start_token_count if changes else 0
 
@@ -366,16 +366,18 @@ def _start_tokens_of(plan: PatchPlan, rotary: RotaryModule) -> int:
 def _make_length_hooks(
     model: nn.Module, plan: PatchPlan
 ) -> list[tuple[nn.Module, RotaryModule, LengthHooks]]:
-    found: list[tuple[nn.Module, RotaryModule, LengthHooks]] = []
+    hooks: list[tuple[nn.Module, RotaryModule, LengthHooks]] = []
     for rotary, before in plan.rotaries:
         if not rotary.prefixes.keys() & plan.geometries.keys():
             continue
         decoder = find_decoder(model, rotary)
-        if any(decoder is other for other, _, _ in found):
+        if any(decoder is other for other, _, _ in hooks):
             raise ValueError(
                 f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "
                 "followed in one cache yet: use a method whose frequencies stay, such as yarn"
             )
-        following = LengthHooks(decoder, rotary, plan.method, plan.geometries, before, plan.config)
-        found.append((decoder, rotary, following))
-    return found
+        length_hooks = LengthHooks(
+            decoder, rotary, plan.method, plan.geometries, before, plan.config
+        )
+        hooks.append((decoder, rotary, length_hooks))
+    return hooks

@@ -1,8 +1,7 @@
-"""Processes that hold parts of the same sequences: each must say where its part stands.
+"""Guard that insists on position_ids under context parallelism.
 
-Under context parallelism every process is given some of a sequence's tokens. A model that is given
-no positions counts them from 0, in every process alike, and rotates all parts but the first wrongly
-without a word.
+Under context parallelism every process sees a part of a sequence. Without position_ids a model
+counts positions from 0 in every process, and silently rotates all parts but the first wrongly.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _POSITIONS = "position_ids"
 
 
 class PositionIdsGuard:
-    """Ahead of a forward: refuses a part of a sequence that nobody said the place of.
+    """Pre-hook that refuses a part of a sequence without position_ids.
 
     Attributes:
-        group: The processes that hold the other parts, where accelerate does not know of them.
+        group: The processes that hold the other parts, if accelerate does not know them.
     """
 
     def __init__(self, reader: nn.Module) -> None:
@@ -46,33 +45,33 @@ class PositionIdsGuard:
 def install_position_guards(
     model: nn.Module, rotaries: list[RotaryModule], undo_log: UndoLog
 ) -> list[PositionIdsGuard]:
-    """Has the modules that are given tokens and positions for a rotation insist on the positions.
+    """Install guards on the modules between the outermost one and the rotary modules.
 
-    The decoder, and what is between it and the outermost, as a multimodal model counts positions
-    there. The outermost itself hands on what it gets, and with a hook around it torch.compile would
-    make two graphs of one.
+    These are the decoder, and the modules between it and the outermost one, where a multimodal
+    model counts positions. The outermost one passes its arguments on; a hook around it would make
+    torch.compile split the graph.
 
     Args:
         model: The model.
         rotaries: Its rotary modules.
-        undo_log: Where the changes are recorded.
+        undo_log: Log of the changes.
     """
-    rotating = {id(rotary.module) for rotary in rotaries}
+    rotary_ids = {id(rotary.module) for rotary in rotaries}
     readers = [
         module
         for module in model.modules()
         if {"input_ids", _POSITIONS} <= set(parameter_names(module))
-        and any(id(inner) in rotating for inner in module.modules())
+        and any(id(inner) in rotary_ids for inner in module.modules())
     ]
-    found = []
+    guards = []
     for reader in readers[1:] or readers:
-        found.append(PositionIdsGuard(reader))
-        undo_log.hook(reader, before=found[-1])
-    return found
+        guards.append(PositionIdsGuard(reader))
+        undo_log.hook(reader, before=guards[-1])
+    return guards
 
 
 def parameter_names(module: nn.Module) -> list[str]:
-    """Return the names of what a module's forward takes."""
+    """Return the parameter names of a module's forward."""
     kind: Any = type(module)
     return _parameter_names(kind)
 
@@ -81,5 +80,5 @@ def parameter_names(module: nn.Module) -> list[str]:
 def _parameter_names(kind: Any) -> list[str]:
     try:
         return list(inspect.signature(kind.forward).parameters)[1:]
-    except (TypeError, ValueError):  # a forward that says nothing of itself
+    except (TypeError, ValueError):  # a forward without a signature
         return []

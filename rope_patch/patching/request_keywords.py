@@ -1,4 +1,4 @@
-"""Arguments of `patch` that are passed by position and belong behind a name."""
+"""Check that all arguments of `patch` but model and method are passed by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ R = TypeVar("R")
 
 
 def require_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function of a model, a method and named options say which name a number lacks.
+    """Decorate a function of a model, a method and named options: a third positional argument
+    raises.
 
     Raises:
         TypeError: A third argument is passed by position.

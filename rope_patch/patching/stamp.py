@@ -1,7 +1,7 @@
 """Mark caches with the rotation of their keys, and refuse caches of another rotation.
 
-A method whose frequencies stay never changes a cached key. So all it must know of a cache is that
-the same rotation filled it. The mark is a digest of the rotation: an undone and repeated patch,
+A static method never changes a cached key. It only has to know that the same rotation filled the
+cache. The mark is a digest of the rotation: an undone and repeated patch,
 copies of a model and other models of the same rotation accept each other's caches.
 """
 
@@ -39,7 +39,7 @@ class StampHooks:
     def check_cache(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Mark the cache of a forward call; before the forward.
+        """Mark the cache of a forward call, or refuse it (pre-hook of the decoder).
 
         Raises:
             ValueError: The cache holds keys of another rotation. It is as it was.
@@ -57,7 +57,7 @@ class StampHooks:
         if hasattr(cache, "get_seq_length"):
             length = cache.get_seq_length()
             if torch.compiler.is_compiling() and isinstance(length, torch.Tensor):
-                # A graph cannot read the length: an operator does, when the graph runs.
+                # A graph cannot read the length: an op reads it when the graph runs.
                 changed = _add_to_tokens(torch.ops.rope_patch.require_empty(length), args, kwargs)
             elif int(length) > 0:
                 raise ValueError(cache_refusal(int(length), marked=held is not None))
@@ -69,7 +69,7 @@ class StampHooks:
     def mark_cache(
         self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Mark a cache that the decoder made itself, and note its length; after the forward."""
+        """Mark a cache that the decoder made, and note its length (hook of the decoder)."""
         cache = self._cache_of_call(args, kwargs)
         if cache is None:
             cache = cache_in_output(output)
@@ -87,7 +87,7 @@ class StampHooks:
 
 
 class StampedPrompt:
-    """PEFT's `get_prompt`, whose cache holds trained keys, which belong to any rotation."""
+    """PEFT's `get_prompt`, whose cache holds trained keys and is valid for any rotation."""
 
     def __init__(self, own: Any, rotation: str) -> None:
         self.original_method = own
@@ -109,7 +109,7 @@ def install_cache_stamps(
         model: The model.
         rotaries: Its rotary modules.
         rotation: The digest of their rotation.
-        undo_log: Where the changes are recorded.
+        undo_log: Log of the changes.
     """
     for decoder in _innermost_decoders(model, rotaries):
         hooks = StampHooks(decoder, rotation)
@@ -176,18 +176,21 @@ def require_static(method: object, length_hooks: list[Any]) -> None:
 
 
 def rotation_digest(plan: PatchPlan, after: dict[str | None, Frequencies]) -> str:
-    """Return what two patches have in common if and only if they rotate alike.
+    """Return a digest that two patches share if and only if they rotate alike.
 
     Args:
         plan: What is patched.
-        after: What the layer types that change rotate by.
+        after: New frequencies of the layer types that change.
     """
     sets, start = set(), set()
     for rotary, before in plan.rotaries:
         sets |= {(str(kind), _float32_hex((before | after)[kind])) for kind in rotary.prefixes}
         if plan.method.start_token_count:
-            kept = start_frequencies(plan.geometries, before)
-            start |= {(str(kind), _float32_hex(frequencies)) for kind, frequencies in kept.items()}
+            start_frequencies_by_type = start_frequencies(plan.geometries, before)
+            start |= {
+                (str(kind), _float32_hex(frequencies))
+                for kind, frequencies in start_frequencies_by_type.items()
+            }
     parts = (
         sorted(sets),
         plan.method.start_token_count,
@@ -244,7 +247,7 @@ def _is_exporting() -> bool:
 def _add_to_tokens(
     zero: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add 0 to the tokens, so that no compiler drops the operator that made it."""
+    """Add 0 to the tokens, so that no compiler drops the op that returned it."""
     for name in ("input_ids", "inputs_embeds"):
         if (tokens := kwargs.get(name)) is not None:
             return args, {**kwargs, name: tokens + zero.to(tokens.device)}

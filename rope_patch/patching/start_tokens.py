@@ -1,8 +1,8 @@
-"""The first tokens of a sequence under the rotation from before (LongRoPE's start tokens).
+"""Start tokens (LongRoPE): the first positions of a sequence keep the base rotation.
 
-What counts is the position that a token stands at, not its index: tokens behind padding, cached
-ones, and every document of a packed row have first tokens of their own. Their keys never change
-their rotation, so in a cache nothing is to be done about them but to leave them alone.
+A start token is one at a low position, not at a low index: rows behind padding, cached tokens and
+every document of a packed row have start tokens of their own. Their keys never change their
+rotation, so re-rotation leaves them as they are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import nn
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.patching.architecture.layout import is_mrope
-from rope_patch.patching.architecture.probe import make_probe, set_frequencies
+from rope_patch.patching.architecture.probe import make_probe
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_decoder
 from rope_patch.patching.dynamic.sequence_lengths import mask_columns, require_document_positions
+from rope_patch.patching.frequency_buffers import set_frequencies
 from rope_patch.patching.kernels.attention_forward import forward_attribute
 from rope_patch.patching.method_wrappers import ContinuedScaling
 from rope_patch.patching.mla_scale import SoftmaxScaled
@@ -32,25 +33,25 @@ from rope_patch.patching.undo_log import UndoLog
 def start_frequencies(
     geometries: dict[str | None, Geometry], before: dict[str | None, Frequencies]
 ) -> dict[str | None, Frequencies]:
-    """What the first tokens rotate by: the start of the extension, for each layer type it changes.
+    """Return the frequencies of the start tokens, those before the extension, by layer type.
 
     Args:
         geometries: The layer types that change.
-        before: What the unpatched model rotates by.
+        before: Frequencies of the unpatched model.
     """
-    found = {}
+    frequencies = {}
     for kind in geometries.keys() & before.keys():
         start = Frequencies(geometries[kind].inv_freq(), geometries[kind].attention_factor)
-        # The very bits of the unpatched model, where that is the start.
-        found[kind] = before[kind] if start.close_to(before[kind]) else start
-    return found
+        # The same bits as the unpatched model, where the two agree.
+        frequencies[kind] = before[kind] if start.close_to(before[kind]) else start
+    return frequencies
 
 
 class StartTokenRotary:
-    """A rotary module's forward, in which positions below `tokens` are rotated by other numbers.
+    """A rotary module's forward that rotates positions below `tokens` by the base frequencies.
 
-    Those come from a second module of the same kind, so its layout of cos and sin, or complex
-    numbers, is the architecture's own. It is not among the model's modules: casts do not reach it.
+    A second module of the same class computes them, in the architecture's own layout (cos and sin,
+    or complex numbers). It is not a submodule of the model, so casts do not reach it.
     """
 
     def __init__(
@@ -64,17 +65,17 @@ class StartTokenRotary:
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        turned = self.original_forward(x, position_ids, *args, **kwargs)
+        extended = self.original_forward(x, position_ids, *args, **kwargs)
         kind = args[0] if args else kwargs.get("layer_type")
         if kind not in self.layer_types and None not in self.layer_types:
-            return turned
+            return extended
         if not torch.compiler.is_compiling():
             self._sync_device(x.device)
-        kept = self.start_module(x, position_ids, *args, **kwargs)
+        start = self.start_module(x, position_ids, *args, **kwargs)
         first = position_ids < self.tokens
-        if isinstance(turned, torch.Tensor):
-            return _select_by_position(first, kept, turned)
-        return tuple(_select_by_position(first, k, t) for k, t in zip(kept, turned, strict=True))
+        if isinstance(extended, torch.Tensor):
+            return _select_by_position(first, start, extended)
+        return tuple(_select_by_position(first, k, t) for k, t in zip(start, extended, strict=True))
 
     def for_replica(self, replica: Any) -> StartTokenRotary:
         """Return the forward for a replica of the module (`nn.DataParallel`), on its own device."""
@@ -88,16 +89,16 @@ class StartTokenRotary:
         self.tokens = 0
 
     def _sync_device(self, device: torch.device) -> None:
-        """Brings the second module to where the model is; some forwards do not do it themselves."""
+        """Move the start module to the model's device; some forwards do not move themselves."""
         if next(self.start_module.buffers()).device != device:
             self.start_module.to(device)
 
 
 def _select_by_position(
-    first: torch.Tensor, kept: torch.Tensor, turned: torch.Tensor
+    first: torch.Tensor, start: torch.Tensor, extended: torch.Tensor
 ) -> torch.Tensor:
-    first = first.to(turned.device).reshape(*first.shape, *[1] * (turned.ndim - first.ndim))
-    return torch.where(first, kept, turned)
+    first = first.to(extended.device).reshape(*first.shape, *[1] * (extended.ndim - first.ndim))
+    return torch.where(first, start, extended)
 
 
 def install_start_tokens(
@@ -109,45 +110,49 @@ def install_start_tokens(
     tokens: int,
     undo_log: UndoLog,
 ) -> None:
-    """Has the first tokens rotate as before the extension.
+    """Let the first tokens rotate as before the extension.
 
     Args:
         model: The model.
         rotary: One of its rotary modules.
         geometries: The layer types that change.
-        before: What the unpatched module rotates by.
+        before: Frequencies of the unpatched module.
         config: The text config of the unpatched model.
-        tokens: How many positions.
-        undo_log: Where the changes are recorded.
+        tokens: Number of start tokens.
+        undo_log: Log of the changes.
     """
-    kept = start_frequencies(geometries, before)
-    if not kept:
+    frequencies = start_frequencies(geometries, before)
+    if not frequencies:
         return
-    slot = forward_attribute(rotary.module)
-    own = getattr(rotary.module, slot)
-    undo_log.set(rotary.module, slot, _make_forward(rotary, own, before, kept, config, tokens))
+    attribute = forward_attribute(rotary.module)
+    forward = getattr(rotary.module, attribute)
+    undo_log.set(
+        rotary.module,
+        attribute,
+        _make_forward(rotary, forward, before, frequencies, config, tokens),
+    )
     decoder = find_decoder(model, rotary)
     undo_log.hook(decoder, before=PaddingAwarePositions(decoder))
 
 
 def _make_forward(
     rotary: RotaryModule,
-    own: Any,
+    forward: Any,
     before: dict[str | None, Frequencies],
-    kept: dict[str | None, Frequencies],
+    frequencies: dict[str | None, Frequencies],
     config: Any,
     tokens: int,
 ) -> StartTokenRotary:
-    start = make_probe(rotary, config)
-    set_frequencies(RotaryModule(start, rotary.prefixes), before, kept, UndoLog())
-    return StartTokenRotary(own, start, kept, tokens)
+    start_module = make_probe(rotary, config)
+    set_frequencies(RotaryModule(start_module, rotary.prefixes), before, frequencies, UndoLog())
+    return StartTokenRotary(forward, start_module, frequencies, tokens)
 
 
 class PaddingAwarePositions:
-    """Ahead of a decoder's forward: counts positions from each row's first token.
+    """Pre-hook on a decoder that counts positions from each row's first token.
 
-    A mask tells where that is. Without start tokens only distances matter, and models that are
-    given no positions count padding, too.
+    The mask shows where that is. Models without position_ids count padding, too, which only matters
+    with start tokens: otherwise only distances count.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -156,25 +161,29 @@ class PaddingAwarePositions:
     def __call__(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        if given.get("position_ids") is not None:
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        if arguments.get("position_ids") is not None:
             return None
-        require_document_positions(given)
-        mask = given.get("attention_mask")
+        require_document_positions(arguments)
+        mask = arguments.get("attention_mask")
         if not isinstance(mask, torch.Tensor):
             return None
-        tokens = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         if tokens is None or mask.ndim != 2 or mask.shape[1] < tokens.shape[1]:
             return None
         steps = tokens.shape[1]
-        cache = given.get("past_key_values")
+        cache = arguments.get("past_key_values")
         cache = getattr(cache, "self_attention_cache", cache)
         past = cache.get_seq_length() if cache is not None else 0
-        counted = mask.long().cumsum(1) - 1
-        # A mask of the new tokens alone says nothing of those before them.
-        counted = counted + past if mask.shape[1] == steps else mask_columns(counted, past, steps)
-        positions = counted.clamp(min=0).to(tokens.device)
+        positions_all = mask.long().cumsum(1) - 1
+        # A mask of the new tokens alone does not cover the cached ones.
+        positions_all = (
+            positions_all + past
+            if mask.shape[1] == steps
+            else mask_columns(positions_all, past, steps)
+        )
+        positions = positions_all.clamp(min=0).to(tokens.device)
         at = self._names.index("position_ids")
         if len(args) > at:
             return (*args[:at], positions, *args[at + 1 :]), kwargs
@@ -185,12 +194,12 @@ class PaddingAwarePositions:
 def preserve_start_keys(
     layers: list[torch.Tensor], at: torch.Tensor, tokens: int
 ) -> Iterator[None]:
-    """Around a change of cached keys: those of the first tokens are the same bits afterwards.
+    """Context manager: restore the start tokens' keys after an in-place re-rotation.
 
     Args:
-        layers: Keys that are changed in place, `[B, K, S, D]`.
-        at: Where they were rotated at, `[B, S]`.
-        tokens: How many positions are to stay.
+        layers: Keys that are re-rotated in place, `[B, K, S, D]`.
+        at: Their positions, `[B, S]`.
+        tokens: Number of start tokens.
     """
     if not tokens:
         yield
@@ -199,8 +208,8 @@ def preserve_start_keys(
     rows, slots = rows.to(layers[0].device), slots.to(layers[0].device)
     saved = [keys[rows, :, slots] for keys in layers]  # `[N, K, D]`, copies
     yield
-    for keys, kept in zip(layers, saved, strict=True):
-        keys[rows, :, slots] = kept
+    for keys, start_keys in zip(layers, saved, strict=True):
+        keys[rows, :, slots] = start_keys
 
 
 def require_start_tokens_supported(
@@ -211,18 +220,18 @@ def require_start_tokens_supported(
     rotaries: list[tuple[RotaryModule, dict[str | None, Frequencies]]],
     config: Any,
 ) -> None:
-    """Refuses start tokens where they would do nothing, or cannot be had.
+    """Raise if start tokens would have no effect or are not possible.
 
     Args:
         model: The model.
-        method: What it is to be patched with.
-        length: The target length in tokens, if there is one.
+        method: The requested method.
+        length: The target length in tokens, or None.
         geometries: The layer types that change.
-        rotaries: The rotary modules, each with what it rotates by when unpatched.
+        rotaries: The rotary modules, each with its unpatched frequencies.
         config: The text config of the unpatched model.
 
     Raises:
-        ValueError: Says why.
+        ValueError: Explains why.
     """
     tokens = method.start_token_count
     if not tokens:
@@ -252,8 +261,8 @@ def require_start_tokens_supported(
             'start="unscaled"'
         )
     for rotary, before in rotaries:
-        kept = start_frequencies(geometries, before)
-        if not kept:
+        frequencies = start_frequencies(geometries, before)
+        if not frequencies:
             continue
         name = type(rotary.module).__name__
         if is_mrope(rotary.module, config):
@@ -262,7 +271,7 @@ def require_start_tokens_supported(
                 "knows no first tokens: leave start_tokens out"
             )
         find_decoder(model, rotary)
-        if not _probe_start_tokens(rotary, before, kept, config, tokens):
+        if not _probe_start_tokens(rotary, before, frequencies, config, tokens):
             raise ValueError(
                 f"{name} does not hand out one rotation for each position in the way that others "
                 "do, so the first cannot be kept apart: leave start_tokens out"
@@ -272,24 +281,28 @@ def require_start_tokens_supported(
 def _probe_start_tokens(
     rotary: RotaryModule,
     before: dict[str | None, Frequencies],
-    kept: dict[str | None, Frequencies],
+    frequencies: dict[str | None, Frequencies],
     config: Any,
     tokens: int,
 ) -> bool:
-    """Tries it on a module of the same kind, token by token beside all at once."""
+    """Return whether start tokens work, by comparing a probe's rows with single rotations."""
     changed = make_probe(rotary, config)
-    halved = {k: Frequencies(f.inv_freq / 2, 2 * f.attention_factor) for k, f in kept.items()}
+    halved = {
+        k: Frequencies(f.inv_freq / 2, 2 * f.attention_factor) for k, f in frequencies.items()
+    }
     set_frequencies(RotaryModule(changed, rotary.prefixes), before, halved, UndoLog())
     plain = make_probe(rotary, config)
-    set_frequencies(RotaryModule(plain, rotary.prefixes), before, kept, UndoLog())
-    ours = _make_forward(rotary, changed.forward, before, kept, config, tokens)
+    set_frequencies(RotaryModule(plain, rotary.prefixes), before, frequencies, UndoLog())
+    combined = _make_forward(rotary, changed.forward, before, frequencies, config, tokens)
     with torch.device("cpu"):
         x = torch.zeros(2, 3, 4)
         positions = torch.tensor([[tokens + 5, tokens - 1, tokens], [tokens, 2 * tokens, 0]])
-    for kind in kept:
+    for kind in frequencies:
         kinds = () if kind is None else (kind,)
         try:
-            got, low, high = (_as_tuple(f(x, positions, *kinds)) for f in (ours, plain, changed))
+            got, low, high = (
+                _as_tuple(f(x, positions, *kinds)) for f in (combined, plain, changed)
+            )
             for row, column in positions.new_ones(2, 3).nonzero().tolist():
                 expected = low if positions[row, column] < tokens else high
                 for a, b in zip(got, expected, strict=True):

@@ -1,4 +1,4 @@
-"""What a patch changed, in a few lines to print."""
+"""Text that describes a patch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 def summarize(
     handle: Patch, unchanged_layer_types: Iterable[str | None], kernel_summary: KernelSummary
 ) -> str:
-    """Return what `Patch.summary` says.
+    """Return the text of `Patch.summary`.
 
     Args:
         handle: The patch.
-        unchanged_layer_types: The layer types that it leaves alone.
-        kernel_summary: Who applies the rotation; see `who_rotates`.
+        unchanged_layer_types: The layer types that the patch does not change.
+        kernel_summary: Which code rotates; see `summarize_kernels`.
     """
     method = handle.method
     lines = [f"{handle}" + ("" if handle.active else " (undone)")]

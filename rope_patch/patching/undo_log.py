@@ -1,4 +1,4 @@
-"""Set attributes of live objects, remember what they were, put everything back in reverse."""
+"""Undo log: change attributes of live objects and restore them in reverse order."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 
 
 class ABSENT:
-    """Stands for "the object had no such attribute of its own"; a class, so that copies keep it."""
+    """Marker for "the object has no such attribute of its own"; a class, so that copies keep it."""
 
 
 class UndoLog:
     """A list of changes that can be undone.
 
-    Everything it holds is copied and pickled along with the model that holds it, so a deep copy of
-    a patched model carries a record about itself.
+    The log is copied and pickled along with the model that holds it, so a deep copy of a patched
+    model has a log of its own.
     """
 
     def __init__(self) -> None:
@@ -25,18 +25,18 @@ class UndoLog:
         self._hooks: list[Any] = []
 
     def set(self, owner: Any, attribute: str, value: Any, *, old: Any = None) -> None:
-        """Sets an attribute of the instance, buffers of modules included.
+        """Set an attribute of the instance, buffers of modules included.
 
         Args:
             owner: The object to change.
             attribute: Its attribute, which may be new or shadow one of the class.
-            value: The new value. One with a method `retire` is told by it that it is undone but
-                still in use, because somebody has put something around it.
-            old: What to put back, if not the value that stands there now.
+            value: The new value. Its method `retire`, if any, is called if the value stays in use
+                after `undo`, because another wrapper holds it.
+            old: The value to restore, if not the current one.
         """
-        standing = _instance_attribute(owner, attribute)
+        current_value = _instance_attribute(owner, attribute)
         setattr(owner, attribute, value)
-        self._changes.append((owner, attribute, value, standing if old is None else old))
+        self._changes.append((owner, attribute, value, current_value if old is None else old))
 
     def hook(
         self,
@@ -44,12 +44,12 @@ class UndoLog:
         before: Callable[..., Any],
         after: Callable[..., None] | None = None,
     ) -> None:
-        """Runs functions around each of the module's forward calls.
+        """Run functions around each of the module's forward calls.
 
         Args:
             module: The module.
-            before: Called with `(module, args, kwargs)`; may return others in the place of the two.
-            after: Called with `(module, args, kwargs, output)`, also when the call failed.
+            before: Called with `(module, args, kwargs)`; may return new args and kwargs.
+            after: Called with `(module, args, kwargs, output)`, also if the call failed.
         """
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if after is not None:
@@ -62,10 +62,10 @@ class UndoLog:
         return list({id(o): o for o, name, _, _ in self._changes if name == attribute}.values())
 
     def undo(self) -> list[str]:
-        """Put everything back, the latest change first. Calling it again does nothing.
+        """Restore everything, the latest change first. Calling it again does nothing.
 
-        A value that somebody has replaced since stays: it is not ours to remove. Tensors are always
-        put back, because forwards, casts and moves of the model replace them, too.
+        A value that others replaced since stays. Tensors are always restored, because forwards,
+        casts and moves of the model replace them, too.
 
         Returns:
             The names of the attributes that stay, as `Class.attribute`.
@@ -76,7 +76,7 @@ class UndoLog:
         while self._changes:
             owner, attribute, value, old = self._changes.pop()
             if vars(owner).get("_old_forward") is value and attribute == "forward":
-                # accelerate has put its hooks around what was set here, and they are to stay.
+                # accelerate wrapped the value in its hooks, which stay.
                 own = type(owner).forward.__get__(owner) if old is ABSENT else old
                 owner._old_forward = own
                 continue
@@ -100,14 +100,16 @@ class UndoLog:
 
 
 def _instance_attribute(owner: Any, attribute: str) -> Any:
-    """The instance's own attribute, or ABSENT if only its class has it."""
+    """Return the instance's own attribute, or ABSENT if only its class has it."""
     if isinstance(owner, nn.Module) and attribute in owner._buffers:
         return owner._buffers[attribute]
     return vars(owner).get(attribute, ABSENT)
 
 
 def _is_still(present: Any, value: Any) -> bool:
-    """Whether an attribute holds what was set there, or a plain value or tensor in its place."""
+    """Return whether an attribute holds the value set there, or a plain value or tensor in its
+    place.
+    """
     if present is value:
         return True
     if isinstance(value, torch.Tensor):

@@ -1,1 +1,1 @@
-"""What a model's code does with its rotation, read from the live model."""
+"""Facts about a model's rotation, read from its modules and their source code."""

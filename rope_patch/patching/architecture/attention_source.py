@@ -1,7 +1,7 @@
-"""What an attention's own source says about its rotation, so that ours can take its place.
+"""Facts about an attention's rotation, read from the source code of its forward.
 
-All but a few architectures of transformers rotate by one call of `apply_rotary_pos_emb`, with the
-cos and sin that they were handed. Where that is all, it does not matter what the two names hold.
+Most architectures of transformers rotate by one call of `apply_rotary_pos_emb` with the cos and sin
+that they receive. If a forward uses them nowhere else, other tensors can take their place.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SHAPING = {"view", "reshape", "transpose", "contiguous", "unflatten"}
 
 @dataclass(frozen=True)
 class ForwardUsage:
-    """How a module's forward uses cos and sin.
+    """Facts about how a module's forward uses cos and sin.
 
     Attributes:
         rotates: Whether it calls `apply_rotary_pos_emb`.
-        one_tensor: Whether it does so for one tensor at a time, not for queries and keys together.
+        one_tensor: Whether the call rotates one tensor, not queries and keys together.
         problem: Why nothing else can take the place of cos and sin, or None.
-        norm_names: The attributes of the norms whose results go straight into the rotation, for
+        norm_names: Attributes of the norms whose results go straight into the rotation, for
             queries and keys.
     """
 
@@ -39,7 +39,7 @@ class ForwardUsage:
 
 
 def inspect_forward(kind: Any) -> ForwardUsage:
-    """Reads the source of a module class's forward; once for each class."""
+    """Return the facts that the source of a module class's forward shows; parsed once a class."""
     return _parse_forward(kind)
 
 
@@ -56,8 +56,8 @@ def _parse_forward(kind: Any) -> ForwardUsage:
         for n in ast.walk(tree)
         if isinstance(n, ast.Name) and n.id in _ANGLES and isinstance(n.ctx, ast.Load)
     ]
-    # Older transformers tell caches cos and sin, which none of them uses.
-    told = [n for d in ast.walk(tree) if isinstance(d, ast.Dict) for n in d.values if n in used]
+    # Older transformers pass cos and sin to caches, which do not use them.
+    cached = [n for d in ast.walk(tree) if isinstance(d, ast.Dict) for n in d.values if n in used]
     if not calls:
         problem = f"{kind.__name__} uses cos and sin in a way of its own" if used else None
         return ForwardUsage(rotates=False, problem=problem)
@@ -70,26 +70,26 @@ def _parse_forward(kind: Any) -> ForwardUsage:
         and {k.arg for k in call.keywords} <= {"unsqueeze_dim"}
         for call in calls
     )
-    if not tidy or len(used) - len(told) != 2 * len(calls):
+    if not tidy or len(used) - len(cached) != 2 * len(calls):
         return ForwardUsage(
             rotates=True, problem=f"{kind.__name__} uses cos and sin in a way of its own"
         )
     norms = None
     if len(calls) == 1 and not single:
         body = tree.body[0].body  # type: ignore[attr-defined]
-        found = [_norm_before(body, calls[0], argument) for argument in calls[0].args[:2]]
-        if found[0] and found[1]:
-            norms = (found[0], found[1])
+        q_norm, k_norm = (_norm_before(body, calls[0], a) for a in calls[0].args[:2])
+        if q_norm and k_norm:
+            norms = (q_norm, k_norm)
     return ForwardUsage(rotates=True, one_tensor=bool(single), norm_names=norms)
 
 
 def undecorated_forward(kind: Any) -> Any:
-    """A module class's forward as it was written, without what decorates it."""
+    """Return a module class's forward without its decorators."""
     return inspect.unwrap(kind.forward)
 
 
 def rotates_one_tensor(function: Any) -> bool | None:
-    """Whether an `apply_rotary_pos_emb` takes one tensor rather than two; None if neither."""
+    """Return whether an `apply_rotary_pos_emb` takes one tensor, not two; None if neither."""
     function = getattr(function, "forward", function)  # a module where `kernels` is installed
     try:
         names = list(inspect.signature(function).parameters)
@@ -101,20 +101,20 @@ def rotates_one_tensor(function: Any) -> bool | None:
 
 
 def _norm_before(body: list[ast.stmt], call: ast.Call, argument: ast.expr) -> str | None:
-    """The attribute of self whose result reaches the call as `argument`, reshaped at most."""
+    """Return the attribute of self whose result reaches the call as `argument`, or None."""
     if not isinstance(argument, ast.Name):
         return None
-    name, found = argument.id, None
+    name, norm = argument.id, None
     for statement in body:
         if any(node is call for node in ast.walk(statement)):
-            return found
+            return norm
         loads = any(_is_name(n, name) for n in ast.walk(statement))
         if not (
             isinstance(statement, ast.Assign)
             and len(statement.targets) == 1
             and _is_name(statement.targets[0], name)
         ):
-            found = None if loads else found  # read elsewhere, or assigned under a condition
+            norm = None if loads else norm  # read elsewhere, or assigned under a condition
             continue
         value: ast.expr = statement.value
         while (
@@ -127,7 +127,7 @@ def _norm_before(body: list[ast.stmt], call: ast.Call, argument: ast.expr) -> st
             continue
         method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
         on_self = method and _is_name(value.func.value, "self")  # type: ignore[attr-defined]
-        found = value.func.attr if on_self else None  # type: ignore[attr-defined]
+        norm = value.func.attr if on_self else None  # type: ignore[attr-defined]
     return None
 
 

@@ -1,4 +1,4 @@
-"""How an architecture turns its keys, found out by asking its own code."""
+"""Layout of an architecture's rotation, found by probing its own code."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from rope_patch.rope_config import by_layer_type
 
 _NOT_YET = "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
 
-# Layers that share another one's keys cache none of their own.
+# Layers that share another layer's keys cache none themselves.
 _IGNORED_CONDITIONS = {"self.is_kv_shared_layer"}
 
-# Architectures whose attentions ask whether they are given a rotation, and always are.
+# Architectures that test `position_embeddings is not None`, which always holds.
 _ALWAYS_ROTATE = ("falcon", "granitemoehybrid", "olmo_hybrid")
 
 
 @torch_defaults()
 def is_interleaved(rotary: RotaryModule, config: Any) -> bool:
-    """Whether a model's rotated pairs are neighbours, rather than halves apart.
+    """Return whether the rotated pairs are neighbours, rather than half a head apart.
 
-    A random key goes through the `apply_rotary_pos_emb` of the model's modeling file, and the
-    result is compared with ours in both layouts.
+    Rotates a random key by the `apply_rotary_pos_emb` of the model's modeling file, and compares
+    the result with both layouts.
 
     Args:
         rotary: The model's rotary module.
         config: Its text config.
 
     Raises:
-        ValueError: Neither is what the model does.
+        ValueError: The model rotates in neither layout.
     """
     apply: Any = getattr(sys.modules[type(rotary.module).__module__], "apply_rotary_pos_emb", None)
     if is_liger_function(apply):
-        return False  # it knows halves only, and cannot be asked here: it runs on GPUs only
+        return False  # Liger rotates halves only, and cannot be probed: it runs on GPUs only
     kind, prefix = next(iter(rotary.prefixes.items()))
     module = make_probe(rotary, config)
     with torch.device("cpu"):
@@ -58,8 +58,12 @@ def is_interleaved(rotary: RotaryModule, config: Any) -> bool:
     cos, sin = (f(angle)[:, None] * scale for f in (torch.cos, torch.sin))
     if apply is not None:
         try:
-            given = call_rotary(module, keys, positions, kind)
-            got = apply(keys, *given) if rotates_one_tensor(apply) else apply(keys, keys, *given)[1]
+            cos_sin = call_rotary(module, keys, positions, kind)
+            got = (
+                apply(keys, *cos_sin)
+                if rotates_one_tensor(apply)
+                else apply(keys, keys, *cos_sin)[1]
+            )
         except (TypeError, ValueError, RuntimeError, AttributeError):
             got = None  # another signature: another kind of rotation
         for interleaved in (False, True):
@@ -73,7 +77,8 @@ def is_interleaved(rotary: RotaryModule, config: Any) -> bool:
 
 
 def repeats_interleaved(rotary: RotaryModule, config: Any) -> bool:
-    """Whether cos and sin hold each number twice in a row (Cohere), rather than all of them twice.
+    """Return whether cos and sin hold each number twice in a row (Cohere), not the whole list
+    twice.
 
     Args:
         rotary: The model's rotary module.
@@ -88,7 +93,7 @@ def repeats_interleaved(rotary: RotaryModule, config: Any) -> bool:
 
 
 def has_half_tables(rotary: RotaryModule, config: Any) -> bool:
-    """Whether cos and sin hold each pair's number once, not twice (DeepSeek-V4).
+    """Return whether cos and sin hold each pair's number once, not twice (DeepSeek-V4).
 
     Args:
         rotary: The model's rotary module.
@@ -103,9 +108,9 @@ def has_half_tables(rotary: RotaryModule, config: Any) -> bool:
 
 
 def supports_per_row_frequencies(rotary: RotaryModule, config: Any) -> bool:
-    """Whether a rotary module's own forward takes other frequencies for each row, `[B, 1, R / 2]`.
+    """Return whether a rotary module's forward accepts frequencies per row, `[B, 1, R / 2]`.
 
-    That of transformers 5.0 does not yet.
+    Not in transformers 5.0.
 
     Args:
         rotary: The model's rotary module.
@@ -116,55 +121,55 @@ def supports_per_row_frequencies(rotary: RotaryModule, config: Any) -> bool:
         x, positions = torch.zeros(2, 3, 4), torch.arange(3)[None]
     kind, prefix = next(iter(rotary.prefixes.items()))
     own = getattr(module, f"{prefix}inv_freq")
-    given = (x, positions) if kind is None else (x, positions, kind)
-    apart = []
+    arguments = (x, positions) if kind is None else (x, positions, kind)
+    row_outputs = []
     for inv_freq in (own, own / 2):
         setattr(module, f"{prefix}inv_freq", inv_freq)
-        apart.append(module(*given))
+        row_outputs.append(module(*arguments))
     setattr(module, f"{prefix}inv_freq", torch.stack([own, own / 2])[:, None])
     try:
-        together = module(*given)
+        together = module(*arguments)
     except RuntimeError:
         return False
-    expected = [torch.cat(parts) for parts in zip(*apart, strict=True)]
+    expected = [torch.cat(parts) for parts in zip(*row_outputs, strict=True)]
     return all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
 
 
 def is_mrope(module: Any, config: Any) -> bool:
-    """Whether a rotary module gives a token several positions (M-RoPE), each its own pairs.
+    """Return whether a rotary module gives a token several positions (M-RoPE), each for some pairs.
 
     Args:
-        module: A rotary module; no other has sections.
+        module: A rotary module.
         config: The text config.
     """
-    spelled = by_layer_type(config.rope_parameters).values()
-    return hasattr(module, "mrope_section") or any("mrope_section" in p for p in spelled)
+    rope_parameters = by_layer_type(config.rope_parameters).values()
+    return hasattr(module, "mrope_section") or any("mrope_section" in p for p in rope_parameters)
 
 
 def rotated_layer_types(decoder: nn.Module, config: Any) -> list[str | None]:
-    """The layer type of every layer that rotates its keys, "" for those that do not (NoPE).
+    """Return the layer type of every layer that rotates its keys, "" for those that do not (NoPE).
 
     Args:
         decoder: The module that holds the layers.
         config: The model's text config.
 
     Raises:
-        ValueError: The keys are cached in a form that cannot be followed, or only some layers
-            rotate and it is unknown which.
+        ValueError: The cached keys cannot be re-rotated, or only some layers rotate and it is
+            unknown which.
     """
     if "qk_rope_head_dim" in vars(config):
         raise ValueError(
             f"{type(config).__name__} caches compressed keys (multi-head latent attention), which "
             f"{_NOT_YET}"
         )
-    spelled = by_layer_type(config.rope_parameters)
+    rope_parameters = by_layer_type(config.rope_parameters)
     if any(is_mrope(module, config) for module in decoder.modules()):
         raise ValueError(
             f"{type(config).__name__} gives a token several positions (M-RoPE), which {_NOT_YET}"
         )
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     return [
-        (None if None in spelled else kinds[index]) if rotates else ""
+        (None if None in rope_parameters else kinds[index]) if rotates else ""
         for index, rotates in enumerate(_layers_that_rotate(decoder, config, kinds))
     ]
 
@@ -181,21 +186,24 @@ def _layers_that_rotate(decoder: nn.Module, config: Any, kinds: list[str | None]
         return rotates
     for module in decoder.modules():
         kind: Any = type(module)
-        for condition, wanted in _rotation_conditions(kind):
+        for condition, expected in _rotation_conditions(kind):
             if condition in _IGNORED_CONDITIONS:
                 continue
-            said, layer = _evaluate_condition(module, condition), getattr(module, "layer_idx", None)
-            if said is None or not isinstance(layer, int):
+            value, layer = (
+                _evaluate_condition(module, condition),
+                getattr(module, "layer_idx", None),
+            )
+            if value is None or not isinstance(layer, int):
                 raise ValueError(
                     f"{type(module).__name__} rotates only if {condition}: layers that do not "
                     f"rotate {_NOT_YET}"
                 )
-            rotates[layer] &= said is wanted
+            rotates[layer] &= value is expected
     return rotates
 
 
 def _evaluate_condition(module: nn.Module, condition: str) -> bool | None:
-    """What a condition comes to that depends on nothing but the module; None if on more."""
+    """Return a condition's value if it depends on the module alone, else None."""
     names = {n.id for n in ast.walk(ast.parse(condition)) if isinstance(n, ast.Name)}
     if names != {"self"}:
         return None
@@ -207,21 +215,21 @@ def _evaluate_condition(module: nn.Module, condition: str) -> bool | None:
 
 @functools.cache
 def _rotation_conditions(kind: Any) -> frozenset[tuple[str, bool]]:
-    """What a module class makes its rotation depend on, as its forward is written.
+    """Return the conditions on which a module class's forward rotates.
 
     Returns:
-        Conditions, and whether they are to be true or false.
+        Conditions, each with the value for which the forward rotates.
     """
     try:
         forward = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
     except (OSError, TypeError, AttributeError, SyntaxError):
         return frozenset()
     return frozenset(
-        (ast.unparse(choice.test), wanted)
+        (ast.unparse(choice.test), expected)
         for choice in ast.walk(forward)
         if isinstance(choice, ast.If)
-        for wanted, parts in ((True, choice.body), (False, choice.orelse))
-        for part in parts
+        for expected, branch in ((True, choice.body), (False, choice.orelse))
+        for part in branch
         for call in ast.walk(part)
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "apply_rotary_pos_emb"
     )

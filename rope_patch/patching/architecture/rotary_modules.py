@@ -1,4 +1,4 @@
-"""Where a live model's rotations are."""
+"""The rotary modules of a live model, their owners and their decoders."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True, eq=False)
 class RotaryModule:
-    """A module that turns positions into cos and sin, for one or several layer types.
+    """A module that computes cos and sin from positions, for one or several layer types.
 
     Attributes:
         module: The rotary module.
-        prefixes: What precedes `inv_freq` and `attention_scaling` in the module's attributes, for
-            each of its layer types; a module for all layers alike has {None: ""}.
+        prefixes: Prefix of `inv_freq` and `attention_scaling` in the module's attributes, for each
+            of its layer types; {None: ""} for a module that serves all layers.
     """
 
     module: nn.Module
@@ -25,7 +25,7 @@ class RotaryModule:
 
 
 def find_rotaries(model: nn.Module) -> list[RotaryModule]:
-    """Finds the rotary modules of a model's text decoder, in transformers 5's shape.
+    """Return the rotary modules of a model's text decoder, in transformers 5's shape.
 
     Raises:
         TypeError: Not a torch module.
@@ -41,7 +41,7 @@ def find_rotaries(model: nn.Module) -> list[RotaryModule]:
         and (prefixes := _prefixes(module))
     ]
     if not rotaries:
-        others = {type(m).__name__ for m in model.modules() if "RotaryModule" in type(m).__name__}
+        others = {type(m).__name__ for m in model.modules() if "Rotary" in type(m).__name__}
         raise ValueError(
             f"no rotary embedding found in {type(model).__name__} that its text config describes: "
             "expected a decoder with RoPE from transformers 5 (Llama, Qwen, Gemma, ...)"
@@ -56,7 +56,7 @@ def find_rotaries(model: nn.Module) -> list[RotaryModule]:
 
 
 def find_owner(model: nn.Module, rotary: RotaryModule) -> nn.Module:
-    """The module that a rotary module is a child of; the model where it is none's."""
+    """Return the parent of a rotary module; the model itself if no module has it as a child."""
     for module in model.modules():
         if any(child is rotary.module for child in module.children()):
             return module
@@ -64,7 +64,7 @@ def find_owner(model: nn.Module, rotary: RotaryModule) -> nn.Module:
 
 
 def find_decoder(model: nn.Module, rotary: RotaryModule) -> nn.Module:
-    """The module that owns a rotary module and is given cache and positions.
+    """Return the parent of a rotary module if its forward takes tokens, positions and a cache.
 
     Raises:
         ValueError: There is none.
@@ -80,7 +80,7 @@ def find_decoder(model: nn.Module, rotary: RotaryModule) -> nn.Module:
 
 
 def _text_config(model: nn.Module) -> type:
-    """The config class of the text decoder, to tell its rotations from a vision tower's."""
+    """Return the text decoder's config class, which tells its rotations from a vision tower's."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):

@@ -1,1 +1,1 @@
-"""Rotation that follows the length of a sequence, under a key-value cache."""
+"""Length-dependent rotation under a key-value cache."""

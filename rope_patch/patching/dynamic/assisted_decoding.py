@@ -1,9 +1,9 @@
-"""Candidates of assisted decoding, up to the next change of frequencies.
+"""Limit the draft of assisted decoding to the next change of frequencies.
 
-Tokens processed together use the frequencies of the last one. A candidate beyond a change of
-frequencies, accepted or not, would so decide how the tokens before it are rotated. Candidates
-therefore end at the length which the frequencies of the next token serve: assisted decoding then
-rotates every token as decoding token by token does.
+Tokens processed together use the frequencies of the last one. A draft token beyond a change of
+frequencies, accepted or not, would change how the tokens before it are rotated. So drafts end at
+the length that the next token's frequencies serve, and assisted decoding rotates every token as
+token-by-token decoding does.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ _FACTORY_METHOD = (
 def limit_candidates(
     model: nn.Module, length_hooks: Sequence[tuple[nn.Module, Any, Any]], undo_log: UndoLog
 ) -> None:
-    """End the candidates of assisted decoding where frequencies change.
+    """End the drafts of assisted decoding where frequencies change.
 
     Args:
-        model: The patched model, or anything around it.
-        length_hooks: Each decoder which follows lengths, its rotary module and its `Following`.
-        undo_log: Where the changes are recorded.
+        model: The patched model, or a wrapper of it.
+        length_hooks: Each decoder which follows lengths, its rotary module and its `LengthHooks`.
+        undo_log: Log of the changes.
     """
-    for decoder, _, following in length_hooks:
+    for decoder, _, hooks in length_hooks:
         for module in model.modules():
-            # Wrappers such as PEFT's and torch.compile's hand this method on: not theirs.
+            # Only on the model itself: wrappers such as PEFT's and torch.compile's pass the call
+            # on.
             if hasattr(type(module), _FACTORY_METHOD) and any(
                 m is decoder for m in module.modules()
             ):
                 undo_log.set(
                     module,
                     _FACTORY_METHOD,
-                    _LimitedGeneratorFactory(getattr(module, _FACTORY_METHOD), following),
+                    _LimitedGeneratorFactory(getattr(module, _FACTORY_METHOD), hooks),
                 )
 
 
 class _LimitedGeneratorFactory:
-    """A model's `_get_candidate_generator`, whose generators know the frequencies' reach."""
+    """Wrapper of `_get_candidate_generator` that limits the drafts of the generators it makes."""
 
     def __init__(self, own: Any, following: Any) -> None:
         self.original_method = own
@@ -95,7 +96,7 @@ class _SequencePositions:
 
 
 class _CandidateLimit:
-    """Two methods of a candidate generator, around its own."""
+    """Wrappers of a candidate generator's two methods."""
 
     def __init__(self, generator: Any, following: Any, row: _SequencePositions) -> None:
         self.generator = generator
@@ -107,12 +108,12 @@ class _CandidateLimit:
 
     def room(self, tokens: int) -> float:
         """Return how many tokens may follow the first `tokens` ids under the same frequencies."""
-        if self.hooks.fixed is not None:
+        if self.hooks.fixed_length is not None:
             return math.inf
         row = self.sequence
         last = row.last + tokens - row.tokens
-        reach = self.hooks.sets.reach(max(row.largest, last) - row.first + 1)
-        return reach if math.isinf(reach) else int(row.first + reach - 1 - last)
+        valid_until = self.hooks.frequency_table.valid_until(max(row.largest, last) - row.first + 1)
+        return valid_until if math.isinf(valid_until) else int(row.first + valid_until - 1 - last)
 
     def get_candidates(
         self, input_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -123,28 +124,28 @@ class _CandidateLimit:
         )
 
         room = self.room(tokens)
-        wanted = getattr(self.generator, "num_assistant_tokens", None)
-        if wanted is not None:
-            # This one counts on candidates in every round: it drafts one, which is dropped below.
+        draft_tokens = getattr(self.generator, "num_assistant_tokens", None)
+        if draft_tokens is not None:
+            # This generator expects a candidate in every round: it drafts one, dropped below.
             least = 1 if isinstance(self.generator, UniversalSpeculativeDecodingGenerator) else 0
-            self.generator.num_assistant_tokens = min(wanted, max(room, least))
+            self.generator.num_assistant_tokens = min(draft_tokens, max(room, least))
         try:
             ids, scores = self.original_get(input_ids, *args, **kwargs)
         finally:
-            if wanted is not None:
-                self.generator.num_assistant_tokens = wanted
+            if draft_tokens is not None:
+                self.generator.num_assistant_tokens = draft_tokens
         candidates = ids.shape[1] - tokens
-        self.shortened = room < (candidates if wanted is None else wanted)
+        self.shortened = room < (candidates if draft_tokens is None else draft_tokens)
         if candidates > room:
             room = int(room)
             ids = ids[:, : tokens + room]
-            # Without candidates there is nothing that their scores could decide.
+            # Scores have no use without candidates.
             scores = scores[:, :room] if scores is not None and room else None
         return ids, scores
 
     def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
-        wanted = getattr(self.generator, "num_assistant_tokens", None)
+        draft_tokens = getattr(self.generator, "num_assistant_tokens", None)
         self.original_update(*args, **kwargs)
-        if wanted is not None and self.shortened:
-            # It would take a short draft for one that the model agreed with altogether.
-            self.generator.num_assistant_tokens = wanted
+        if draft_tokens is not None and self.shortened:
+            # A shortened draft is no sign that the model agreed with all of it.
+            self.generator.num_assistant_tokens = draft_tokens

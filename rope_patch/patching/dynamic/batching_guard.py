@@ -1,8 +1,8 @@
-"""Refuse paged attention where cached keys would have to be rotated again, or are of two rotations.
+"""Refuse paged attention where cached keys would need re-rotation, or would mix two rotations.
 
-Continuous batching keeps the keys of many requests in the blocks of one paged cache, which no
-method of ours can reach. Its forward calls run in a thread of their own, so a refusal there only
-fails the requests. The method that starts it refuses in the caller's thread.
+Continuous batching keeps the keys of many requests in the blocks of one paged cache, where they
+cannot be re-rotated. Its forward calls run in a thread of their own, where an error would only fail
+the requests. So the method that starts it raises in the caller's thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROTATION_ATTRIBUTE = "_rope_patch_rotation"
 
 
 class BatchingGuard:
-    """A model's `init_continuous_batching`, refused where a paged cache would mix rotations."""
+    """Wrapper of `init_continuous_batching` that refuses paged caches of several rotations."""
 
     def __init__(self, module: nn.Module, rotation: str, followings: list[LengthHooks]) -> None:
         self.module = module
@@ -31,10 +31,10 @@ class BatchingGuard:
         self.length_hooks = followings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for following in self.length_hooks:
-            if following.fixed_length is None:
-                raise ValueError(paged_cache_refusal(following.method))
-        lengths = [f"{following.fixed_length:g}" for following in self.length_hooks]
+        for hooks in self.length_hooks:
+            if hooks.fixed_length is None:
+                raise ValueError(paged_cache_refusal(hooks.method))
+        lengths = [f"{hooks.fixed_length:g}" for hooks in self.length_hooks]
         rotation = " ".join([self.rotation, *lengths])
         manager = vars(self.module).get(_MANAGER_ATTRIBUTE)
         if manager is not None and vars(manager).get(_ROTATION_ATTRIBUTE) != rotation:
@@ -49,30 +49,31 @@ def guard_batching(
 ) -> None:
     """Have a model refuse continuous batching whose paged cache would mix rotations.
 
-    That is any while frequencies follow lengths, and a manager that was kept from another rotation.
+    Any paged cache does while frequencies depend on lengths, and so does a manager that was created
+    under another rotation.
 
     Args:
         model: The model.
         rotation: The digest of the patch's rotation.
-        length_hooks: The parts of the patch that follow lengths.
-        undo_log: Where the changes are recorded.
+        length_hooks: The patch's hooks that follow lengths.
+        undo_log: Log of the changes.
     """
     for module in model.modules():
         if hasattr(type(module), _ENTRY_METHOD):
             undo_log.set(module, _ENTRY_METHOD, BatchingGuard(module, rotation, length_hooks))
 
 
-def require_no_paged_cache(given: dict[str, Any], method: object) -> None:
+def require_no_paged_cache(arguments: dict[str, Any], method: object) -> None:
     """Raise if the keys of a forward call go to a paged cache.
 
     Args:
-        given: What the decoder is given, by name.
-        method: The method that follows lengths.
+        arguments: The decoder's arguments, by name.
+        method: The length-dependent method.
 
     Raises:
         ValueError: They do; it says what to use instead.
     """
-    if given.get("cache") is not None:
+    if arguments.get("cache") is not None:
         raise ValueError(paged_cache_refusal(method))
 
 

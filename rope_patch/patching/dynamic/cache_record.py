@@ -1,9 +1,8 @@
-"""Keys cached under older frequencies: what a cache remembers of them.
+"""Record of how the keys in a cache are rotated, carried by the cache.
 
-A cache of a model whose frequencies follow the sequence carries a record of the positions its keys
-were rotated at and of the frequencies they were rotated by. The record goes where the rows go: it
-is reordered, repeated, selected, copied and pickled with the cache. Where frequencies stay, a
-digest of them takes the record's place (see `rope_patch.patching.stamp`).
+Under a length-dependent method, a cache carries a record of the positions and the frequencies of
+its keys. The record is reordered, repeated, selected, copied and pickled with the cache. Under a
+static method a digest of the frequencies takes its place (see `rope_patch.patching.stamp`).
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ _REROTATABLE_LAYERS = (
 class RotationRecord:
     """How the keys of a cache are rotated. B rows, S slots.
 
-    What decides about rotation lies on the CPU, so that a decoding step need not wait for a device
-    to know that nothing changes.
+    Spans and frequencies lie on the CPU, so that a decoding step need not wait for a device to find
+    that nothing changes.
 
     Attributes:
         patch_id: Which patch wrote `row_spans`; under another one they have to be read anew.
-        positions: Where each slot's key was rotated at, -1 for slots without a token, `[B, S]`.
+        positions: Position of each slot's key, -1 for slots without a token, `[B, S]`.
         row_spans: First position of each row, the largest that the last one can be, and the length
             that its frequencies serve (see `Method.valid_until`); `[B, 3]`, float64, on the CPU;
             NaN where unknown.
         frequencies: The frequencies of each row's keys, one layer type's after another's, `[B, F]`,
             float64, on the CPU; NaN where there are none yet.
-        static: Whether `positions` has room for all that the cache will ever hold.
+        static: Whether `positions` has a slot for all that the cache will ever hold.
         layout: What patches must have in common to re-rotate each other's keys: where each layer
             type's numbers are in a set, and how many first positions keep their rotation.
     """
@@ -63,7 +62,7 @@ class RotationRecord:
     def empty(
         cls, patch_id: str, positions: torch.Tensor, row_width: int, layout: tuple[Any, ...]
     ) -> RotationRecord:
-        """A record of rows of which nothing is known but where their tokens stand.
+        """Return a record of rows whose spans and frequencies are unknown yet.
 
         Args:
             patch_id: See above.
@@ -78,12 +77,12 @@ class RotationRecord:
         return cls(patch_id, positions, bounds, sets, positions.shape[1] > 0, layout)
 
     def rearrange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> RotationRecord:
-        """The record of a cache whose rows went through `rows`, a function of `[B, ...]`."""
+        """Return the record of a cache whose rows went through `rows`, a function of `[B, ...]`."""
         moved = (rows(self.positions), rows(self.row_spans), rows(self.frequencies))
         return RotationRecord(self.patch_id, *moved, self.static, self.layout)
 
     def append(self, past: Any, new: torch.Tensor) -> None:
-        """Writes down where new tokens stand.
+        """Record the positions of new tokens.
 
         Args:
             past: How many slots are filled, an int or, in static caches, a tensor.
@@ -93,13 +92,13 @@ class RotationRecord:
             self.positions = torch.cat([self.positions, new], dim=1)
             return
         slot = torch.arange(self.positions.shape[1], device=new.device)
-        self.positions.masked_fill_(slot >= past, -1)  # what a failed forward left there
+        self.positions.masked_fill_(slot >= past, -1)  # left over from a failed forward
         at = torch.arange(new.shape[1], device=new.device) + past
         self.positions.index_copy_(1, at, new.to(self.positions.dtype))
 
 
 class CacheWithRecord(Cache):
-    """What a cache becomes that carries a record; see `attach_record`."""
+    """Mixin for a cache that carries a record through every change of its rows."""
 
     rotation: RotationRecord | str | None = None
 
@@ -124,7 +123,7 @@ class CacheWithRecord(Cache):
             self.rotation = self.rotation.rearrange(rows)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time: copies and pickles name the one that it was made from.
+        # The class is created at run time, so copies and pickles name its base class.
         return _unpickle, type(self).__bases__[1:], self.__dict__
 
 
@@ -132,9 +131,9 @@ _RECORD_CLASSES: dict[type, type] = {}
 
 
 def attach_record(cache: Any, record: RotationRecord) -> None:
-    """Gives a cache a record, which from then on follows whatever is done to its rows."""
+    """Attach a record to a cache, which from then on follows every change of the cache's rows."""
     if not isinstance(cache, CacheWithRecord) and not torch.compiler.is_compiling():
-        # Within a compiled graph an object's class is fixed; the next call outside makes up for it.
+        # A compiled graph cannot change an object's class; the next eager call does.
         cache.__class__ = _record_class_of(type(cache))
     cache.rotation = record
 
@@ -142,7 +141,7 @@ def attach_record(cache: Any, record: RotationRecord) -> None:
 def get_record(
     cache: Any, past: Any, batch: int, layout: tuple[Any, ...], patch_id: str
 ) -> RotationRecord | None:
-    """The record of a cache, brought to what the cache holds now; None for an empty cache.
+    """Return a cache's record, cropped to what the cache holds now; None for an empty cache.
 
     Args:
         cache: Any of transformers' caches, or None.
@@ -187,7 +186,7 @@ def get_record(
 
 
 def cache_in_output(output: Any) -> Any:
-    """Return the cache in what a decoder returned, a tuple included; None where there is none."""
+    """Return the cache in a decoder's output, which may be a tuple; None if there is none."""
     parts = output if isinstance(output, tuple) else [getattr(output, "past_key_values", None)]
     for part in parts:
         cache = getattr(part, "self_attention_cache", part)
@@ -197,7 +196,7 @@ def cache_in_output(output: Any) -> Any:
 
 
 def empty_positions(cache: Any, new: torch.Tensor) -> torch.Tensor:
-    """No positions, `[B, S]`, with room for all that a static cache will hold."""
+    """Return positions without tokens, `[B, S]`; S is a static cache's capacity, else 0."""
     with torch.inference_mode(False):
         return new.new_full((new.shape[0], _capacity(cache)), -1)
 
@@ -205,18 +204,18 @@ def empty_positions(cache: Any, new: torch.Tensor) -> torch.Tensor:
 def cached_keys(
     cache: Any, record: RotationRecord, past: Any
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """What the layers of a cache hold of the first `past` tokens.
+    """Yield the keys that each layer of a cache holds of the first `past` tokens.
 
     Args:
         cache: Any of transformers' caches, or None.
-        record: Its record, which may say more than `past` tokens already.
+        record: Its record, which may include more than `past` tokens already.
         past: How many slots are filled.
 
     Yields:
         Index of a layer, its keys `[B, K, S, D]`, where they were rotated at `[B, S]`.
 
     Raises:
-        ValueError: The keys are not at hand to be changed, or not without losing gradients.
+        ValueError: The keys cannot be re-rotated, or not without losing gradients.
     """
     require_rerotatable_cache(cache)
     if getattr(cache, "offloading", False) and torch.cuda.is_available():
@@ -242,10 +241,10 @@ def carries_gradients(cache: Any) -> bool:
 
 
 def require_rerotatable_cache(cache: Any) -> None:
-    """Refuses a cache whose keys are not at hand to be rotated again.
+    """Raise if the keys of a cache cannot be re-rotated in place.
 
     Raises:
-        ValueError: Says what to use instead.
+        ValueError: The message names what to use instead.
     """
     layers = [] if cache is None else cache.layers or [cache.layer_class_to_replicate]
     for layer in layers:
@@ -261,7 +260,7 @@ def require_rerotatable_cache(cache: Any) -> None:
 
 
 def _capacity(cache: Any) -> int:
-    """Slots that a static cache has for the whole sequence; 0 for caches that grow."""
+    """Return the slots that a static cache has for the whole sequence; 0 for caches that grow."""
     slots = 0
     for layer in [] if cache is None else cache.layers:
         if isinstance(layer, StaticLayer) and not layer.is_sliding:
@@ -272,7 +271,7 @@ def _capacity(cache: Any) -> int:
 def _writable_keys(layer: Any, keys: torch.Tensor) -> torch.Tensor:
     """Return a layer's keys as a tensor that may be changed in place.
 
-    What inference mode made may be changed only within it, and what autograd has saved for a
+    Inference tensors may be changed only in inference mode, and tensors that autograd saved for a
     backward pass not at all.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Following lengths within torch.compile: one operator, so that no number gets into the graph.
+"""Custom op that updates frequencies at run time, so torch.compile does not specialise on lengths.
 
-Whether a step changes any frequencies depends on lengths. Read in the graph they would break it or
-be compiled in; behind an operator they are looked at when the graph runs.
+Whether a step changes frequencies depends on lengths. Reading them in the graph would break it or
+compile them in; the op reads them when the graph runs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _instances: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary(
 _handles = itertools.count()
 
 
-def register_hooks(following: Any) -> int:
-    """Makes a `Following` known to the operator, by a number; it is not kept alive by that."""
-    serial = next(_handles)
-    _instances[serial] = following
-    return serial
+def register_hooks(hooks: Any) -> int:
+    """Return a handle by which the op finds `LengthHooks`; holds no reference to them."""
+    handle = next(_handles)
+    _instances[handle] = hooks
+    return handle
 
 
-# CUDA graphs would replay what the numbers said when they were recorded.
+# CUDA graphs would replay the outcome of the recorded run.
 _tags: Any = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
 UNCAPTURED: dict[str, Any] = {"tags": _tags} if _tags else {}
 
@@ -46,23 +46,25 @@ def update_rows_op(
     sets: torch.Tensor,
     serial: int,
 ) -> torch.Tensor:
-    """`Following.update_rows` of the one that was announced as `serial`, for every row, `[B, F]`.
+    """Run `LengthHooks.update_rows` of the registered hooks and return every row, `[B, F]`.
 
     Args:
-        keys: Of each layer that may have to be turned, `[B, K, S, D]`.
-        slots: Where they were rotated at, `[B, S]` each.
-        kinds: Which layer types they belong to, as indices.
-        positions: See `Following.update_rows`.
-        new: See `Following.update_rows`.
-        bounds: See `Following.update_rows`.
-        sets: See `Following.update_rows`.
+        keys: Keys of each layer that may need re-rotation, `[B, K, S, D]`.
+        slots: Their positions, `[B, S]` each.
+        kinds: Their layer types, as indices.
+        positions: See `LengthHooks.update_rows`.
+        new: See `LengthHooks.update_rows`.
+        bounds: See `LengthHooks.update_rows`.
+        sets: See `LengthHooks.update_rows`.
         serial: What `register_hooks` returned.
     """
-    following = _instances[serial]
-    names = list(following.parts)
+    hooks = _instances[serial]
+    names = list(hooks.slices)
     cached = [(k, s, names[i]) for k, s, i in zip(keys, slots, kinds, strict=True)]
-    at = following.loop.take(None)
-    rows = following.settle(bounds, sets, positions, new, lambda: cached, at=at)
+    next_positions = hooks.generation_loop.take(None)
+    rows = hooks.update_rows(
+        bounds, sets, positions, new, lambda: cached, next_positions=next_positions
+    )
     return rows.expand(positions.shape[0], -1).clone()
 
 
@@ -72,7 +74,7 @@ def _(keys, slots, kinds, positions, new, bounds, sets, serial):
 
 
 class TraceRefusal:
-    """Ahead of a decoder's forward: refuses to trace frequencies that follow lengths."""
+    """Pre-hook on a decoder that refuses torch.jit.trace of length-dependent frequencies."""
 
     def __init__(self, method: str) -> None:
         self.method = method

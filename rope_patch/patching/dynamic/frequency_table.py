@@ -1,7 +1,6 @@
-"""The sets of frequencies that rows are rotated by, made once for each length that needs another.
+"""Cache of per-row frequencies, computed once for each length that needs others.
 
-A set holds all layer types that change, one after another, so that a row's rotation is one row of
-numbers: F of them.
+A row holds all layer types that change, one after another: F numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class FrequencyTable:
     """A method's frequencies and attention factors at every length, as tensors on every device.
 
     Attributes:
-        slices: Where each layer type's numbers are in a set: its frequencies, and then its
-            attention factor.
+        slices: Where each layer type's numbers are in a row: its frequencies, then its attention
+            factor.
         row_width: F.
     """
 
@@ -32,12 +31,12 @@ class FrequencyTable:
         before: dict[str | None, Frequencies],
         kinds: Iterable[str | None],
     ) -> None:
-        """Makes none yet.
+        """Start with an empty table.
 
         Args:
             method: The method.
             geometries: The layer types that change.
-            before: What the unpatched model rotates by.
+            before: Frequencies of the unpatched model.
             kinds: The order of the layer types.
         """
         self.method = method
@@ -53,11 +52,13 @@ class FrequencyTable:
         self._last_split: dict[str | None, Any] = {}
 
     def valid_until(self, length: float) -> float:
-        """See `Method.valid_until`."""
+        """Return the longest length that the frequencies of `length` serve; see
+        `Method.valid_until`.
+        """
         return self.method.valid_until(length, self.trained_length)
 
     def frequencies(self, length: float) -> dict[str | None, Frequencies]:
-        """What a sequence of `length` tokens is rotated by, for each layer type that changes."""
+        """Return the frequencies of a sequence of `length` tokens, by layer type that changes."""
         row = self.row(self.valid_until(length))
         return {
             kind: Frequencies(row[start : end - 1], row[end - 1].item())
@@ -65,45 +66,45 @@ class FrequencyTable:
         }
 
     def row(self, reach: float) -> torch.Tensor:
-        """Frequencies and attention factors of all layer types, `[F]`, float64, on the CPU."""
-        made = self._rows.get(reach)
-        if made is None:
-            if len(self._rows) > 256:  # growth="exact" asks for a new one with every token
+        """Return frequencies and factors of all layer types, `[F]`, float64, on the CPU."""
+        row = self._rows.get(reach)
+        if row is None:
+            if len(self._rows) > 256:  # growth="exact" needs a new row for every token
                 self._rows.clear()
-            made = self._rows[reach] = torch.cat(
+            row = self._rows[reach] = torch.cat(
                 [self._layer_type_row(kind, reach) for kind in self.slices]
             )
-        return made
+        return row
 
     def _layer_type_row(self, kind: str | None, reach: float) -> torch.Tensor:
         frequencies = self.method.frequencies_at(self.geometries[kind], reach)
-        if frequencies.close_to(self.before[kind]):  # the very bits of the unpatched model
+        if frequencies.close_to(self.before[kind]):  # the same bits as the unpatched model
             frequencies = self.before[kind]
         factor = torch.tensor([frequencies.attention_factor], dtype=torch.float64, device="cpu")
         return torch.cat([frequencies.inv_freq.double(), factor])
 
     def rows_on(self, reaches: list[float], device: torch.device) -> torch.Tensor:
-        """The rows' sets in float32, `[B, F]`, or `[1, F]` where all rows turn alike."""
+        """Return the rows in float32 on a device, `[B, F]`, or `[1, F]` if all are equal."""
         alike = len(reaches) == 1 or len(set(reaches)) == 1
         key = (tuple(reaches[:1] if alike else reaches), device)
-        made = self._rows_on_device.get(key)
-        if made is None:
+        rows_on_device = self._rows_on_device.get(key)
+        if rows_on_device is None:
             if len(self._rows_on_device) > 64:
                 self._rows_on_device.clear()
             rows = torch.stack([self.row(reach) for reach in key[0]])
-            made = self._rows_on_device[key] = rows.to(device, torch.float32)
-        return made
+            rows_on_device = self._rows_on_device[key] = rows.to(device, torch.float32)
+        return rows_on_device
 
     def per_layer_type(
         self, rows: torch.Tensor, kind: str | None, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer type's frequencies and attention factor.
+        """Return one layer type's frequencies and attention factor.
 
-        `[R / 2]` and a number where rows turn alike, `[B, 1, R / 2]` and `[B, 1, 1]` where not.
+        `[R / 2]` and a number if all rows are equal, else `[B, 1, R / 2]` and `[B, 1, 1]`.
         """
-        last, *split = self._last_split.get(kind, (None,))
-        if last is rows and split[0].device == device and not torch.compiler.is_compiling():
-            return split[0], split[1]  # as in most decoding steps
+        last_rows, *split = self._last_split.get(kind, (None,))
+        if last_rows is rows and split[0].device == device and not torch.compiler.is_compiling():
+            return split[0], split[1]  # the usual case in a decode step
         start, end = self.slices[kind]
         part = rows[:, start:end].to(device)
         if rows.shape[0] == 1:

@@ -1,9 +1,9 @@
 """Positions of generate's next token, known without reading them from a device.
 
-A new token may stand anywhere, so its position has to be read, which on a GPU waits for the device.
+A new token may have any position, so its position has to be read, which waits for the GPU.
 transformers' own decoding loop extends its position_ids by the last one plus 1. So after the first
-read, positions are certain as long as each step's tensor is the one which transformers made from
-the tensor of the step before, and the decoder is given just that. Everything else is read.
+read, positions are certain as long as each step's tensor is the one that transformers made from the
+tensor of the step before, and the decoder receives that very tensor. All other positions are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_g
 
 
 class _TensorSnapshot:
-    """A tensor at a moment, to recognise it if nobody wrote into it since then."""
+    """Identity and version of a tensor, to recognise it if nobody wrote into it since."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
@@ -55,14 +55,14 @@ class _Step:
 
 
 class GenerationLoop(threading.local):
-    """What a decoder knows of the generate loop which calls it in this thread."""
+    """State of the generate loop that calls a decoder in this thread."""
 
     def __init__(self) -> None:
         self._step: _Step | None = None
         self._next: _TensorSnapshot | None = None
 
     def prepare(self, source: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
-        """Note a step for which generate prepared the inputs."""
+        """Note a step whose inputs generate has prepared."""
         last, following = self._step, self._next
         self._step = self._next = None
         if (
@@ -79,7 +79,9 @@ class GenerationLoop(threading.local):
         self._step = _Step(_TensorSnapshot(source), _TensorSnapshot(position_ids), positions)
 
     def update(self, before: torch.Tensor | None, after: torch.Tensor | None, tokens: int) -> None:
-        """Note what generate extends by the new tokens' positions, before and after it does."""
+        """Note the tensor from which generate counts positions, before and after it appends the new
+        tokens.
+        """
         step, self._next = self._step, None
         if step is None or not step.done or before is None or after is None or tokens != 1:
             return
@@ -87,7 +89,7 @@ class GenerationLoop(threading.local):
             self._next = _TensorSnapshot(after)
 
     def take(self, position_ids: torch.Tensor | None) -> list[float] | None:
-        """Return the positions that a decoder's forward is given, if they are certain.
+        """Return the positions of a decoder's forward if they are certain, else None.
 
         Args:
             position_ids: The forward's `position_ids`; None in a compiled graph, which has others.
@@ -112,23 +114,21 @@ class GenerationLoop(threading.local):
 def watch_generate(
     model: nn.Module, length_hooks: list[tuple[nn.Module, Any, Any]], undo_log: UndoLog
 ) -> None:
-    """Tell each `Following` of the steps of its model's generate.
+    """Report each step of a model's generate to its `LengthHooks`.
 
-    Does nothing for an architecture which prepares its inputs in a way of its own.
+    Does nothing for architectures that override how inputs are prepared.
 
     Args:
-        model: The patched model, or anything around it.
-        length_hooks: Each decoder which follows lengths, its rotary module and its `Following`.
-        undo_log: Where the changes are recorded.
+        model: The patched model, or a wrapper of it.
+        length_hooks: Each decoder which follows lengths, its rotary module and its `LengthHooks`.
+        undo_log: Log of the changes.
     """
-    for decoder, _, following in length_hooks:
+    for decoder, _, hooks in length_hooks:
         for module in model.modules():
             stock = all(_is_stock(module, name) for name in (_PREPARE, _UPDATE))
             if stock and any(inner is decoder for inner in module.modules()):
-                undo_log.set(module, _PREPARE, _PrepareInputs(getattr(module, _PREPARE), following))
-                undo_log.set(
-                    module, _UPDATE, _UpdateModelKwargs(getattr(module, _UPDATE), following)
-                )
+                undo_log.set(module, _PREPARE, _PrepareInputs(getattr(module, _PREPARE), hooks))
+                undo_log.set(module, _UPDATE, _UpdateModelKwargs(getattr(module, _UPDATE), hooks))
 
 
 def _is_stock(module: nn.Module, name: str) -> bool:
@@ -139,13 +139,13 @@ def _is_stock(module: nn.Module, name: str) -> bool:
 
 
 def _position_source(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return what generate extends from step to step: its positions, or what it counts them by."""
+    """Return the tensor that generate extends: position_ids, else the attention mask."""
     positions = model_kwargs.get("position_ids")
     return model_kwargs.get("attention_mask") if positions is None else positions
 
 
 class _WrappedMethod:
-    """A method of a model, with the signature of the one it stands for."""
+    """Wrapper of a model's method that keeps the method's signature."""
 
     def __init__(self, own: Any, following: Any) -> None:
         self.original_method = own
@@ -159,7 +159,7 @@ class _WrappedMethod:
 class _PrepareInputs(_WrappedMethod):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = self.original_method(*args, **kwargs)
-        self.hooks.loop.prepare(_position_source(kwargs), inputs.get("position_ids"))
+        self.hooks.generation_loop.prepare(_position_source(kwargs), inputs.get("position_ids"))
         return inputs
 
 
@@ -170,5 +170,5 @@ class _UpdateModelKwargs(_WrappedMethod):
         before = _position_source(model_kwargs)
         updated = self.original_method(outputs, model_kwargs, *args, **kwargs)
         tokens = args[1] if len(args) > 1 else kwargs.get("num_new_tokens", 1)
-        self.hooks.loop.update(before, _position_source(updated), tokens)
+        self.hooks.generation_loop.update(before, _position_source(updated), tokens)
         return updated

@@ -1,4 +1,4 @@
-"""Break a compiled graph where lengths must be followed outside of it."""
+"""Graph break for updates that cannot run within a compiled graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @torch.compiler.disable
 def prepare_outside_graph(
-    following: Any, given: dict[str, Any], tokens: torch.Tensor, cache: Any
+    hooks: Any, arguments: dict[str, Any], tokens: torch.Tensor, cache: Any
 ) -> None:
-    """Call `Following.prepare` in eager mode."""
-    following.prepare(given, tokens, cache)
+    """Call `LengthHooks.prepare` in eager mode."""
+    hooks.prepare(arguments, tokens, cache)

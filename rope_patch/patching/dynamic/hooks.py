@@ -1,13 +1,38 @@
-"""Frequencies that follow the sequence: per row, and with the cached keys brought along.
+"""Hooks that follow the length of each row and keep its cached keys at the same frequencies.
 
-Ahead of each forward of the decoder the length of every row is known or looked up; where that
-changes a row's frequencies, its cached keys are turned on to the new ones. So every query meets
-keys under its own frequencies, whatever was called before and whoever shares the batch.
+One decode step of a dynamic method, where `hooks` are the `LengthHooks` of the decoder:
 
-Where lengths come from: of a single new token its position alone is read, and not even that where
-it is certain: without position_ids, and in generate (see `generation_loop`). Only when it leaves
-what the present frequencies serve, or several tokens come at once, are all positions read from the
-device.
+    generate            hooks               cache record       frequency table      rotary module
+       | step inputs      |                      |                    |                   |
+       |--(generation_loop: next positions)-->   |                    |                   |
+       | decoder(...)     |                      |                    |                   |
+       |----------------->| before_decoder       |                    |                   |
+       |                  |--get_record--------->| spans, frequencies |                   |
+       |                  |--append------------->| new positions      |                   |
+       |                  | update_rows          |                    |                   |
+       |                  |   the row's frequencies serve the new position:               |
+       |                  |----------------------------rows_on------->| the same rows     |
+       |                  |   they do not:       |                    |                   |
+       |                  |----------------------------row----------->| new row           |
+       |                  |--rerotate (rerotation.py)-> cached keys, in place             |
+       |                  |                      |                    |                   |
+       |                  | before_rotary: inv_freq and attention factor of this forward  |
+       |                  |-------------------------------------------------------------->|
+       |                  |                      |                  cos and sin, or       |
+       |                  |                      |                  packed frequencies    |
+       |                  | after_rotary: the module's own buffer again                   |
+       |                  |-------------------------------------------------------------->|
+       |   attention rotates and caches the new keys (kernels/attention_forward.py)       |
+       |                  | after_decoder: attach_record to a cache made in this forward  |
+       |<-----------------|                      |                    |                   |
+
+So every query meets keys under its own frequencies, whatever ran before and whoever shares the
+batch. Within torch.compile, `update_rows` runs behind an op (`compile_op`).
+
+Lengths are read from the device as seldom as possible. Of a single new token only its position is
+read, and not even that where it is certain: without position_ids, and in generate (see
+`generation_loop`). All positions are read when the present frequencies do not serve the new
+position, or when several tokens come at once.
 """
 
 from __future__ import annotations
@@ -30,7 +55,6 @@ from rope_patch.patching.architecture.layout import (
     rotated_layer_types,
     supports_per_row_frequencies,
 )
-from rope_patch.patching.architecture.probe import forward_per_row
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.dynamic import compile_op
 from rope_patch.patching.dynamic.batching_guard import require_no_paged_cache
@@ -53,18 +77,18 @@ from rope_patch.patching.dynamic.sequence_lengths import (
     first_and_last_positions,
     token_positions,
 )
+from rope_patch.patching.frequency_buffers import forward_per_row
 from rope_patch.patching.undo_log import UndoLog
 
 
 class ForwardState(threading.local):
-    """What a forward has found out so far, in the thread that it runs in.
+    """State of one forward, per thread.
 
     Attributes:
-        rows: What the rows are rotated by; None outside of the decoder's forward.
+        rows: The rows' frequencies, `[B, F]`; None outside of the decoder's forward.
         pending_record: The record of a cache that the decoder has yet to make.
-        saved_buffer: The name of the rotary module's buffer that stands aside, the buffer, and
-            whether other threads wait for it to come back; None outside of the rotary module's
-        forward.
+        saved_buffer: (name, original buffer, lock held), which `after_rotary` must restore; None
+            outside of the rotary module's forward.
     """
 
     def __init__(self) -> None:
@@ -74,13 +98,13 @@ class ForwardState(threading.local):
 
 
 class LengthHooks:
-    """The part of a patch that follows lengths: hooks on one decoder and its rotary module.
+    """Hooks on one decoder and its rotary module that update frequencies with the length.
 
-    Several threads may use the model at once, each with a cache of its own: what a forward finds
-    out is kept by thread, and while one is in the rotary module's forward, the others wait.
+    Several threads may use the model at once, each with its own cache: the state of a forward is
+    per thread, and only one thread at a time runs the rotary module's forward.
 
     Attributes:
-        fixed_length: The length that every sequence is taken to have, if somebody said so.
+        fixed_length: The length that every sequence is taken to have; None to measure each.
         group: The processes that hold parts of the same sequences (context parallelism).
     """
 
@@ -94,7 +118,7 @@ class LengthHooks:
         config: Any,
     ) -> None:
         self.method = method
-        # What the rotary module calls each layer type's frequencies and attention factor.
+        # Attributes of the rotary module: frequencies and attention factor of each layer type.
         self.attribute_names = {
             kind: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
             for kind, prefix in rotary.prefixes.items()
@@ -105,7 +129,7 @@ class LengthHooks:
         self.supports_per_row_frequencies = supports_per_row_frequencies(rotary, config)
         self.fixed_length: float | None = None
         self.group: Any = None
-        self.kernels: str | None = None  # by whom positions are rotated to, where they are
+        self.kernels: str | None = None  # which kernels take positions; None if none do
         self.patch_id = uuid.uuid4().hex
         self.frequency_table = FrequencyTable(method, geometries, before, self.attribute_names)
         self.slices = self.frequency_table.slices
@@ -118,12 +142,12 @@ class LengthHooks:
         self.op_handle = compile_op.register_hooks(self)
 
     def attach(self, decoder: nn.Module, rotary: RotaryModule, undo_log: UndoLog) -> None:
-        """Puts the hooks on the live modules."""
+        """Install the hooks on the live modules."""
         undo_log.hook(decoder, before=self.before_decoder, after=self.after_decoder)
         undo_log.hook(rotary.module, before=self.before_rotary, after=self.after_rotary)
         for _, scale_name in self.attribute_names.values():
-            # A tensor from the start: graphs that were compiled without the hooks, which nothing
-            # else tells apart, are then not taken for this model.
+            # A tensor from the start: it keeps torch.compile from reusing a graph that was compiled
+            # without the hooks, which nothing else tells apart.
             one = torch.ones((), device="cpu")
             undo_log.set(rotary.module, scale_name, one)
         if not self.supports_per_row_frequencies:
@@ -137,33 +161,33 @@ class LengthHooks:
     def before_decoder(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Ahead of the decoder's forward: brings cache and frequencies to the rows' lengths."""
-        given = (
+        """Bring cache and frequencies to the rows' new lengths (pre-hook of the decoder)."""
+        arguments = (
             kwargs if not args else dict(zip(self._parameter_names, args, strict=False)) | kwargs
         )
-        tokens = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
-            return  # the model says itself what it misses
+            return  # the model raises an error of its own
         if self.fixed_length is None:
-            require_no_paged_cache(given, self.method)
-        cache = given.get("past_key_values")
+            require_no_paged_cache(arguments, self.method)
+        cache = arguments.get("past_key_values")
         cache = getattr(cache, "self_attention_cache", cache)
         if torch.compiler.is_compiling() and carries_gradients(cache):
-            # The operator of graphs re-rotates keys in place; so this breaks the graph instead.
-            from rope_patch.patching.dynamic.graph_break import (
-                prepare_outside_graph,  # which imports the compiler
-            )
+            # The op re-rotates keys in place, without gradients: break the graph instead. Imported
+            # here, because the module imports the compiler.
+            from rope_patch.patching.dynamic.graph_break import prepare_outside_graph
 
-            prepare_outside_graph(self, given, tokens, cache)
+            prepare_outside_graph(self, arguments, tokens, cache)
         else:
-            self.prepare(given, tokens, cache)
+            self.prepare(arguments, tokens, cache)
 
-    def prepare(self, given: dict[str, Any], tokens: torch.Tensor, cache: Any) -> None:
+    def prepare(self, arguments: dict[str, Any], tokens: torch.Tensor, cache: Any) -> None:
+        """Update record, frequencies and cached keys for the tokens of a forward."""
         past = cache.get_seq_length() if cache is not None else 0
-        if isinstance(past, torch.Tensor) and given.get("cache_position") is not None:
-            past = given["cache_position"][0]  # transformers 5.0 counts static slots by content
-        new = token_positions(given, tokens, past, shared=self._sharing_group() is not None)
+        if isinstance(past, torch.Tensor) and arguments.get("cache_position") is not None:
+            past = arguments["cache_position"][0]  # transformers 5.0 counts static slots by content
+        new = token_positions(arguments, tokens, past, shared=self._sharing_group() is not None)
         record = get_record(cache, past, new.shape[0], self.record_layout, self.patch_id)
         if record is None:
             if self.fixed_length is None:
@@ -187,10 +211,10 @@ class LengthHooks:
                 self.op_handle,
             )
         else:
-            counted = given.get("position_ids") is None and isinstance(past, int)
+            counted = arguments.get("position_ids") is None and isinstance(past, int)
             # A whole sequence without padding or gaps: its length needs no reading.
-            plain = counted and past == 0 and given.get("attention_mask") is None
-            at = self.generation_loop.take(given.get("position_ids"))
+            plain = counted and past == 0 and arguments.get("attention_mask") is None
+            known_positions = self.generation_loop.take(arguments.get("position_ids"))
             self._state.rows = self.update_rows(
                 record.row_spans,
                 record.frequencies,
@@ -198,29 +222,31 @@ class LengthHooks:
                 new,
                 lambda: self._cached_keys(cache, record, past),
                 new.shape[1] if plain else None,
-                [past] * len(new) if counted else at,
+                [past] * len(new) if counted else known_positions,
             )
         self._state.pending_record = record if cache is None else None
 
     def after_decoder(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After the decoder's forward, failed ones too: a cache it made gets its record."""
+        """Attach the record to a cache that the decoder made (hook of the decoder)."""
         if self._state.pending_record is not None:
-            made = cache_in_output(output)
-            if isinstance(made, Cache):
-                attach_record(made, self._state.pending_record)
+            cache = cache_in_output(output)
+            if isinstance(cache, Cache):
+                attach_record(cache, self._state.pending_record)
         self._state.rows = self._state.pending_record = None
 
     def before_rotary(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Ahead of the rotary module's forward: sets the frequencies that it turns by."""
+        """Set the frequencies of this forward (pre-hook of the rotary module)."""
         kind = args[2] if len(args) > 2 else kwargs.get("layer_type")
         if kind not in self.attribute_names:
             return
         rows = self._state.rows
         if rows is None:  # called by itself: its positions are all there is to know
             positions = args[1] if len(args) > 1 else kwargs["position_ids"]
-            own = RotationRecord.empty(self.patch_id, positions, self.row_width, self.record_layout)
+            record = RotationRecord.empty(
+                self.patch_id, positions, self.row_width, self.record_layout
+            )
             rows = self.update_rows(
-                own.row_spans, own.frequencies, positions, positions, lambda: ()
+                record.row_spans, record.frequencies, positions, positions, lambda: ()
             )
         x = args[0] if args else kwargs["x"]
         inv_freq, scale = self.frequency_table.per_layer_type(rows, kind, x.device)
@@ -238,7 +264,7 @@ class LengthHooks:
         module.__dict__[scale_name] = scale
 
     def after_rotary(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """After the rotary module's forward: its buffer is again what it is in all processes.
+        """Restore the buffer that `before_rotary` replaced (hook of the rotary module).
 
         DistributedDataParallel writes the buffers of one process over those of the others, which
         may have rows of other lengths.
@@ -266,21 +292,21 @@ class LengthHooks:
         known_length: int | None = None,
         next_positions: list[float] | None = None,
     ) -> torch.Tensor:
-        """Finds each row's frequencies, and turns its cached keys on where they changed.
+        """Update each row's frequencies and re-rotate its cached keys if they changed.
 
         Args:
-            row_spans: See `RotationRecord`; brought up to date in place.
-            frequencies: See `RotationRecord`; brought up to date in place.
-            positions: Of all tokens, the new ones included, -1 where there is none, `[B, S]`.
-            new_positions: Of the new tokens, `[B, S]`.
-            cached: The keys that are cached already.
-            known_length: The rows' length in tokens, where it is the same for all and known.
-            next_positions: Of a single new token in each row, where it is known; else it is read
-                from `new_positions`.
+            row_spans: See `RotationRecord`; updated in place.
+            frequencies: See `RotationRecord`; updated in place.
+            positions: Positions of all tokens, the new ones included, -1 for none, `[B, S]`.
+            new_positions: Positions of the new tokens, `[B, S]`.
+            cached: Function that returns the keys cached so far.
+            known_length: The rows' length in tokens, if it is known and the same for all.
+            next_positions: Position of a single new token in each row, where it is known; else it
+                is read from `new_positions`.
 
         Returns:
             Frequencies and attention factors in float32 on the positions' device, `[B, F]`, or
-            `[1, F]` where all rows turn alike.
+            `[1, F]` where all rows have the same.
         """
         if (
             new_positions.shape[1] == 1
@@ -294,40 +320,44 @@ class LengthHooks:
                 return self.frequency_table.rows_on(row_spans[:, 2].tolist(), positions.device)
         if self.fixed_length is not None:
             row_spans[:, :2] = UNKNOWN
-            reaches = [self.frequency_table.valid_until(self.fixed_length)] * len(row_spans)
+            valid_untils = [self.frequency_table.valid_until(self.fixed_length)] * len(row_spans)
         else:
             group = self._sharing_group()
             if known_length is not None and group is None:
                 row_spans[:, 0], row_spans[:, 1] = 0, known_length - 1
             else:
                 row_spans[:, :2] = first_and_last_positions(positions, group)
-            reaches = [
+            valid_untils = [
                 self.frequency_table.valid_until(end - start + 1)
                 for start, end, _ in row_spans.tolist()
             ]
-        wanted = torch.stack([self.frequency_table.row(reach) for reach in reaches])
-        changed = (frequencies != wanted).any(1)
+        new_frequencies = torch.stack(list(map(self.frequency_table.row, valid_untils)))
+        changed = (frequencies != new_frequencies).any(1)
         if changed.any():
-            self._rerotate(cached(), frequencies, wanted, changed & ~frequencies.isnan().any(1))
-            frequencies.copy_(wanted)
-        row_spans[:, 2] = torch.tensor(reaches, dtype=torch.float64, device="cpu")
-        return self.frequency_table.rows_on(reaches, positions.device)
+            self._rerotate(
+                cached(), frequencies, new_frequencies, changed & ~frequencies.isnan().any(1)
+            )
+            frequencies.copy_(new_frequencies)
+        row_spans[:, 2] = torch.tensor(valid_untils, dtype=torch.float64, device="cpu")
+        return self.frequency_table.rows_on(valid_untils, positions.device)
 
-    def _extend_spans(self, bounds: torch.Tensor, at: list[float]) -> bool:
-        """Widen the rows' bounds to one more position each, if their frequencies serve that too."""
-        # In Python's and NumPy's numbers: for the few rows of a batch the quickest way.
-        spans, ends = [], bounds.tolist()
-        for (first, last, served), position in zip(ends, at, strict=True):
+    def _extend_spans(self, row_spans: torch.Tensor, next_positions: list[float]) -> bool:
+        """Extend each row's span by one position and return True, if all frequencies serve them."""
+        # Python and NumPy numbers are fastest for the few rows of a batch.
+        spans = []
+        for (first, last, valid_until), position in zip(
+            row_spans.tolist(), next_positions, strict=True
+        ):
             if position >= 0:  # not hidden by a mask
                 first, last = min(first, position), max(last, position)
-            if not last + 1 - first <= served:  # nor is it where bounds are unknown
+            if not last + 1 - first <= valid_until:  # False, too, where the span is unknown (NaN)
                 return False
             spans.append((first, last))
-        bounds.numpy()[:, :2] = spans
+        row_spans.numpy()[:, :2] = spans
         return True
 
     def frequencies(self, length: float) -> dict[str | None, Frequencies]:
-        """What a sequence of `length` tokens is rotated by, for each layer type that changes."""
+        """Return the frequencies of a sequence of `length` tokens, by layer type that changes."""
         return self.frequency_table.frequencies(length)
 
     def _sharing_group(self) -> Any:
@@ -344,14 +374,15 @@ class LengthHooks:
     def _rerotate(
         self,
         cached: Iterable[CachedKeys],
-        sets: torch.Tensor,
-        wanted: torch.Tensor,
+        frequencies: torch.Tensor,
+        new_frequencies: torch.Tensor,
         changed: torch.Tensor,
     ) -> None:
-        """See `KeyRerotation.rerotate`."""
-        kept = self.method.start_token_count
-        turning = KeyRerotation(self.slices, self.interleaved, self.kernels, kept)
-        turning.rerotate(cached, sets, wanted, changed)
+        """Re-rotate cached keys; see `KeyRerotation.rerotate`."""
+        rerotation = KeyRerotation(
+            self.slices, self.interleaved, self.kernels, self.method.start_token_count
+        )
+        rerotation.rerotate(cached, frequencies, new_frequencies, changed)
 
     # -- copies ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Cached keys turned on from one set of frequencies to another."""
+"""Re-rotation of cached keys from one row of frequencies to another."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CachedKeys = tuple[torch.Tensor, torch.Tensor, str | None]
 
 @dataclass(frozen=True)
 class KeyRerotation:
-    """How a model's keys are turned.
+    """Settings of a model's re-rotation.
 
     Attributes:
-        slices: Where each layer type's numbers are in a set; see `Sets`.
+        slices: Where each layer type's numbers are in a row; see `FrequencyTable`.
         interleaved: See `rope_patch.ops.rope`.
-        kernels: By whom positions are rotated to, where they are; else None.
+        kernels: Which kernels take positions; None if none do.
         start_tokens: Positions below it keep their rotation; see `Method.start_token_count`.
     """
 
@@ -36,36 +36,36 @@ class KeyRerotation:
     def rerotate(
         self,
         cached: Iterable[CachedKeys],
-        sets: torch.Tensor,
-        wanted: torch.Tensor,
+        old: torch.Tensor,
+        new: torch.Tensor,
         changed: torch.Tensor,
     ) -> None:
-        """Turns the cached keys of the rows that changed from one set on to the other.
+        """Re-rotate the cached keys of the rows whose frequencies changed.
 
         Args:
-            cached: The keys, which are changed in place.
-            sets: What they were rotated by, `[B, F]`.
-            wanted: What they are to be rotated by, `[B, F]`.
-            changed: Which rows, `[B]`.
+            cached: The keys, which are re-rotated in place.
+            old: Their frequencies, `[B, F]`.
+            new: The new frequencies, `[B, F]`.
+            changed: The rows to re-rotate, `[B]`.
         """
         rows = changed.nonzero().flatten().tolist()
         if not rows:
             return
-        # As one block where all rows change, which is the rule; else row by row, in place.
+        # Usually all rows change: one block. Otherwise row by row, in place.
         blocks = [slice(None)] if len(rows) == len(changed) else [slice(r, r + 1) for r in rows]
-        # Layers of one type that hold the same slots turn by the same angles.
-        together: dict[Any, list[CachedKeys]] = {}
+        # Layers of one type with the same slots re-rotate by the same angles.
+        groups: dict[Any, list[CachedKeys]] = {}
         for keys, slots, kind in cached:
-            graded = torch.is_grad_enabled() and keys.requires_grad
-            key = (kind, slots.shape[1], keys.device, graded)
-            together.setdefault(key, []).append((keys, slots, kind))
-        for (kind, _, _, graded), layers in together.items():
+            with_gradients = torch.is_grad_enabled() and keys.requires_grad
+            key = (kind, slots.shape[1], keys.device, with_gradients)
+            groups.setdefault(key, []).append((keys, slots, kind))
+        for (kind, _, _, with_gradients), layers in groups.items():
             start, end = self.slices[kind]
             at = layers[0][1].clamp(min=0)
-            # A copy, since the record of the cache is changed later on.
-            change = (blocks, at, sets[:, start:end].clone(), wanted[:, start:end])
+            # A copy, because the cache's record changes later.
+            change = (blocks, at, old[:, start:end].clone(), new[:, start:end])
             keys_of_all = [keys for keys, _, _ in layers]
-            if graded:
+            if with_gradients:
                 _DifferentiableRerotation.apply(self, change, *keys_of_all)
             else:
                 self.rerotate_blocks(keys_of_all, *change)
@@ -95,14 +95,16 @@ class KeyRerotation:
     def _rerotate_block(
         self, layers: list[torch.Tensor], at: torch.Tensor, old: torch.Tensor, new: torch.Tensor
     ) -> None:
-        """Turns keys on by the angles that they were rotated by: exact ones, or transformers'."""
+        """Re-rotate keys by the angles of their first rotation: exact ones, or transformers'
+        rounded ones.
+        """
         device = layers[0].device
         if self.kernels is not None and use_exact_positions(layers[0], self.kernels):
-            turns = [pack_frequencies(s[:, :-1], s[:, -1]).to(device) for s in (old, new)]
+            packed = [pack_frequencies(s[:, :-1], s[:, -1]).to(device) for s in (old, new)]
             rerotate_(
                 layers,
                 at.to(device),
-                *turns,
+                *packed,
                 interleaved=self.interleaved,
                 kernels=self.kernels,
             )
@@ -114,7 +116,7 @@ class KeyRerotation:
 
 
 class _DifferentiableRerotation(torch.autograd.Function):
-    """`KeyRerotation.rerotate_blocks`, through which gradients flow."""
+    """`KeyRerotation.rerotate_blocks` with a backward pass."""
 
     @staticmethod
     def forward(
@@ -130,7 +132,7 @@ class _DifferentiableRerotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # A rotation's transpose turns back by the same angle, with the same factor.
+        # The transpose of a rotation rotates back by the same angle, with the same factor.
         blocks, at, old, new = ctx.change
         back = torch.cat([new[:, :-1], old[:, -1:]], 1), torch.cat([old[:, :-1], new[:, -1:]], 1)
         copies = [gradient.clone() for gradient in gradients]

@@ -1,4 +1,4 @@
-"""How long sequences are: from their tokens' positions, over all processes that share them."""
+"""Lengths of sequences, from their tokens' positions, over all processes that share them."""
 
 from __future__ import annotations
 
@@ -10,56 +10,55 @@ from accelerate.state import AcceleratorState
 
 
 def token_positions(
-    given: dict[str, Any], tokens: torch.Tensor, past: Any, *, shared: bool
+    arguments: dict[str, Any], tokens: torch.Tensor, past: Any, *, shared: bool
 ) -> torch.Tensor:
-    """Where the tokens of a forward call stand.
+    """Return the positions of a forward call's tokens.
 
     Args:
-        given: What the decoder is given, by name.
+        arguments: The decoder's arguments, by name.
         tokens: Ids or embeddings, `[B, S, ...]`.
-        past: Tokens before them, in the cache.
+        past: Tokens in the cache before them.
         shared: Whether other processes hold other parts of the sequences.
 
     Returns:
         `[B, S]`, -1 for padding.
 
     Raises:
-        ValueError: Sequences are shared or packed, and nobody said where these tokens stand in
-            them.
+        ValueError: Sequences are shared or packed, and `position_ids` are missing.
     """
     batch, steps = tokens.shape[:2]
-    positions = given.get("position_ids")
+    positions = arguments.get("position_ids")
     if positions is None:
         if shared:
             raise ValueError(
                 "under context parallelism each process sees a part of the sequence: expected "
                 "position_ids, which say where the tokens stand in the whole of it"
             )
-        require_document_positions(given)
-        if steps == 1 and isinstance(past, int):  # a decoding step takes the shortest way
+        require_document_positions(arguments)
+        if steps == 1 and isinstance(past, int):  # a shortcut for decode steps
             positions = torch.full((batch, 1), past, device=tokens.device)
         else:
             positions = (torch.arange(steps, device=tokens.device) + past)[None]
     if positions.shape[0] != batch:
         positions = positions.expand(batch, -1)
-    mask = given.get("attention_mask")
-    # Masks of other shapes were made from a 2-D one, as were the position_ids beside them.
+    mask = arguments.get("attention_mask")
+    # Masks of other shapes, and the position_ids beside them, were made from a 2-D one.
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= steps:
         new = mask_columns(mask, past, steps).to(positions.device)
         positions = torch.where(new.bool(), positions, -1)
     return positions
 
 
-def require_document_positions(given: dict[str, Any]) -> None:
+def require_document_positions(arguments: dict[str, Any]) -> None:
     """Raise if packed rows come without the positions that tell where a document begins.
 
     Args:
-        given: What the decoder is given, by name, without `position_ids`.
+        arguments: The decoder's arguments, by name, without `position_ids`.
 
     Raises:
         ValueError: Flash attention's `cu_seq_lens_q` packs the rows.
     """
-    if given.get("cu_seq_lens_q") is not None:
+    if arguments.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "cu_seq_lens_q says that rows are packed, and a token's place in its document decides "
             "how it is rotated: expected position_ids beside it, which start anew with each "
@@ -68,9 +67,9 @@ def require_document_positions(given: dict[str, Any]) -> None:
 
 
 def mask_columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:
-    """What a 2-D mask, or numbers of its shape, says of the new tokens, `[B, S]`.
+    """Return the columns of a 2-D mask, or of numbers of its shape, for the new tokens, `[B, S]`.
 
-    One for a static cache may go on behind them.
+    A mask for a static cache may continue behind them.
     """
     width = mask.shape[1]
     if width == steps:
@@ -84,7 +83,7 @@ def mask_columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:
 
 
 def first_and_last_positions(positions: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """First and last position of each row; this waits for the device that they are on.
+    """Return first and last position of each row; waits for the device of `positions`.
 
     Args:
         positions: `[B, S]`, -1 where there is no token.
@@ -93,7 +92,7 @@ def first_and_last_positions(positions: torch.Tensor, group: Any = None) -> torc
     Returns:
         `[B, 2]`, float64, on the CPU; a row without tokens has its last position before its first.
     """
-    positions = positions.long()  # narrower types have no room for what is no position
+    positions = positions.long()  # narrower types cannot hold the marker for no position
     real = positions >= 0
     last = torch.where(real, positions, -1).amax(1)
     first = torch.where(real, positions, torch.iinfo(torch.int64).max).amin(1)
@@ -105,7 +104,7 @@ def first_and_last_positions(positions: torch.Tensor, group: Any = None) -> torc
 
 
 def context_parallel_group() -> Any:
-    """The processes that share sequences in accelerate's context parallelism, or None."""
+    """Return the processes that share sequences in accelerate's context parallelism, or None."""
     shared = AcceleratorState._shared_state
     parallelism = shared.get("parallelism_config") if shared else None
     if parallelism is None or not parallelism.cp_enabled:

@@ -1,8 +1,8 @@
-"""Our rotation inside an attention's own forward, and its norms of queries and keys along with it.
+"""A model's attention forward with this package's rotation and its norms of queries and keys.
 
 The forward stays the class's own code. A copy of it, bound to one instance, finds our rotation
-where it looks for `apply_rotary_pos_emb`; the norms ahead of it hand their input through, for the
-rotation to norm as it goes. Whoever else calls the class or the function sees nothing of this.
+under the name `apply_rotary_pos_emb`. The norms ahead of it pass their input through, and the
+rotation applies them. Other users of the class or the function are not affected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rope_patch.patching.undo_log import UndoLog
 
 
 class PatchedAttentionForward:
-    """An attention's forward, in which the rotation is ours.
+    """An attention's forward that calls this package's rotation.
 
     An object rather than a function, so that copies of a model get their own.
     """
@@ -51,7 +51,7 @@ class PatchedAttentionForward:
         ours = self.rotate_one if inspect_forward(kind).one_tensor else self.rotate
         self._original_apply = function.__globals__[APPLY]
         names = {**function.__globals__, APPLY: ours}
-        # torch.compile would look for the names in the module that this one names.
+        # torch.compile would look names up in the module that __name__ names.
         del names["__name__"]
         self._function = types.FunctionType(
             function.__code__,
@@ -73,7 +73,7 @@ class PatchedAttentionForward:
         sin: torch.Tensor,
         unsqueeze_dim: int = 1,
     ) -> Any:
-        """In place of `apply_rotary_pos_emb`: cos and sin, or positions and turns."""
+        """Replace `apply_rotary_pos_emb`: by cos and sin, or positions and packed frequencies."""
         deferred = (
             self.norm_spec is not None
             and use_exact_positions(q, self.kernels)
@@ -83,29 +83,29 @@ class PatchedAttentionForward:
             if deferred:
                 q, k = self._normalize(q, k, unsqueeze_dim)
             return self._rotate_from_cos_sin(q, k, cos, sin, unsqueeze_dim)
-        given: Any = {
+        options: Any = {
             "interleaved": self.interleaved,
             "heads_dim": unsqueeze_dim,
             "kernels": self.kernels,
         }
         if not deferred:
-            return rope(q, k, cos, sin, **given)
+            return rope(q, k, cos, sin, **options)
         assert self.norm_spec is not None
-        given |= {"eps": self._eps(), "offset": self.norm_spec.offset}
+        options |= {"eps": self._eps(), "offset": self.norm_spec.offset}
         q_weight, k_weight = self._weights(q)
-        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **given)
+        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
 
     def rotate_one(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> torch.Tensor:
-        """The same where a model rotates one tensor at a time."""
+        """Replace an `apply_rotary_pos_emb` that rotates one tensor."""
         if cos.is_floating_point():
             return self._rotate_from_cos_sin(x, None, cos, sin, unsqueeze_dim)
-        given: Any = {"interleaved": self.interleaved, "heads_dim": unsqueeze_dim}
-        return rope(x, None, cos, sin, kernels=self.kernels, **given)[0]
+        options: Any = {"interleaved": self.interleaved, "heads_dim": unsqueeze_dim}
+        return rope(x, None, cos, sin, kernels=self.kernels, **options)[0]
 
     def norms_are_deferred(self) -> bool:
-        """Whether both norms hand their input through, for `rotate` to norm."""
+        """Return whether both norms pass their input through, so that `rotate` applies them."""
         return all(_is_still_deferred(self.module, name) for name in self.norm_names)
 
     def _rotate_from_cos_sin(
@@ -121,27 +121,25 @@ class PatchedAttentionForward:
             return self._original_apply(*tensors, unsqueeze_dim=heads_dim)
         if self.halve_tables:
             cos, sin = (c[..., : c.shape[-1] // 2] for c in (cos, sin))
-        given: Any = {"heads_dim": heads_dim, "repeated": not self.halve_tables}
-        turned = rope_from_cos_sin(q, k, cos, sin, interleaved=self.interleaved, **given)
-        return turned[0] if k is None else turned
+        options: Any = {"heads_dim": heads_dim, "repeated": not self.halve_tables}
+        rotated = rope_from_cos_sin(q, k, cos, sin, interleaved=self.interleaved, **options)
+        return rotated[0] if k is None else rotated
 
     def _normalize(
         self, q: torch.Tensor, k: torch.Tensor, heads_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.norm_spec is not None
-        given: Any = {
-            "eps": self._eps(),
-            "offset": self.norm_spec.offset,
-            "heads_dim": heads_dim,
-        }
+        options: Any = {"eps": self._eps(), "offset": self.norm_spec.offset, "heads_dim": heads_dim}
         normed = (
-            rms_norm(x, weight, **given).to(x.dtype)
+            rms_norm(x, weight, **options).to(x.dtype)
             for x, weight in zip((q, k), self._weights(q), strict=True)
         )
         return next(normed), next(normed)
 
     def _weights(self, q: torch.Tensor) -> list[torch.Tensor]:
-        """`[D]` each, or `[H, D]` and `[K, D]` where all heads are normed together."""
+        """Return the norms' weights, `[D]` each, or `[H, D]` and `[K, D]` where one norm spans all
+        heads.
+        """
         weights = [getattr(self.module, name).weight for name in self.norm_names]
         if all(weight.shape[0] == q.shape[-1] for weight in weights):
             return weights
@@ -152,16 +150,18 @@ class PatchedAttentionForward:
         return getattr(getattr(self.module, self.norm_names[0]), self.norm_spec.eps_attribute)
 
     def retire(self) -> None:
-        """Rotate as the class does from now on: the patch is undone, but a wrapper calls this."""
+        """Rotate as the class does from now on: the patch is undone, but a wrapper still calls
+        this.
+        """
         self.kernels = "hf"
         self._function = undecorated_forward(type(self.module))
 
     def for_replica(self, replica: Any) -> PatchedAttentionForward:
         """Return the forward for a replica of the module (`nn.DataParallel`)."""
-        made = PatchedAttentionForward.__new__(PatchedAttentionForward)
-        # Norms are made before the attention that they belong to: replicas defer none.
-        made.__setstate__({**self.__getstate__(), "module": replica, "norm_spec": None})
-        return made
+        forward = PatchedAttentionForward.__new__(PatchedAttentionForward)
+        # Norms are replicated before their attention, so replicas defer none.
+        forward.__setstate__({**self.__getstate__(), "module": replica, "norm_spec": None})
+        return forward
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class PatchedAttentionForward:
 
 
 class DeferredNorm:
-    """A norm's forward that hands its input through where the rotation norms it anyway."""
+    """A norm's forward that passes its input through where the rotation applies the norm."""
 
     def __init__(
         self, forward: PatchedAttentionForward, name: str, norm: nn.Module, own: Any
@@ -193,27 +193,29 @@ class DeferredNorm:
         return self.original_forward(hidden_states)
 
     def for_replica(self, replica: Any) -> Any:
-        """Return the norm's own forward for a replica, of which none is deferred."""
+        """Return the norm's original forward: replicas defer no norm."""
         return functools.partial(self.original_forward.__func__, replica)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredNorm:
-        """A copy of the norm alone still belongs to the same attention (PEFT's modules_to_save)."""
+        """Copy the norm; alone, the copy still belongs to the same attention (PEFT's
+        modules_to_save).
+        """
         attention = self.attention_forward.module
         forward = (
             copy.deepcopy(self.attention_forward, memo)
             if id(attention) in memo
             else self.attention_forward
         )
-        made = DeferredNorm.__new__(DeferredNorm)
-        memo[id(self)] = made
-        made.attention_forward, made.name = forward, self.name
-        made.norm = copy.deepcopy(self.norm, memo)
-        made.original_forward = copy.deepcopy(self.original_forward, memo)
-        return made
+        clone = DeferredNorm.__new__(DeferredNorm)
+        memo[id(self)] = clone
+        clone.attention_forward, clone.name = forward, self.name
+        clone.norm = copy.deepcopy(self.norm, memo)
+        clone.original_forward = copy.deepcopy(self.original_forward, memo)
+        return clone
 
 
 def _is_still_deferred(attention: nn.Module, name: str) -> bool:
-    """Whether a norm is one that defers, with nothing put around it or hooked to it since."""
+    """Return whether a norm is deferred, with no wrapper and no hook added since."""
     norm: Any = getattr(attention, name)
     forward = vars(norm).get("forward")
     return (
@@ -229,11 +231,11 @@ def _is_still_deferred(attention: nn.Module, name: str) -> bool:
 
 @dataclass(frozen=True)
 class RMSNormSpec:
-    """An RMSNorm as we compute it.
+    """Parameters of an RMSNorm that this package computes.
 
     Attributes:
         offset: Added to the weight.
-        eps_attribute: The attribute that holds what is added to the mean of squares.
+        eps_attribute: The attribute that holds eps, added to the mean of squares.
     """
 
     offset: float
@@ -241,7 +243,7 @@ class RMSNormSpec:
 
 
 def shared_norm_spec(attention: nn.Module) -> RMSNormSpec | None:
-    """The form of the two norms ahead of the rotation; None where there are none that we know."""
+    """Return the spec that both norms ahead of the rotation share, or None."""
     norms: list[Any] = [
         getattr(attention, n, None) for n in inspect_forward(type(attention)).norm_names or ()
     ]
@@ -258,7 +260,7 @@ def shared_norm_spec(attention: nn.Module) -> RMSNormSpec | None:
 
 
 def norm_spec_of(kind: Any) -> RMSNormSpec | None:
-    """What a norm class computes, found out by asking it; None where that is not ours."""
+    """Return the spec of a norm class, found by probing it; None if it is no such RMSNorm."""
     return _probe_norm(kind)
 
 
@@ -286,7 +288,7 @@ def _probe_norm(kind: Any) -> RMSNormSpec | None:
 def install_attention_forward(
     attention: nn.Module, kernels: str, interleaved: bool, halve_tables: bool, undo_log: UndoLog
 ) -> None:
-    """Puts our rotation into an attention, below whatever hooks stand around its forward."""
+    """Install this package's rotation in an attention, below all hooks around its forward."""
     slot = forward_attribute(attention)
     forward = PatchedAttentionForward(attention, kernels, interleaved, halve_tables)
     undo_log.set(attention, slot, forward)
@@ -294,18 +296,18 @@ def install_attention_forward(
         return
     for name in forward.norm_names:
         norm = getattr(attention, name)
-        # Offloaded weights are gone when the rotation runs, and somebody else's norm is theirs.
+        # Skip offloaded weights, which are gone when the rotation runs, and replaced norms.
         if not {"_old_forward", "forward"} & vars(norm).keys():
             undo_log.set(norm, "forward", DeferredNorm(forward, name, norm, norm.forward))
 
 
 def forward_attribute(module: nn.Module) -> str:
-    """Where a module's own forward is: accelerate's hooks keep it in another attribute."""
+    """Return the attribute that holds a module's own forward, which accelerate's hooks move."""
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
 
 
 def has_foreign_forward(attention: nn.Module) -> bool:
-    """Whether somebody has given an attention a forward that is neither its class's nor ours."""
+    """Return whether somebody replaced an attention's forward by one that is not this package's."""
     forward = vars(attention).get(forward_attribute(attention))
     own = getattr(forward, "__func__", None) is type(attention).forward
     return not (forward is None or own or isinstance(forward, PatchedAttentionForward))

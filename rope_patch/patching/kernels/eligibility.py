@@ -1,4 +1,4 @@
-"""Which of a model's rotations can be ours, and why not where they cannot."""
+"""Which of a model's rotations this package's kernels can compute, and why not the others."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ from rope_patch.patching.undo_log import UndoLog
 
 @dataclass(frozen=True, eq=False)
 class RotationSite:
-    """A rotary module and those that rotate by what it hands out.
+    """A rotary module and the attentions that rotate by its output.
 
     Attributes:
         rotary: The module.
-        attentions: Those whose rotation can be ours; none where some cannot.
+        attentions: The attentions whose rotation can be ours; empty if one cannot.
         interleaved: See `rope_patch.ops.rope`.
-        halve_tables: Whether tables have to be halved to have one number a pair, because pairs are
-            neighbours and the numbers that stand together in the table are not (GLM).
-        problem: Why the rotation stays transformers' own, or None.
-        passthrough_problem: Why it starts from cos and sin all the same, not from positions, or
-            None.
+        halve_tables: Whether to use only the first half of cos and sin: pairs are neighbours, but
+            the tables repeat as a whole (GLM).
+        problem: Why transformers' own rotation stays, or None.
+        passthrough_problem: Why the rotation starts from cos and sin, not from positions, or None.
     """
 
     rotary: RotaryModule
@@ -56,20 +55,20 @@ class RotationSite:
 
     @property
     def uses_passthrough(self) -> bool:
-        """Whether positions can travel in the place of cos and sin."""
+        """Return whether positions can be passed in the place of cos and sin."""
         return self.problem is None and self.passthrough_problem is None
 
 
 def inspect_site(
     model: nn.Module, rotary: RotaryModule, config: Any, start_tokens: int = 0
 ) -> RotationSite:
-    """Looks at everything that is beside or below a rotary module in the model.
+    """Inspect a rotary module and all modules beside and below it.
 
     Args:
         model: The model.
         rotary: One of its rotary modules.
         config: The text config.
-        start_tokens: How many first positions have a rotation of their own; see `Method`.
+        start_tokens: Number of start tokens; see `Method`.
     """
     owner = find_owner(model, rotary)
     modules = [m for m in owner.modules() if m is not rotary.module]
@@ -96,7 +95,7 @@ def inspect_site(
     handing_problem = None
     if is_mrope(rotary.module, config):
         handing_problem = f"{type(config).__name__} gives a token several positions (M-RoPE)"
-    elif start_tokens:  # positions and one set of turns do not say it
+    elif start_tokens:  # positions and one set of frequencies cannot express them
         handing_problem = "start_tokens have a rotation of their own"
     halved = interleaved and not repeats_interleaved(rotary, config)
     return RotationSite(
@@ -105,7 +104,7 @@ def inspect_site(
 
 
 def require_kernels(kernels: str, sites: list[RotationSite]) -> None:
-    """Raises a `ValueError` where kernels were named that cannot be."""
+    """Raise a `ValueError` if the requested kernels are unknown or cannot rotate the model."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {kernels!r}")
     if kernels in ("auto", "hf"):
@@ -124,13 +123,13 @@ def require_kernels(kernels: str, sites: list[RotationSite]) -> None:
 
 @dataclass(frozen=True)
 class KernelSummary:
-    """Who rotates a patched model, to be told.
+    """Which code rotates a patched model, as text.
 
     Attributes:
         kernels: See `patch`.
-        problem: Why it is transformers' own code, where it is not asked for.
-        passthrough_problem: Why it starts from cos and sin.
-        fuses_norms: Whether the norms of queries and keys go with it.
+        problem: Why transformers' own code rotates, if not requested.
+        passthrough_problem: Why the rotation starts from cos and sin, or None.
+        fuses_norms: Whether the rotation also applies the norms of queries and keys.
     """
 
     kernels: str
@@ -141,16 +140,16 @@ class KernelSummary:
     def __str__(self) -> str:
         if self.kernels == "hf" or self.problem:
             return "transformers' own rotation" + (f" ({self.problem})" if self.problem else "")
-        who = {"reference": "rotation in plain torch", "triton": "rotation in Triton"}
-        told = who.get(self.kernels, "rotation in Triton on a GPU, in plain torch on a CPU")
+        backend = {"reference": "rotation in plain torch", "triton": "rotation in Triton"}
+        where = backend.get(self.kernels, "rotation in Triton on a GPU, in plain torch on a CPU")
         without = triton_unavailable_reason() if torch.cuda.is_available() else None
         if self.kernels == "auto" and (missing := self.passthrough_problem or without):
             return f"rotation in plain torch on a CPU, transformers' own elsewhere ({missing})"
-        return f"{told}, norms of queries and keys with it" if self.fuses_norms else told
+        return f"{where}, norms of queries and keys with it" if self.fuses_norms else where
 
 
 def summarize_kernels(kernels: str, sites: list[RotationSite]) -> KernelSummary:
-    """Sums a model's rotations up."""
+    """Return the summary of a model's rotation sites."""
     return KernelSummary(
         kernels,
         next((r.problem for r in sites if r.problem), None),
@@ -160,7 +159,7 @@ def summarize_kernels(kernels: str, sites: list[RotationSite]) -> KernelSummary:
 
 
 def install_kernels(site: RotationSite, kernels: str, undo_log: UndoLog) -> None:
-    """Makes a model's rotation ours."""
+    """Install this package's rotation at a site."""
     for attention in site.attentions:
         install_attention_forward(attention, kernels, site.interleaved, site.halve_tables, undo_log)
     if site.uses_passthrough:

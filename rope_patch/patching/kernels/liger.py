@@ -1,7 +1,7 @@
-"""Liger's rotation, in the place of transformers' own.
+"""Warning about Liger's rotation in the place of transformers' own.
 
-`TrainingArguments(use_liger_kernel=True)` puts it into the modeling file when training starts, for
-every model of that file in the process, and nothing takes it out again.
+`TrainingArguments(use_liger_kernel=True)` replaces the rotation in the modeling file when training
+starts, for every model of that file in the process, and never restores it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ROTATIONS = ("apply_rotary_pos_emb", "apply_multimodal_rotary_pos_emb", "apply_
 
 
 def is_liger_function(function: Any) -> bool:
-    """Whether a function is one of Liger's."""
+    """Return whether a function is one of Liger's."""
     return str(getattr(function, "__module__", "")).partition(".")[0] == "liger_kernel"
 
 
 class LigerWarning:
-    """Says once, for one patched model, that Liger's rotation is there, and what that means."""
+    """Warning, once for each patched model, that Liger's rotation is installed."""
 
     def __init__(self, rotary: RotaryModule, ours: bool) -> None:
         self.file = type(rotary.module).__module__
@@ -62,13 +62,13 @@ _THEIRS = (
 def warn_about_liger(
     owner: nn.Module, rotary: RotaryModule, *, uses_our_kernels: bool, undo_log: UndoLog
 ) -> None:
-    """Warns if Liger's rotation is there, or else as soon as a forward finds it there.
+    """Warn if Liger's rotation is installed now, or as soon as a forward meets it.
 
     Args:
-        owner: The module that holds a rotary module, and is called in every forward.
+        owner: The parent of a rotary module, called in every forward.
         rotary: The rotary module.
         uses_our_kernels: Whether the attentions' rotation is rope_patch's.
-        undo_log: Where the changes are recorded.
+        undo_log: Log of the changes.
     """
     watch = LigerWarning(rotary, uses_our_kernels)
     watch()

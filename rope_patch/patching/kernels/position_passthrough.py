@@ -1,7 +1,7 @@
-"""Positions and turns in the place of cos and sin, where our kernels rotate.
+"""Positions and packed frequencies in the place of cos and sin, where our kernels rotate.
 
-A model asks its rotary module for two tensors and hands them to every layer, which unpack them and
-call one function with them. So two others can travel the same way, if that function is ours.
+A model passes two tensors from its rotary module to every layer, which calls one function with
+them. If that function is ours, two other tensors can be passed in their place.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rope_patch.patching.replicas import forward_for_replica
 
 
 def use_exact_positions(x: torch.Tensor, kernels: str) -> bool:
-    """Whether a rotation of tensors like x starts from positions, rather than from cos and sin.
+    """Return whether tensors like x are rotated from positions, rather than from cos and sin.
 
     Compiled graphs keep transformers' own code unless kernels are demanded: Inductor fuses the
-    rotation and the norms with what is around them, and keeps as little for the backward pass.
-    Traces and forward-mode AD always keep it, because kernels cannot take part in them.
+    rotation and the norms with the ops around them, and saves as little for the backward pass.
+    Traces and forward-mode AD always keep it, because they do not support kernels.
 
     Args:
-        x: What has the device, type and dtype of what is to be rotated.
+        x: A tensor with the device, type and dtype of the tensors to rotate.
         kernels: See `rope_patch.patch`.
     """
     if kernels == "auto" and torch.compiler.is_compiling():
@@ -34,9 +34,9 @@ def use_exact_positions(x: torch.Tensor, kernels: str) -> bool:
 
 
 class PositionPassthrough:
-    """A rotary module's forward, which returns positions and turns for our kernels.
+    """A rotary module's forward that returns positions and packed frequencies for our kernels.
 
-    Everybody else gets cos and sin from the forward that stood there before.
+    Returns cos and sin of the original forward where our kernels do not run.
     """
 
     def __init__(
@@ -60,37 +60,38 @@ class PositionPassthrough:
         return position_ids, self.packed_frequencies(kind, x.device)
 
     def packed_frequencies(self, kind: str | None, device: torch.device) -> torch.Tensor:
-        """What a layer type turns by, `[R / 2 + 1]` or `[B, R / 2 + 1]`; made anew if it changed.
+        """Return a layer type's packed frequencies, `[R / 2 + 1]` or `[B, R / 2 + 1]`; repack on
+        change.
 
-        It rarely does, and a decoding step then starts no kernel for it.
+        They rarely change, and a decode step then launches no kernel for them.
         """
         name, scale_name = self.attribute_names[kind]
         inv_freq, scale = getattr(self.module, name), getattr(self.module, scale_name)
-        if not torch.compiler.is_compiling():  # a graph would depend on what eager code made
-            of, by, made = self._packed.get(kind, (None, None, None))
-            if of is inv_freq and by is scale and made.device == device:
-                return made
-        # What inference mode makes could not be kept for a backward pass later on.
+        if not torch.compiler.is_compiling():  # a graph must not depend on eager state
+            last_inv_freq, last_scale, packed = self._packed.get(kind, (None, None, None))
+            if last_inv_freq is inv_freq and last_scale is scale and packed.device == device:
+                return packed
+        # An inference tensor could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
             if inv_freq.ndim == 3:  # other frequencies for each row, `[B, 1, R / 2]`
-                turns = pack_frequencies(inv_freq[:, 0], scale.reshape(-1))
+                packed = pack_frequencies(inv_freq[:, 0], scale.reshape(-1))
             else:
-                turns = pack_frequencies(inv_freq, scale)
-            turns = turns.to(device)
+                packed = pack_frequencies(inv_freq, scale)
+            packed = packed.to(device)
         if not torch.compiler.is_compiling():
-            self._packed[kind] = (inv_freq, scale, turns)
-        return turns
+            self._packed[kind] = (inv_freq, scale, packed)
+        return packed
 
     def retire(self) -> None:
-        """Hand out cos and sin from now on: the patch is undone, but a wrapper calls this."""
+        """Return cos and sin from now on: the patch is undone, but a wrapper still calls this."""
         self.kernels = "hf"
 
     def for_replica(self, replica: Any) -> PositionPassthrough:
         """Return the forward for a replica of the module (`nn.DataParallel`)."""
-        made = PositionPassthrough.__new__(PositionPassthrough)
+        copied = PositionPassthrough.__new__(PositionPassthrough)
         own = forward_for_replica(self.original_forward, replica)
-        made.__dict__.update(self.__getstate__(), module=replica, original_forward=own)
-        return made
+        copied.__dict__.update(self.__getstate__(), module=replica, original_forward=own)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_packed": {}}

@@ -1,0 +1,130 @@
+"""`patch` and `unpatch` for users, and `check`, which plans without applying."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from rope_patch.patching.defaults import torch_defaults
+from rope_patch.patching.dynamic.batching_guard import require_no_batching_manager
+from rope_patch.patching.handle import Patch, current
+from rope_patch.patching.plan import PatchPlan, make_plan
+from rope_patch.patching.request_keywords import require_keywords
+
+logger = logging.getLogger("rope_patch")
+
+
+@require_keywords
+def patch(
+    model: nn.Module,
+    method: str,
+    *,
+    factor: float | None = None,
+    length: int | None = None,
+    trained_length: int | None = None,
+    layer_types: list[str] | None = None,
+    kernels: str = "auto",
+    start: str = "auto",
+    **options: Any,
+) -> Patch:
+    """Extend a live model's context, in place.
+
+    A model that is patched already gets the new patch instead; undoing still returns to the
+    original. With `with`, leaving the block puts the replaced patch back.
+
+    Args:
+        model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
+        method: A name from `rope_patch.list_methods()`.
+        factor: Target length / trained length. Exactly one of `factor` and `length`; dynamic
+            methods and `nope` need neither.
+        length: Target length in tokens; for dynamic methods the largest one expected.
+        trained_length: Tokens of pretraining, if the config states them wrongly.
+        layer_types: Which layers to change, where a model has several types; all but the
+            sliding-window ones unless given.
+        kernels: Which code applies the rotation. "auto": Triton's kernels on a GPU, plain torch on
+            a CPU, and transformers' own code in compiled graphs, which Inductor makes as fast, and
+            for architectures that rotate in a way of their own. "reference" and "triton" demand
+            plain torch and Triton, "hf" is transformers' own code throughout.
+        start: The frequencies to stretch, if the checkpoint's own config scales its rotation.
+            "unscaled": the frequencies and the length before that; "running": the frequencies that
+            the model runs with, and its full length. "auto" replaces `linear`, `dynamic` and `yarn`
+            and builds on the others (`llama3`, `longrope`, ...), which were trained in.
+        **options: The method's options.
+
+    Returns:
+        The handle, with `.undo()`.
+
+    Raises:
+        ValueError: A request that cannot be met or would change nothing. The model is as before.
+        TypeError: A value of the wrong type. The model is as before.
+    """
+    plan = check(
+        model,
+        method,
+        factor=factor,
+        length=length,
+        trained_length=trained_length,
+        layer_types=layer_types,
+        kernels=kernels,
+        start=start,
+        **options,
+    )
+    handle = Patch(plan)
+    if active_patch := current(model):
+        active_patch._deactivate()
+        handle._previous = active_patch
+        if not active_patch._entered:  # it ends no block, so it has nothing to restore
+            active_patch._previous = None
+    try:
+        handle._apply(model, plan)
+    except BaseException:
+        if active_patch:
+            active_patch._restore(model)
+        raise
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
+    return handle
+
+
+@torch_defaults()
+def check(
+    model: nn.Module,
+    method: str,
+    *,
+    factor: float | None = None,
+    length: int | None = None,
+    trained_length: int | None = None,
+    layer_types: list[str] | None = None,
+    kernels: str = "auto",
+    start: str = "auto",
+    **options: Any,
+) -> PatchPlan:
+    """Raise whatever `patch` would raise for the same arguments; change nothing."""
+    active_patch = current(model)
+    require_no_batching_manager(model)
+    return make_plan(
+        model,
+        active_patch.original_config if active_patch else None,
+        method,
+        factor=factor,
+        length=length,
+        trained_length=trained_length,
+        layer_types=layer_types,
+        kernels=kernels,
+        start=start,
+        options=options,
+    )
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo the patch that is in effect on a model.
+
+    Raises:
+        ValueError: There is none.
+    """
+    handle = current(model)
+    if handle is None:
+        raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
+    handle.undo()
