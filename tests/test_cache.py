@@ -302,7 +302,8 @@ def test_a_cache_keeps_positions_and_nothing_else_that_grows(model):
     def beside(length):
         record = filled(model, tokens(length), length).rotation
         return sum(
-            t.numel() * t.element_size() for t in (record.positions, record.bounds, record.sets)
+            t.numel() * t.element_size()
+            for t in (record.positions, record.row_spans, record.frequencies)
         )
 
     assert beside(160) - beside(100) == 60 * 8  # one int64 a slot

@@ -189,9 +189,11 @@ def _rotation(model: Any) -> str:
         return ""
     said = []
     if None not in plan.geometries:
-        said.append(", ".join([*plan.geometries, *(f"{k} left" for k in plan.unchanged)]))
+        said.append(
+            ", ".join([*plan.geometries, *(f"{k} left" for k in plan.unchanged_layer_types)])
+        )
     geometry = next(iter(plan.geometries.values()))
-    if plan.sharpened:
+    if plan.mla_attentions:
         said.append("MLA")
     elif geometry.rotary_dim < geometry.head_dim:
         said.append(f"{geometry.rotary_dim / geometry.head_dim:.0%} of each head")
@@ -200,7 +202,7 @@ def _rotation(model: Any) -> str:
         said.append(f"own {own}, {'continued' if geometry.base else 'replaced'}")
     if any(hasattr(rotary.module, "mrope_section") for rotary, _ in plan.rotaries):
         said.append("M-RoPE")
-    if any(rotation.interleaved for rotation in plan.rotations):
+    if any(site.interleaved for site in plan.rotation_sites):
         said.append("interleaved")
     return "; ".join(said)
 

@@ -213,7 +213,7 @@ def test_a_packed_row_decodes_on():
             ).logits
     mask = torch.ones(1, 1, TRAINED + 60, TRAINED + 60, dtype=torch.bool).tril()  # no boundaries
     whole = forward(model, ids, position_ids=positions, attention_mask=mask)
-    assert cache.rotation.bounds[0, 2] > TRAINED
+    assert cache.rotation.row_spans[0, 2] > TRAINED
     assert_close(got[:, -1], whole[:, -1])
 
 

@@ -243,7 +243,7 @@ def test_inference_mode_leaves_nothing_that_training_trips_over(kernels, method)
 def test_patching_while_another_device_is_the_default():
     with torch.device("meta"):
         model = make_model("qwen3")
-        norm_spec_of.__globals__["_asked"].cache_clear()
+        norm_spec_of.__globals__["_probe_norm"].cache_clear()
         patch(model, "reference")
     assert parts(model, DeferredNorm)
 
@@ -564,7 +564,8 @@ def test_triton_on_a_cpu_says_what_to_do(monkeypatch):
 
 def test_without_triton_only_a_demand_is_an_error(monkeypatch):
     monkeypatch.setattr(
-        "rope_patch.patching.kernels.eligibility.triton_problem", lambda: "Triton is gone"
+        "rope_patch.patching.kernels.eligibility.triton_unavailable_reason",
+        lambda: "Triton is gone",
     )
     model = make_model()
     with pytest.raises(ValueError, match=r"triton is gone.*pip install 'rope-patch\[kernels\]'"):
@@ -593,7 +594,7 @@ def test_nothing_is_left_of_a_failed_patch(monkeypatch):
     model = make_model("qwen3")
     before = logits(model)
     monkeypatch.setattr(
-        "rope_patch.patching.kernels.eligibility.HandingOver",
+        "rope_patch.patching.kernels.eligibility.PositionPassthrough",
         lambda *a: (_ for _ in ()).throw(KeyError()),
     )
     with pytest.raises(KeyError):

@@ -158,13 +158,13 @@ def test_a_copy_made_in_an_inner_block_goes_its_own_way(model, expected):
 
 def test_a_patch_that_fails_half_way_leaves_the_one_before(model, expected, monkeypatch):
     handle = rope_patch.patch(model, "yarn", factor=4)
-    before = rope_patch.patching.handle.put_ours
+    before = rope_patch.patching.handle.install_kernels
 
     def fail_once(*args):
-        monkeypatch.setattr(rope_patch.patching.handle, "put_ours", before)
+        monkeypatch.setattr(rope_patch.patching.handle, "install_kernels", before)
         raise MemoryError
 
-    monkeypatch.setattr(rope_patch.patching.handle, "put_ours", fail_once)
+    monkeypatch.setattr(rope_patch.patching.handle, "install_kernels", fail_once)
     with pytest.raises(MemoryError):
         rope_patch.patch(model, "linear", factor=4)
     assert rope_patch.current(model) is handle

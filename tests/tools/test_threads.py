@@ -260,5 +260,5 @@ def test_nothing_of_a_thread_stays_behind():
     )
     at_once(lambda: logits(model), lambda: logits(model, SHORT))
     logits(model)
-    assert (following._now.rows, following._now.unrecorded) == (None, None)
-    assert following._now.resting is None
+    assert (following._state.rows, following._state.pending_record) == (None, None)
+    assert following._state.saved_buffer is None
