@@ -176,7 +176,7 @@ def _own_sharpening(model: Any, handle: Any) -> float:
     """What a config's own scaling has in the softmax scale, where an extension starts from it."""
     for kind, geometry in handle.geometries.items():
         parameters = by_layer_type(handle.original_config.rope_parameters)[kind]
-        if geometry.base and handle.sharpening != 1 and parameters.get("mscale_all_dim"):
+        if geometry.base and handle.softmax_mscale != 1 and parameters.get("mscale_all_dim"):
             return 0.1 * parameters["mscale_all_dim"] * math.log(parameters["factor"]) + 1
     return 1.0
 

@@ -120,14 +120,14 @@ class _DifferentiableRerotation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        turning: KeyRerotation, change: Any, *layers: torch.Tensor
+        rerotation: KeyRerotation, change: Any, *layers: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        turning.rerotate_blocks(layers, *change)
+        rerotation.rerotate_blocks(layers, *change)
         return layers
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.turning, ctx.change = inputs[:2]
+        ctx.rerotation, ctx.change = inputs[:2]
         ctx.mark_dirty(*inputs[2:])
 
     @staticmethod
@@ -137,7 +137,7 @@ class _DifferentiableRerotation(torch.autograd.Function):
         back = torch.cat([new[:, :-1], old[:, -1:]], 1), torch.cat([old[:, :-1], new[:, -1:]], 1)
         copies = [gradient.clone() for gradient in gradients]
         if torch.is_grad_enabled():
-            copies = _DifferentiableRerotation.apply(ctx.turning, (blocks, at, *back), *copies)
+            copies = _DifferentiableRerotation.apply(ctx.rerotation, (blocks, at, *back), *copies)
         else:
-            ctx.turning.change(copies, blocks, at, *back)
+            ctx.rerotation.rerotate_blocks(copies, blocks, at, *back)
         return None, None, *copies
