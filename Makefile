@@ -37,8 +37,9 @@ test-oldest: $(VENV)/installed
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt . pytest
 	$(OLDEST)/bin/python -I -c "import rope_patch; assert '$(OLDEST)' in rope_patch.__file__"
 	$(OLDEST)/bin/pytest tests/methods tests/test_loading.py tests/test_saving.py \
-		tests/patching/test_families.py tests/patching/test_undo.py \
-		tests/patching/test_following.py tests/patching/test_following_generate.py
+		tests/patching/architecture/test_families.py tests/patching/test_undo_log.py \
+		tests/patching/dynamic/test_length_hooks.py \
+		tests/patching/dynamic/test_dynamic_generation.py
 	$(BIN)/python tests/oldest/minima.py demo eval search train > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt \
 		".[demo,eval,search,train]"

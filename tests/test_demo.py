@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from reference_rerotation import Reference
 from tiny_models import step_by_step
-from unrotated import Reference
 
 import rope_patch
 from rope_patch.evaluation.measures import perplexity

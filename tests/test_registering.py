@@ -9,10 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
-import architectures
 import pytest
 import torch
 import transformers
+from architectures import tiny_architectures
 from tiny_models import (
     LONG,
     LONG_FACTOR,
@@ -226,7 +226,7 @@ def test_a_share_of_each_head(registered):
 
 def bent(model_type, **parameters):
     """A tiny model of an architecture whose config's rotation is another."""
-    config = architectures.tiny_config(model_type)
+    config = tiny_architectures.tiny_config(model_type)
     own = config.rope_parameters
     kept = {k: v for k, v in own.items() if k in ("rope_theta", "partial_rotary_factor")}
     config.rope_parameters = {**kept, **parameters}

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from measure_tiny import answers, decode, requests, stale_keys
+from reference_rerotation import Reference
 from tiny_models import step_by_step
 from train_tiny import recall_accuracy, recall_batch
 from transformers import AutoModelForCausalLM
-from unrotated import Reference
 
 import rope_patch
 from rope_patch.methods import registered_methods

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 import typer
-from architectures import tiny_config, tiny_model
+from architectures.tiny_architectures import tiny_config, tiny_model
 from tiny_models import TARGET, TRAINED, make_config, make_model
 from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
 """No false alarm: of every architecture with RoPE, as its config is by default."""
 
 import pytest
-from architectures import model_types, tiny_config
+from architectures.tiny_architectures import model_types, tiny_config
 
 import rope_patch
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from architectures import tiny_config
+from architectures.tiny_architectures import tiny_config
 from tiny_models import (
     FACTOR,
     LONG_FACTOR,

@@ -5,7 +5,7 @@ import logging
 import shlex
 from pathlib import Path
 
-from architectures import tiny_model
+from architectures.tiny_architectures import tiny_model
 from checkpoints import CHECKPOINTS
 from reading_back import overridden
 from typer.testing import CliRunner

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from architectures import tiny_model
+from architectures.tiny_architectures import tiny_model
 from checkpoints import CHECKPOINTS, GEMMA3, PHI3_LONG, model, patched
 from reading_back import assert_alike, needs_nested_yarn
 from transformers import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from architectures import tiny_config
+from architectures.tiny_architectures import tiny_config
 from safetensors.torch import load_file
 from search_results import TINY, entry, found, rising
 from tiny_models import make_config

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from architectures import tiny_model
+from architectures.tiny_architectures import tiny_model
 from tiny_models import (
     LONG,
     OLD_TRANSFORMERS,

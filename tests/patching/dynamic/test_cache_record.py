@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from reference_rerotation import Reference
 from tiny_models import (
     LONG,
     LONG_FACTOR,
@@ -22,7 +23,6 @@ from tiny_models import (
 )
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
-from unrotated import Reference
 
 import rope_patch
 

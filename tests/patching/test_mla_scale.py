@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from architectures import TRAINED, tiny_config, tiny_model
+from architectures.tiny_architectures import TRAINED, tiny_config, tiny_model
 from tiny_models import OLD_TRANSFORMERS
 from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,8 @@
-"""Frequencies that follow the sequence, held against rotating every key afresh (unrotated.py)."""
+"""Frequencies that follow the sequence, held against rotating every key afresh."""
 
 import pytest
 import torch
+from reference_rerotation import Reference, exact, stepped
 from tiny_models import (
     LONG,
     LONG_FACTOR,
@@ -21,7 +22,6 @@ from tiny_models import (
     tokens,
 )
 from transformers import DynamicCache, StaticCache
-from unrotated import Reference, exact, stepped
 
 import rope_patch
 from rope_patch.methods import registered_methods

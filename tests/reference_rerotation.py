@@ -61,7 +61,7 @@ def rotate_half(x):
     return torch.cat([-second, first], dim=-1)
 
 
-def turn(x, positions, inv_freq, scale):
+def rotate(x, positions, inv_freq, scale):
     angle = positions[:, None, :, None].float() * torch.cat([inv_freq, inv_freq])
     return x * angle.cos() * scale + rotate_half(x) * angle.sin() * scale
 
@@ -121,7 +121,7 @@ class Reference:
         def apply(q, k, cos, sin, *args, **kwargs):
             own = self.current(attention.layer_idx)
             now = self.positions[:, -q.shape[2] :]
-            return turn(q, now, *own), k
+            return rotate(q, now, *own), k
 
         forward = type(attention).forward
         while hasattr(forward, "__wrapped__"):
@@ -148,7 +148,7 @@ class _Unrotated(DynamicCache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         positions = self.positions[:, -keys.shape[2] :]
-        return turn(keys, positions, *self.reference.current(layer_idx)), values
+        return rotate(keys, positions, *self.reference.current(layer_idx)), values
 
     def crop(self, tokens_to_remove):
         super().crop(tokens_to_remove)

@@ -170,7 +170,7 @@ def test_a_model_that_leaves_early_to_draft_for_itself():
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_an_assistant_of_other_tokens(do_sample):
-    assets = Path(__file__).parents[1] / "assets"
+    assets = Path(__file__).parents[2] / "assets"
     folders = assets / "tiny-llama", assets / "tiny-qwen3"
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, assistant = (load(folder, dtype=torch.float64) for folder in folders)

@@ -1,6 +1,6 @@
-"""Writes docs/architectures.md from what was measured.
+"""Write docs/architectures.md from the stored measurements.
 
-`python tests/coverage/architectures_page.py` measures every architecture of the installed
+`python tests/architectures/architectures_page.py` measures every architecture of the installed
 transformers in less than a minute and writes the page; columns of other versions stay.
 """
 
@@ -21,8 +21,8 @@ PAGE = HERE.parents[1] / "docs" / "architectures.md"
 _HEAD = """# Architectures
 
 Every architecture of transformers that generates text was patched and undone, as a tiny random
-model. `python tests/coverage/architectures_page.py` writes this page; `test_coverage.py` beside it
-checks it.
+model. `python tests/architectures/architectures_page.py` writes this page;
+`test_architectures_page.py` beside it checks it.
 
 "Patched: yes" means:
 
@@ -111,8 +111,8 @@ def _ordered(version: str) -> tuple[int, ...]:
 
 
 def _write() -> None:
-    from architectures import model_types
-    from measuring import measure
+    from architecture_measurements import measure
+    from architectures.tiny_architectures import model_types
     from tqdm import tqdm
 
     measured = json.loads(MEASURED.read_text()) if MEASURED.is_file() else {}

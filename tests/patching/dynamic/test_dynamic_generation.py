@@ -1,8 +1,9 @@
-"""Whole generations of dynamically patched models, against keys rotated afresh (unrotated.py)."""
+"""Whole generations of dynamically patched models, against keys rotated afresh."""
 
 import pytest
 import torch
 import transformers
+from reference_rerotation import Reference
 from tiny_models import (
     LONG_FACTOR,
     OLD_TRANSFORMERS,
@@ -14,7 +15,6 @@ from tiny_models import (
     tokens,
 )
 from transformers import DynamicCache
-from unrotated import Reference
 
 import rope_patch
 

@@ -5,8 +5,8 @@ import json
 import architectures_page as page
 import pytest
 import transformers
-from architectures import model_types
-from measuring import measure
+from architecture_measurements import measure
+from architectures.tiny_architectures import model_types
 
 MEASURED = json.loads(page.MEASURED.read_text())
 HERE = MEASURED.get(transformers.__version__)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import transformers
+from reference_rerotation import Reference, exact, stepped
 from tiny_models import (
     LONG,
     OLD_TRANSFORMERS,
@@ -24,7 +25,6 @@ from tiny_models import (
     step_by_step,
     tokens,
 )
-from unrotated import Reference, exact, stepped
 
 import rope_patch
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from architectures import TRAINED, mentions_rotation, tiny_model
+from architectures.tiny_architectures import TRAINED, mentions_rotation, tiny_model
 from torch import nn
 
 import rope_patch

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from reference_rerotation import Reference, exact, frequencies
 from tiny_models import (
     LONG,
     LONG_FACTOR,
@@ -22,7 +23,6 @@ from tiny_models import (
     step_by_step,
     tokens,
 )
-from unrotated import Reference, exact, frequencies
 
 import rope_patch
 from rope_patch.patching.dynamic.sequence_lengths import first_and_last_positions

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from reference_rerotation import Reference
 from tiny_models import LONG, SHORT, assert_close, forward, make_model, padded, tokens
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, StaticCache
-from unrotated import Reference
 
 import rope_patch
 

@@ -1,0 +1,39 @@
+"""Fixtures of the tests that compare kernels."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+from kernel_models import (
+    OTHERS,
+)
+from tiny_models import (
+    MODELS,
+)
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch):
+    for name, model in OTHERS.items():
+        monkeypatch.setitem(MODELS, name, model)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often each launcher was called."""
+    counts = SimpleNamespace(rope=0, norm=0, backward=0)
+
+    def count(module, function, name):
+        module = importlib.import_module(f"rope_patch.ops.kernels.{module}")
+        own = getattr(module, function)
+
+        def counting(*args, **kwargs):
+            setattr(counts, name, getattr(counts, name) + 1)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(module, function, counting)
+
+    count("rope", "rope", "rope")
+    count("qk_norm_rope", "forward", "norm")
+    count("qk_norm_rope", "backward", "backward")
+    return counts

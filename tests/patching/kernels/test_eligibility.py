@@ -1,0 +1,89 @@
+"""Rotations that our kernels cannot compute, and requests for kernels that are refused."""
+
+import pytest
+import transformers
+from kernel_models import (
+    logits,
+    parts,
+    patch,
+)
+from tiny_models import (
+    SIZES,
+    make_model,
+)
+
+import rope_patch
+from rope_patch import ops
+from rope_patch.patching.kernels.attention_forward import (
+    PatchedAttentionForward,
+)
+from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
+
+pytest.importorskip("triton")
+
+
+def test_a_model_that_uses_cos_and_sin_itself_keeps_its_rotation():
+    config = transformers.DeepseekV3Config(
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        first_k_dense_replace=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"DeepseekV3Attention uses cos and sin in a way of its"):
+        patch(model, "triton")
+    assert rope_patch.current(model) is None
+    patch(model, "auto")
+    assert not parts(model, PatchedAttentionForward)
+    summary = rope_patch.current(model).summary()
+    assert "transformers' own rotation (DeepseekV3Attention uses" in summary
+
+
+def test_several_positions_a_token_keep_cos_and_sin():
+    config = transformers.Qwen2VLTextConfig(
+        **SIZES,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    )
+    model = transformers.Qwen2VLTextModel(config).eval()
+    with pytest.raises(ValueError, match='kernels="reference" cannot rotate this model'):
+        patch(model, "reference")
+    patch(model, "auto")
+    assert not parts(model, PositionPassthrough)
+
+
+def test_unknown_kernels_name_the_known_ones():
+    with pytest.raises(ValueError, match="one of auto, reference, triton, hf, got 'cuda'"):
+        patch(make_model(), "cuda")
+
+
+def test_triton_on_a_cpu_says_what_to_do(monkeypatch):
+    model = make_model()
+    patch(model, "triton")
+    monkeypatch.setattr("rope_patch.ops.dispatch.is_interpreted", lambda: False)
+    with pytest.raises(ValueError, match=r"needs tensors on a GPU, got cpu.*auto"):
+        logits(model)
+
+
+def test_without_triton_only_a_demand_is_an_error(monkeypatch):
+    monkeypatch.setattr(
+        "rope_patch.patching.kernels.eligibility.triton_unavailable_reason",
+        lambda: "Triton is gone",
+    )
+    model = make_model()
+    with pytest.raises(ValueError, match=r"triton is gone.*pip install 'rope-patch\[kernels\]'"):
+        patch(model, "triton")
+    patch(model, "auto")
+    logits(model)
+
+
+def test_nothing_is_left_of_a_failed_patch(monkeypatch):
+    model = make_model("qwen3")
+    before = logits(model)
+    monkeypatch.setattr(
+        "rope_patch.patching.kernels.eligibility.PositionPassthrough",
+        lambda *a: (_ for _ in ()).throw(KeyError()),
+    )
+    with pytest.raises(KeyError):
+        patch(model, "reference")
+    assert logits(model).equal(before)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert ops.KERNELS == ("auto", "reference", "triton", "hf")
