@@ -1,1 +1,1 @@
-"""Score answers and keep them: shared prefixes, samples, journals."""
+"""Inference for measurements: prefix sharing, samples, their scores, and stored answers."""

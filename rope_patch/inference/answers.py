@@ -1,4 +1,4 @@
-"""Answers kept as they come, so that a run that was killed goes on without asking again."""
+"""The store of a model's answers, from which a killed run resumes without asking again."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ logger = logging.getLogger("rope_patch")
 
 
 def answer_key(*parts: Any) -> str:
-    """A key for whatever identifies an answer: weights, patch, prompt, ..."""
+    """Return the key of an answer.
+
+    Args:
+        *parts: All that identifies the answer, as plain data: weights, patch, prompt, ...
+    """
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class AnswerStore:
-    """Answers (dicts) by key, in files of JSON lines that only ever grow.
+    """Answers (dicts) by key, in append-only files of JSON lines.
 
-    Every answer is on the disk before the next question is asked. Each line is sealed, so one that
-    is damaged is not an answer: it is warned of, asked again, and dropped from the file when the
-    next run starts. A line that was cut short by a kill is dropped without a warning. Several
-    processes write files of their own and read those of all. A failure (`error` in the answer) is
-    kept as well, and asked again by the next run.
+    Each answer is on the disk before the next question is asked, and each line has a checksum. A
+    damaged line is dropped with a warning when the next run starts, and its question asked again. A
+    line that a kill cut short is dropped without a warning. Each process writes a file of its own
+    and reads those of all. A failure (`error` in the answer) is stored, too, and asked again by the
+    next run.
 
     Args:
-        folder: Where the files are; made if missing. None keeps answers in memory.
-        rank: Of this process.
-        size: How many processes there are.
+        folder: The files' folder; created if missing. None keeps answers in memory.
+        rank: The rank of this process.
+        size: The number of processes.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0, size: int = 1) -> None:
@@ -45,7 +49,7 @@ class AnswerStore:
             self._load(path, repair=mine)
 
     def is_answered(self, key: str) -> bool:
-        """Whether there is an answer that is no failure."""
+        """Return whether there is an answer without an error."""
         return "error" not in self._answers.get(key, {"error": "not asked"})
 
     def __len__(self) -> int:
@@ -55,7 +59,7 @@ class AnswerStore:
         return self._answers[key]
 
     def reload(self) -> None:
-        """Reads what this and other processes have written."""
+        """Read the answers that this and other processes have written."""
         for path in self._files():
             self._load(path, repair=False)
 
@@ -67,10 +71,10 @@ class AnswerStore:
 
         Args:
             path: The file.
-            repair: Whether to warn of what is damaged and to drop it.
+            repair: Whether to drop damaged lines from it, with a warning.
         """
         lines = path.read_bytes().split(b"\n")
-        whole, flaws = [], []
+        valid_lines, flaws = [], []
         for number, line in enumerate(lines, start=1):
             try:
                 entry = checksums.unseal(line)
@@ -78,25 +82,25 @@ class AnswerStore:
                 if line:
                     flaws.append((number, str(error)))
                 continue
-            whole.append(line)
+            valid_lines.append(line)
             if not self.is_answered(entry["key"]):
                 self._answers[entry["key"]] = entry["answer"]
         if not flaws or not repair:
             return
-        atomic_files.atomic_write(path, b"".join(line + b"\n" for line in whole))
+        atomic_files.atomic_write(path, b"".join(line + b"\n" for line in valid_lines))
         if flaws[-1][0] == len(lines):
-            flaws.pop()  # what a kill left of the last line
+            flaws.pop()  # a kill cut the last line short
         if flaws:
             logger.warning(
                 "%s: %d of %d answers are asked again: line %d: %s",
                 path,
                 len(flaws),
-                len(flaws) + len(whole),
+                len(flaws) + len(valid_lines),
                 *flaws[0],
             )
 
     def put(self, key: str, answer: dict[str, Any]) -> None:
-        """Keeps an answer; it is as JSON gives it back from then on."""
+        """Store an answer; from then on it is what JSON gives back."""
         sealed = checksums.seal({"key": key, "answer": answer})
         self._answers[key] = sealed["answer"]
         if self._own_file is not None:

@@ -1,4 +1,4 @@
-"""Prompts read into a key-value cache, each from where it parts from the one before."""
+"""Prefill of prompts into a key-value cache that shares common prefixes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.patching import current
 
-_CHUNK, _CPU_CHUNK = 2048, 512  # tokens of a prompt that are read at once
+_CHUNK, _CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
 _MIN_CHUNK = 64
-_MAX_SNAPSHOTS = 16  # places of a prompt that layers with a window can be brought back to
+_MAX_SNAPSHOTS = 16  # of a prompt's sliding-window layers
 
 
 class PrefixReader:
-    """Reads prompts one after another, and what they begin with in common once.
+    """Prefills one prompt after another and computes common prefixes once.
 
-    Prompts are read in chunks on a fixed grid, and only whole chunks are shared. So every chunk is
-    computed from the same numbers in the same shapes whether its predecessors were read for this
-    prompt or for another one: results are the same to the bit with and without sharing, and after a
-    run was killed.
+    Prompts are read in chunks on a fixed grid, and only whole chunks are shared. So each chunk is
+    computed from the same numbers in the same shapes, whether its prefix was read for this prompt
+    or for another one. Results are bit-identical with and without sharing, and after a killed run.
 
-    Where the rotation follows the length, all of a prompt is rotated as its last token asks for, as
-    if it were read in one pass, and only prompts of the same rotation share. Layers with a window
-    keep no more than it holds, so their keys are remembered at some places on the grid, which is
-    where sharing ends. Models whose layers keep more than keys and values (recurrent ones) share
-    nothing, since their state cannot be cut back, and read a prompt in one pass.
+    With a length-dependent rotation, all of a prompt gets the frequencies of its last token, as in
+    one pass, and only prompts of the same rotation share. Sliding-window layers drop old keys, so
+    they are copied at some points of the grid, and sharing ends at such a point. Recurrent layers
+    have a state that cannot be cropped: their models share nothing and read a prompt in one pass.
 
     Args:
         model: A transformers causal language model, patched or not.
-        share: False reads every prompt from its start.
-        chunk: Tokens read at once; halved where memory runs out.
+        share: False reads each prompt from its start.
+        chunk: Tokens read at once; halved when memory runs out.
 
     Attributes:
         prompt_tokens: Tokens of all prompts so far.
@@ -46,11 +44,13 @@ class PrefixReader:
     def __init__(self, model: Any, share: bool = True, chunk: int | None = None) -> None:
         self.model = model
         self.handle = current(model)
-        kinds = {type(layer) for layer in DynamicCache(config=_text_config(model)).layers}
-        self.in_one_pass = not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
-        # Keys that turn are followed through the cache's own operations only.
-        turns = self._reach_of(1) < math.inf
-        self.has_windows = DynamicSlidingWindowLayer in kinds and not self.in_one_pass and not turns
+        layer_classes = {type(layer) for layer in DynamicCache(config=_text_config(model)).layers}
+        self.in_one_pass = not layer_classes <= {DynamicLayer, DynamicSlidingWindowLayer}
+        # Re-rotation follows keys only through the cache's own operations.
+        rerotates = self._reach_of(1) < math.inf
+        self.has_windows = (
+            DynamicSlidingWindowLayer in layer_classes and not self.in_one_pass and not rerotates
+        )
         self.share = share and not self.in_one_pass
         self.chunk = chunk or (_CPU_CHUNK if input_device(model).type == "cpu" else _CHUNK)
         self.prompt_tokens = 0
@@ -58,9 +58,7 @@ class PrefixReader:
         self._prompt: list[int] = []
         self._reach = math.inf
         self._cache: Any = None
-        self._window_snapshots: dict[
-            int, list[Any]
-        ] = {}  # by tokens read: the layers with a window
+        self._window_snapshots: dict[int, list[Any]] = {}  # the cache's layers, by tokens read
 
     def __call__(
         self,
@@ -68,36 +66,36 @@ class PrefixReader:
         on_progress: Callable[[int], Any] = lambda tokens: None,
         length: int | None = None,
     ) -> Any:
-        """A cache with the keys and values of all but the last token of a prompt.
+        """Return a cache with the keys and values of all but the last token of a prompt.
 
         Args:
             ids: The prompt's tokens, at least one.
-            on_progress: Told how many tokens of the prompt are done, whenever some are.
-            length: Tokens of the sequence that the rotation follows; the prompt's unless given.
+            on_progress: Called with the number of tokens that were read since the last call.
+            length: Sequence length in tokens that the rotation follows; the prompt's unless given.
 
         Returns:
             A cache that the caller may extend until the next call.
         """
         self.prompt_tokens += len(ids)
-        wanted, length = ids[:-1], length or len(ids)
-        start = self._shared_tokens(wanted, self._reach_of(length))
+        prefix, length = ids[:-1], length or len(ids)
+        start = self._shared_tokens(prefix, self._reach_of(length))
         if start:
             if start < self._cache.get_seq_length():
                 self._rewind(start)
         else:
-            # Without a config, layers with a window keep all keys too, and masks do the rest.
+            # Without a config, sliding-window layers keep all keys, and masks do the rest.
             config = _text_config(self.model) if self.in_one_pass or self.has_windows else None
             self._cache, self._window_snapshots = DynamicCache(config=config), {}
-        self._prompt = []  # until all is read
+        self._prompt = []  # an interrupted prefill must not be shared
         on_progress(start)
-        size = max(len(wanted), 1) if self.in_one_pass else self.chunk
-        every = -(-len(wanted) // self.chunk // _MAX_SNAPSHOTS) * self.chunk
+        size = max(len(prefix), 1) if self.in_one_pass else self.chunk
+        every = -(-len(prefix) // self.chunk // _MAX_SNAPSHOTS) * self.chunk
         if self.handle is not None:
             self.handle.fix_length(length)
         try:
-            while start < len(wanted):
-                stop = min(start + size, len(wanted))
-                self._prefill_chunk(wanted[start:stop])
+            while start < len(prefix):
+                stop = min(start + size, len(prefix))
+                self._prefill_chunk(prefix[start:stop])
                 on_progress(stop - start)
                 start = stop
                 if self.has_windows and start % max(every, self.chunk) == 0:
@@ -108,22 +106,36 @@ class PrefixReader:
             if self.handle is not None:
                 self.handle.fix_length(None)
         on_progress(1)
-        self._prompt, self._reach = wanted, self._reach_of(length)
+        self._prompt, self._reach = prefix, self._reach_of(length)
         return self._cache
 
     def borrow(self, cache: Any, tokens: int) -> Any:
-        """The cache to read so many more tokens with, which `give_back` takes out of it again."""
-        # What left a window cannot be brought back by cutting, nor keys that turned meanwhile.
-        turns = self._reach < cache.get_seq_length() + tokens
-        return copy.deepcopy(cache) if self.in_one_pass or self.has_windows or turns else cache
+        """Return a cache to read some more tokens with, until `give_back`.
 
-    def give_back(self, cache: Any, scratch: Any, tokens: int) -> None:
-        """Brings a cache back to what it was before so many tokens were read with its scratch."""
-        if scratch is cache:
+        Args:
+            cache: The cache of the prompt.
+            tokens: How many more tokens.
+
+        Returns:
+            The cache itself, or a copy if cropping cannot restore it.
+        """
+        # Cropping cannot restore evicted sliding-window keys or re-rotated keys.
+        rerotates = self._reach < cache.get_seq_length() + tokens
+        return copy.deepcopy(cache) if self.in_one_pass or self.has_windows or rerotates else cache
+
+    def give_back(self, cache: Any, borrowed: Any, tokens: int) -> None:
+        """Restore a cache after `borrow`.
+
+        Args:
+            cache: The cache of the prompt.
+            borrowed: What `borrow` returned.
+            tokens: How many tokens were read with it.
+        """
+        if borrowed is cache:
             _drop_last_tokens(cache, tokens)
 
     def halve_chunk(self) -> bool:
-        """Frees memory and halves the chunk; False where it is as small as it gets."""
+        """Free memory and halve the chunk; return False if it is already the smallest."""
         self.clear()
         if self.in_one_pass or self.chunk <= _MIN_CHUNK:
             return False
@@ -131,18 +143,23 @@ class PrefixReader:
         return True
 
     def clear(self) -> None:
-        """Forgets what was read, and frees its memory."""
+        """Drop the cache and free its memory."""
         self._cache, self._prompt, self._window_snapshots = None, [], {}
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _shared_tokens(self, ids: list[int], reach: float) -> int:
-        """How many tokens the cache holds of a prompt's, in whole chunks, rotated as it asks."""
+        """Return how many tokens of a prompt the cache holds, in whole chunks.
+
+        Args:
+            ids: The prompt's tokens.
+            reach: The prompt's `_reach_of`; the cache must have the same.
+        """
         if not self.share or not self._prompt or reach != self._reach:
             return 0
         if self._reach < self._cache.get_seq_length():
-            return 0  # turned while the answer was written
+            return 0  # re-rotated while the answer was generated
         if ids == self._prompt and (
             not self.has_windows or self._cache.get_seq_length() == len(ids)
         ):
@@ -157,18 +174,18 @@ class PrefixReader:
         return same // self.chunk * self.chunk
 
     def _rewind(self, length: int) -> None:
-        """Leaves so many tokens in the cache."""
+        """Crop the cache to some tokens."""
         if not self.has_windows:
             _drop_last_tokens(self._cache, self._cache.get_seq_length() - length)
             return
-        # Layers put new tensors in the place of old ones, so a copy of a layer keeps its own.
+        # Layers replace their tensors and never write into them, so a shallow copy is enough.
         self._cache.layers[:] = [copy.copy(layer) for layer in self._window_snapshots[length]]
         self._window_snapshots = {
             mark: kept for mark, kept in self._window_snapshots.items() if mark <= length
         }
 
     def _reach_of(self, length: int) -> float:
-        """Up to which length in tokens sequences are rotated as one of `length` is."""
+        """Return the length up to which sequences have the same rotation as one of `length`."""
         if self.handle is None:
             return math.inf
         return self.handle.method.valid_until(length, self.handle.trained_length)
@@ -181,20 +198,20 @@ class PrefixReader:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a model's input goes."""
-    found = model.get_input_embeddings().weight.device
-    return torch.device("cpu") if found.type == "meta" else found  # offloaded: hooks move it
+    """Return the device of a model's input."""
+    device = model.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else device  # offloaded: hooks move it
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a GPU or in the machine."""
+    """Return whether an error means that memory ran out, on a GPU or in the machine."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _drop_last_tokens(cache: Any, tokens: int) -> None:
-    """Takes the last tokens out of a cache."""
+    """Crop the last tokens of a cache."""
     if tokens > 0:
         cache.crop(-tokens)
 

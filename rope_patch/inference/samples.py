@@ -1,4 +1,4 @@
-"""What candidates are scored on: fixed sequences, of which some tokens count."""
+"""Samples that models are scored on: fixed sequences with some scored tokens."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rope_patch.utils.errors import parse_json
 
 IGNORE_INDEX = -100  # the label of a token that is not scored, as in transformers
 
-_DEPTHS = (10, 30, 50, 70, 90)  # percent, of the needle that is asked for first
+_DEPTHS = (10, 30, 50, 70, 90)  # percent: depths of the first needle
 _SCORED_DIVISOR = 8  # a document's last eighth is scored
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sequence to be read in one go, and which of its tokens count.
+    """A sequence and its scored tokens.
 
     Attributes:
         ids: Tokens.
-        answers: Half-open spans of positions, ascending: the tokens that are scored. Each is given
-            all the true tokens before it.
-        group: Samples of one group share a text: statistics take them as one.
-        prose: The scored tokens are those of a document instead of answers. A whole span of them
-            is never hit, so nobody counts.
+        answers: Half-open spans of positions, ascending: the scored tokens. Each is predicted from
+            all true tokens before it.
+        group: Samples of one group share a text; statistics take a group as one unit.
+        prose: Whether the scored tokens are a document's instead of answers. A whole span of prose
+            is never predicted, so hits are not counted.
     """
 
     ids: tuple[int, ...]
@@ -53,14 +53,14 @@ class Sample:
 
     @property
     def positions(self) -> list[int]:
-        """The positions of all scored tokens."""
+        """Return the positions of all scored tokens."""
         return [p for start, stop in self.answers for p in range(start, stop)]
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:
-    """Tells sets of samples apart."""
-    said = [[s.ids, s.answers, s.group, s.prose] for s in samples]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+    """Return a digest that identifies a list of samples."""
+    rows = [[s.ids, s.answers, s.group, s.prose] for s in samples]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
 def needle_samples(
@@ -71,22 +71,22 @@ def needle_samples(
     texts: Sequence[str] | None = None,
     planted: bool = True,
 ) -> list[Sample]:
-    """Four needles in prose, all four asked for, their values scored.
+    """Return samples of four needles in prose that ask for all four and score their values.
 
-    RULER's multi-query needles (arXiv:2404.06654), of which only the values' tokens count: what
-    LongRoPE2 (arXiv:2502.20082) searches by. One pass asks for four depths: the first needle's
-    depths take turns, the others are drawn.
+    These are RULER's multi-query needles (arXiv:2404.06654) with only the values' tokens scored, as
+    in LongRoPE2's search (arXiv:2502.20082). Each sample asks for four depths: the first needle's
+    depths rotate, the others are drawn.
 
     Args:
-        tokenizer: The model's.
-        length: Tokens of each, in all.
-        count: How many; each has a text of its own.
-        seed: Another one makes other needles in other texts.
-        texts: Names or files; those that come with the package unless given.
-        planted: False builds the control: the same questions, of texts without their answers.
+        tokenizer: The model's tokenizer.
+        length: Tokens of each sample, in all.
+        count: Number of samples; each has a text of its own.
+        seed: Another seed makes other needles in other texts.
+        texts: Names or files; those of the package unless given.
+        planted: False makes the control: the same questions of texts without their answers.
 
     Raises:
-        ValueError: A text that is shorter than the length, which is then too short for a haystack.
+        ValueError: A text is shorter than the length, too short for a haystack.
     """
     from rope_patch.tasks.needles import multiquery
 
@@ -104,7 +104,7 @@ def needle_samples(
 
 
 def needles_refusal(tokenizer: Any, length: int) -> str | None:
-    """Return why a length has no room for `needle_samples`, or None where it has."""
+    """Return why a length has no room for `needle_samples`, or None if it has room."""
     from rope_patch.tasks.samples import TooShort
 
     try:
@@ -117,17 +117,17 @@ def needles_refusal(tokenizer: Any, length: int) -> str | None:
 def recall_samples(
     tokenizer: Any, length: int, count: int, seed: int, planted: bool = True
 ) -> list[Sample]:
-    """Return pairs of words in noise, all eight keys asked for, the values scored.
+    """Return samples of word pairs in noise that ask for all eight keys and score the values.
 
-    For models whose training was too short for `needle_samples`, or that read no English: a sample
-    needs a few dozen tokens, and every word is one token of the model's own vocabulary.
+    For models whose trained length is too short for `needle_samples`, or that read no English: a
+    sample needs a few dozen tokens, and each word is one token of the model's own vocabulary.
 
     Args:
-        tokenizer: The model's.
-        length: Tokens of each, in all.
-        count: How many; each has a text of its own.
-        seed: Another one makes other pairs.
-        planted: False builds the control: the same questions, of texts with other pairs.
+        tokenizer: The model's tokenizer.
+        length: Tokens of each sample, in all.
+        count: Number of samples; each has a text of its own.
+        seed: Another seed makes other pairs.
+        planted: False makes the control: the same questions of texts with other pairs.
 
     Raises:
         ValueError: A length without room for the pairs, or a tokenizer with too few words.
@@ -142,41 +142,41 @@ def recall_samples(
 
 def _samples_from_rows(tokenizer: Any, rows: Any, seed: int) -> list[Sample]:
     """Return samples of rows that ask for several answers in one target."""
-    found = []
+    samples = []
     for row in rows:
         prompt = f"{row['input']} {row['gen_prefix']}"
-        whole = f"{prompt} {row['target']}"
-        ids = _encode(tokenizer, whole)
-        answers, at = [], len(prompt)
+        text = f"{prompt} {row['target']}"
+        ids = _encode(tokenizer, text)
+        answers, end = [], len(prompt)
         for value in row["answers"]:
-            here = re.compile(rf"\b{re.escape(value)}\b").search(whole, at)
-            assert here is not None, f"{value!r} is not in its target"
-            # The space before it is a part of its first token, or a token that tells nothing.
-            first = _common_prefix_length(ids, _encode(tokenizer, whole[: here.start()]))
-            at = here.end()
-            answers.append((first, _common_prefix_length(ids, _encode(tokenizer, whole[:at]))))
-        found.append(Sample(tuple(ids), tuple(answers), f"{seed}/{row['text']}"))
-    return found
+            match = re.compile(rf"\b{re.escape(value)}\b").search(text, end)
+            assert match is not None, f"{value!r} is not in its target"
+            # The space before it is part of its first token, or a token without information.
+            first = _common_prefix_length(ids, _encode(tokenizer, text[: match.start()]))
+            end = match.end()
+            answers.append((first, _common_prefix_length(ids, _encode(tokenizer, text[:end]))))
+        samples.append(Sample(tuple(ids), tuple(answers), f"{seed}/{row['text']}"))
+    return samples
 
 
 def document_samples(
     tokenizer: Any, length: int, count: int, seed: int, texts: Sequence[str] | None = None
 ) -> list[Sample]:
-    """Passages of prose, their last eighth scored.
+    """Return passages of prose with their last eighth scored.
 
-    So every scored token sees at least seven eighths of the length before it, as with a window
-    that slides by an eighth. Scoring all of a passage would mostly measure how the model does with
-    little context, where any stretch only costs.
+    So each scored token has at least seven eighths of the length before it, as with a window that
+    slides by an eighth. Scoring whole passages would mostly measure short contexts, where any
+    stretch only costs.
 
     Args:
-        tokenizer: The model's.
-        length: Tokens of each.
-        count: How many, drawn from all that the texts have, none overlapping another.
-        seed: Of the draw.
-        texts: Names or files; those that come with the package unless given.
+        tokenizer: The model's tokenizer.
+        length: Tokens of each passage.
+        count: Number of passages, drawn without overlap from all texts.
+        seed: The seed of the draw.
+        texts: Names or files; those of the package unless given.
 
     Raises:
-        ValueError: The texts are shorter than that.
+        ValueError: The texts are too short for so many passages.
     """
     from rope_patch.tasks import texts as library
 
@@ -198,15 +198,15 @@ def document_samples(
 
 
 def read_samples(file: str | Path) -> list[Sample]:
-    """Samples from JSON lines with `input_ids` and `labels`, as training data has them.
+    """Return samples from JSON lines with `input_ids` and `labels`, as in training data.
 
-    Labels stand at their own token's position, -100 where nothing is scored; neighbours that are
-    scored are one answer. A `group` tells which samples share a text.
+    A label is at its own token's position, -100 if the token is not scored. Adjacent scored tokens
+    are one answer. Samples with the same `group` share a text.
 
     Raises:
-        ValueError: Not such a file; says which line is wrong.
+        ValueError: The file has another format; the message names the line.
     """
-    found = []
+    samples = []
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -215,40 +215,44 @@ def read_samples(file: str | Path) -> list[Sample]:
         if not line.strip():
             continue
         try:
-            said = parse_json(line)
-            ids, labels = said["input_ids"], said["labels"]
+            row = parse_json(line)
+            ids, labels = row["input_ids"], row["labels"]
             if not all(type(token) is int for token in [*ids, *labels]):
                 raise TypeError("tokens are whole numbers")
-            found.append(_from_labels(ids, labels, str(said.get("group", number))))
+            samples.append(_from_labels(ids, labels, str(row.get("group", number))))
         except (ValueError, KeyError, TypeError) as error:
-            said = f"no {error}" if isinstance(error, KeyError) else str(error)
+            problem = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(
                 f"{file}, line {number}: expected JSON with input_ids and labels, as many of each; "
-                f"{said}"
+                f"{problem}"
             ) from None
-    if not found:
+    if not samples:
         raise ValueError(f"{file} holds no samples: expected JSON lines with input_ids and labels")
-    return found
+    return samples
 
 
 def from_labelled_tensors(input_ids: Any, labels: Any) -> list[Sample]:
-    """Samples from tensors of tokens and labels, both `[B, S]`; each row is a group of its own."""
+    """Return samples from tensors of tokens and labels, both `[B, S]`; each row is a group."""
     rows = zip(input_ids.tolist(), labels.tolist(), strict=True)
-    return [_from_labels(ids, told, str(number)) for number, (ids, told) in enumerate(rows)]
+    return [_from_labels(ids, row, str(number)) for number, (ids, row) in enumerate(rows)]
 
 
 def permuted_answers(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
-    """The control of any samples: each answer replaced by one to another sample.
+    """Return a control of samples: each answer is replaced by one of another sample.
 
-    A model that finds the answers thinks these unlikely; one that does not, as likely as the right
-    ones. What has no other answer of as many tokens is no longer scored.
+    A model that finds the answers gives these a low likelihood; one that does not, the same as the
+    right ones. Answers without another one of as many tokens are no longer scored.
+
+    Args:
+        samples: The samples.
+        seed: The seed of the draw.
     """
     rng = random.Random(seed)
     pool: dict[int, set[tuple[int, ...]]] = {}
     for sample in samples:
         for start, stop in sample.answers:
             pool.setdefault(stop - start, set()).add(sample.ids[start:stop])
-    found = []
+    controls = []
     for sample in samples:
         ids, answers = list(sample.ids), []
         own = {sample.ids[start:stop] for start, stop in sample.answers}
@@ -257,8 +261,8 @@ def permuted_answers(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
                 ids[start:stop] = rng.choice(others)
                 answers.append((start, stop))
         if answers:
-            found.append(replace(sample, ids=tuple(ids), answers=tuple(answers)))
-    return found
+            controls.append(replace(sample, ids=tuple(ids), answers=tuple(answers)))
+    return controls
 
 
 def _from_labels(ids: list[int], labels: list[int], group: str) -> Sample:
@@ -281,7 +285,11 @@ def _from_labels(ids: list[int], labels: list[int], group: str) -> Sample:
 
 
 def require_text_length(tokenizer: Any, texts: Sequence[str] | None, length: int) -> None:
-    """Refuses texts that would have to be repeated to fill a sample."""
+    """Raise if a text would have to be repeated to fill a sample.
+
+    Raises:
+        ValueError: A text has fewer tokens than `length`.
+    """
     from rope_patch.tasks import texts as library
 
     for name in texts or ():
@@ -297,7 +305,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _common_prefix_length(ids: list[int], start: list[int]) -> int:
-    """How many tokens two lists begin with in common."""
+    """Return the length of the common prefix of two lists of tokens."""
     same = 0
     for one, other in zip(ids, start, strict=False):
         if one != other:

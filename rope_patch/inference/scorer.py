@@ -1,4 +1,4 @@
-"""How likely a model finds the scored tokens of samples: logits for these alone."""
+"""The log-likelihood scorer: losses and hits of samples' scored tokens, and no other logits."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_ou
 from rope_patch.inference.samples import Sample
 from rope_patch.patching import current
 
-_CPU_BATCH_TOKENS, _GPU_BATCH_TOKENS = (
-    4096,
-    32768,
-)  # tokens read at once where samples are of one length
-_MAX_LOGITS = 2**27  # numbers in the logits that exist at once: 512 MB in float32
-_TAIL_CHUNK = 512  # tokens whose logits exist at once behind a long prompt
+_CPU_BATCH_TOKENS, _GPU_BATCH_TOKENS = 4096, 32768  # of a batch of samples of one length
+_MAX_LOGITS = 2**27  # numbers in a batch's logits: 512 MB in float32
+_TAIL_CHUNK = 512  # tokens with logits at once, behind a long prompt
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a model makes of one sample.
+    """A model's score on one sample.
 
     Attributes:
-        nll: Nats for each scored token, on average.
-        hits: For each answer, whether greedy decoding would write all of it; empty for prose.
+        nll: Mean nats for a scored token.
+        hits: By answer, whether greedy decoding would write all of it; empty for prose.
     """
 
     nll: float
@@ -34,17 +31,17 @@ class Score:
 
 
 class Scorer:
-    """Scores samples in units that stay the same, whoever scores them and in whatever order.
+    """Scores samples in fixed units, whichever process scores them and in whatever order.
 
-    Short samples of one length are read together. Others are read one by one, in chunks, and what
-    neighbours in a group begin with in common is read once.
+    Short samples of one length are a batch. Others are read one by one, in chunks, and the common
+    prefixes of neighbours in a group once.
 
     Args:
         model: A transformers causal language model.
-        samples: All of them.
+        samples: All samples.
 
     Attributes:
-        units: Numbers of the samples that are scored together, in the order of the samples.
+        units: Indices of the samples that are scored together, in the order of the samples.
         tokens_read: Tokens that went through the model so far.
     """
 
@@ -56,11 +53,15 @@ class Scorer:
         self._chunk: int | None = None  # the reader's own, until memory ran out
 
     def cost(self, unit: Sequence[int]) -> int:
-        """About the tokens of a unit."""
+        """Return about how many tokens a unit has."""
         return sum(self.samples[i].answers[-1][1] for i in unit)
 
     def score(self, unit: Sequence[int]) -> dict[int, Score]:
-        """Scores a unit's samples, under whatever patch the model has now."""
+        """Score a unit's samples under the model's present patch.
+
+        Returns:
+            The scores by index of the sample.
+        """
         lengths = {self.samples[i].answers[-1][1] for i in unit}
         if len(unit) > 1 and len(lengths) == 1 and self._batch_size(lengths.pop(), unit) > 1:
             return self._score_batch(unit)
@@ -68,12 +69,12 @@ class Scorer:
         return {i: self._score_single(self.samples[i], reader) for i in unit}
 
     def _make_units(self) -> list[list[int]]:
-        alike: dict[int, list[int]] = {}
+        by_length: dict[int, list[int]] = {}
         for i, sample in enumerate(self.samples):
-            alike.setdefault(sample.answers[-1][1], []).append(i)
+            by_length.setdefault(sample.answers[-1][1], []).append(i)
         units: list[list[int]] = []
         single: dict[int, str] = {}
-        for length, numbers in alike.items():
+        for length, numbers in by_length.items():
             size = self._batch_size(length, numbers)
             if size > 1 and len(numbers) > 1:
                 units += [numbers[at : at + size] for at in range(0, len(numbers), size)]
@@ -85,7 +86,7 @@ class Scorer:
         return sorted([*units, *by_group.values()])
 
     def _batch_size(self, length: int, numbers: Sequence[int]) -> int:
-        """How many samples of a length are read at once."""
+        """Return how many samples of a length are read at once."""
         tokens = _CPU_BATCH_TOKENS if input_device(self.model).type == "cpu" else _GPU_BATCH_TOKENS
         positions = max(len(self.samples[i].positions) for i in numbers)
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
@@ -93,41 +94,43 @@ class Scorer:
 
     @torch.no_grad()
     def _score_batch(self, unit: Sequence[int]) -> dict[int, Score]:
-        """In one pass, or in halves where memory runs out."""
+        """Score samples of one length in one pass, or in halves if memory runs out."""
         stop = self.samples[unit[0]].answers[-1][1] - 1  # the last token has nothing to predict
         rows = [self.samples[i].ids[:stop] for i in unit]
-        asked = sorted({p - 1 for i in unit for p in self.samples[i].positions})
+        logit_positions = sorted({p - 1 for i in unit for p in self.samples[i].positions})
         ids = torch.tensor(rows, device=input_device(self.model))
         try:
-            kept = torch.tensor(asked, device=ids.device)
-            logits = self.model(ids, use_cache=False, logits_to_keep=kept).logits
+            keep = torch.tensor(logit_positions, device=ids.device)
+            logits = self.model(ids, use_cache=False, logits_to_keep=keep).logits
         except Exception as error:
             if len(unit) == 1 or not is_out_of_memory(error):
                 raise
             logits = None
-        if logits is None:  # only now is the error gone, which held on to what was computed
+        if logits is None:  # the error, whose traceback held tensors, is gone by now
             half = len(unit) // 2
             return self._score_batch(unit[:half]) | self._score_batch(unit[half:])
         self.tokens_read += ids.numel()
         if logits.shape[1] == stop:  # an architecture that makes them all
-            logits = logits[:, asked]
-        where = {position: at for at, position in enumerate(asked)}
-        found = {}
+            logits = logits[:, logit_positions]
+        index = {position: at for at, position in enumerate(logit_positions)}
+        scores = {}
         for i, row in zip(unit, logits, strict=True):
             positions = self.samples[i].positions
-            own = row[torch.tensor([where[p - 1] for p in positions], device=row.device)]
-            found[i] = _aggregate(self.samples[i], *_token_nll(self.samples[i], positions, own))
-        return found
+            sample_logits = row[torch.tensor([index[p - 1] for p in positions], device=row.device)]
+            scores[i] = _aggregate(
+                self.samples[i], *_token_nll(self.samples[i], positions, sample_logits)
+            )
+        return scores
 
     @torch.no_grad()
     def _score_single(self, sample: Sample, reader: PrefixReader) -> Score:
-        """The prompt in chunks, and what is scored behind it."""
+        """Score one sample: its prompt in chunks, then the tokens from its first answer on."""
         first, stop = sample.answers[0][0], sample.answers[-1][1] - 1
         while True:
             before = reader.tokens_read
             try:
                 cache = reader(list(sample.ids[:first]), length=stop)
-                found = self._score_after_cache(sample, cache, first, stop)
+                nll_and_hits = self._score_after_cache(sample, cache, first, stop)
                 break
             except Exception as error:
                 if not (is_out_of_memory(error) and reader.halve_chunk()):
@@ -135,25 +138,32 @@ class Scorer:
                 self._chunk = reader.chunk
             finally:
                 self.tokens_read += reader.tokens_read - before
-        return _aggregate(sample, *found)
+        return _aggregate(sample, *nll_and_hits)
 
     def _score_after_cache(
         self, sample: Sample, cache: Any, first: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `_token_nll` says of all scored tokens."""
-        at, handle = input_device(self.model), current(self.model)
+        """Return `_token_nll` of all scored tokens, behind a cache of the tokens before.
+
+        Args:
+            sample: The sample.
+            cache: The keys and values of all tokens before `first` - 1.
+            first: Position of the first scored token.
+            stop: Tokens to feed in all; the last token of the sample predicts nothing.
+        """
+        device, handle = input_device(self.model), current(self.model)
         nll, right = [], []
         if handle is not None:
             handle.fix_length(stop)
         try:
             for start in range(first - 1, stop, _TAIL_CHUNK):
                 end = min(start + _TAIL_CHUNK, stop)
-                fed = torch.tensor([sample.ids[start:end]], device=at)
-                logits = self.model(fed, past_key_values=cache, use_cache=True).logits[0]
-                here = [p for p in sample.positions if start < p <= end]
-                told = _token_nll(sample, here, logits[[p - 1 - start for p in here]])
-                nll.append(told[0])
-                right.append(told[1])
+                tokens = torch.tensor([sample.ids[start:end]], device=device)
+                logits = self.model(tokens, past_key_values=cache, use_cache=True).logits[0]
+                positions = [p for p in sample.positions if start < p <= end]
+                scored = _token_nll(sample, positions, logits[[p - 1 - start for p in positions]])
+                nll.append(scored[0])
+                right.append(scored[1])
                 self.tokens_read += end - start
         finally:
             if handle is not None:
@@ -164,21 +174,21 @@ class Scorer:
 def _token_nll(
     sample: Sample, positions: list[int], logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nats for the tokens at some positions, and whether each is the likeliest one.
+    """Return the nats of the tokens at some positions, and whether each is the likeliest one.
 
     Args:
-        sample: Whose.
-        positions: N of them.
-        logits: Before each, `[N, vocabulary]`.
+        sample: The sample.
+        positions: N positions.
+        logits: The logits that predict them, `[N, vocabulary]`.
     """
-    wanted = torch.tensor([sample.ids[p] for p in positions], device=logits.device).long()
+    targets = torch.tensor([sample.ids[p] for p in positions], device=logits.device).long()
     logits = logits.float()
-    nll = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
-    return nll.double().cpu(), (logits.argmax(-1) == wanted).cpu()
+    nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return nll.double().cpu(), (logits.argmax(-1) == targets).cpu()
 
 
 def _aggregate(sample: Sample, nll: torch.Tensor, right: torch.Tensor) -> Score:
-    """From what `_token_nll` says of all scored tokens."""
+    """Return a sample's score from `_token_nll` of all its scored tokens."""
     hits, at = [], 0
     for start, stop in sample.answers:
         hits.append(bool(right[at : at + stop - start].all()))
