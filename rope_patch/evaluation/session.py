@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.request import BASELINE, EvalRequest
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.patching import Patch, current, patch
+from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.saving import read_sidecar
 from rope_patch.rope_config import read_geometries
@@ -89,13 +88,11 @@ class Session:
 
     def load(self) -> None:
         """Reads the weights, and what an earlier run answered."""
-        request, device = self.request, self.processes.device
-        where: Any = request.device_map or ("auto" if torch.cuda.is_available() else None)
-        if device is not None and device.type != "cpu":
-            where = {"": device}  # the whole model in every process, on its own GPU
+        request = self.request
+        where = placement(request.dtype, request.device_map, self.processes.device)
         # A model that was saved with a patch is, as it is, one with that patch.
         self.model = (read_model if read_sidecar(self.path) is None else load)(
-            self.path, dtype=_resolve_dtype(request), device_map=where, gguf_file=request.gguf_file
+            self.path, **where, gguf_file=request.gguf_file
         )
         self.weights = provenance.fingerprint(self.model)
         self.answers = AnswerStore(
@@ -265,9 +262,3 @@ def _describe_method(label: str, handle: Patch | None, longest: int) -> dict[str
             for kind, frequencies in shown.items()
         },
     }
-
-
-def _resolve_dtype(request: EvalRequest) -> Any:
-    if request.dtype != "auto":
-        return getattr(torch, request.dtype)
-    return "auto" if torch.cuda.is_available() else torch.float32

@@ -1,4 +1,4 @@
-"""The devices that a model is asked to be put on."""
+"""Where and in which dtype a model is loaded."""
 
 from __future__ import annotations
 
@@ -32,3 +32,22 @@ def require_device(device_map: Any) -> None:
                 f"device_map names {place!r}, and torch {torch.__version__} finds no {kind} device "
                 "here: leave it out, or say cpu"
             )
+
+
+def placement(dtype: Any, device_map: Any, process_device: Any) -> dict[str, Any]:
+    """Return the `dtype` and `device_map` that `read_model` takes.
+
+    Args:
+        dtype: A dtype, its name, or "auto" or None: the checkpoint's own on a GPU, else float32.
+        device_map: As in transformers; None puts the model on all GPUs, if any.
+        process_device: The device of this process, which gets the whole model if it is a GPU; None
+            if there is only one process.
+    """
+    has_gpu = torch.cuda.is_available()
+    if dtype in (None, "auto"):
+        dtype = "auto" if has_gpu else torch.float32
+    elif isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    if process_device is not None and process_device.type != "cpu":
+        device_map = {"": process_device}
+    return {"dtype": dtype, "device_map": device_map or ("auto" if has_gpu else None)}

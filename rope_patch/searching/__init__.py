@@ -1,4 +1,4 @@
-"""The best rotation for one checkpoint, found by measuring candidates on it."""
+"""Search for the best rotation for one checkpoint by measuring candidates on it."""
 
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.pipeline import search

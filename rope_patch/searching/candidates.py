@@ -1,4 +1,4 @@
-"""What a search proposes: a method with its options, and where it came from."""
+"""The search space, and the candidates that strategies propose in it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rope_patch.methods import build
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is searched: stretches for one rotation, for one target.
+    """Stretches of one rotation for one target length.
 
     Attributes:
-        geometry: The rotation of the layers that are extended, as it is now.
+        geometry: The present rotation of the layers that are extended.
         factor: Target length / trained length.
     """
 
@@ -25,12 +25,12 @@ class SearchSpace:
 
     @property
     def pairs(self) -> int:
-        """Rotated pairs, R / 2."""
+        """Return the number of rotated pairs, R / 2."""
         return self.geometry.rotary_dim // 2
 
     @property
     def length(self) -> int:
-        """Target length in tokens."""
+        """Return the target length in tokens."""
         return round(self.factor * self.geometry.trained_length)
 
 
@@ -39,9 +39,9 @@ class Candidate:
     """One rotation to try.
 
     Attributes:
-        origin: What proposed it, in a word or two, for the history: "yarn", "mutation", ...
+        origin: The step that proposed it, for the history: "yarn", "mutation", ...
         method: A method's name, as `rope_patch.patch` takes it.
-        options: Its options, without the factor.
+        options: The method's options, without the factor.
     """
 
     origin: str
@@ -49,13 +49,29 @@ class Candidate:
     options: dict[str, Any] = field(default_factory=dict)
 
     def stretch(self, space: SearchSpace) -> list[float]:
-        """By how much each pair is slowed down, `[R / 2]`; infinite where it is stopped."""
-        found, base = self._frequencies(space).inv_freq, space.geometry.inv_freq()
-        return torch.where(found == base, 1.0, base / found).tolist()  # pairs that stand still, too
+        """Return old / new frequency of each pair, `[R / 2]`; infinite where a pair stops."""
+        new, base = self._frequencies(space).inv_freq, space.geometry.inv_freq()
+        return torch.where(new == base, 1.0, base / new).tolist()  # 0 / 0 would be NaN
 
     def attention_factor(self, space: SearchSpace) -> float:
-        """The multiplier of cos and sin."""
+        """Return the multiplier of cos and sin."""
         return float(self._frequencies(space).attention_factor)
+
+    def rotation_key(self, space: SearchSpace, digits: int) -> tuple[object, ...]:
+        """Return what a model could tell candidates apart by.
+
+        Args:
+            space: The space of the candidate.
+            digits: Significant digits in which stretches and the attention factor must agree.
+                Formulas that mean the same differ by rounding.
+
+        Raises:
+            ValueError: The method refuses the options.
+            TypeError: The method has no such options.
+        """
+        numbers = [*self.stretch(space), self.attention_factor(space)]
+        rounded = (f"{number:.{digits}g}" for number in numbers)
+        return (*rounded, self.options.get("start_tokens", 0))
 
     def _frequencies(self, space: SearchSpace) -> Any:
         method = build(self.method, factor=space.factor, **self.options)

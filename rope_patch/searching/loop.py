@@ -1,34 +1,40 @@
-"""The search itself: ask, measure, keep, tell, until the budget is spent."""
+"""The search loop: ask for a candidate, measure it, store the result, tell the strategy."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.journal import SharedJournal, candidate_to_dict
 from rope_patch.searching.measure.fitness import Evaluation, Fitness
-from rope_patch.searching.progress import SearchProgress
+from rope_patch.searching.progress import Progress
 from rope_patch.searching.strategies.base import Proposals
+
+_KEY_DIGITS = 9  # finer than what strategies tell apart, so that all they propose is measured
 
 
 def search_loop(
-    on: Fitness, proposals: Proposals, budget: int, kept: SharedJournal, watch: SearchProgress
+    fitness: Fitness,
+    proposals: Proposals,
+    budget: int,
+    journal: SharedJournal,
+    progress: Progress,
 ) -> tuple[Candidate, list[dict[str, Any]], float]:
-    """Searches.
+    """Search until the budget is spent or the strategy has no more proposals.
 
-    YaRN comes first, under number 0: what is found is never worse than it on these samples, and
-    candidates without hope are known from the start. A rotation that was measured is not measured
-    again.
+    YaRN is measured first, under number 0. So the result is never worse than YaRN on these samples,
+    and early stopping has a reference from the start. Each rotation is measured once.
 
     Args:
-        on: Measures candidates.
-        proposals: Asked by the main process alone.
+        fitness: Measures candidates.
+        proposals: The strategy; only the main process asks it.
         budget: Candidates at most.
-        kept: Remembers measurements; what it knows already is not measured again.
-        watch: Is told after each.
+        journal: Stores evaluations; stored ones are not measured again.
+        progress: Updated after each evaluation.
 
     Returns:
         The best candidate, the history as in `SearchResult.history`, and evaluations per minute.
@@ -38,44 +44,44 @@ def search_loop(
     """
     history: list[dict[str, Any]] = []
     best: tuple[Candidate, Evaluation] | None = None
-    seen: dict[str, Evaluation] = {}
-    spent = [0, 0.0]  # evaluations that were measured, and seconds
+    seen: dict[Hashable, Evaluation] = {}
+    spent = [0, 0.0]  # evaluations measured, and their seconds
     candidate: Candidate | None = Candidate("yarn", "yarn")
     reference = math.nan
     while candidate is not None:
-        number, rotation, chosen = len(history), _rotation_key(on, candidate), candidate
-        against = best[1] if best else None
+        number, rotation, current = len(history), _rotation_key(fitness, candidate), candidate
+        best_so_far = best[1] if best else None
 
-        def measure(chosen: Candidate = chosen, rotation: str = rotation) -> Evaluation:
-            known = seen.get(rotation)
-            if known is None:
-                return on.measure(chosen, against=against)  # noqa: B023 (called at once)
-            return replace(known, tokens=0, seconds=0.0)
+        def measure(current: Candidate = current, rotation: Hashable = rotation) -> Evaluation:
+            earlier = seen.get(rotation)
+            if earlier is None:
+                return fitness.measure(current, against=best_so_far)  # noqa: B023 (called at once)
+            return replace(earlier, tokens=0, seconds=0.0)
 
-        found = kept.get_or_measure(f"search/{number}", chosen, measure, budget=budget)
-        seen.setdefault(rotation, found)
-        if found.tokens:
-            spent = [spent[0] + 1, spent[1] + found.seconds]
+        evaluation = journal.get_or_measure(f"search/{number}", current, measure, budget=budget)
+        seen.setdefault(rotation, evaluation)
+        if evaluation.tokens:
+            spent = [spent[0] + 1, spent[1] + evaluation.seconds]
         if number == 0:
-            reference = found.fitness
-        if found.complete and (best is None or found.fitness < best[1].fitness):
-            best = (chosen, found)
+            reference = evaluation.fitness
+        if evaluation.complete and (best is None or evaluation.fitness < best[1].fitness):
+            best = (current, evaluation)
         history.append(
             {
                 "number": number,
-                **(candidate_to_dict(chosen) or {}),
-                "fitness": found.fitness,
-                "complete": found.complete,
+                **(candidate_to_dict(current) or {}),
+                "fitness": evaluation.fitness,
+                "complete": evaluation.complete,
                 "best": best[1].fitness if best else math.inf,
-                "seconds": found.seconds,
-                **({"error": found.error} if found.error else {}),
+                "seconds": evaluation.seconds,
+                **({"error": evaluation.error} if evaluation.error else {}),
             }
         )
-        watch.update(history, reference, _per_minute(*spent))
+        progress.update(history, reference, _per_minute(*spent))
         candidate = None
         if number < budget:
-            fitness = found.fitness if number else None
-            candidate = kept.processes.run_on_main(lambda: _next_candidate(proposals, fitness))  # noqa: B023
+            feedback = evaluation.fitness if number else None
+            candidate = journal.processes.run_on_main(lambda: next_candidate(proposals, feedback))  # noqa: B023
     if best is None:
         raise ValueError(
             f"none of {len(history)} candidates could be measured; the first one: "
@@ -84,25 +90,25 @@ def search_loop(
     return best[0], history, _per_minute(*spent)
 
 
-def _next_candidate(proposals: Proposals, fitness: float | None) -> Candidate | None:
-    """The next candidate, given the last one's fitness; None where there is nothing more to try."""
+def next_candidate(proposals: Proposals, fitness: float | None) -> Candidate | None:
+    """Tell a strategy the last fitness and return its next candidate, or None if it has ended.
+
+    Args:
+        proposals: The strategy.
+        fitness: Of the candidate before; None before the first one.
+    """
     try:
         return next(proposals) if fitness is None else proposals.send(fitness)
     except StopIteration:
         return None
 
 
-def _rotation_key(on: Fitness, candidate: Candidate) -> str:
-    """Tells rotations apart; candidates that have none by what they ask for."""
+def _rotation_key(fitness: Fitness, candidate: Candidate) -> Hashable:
+    """Return what tells rotations apart; method and options if they give no rotation."""
     try:
-        found: Any = [
-            [f"{number:.9g}" for number in candidate.stretch(on.space)],
-            f"{candidate.attention_factor(on.space):.9g}",
-            candidate.options.get("start_tokens", 0),
-        ]
+        return candidate.rotation_key(fitness.space, _KEY_DIGITS)
     except (ValueError, TypeError):
-        found = [candidate.method, candidate.options]
-    return json.dumps(found, sort_keys=True)
+        return json.dumps([candidate.method, candidate.options], sort_keys=True)
 
 
 def _per_minute(count: float, seconds: float) -> float:

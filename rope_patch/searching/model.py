@@ -1,4 +1,4 @@
-"""The model of a search: read where it is a name, and what its measurements depend on."""
+"""The model of a search: loaded if it is a name, and what measurements on it depend on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rope_patch.utils.versions import version
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model to measure, live or not read yet.
+    """A model to measure, live or not loaded yet.
 
     Attributes:
-        name: To show.
-        tokenizer: None only with a live model.
-        skeleton: The live model, or one without weights on which requests can be checked.
+        name: For texts and results.
+        tokenizer: The tokenizer; None only with a live model.
+        skeleton: The live model, or one without weights to check requests on.
         load: Returns the live model.
     """
 
@@ -42,27 +42,24 @@ def open_model(
     device_map: Any = None,
     gguf_file: str | None = None,
 ) -> ModelSource:
-    """Return a model with its tokenizer and name; weights are not read yet.
+    """Return a model with its tokenizer and name; its weights are loaded later.
 
     Args:
-        model: A live model, which stays where it is, or a folder, a name on the Hub, or `demo`.
-        tokenizer: Its tokenizer; read with a model that is read.
-        processes: Each gets the whole model, on its own GPU.
-        dtype: To read in; what the checkpoint was saved in on a GPU, float32 elsewhere, unless
-            given.
+        model: A live model, which stays on its device, or a folder, a name on the Hub, or `demo`.
+        tokenizer: The model's tokenizer; loaded with the model unless given.
+        processes: Each process gets the whole model, on its own GPU.
+        dtype: The dtype to load in. By default the checkpoint's own on a GPU, else float32.
         device_map: As in transformers.
         gguf_file: The GGUF file within the folder.
 
     Raises:
-        ValueError: There is no such model, it was saved with a patch, or no such dtype.
+        ValueError: No such model, a model saved with a patch, or no such dtype.
     """
     if not isinstance(model, str | os.PathLike):
         name = str(getattr(model.config, "_name_or_path", "") or "a live model")
         return ModelSource(name, tokenizer, model, lambda: model)
-    import torch
-
     from rope_patch.pretrained import demo
-    from rope_patch.pretrained.device_map import require_device
+    from rope_patch.pretrained.device_map import placement, require_device
     from rope_patch.pretrained.loading import (
         empty_model,
         read_config,
@@ -83,24 +80,17 @@ def open_model(
         )
     if tokenizer is None:
         tokenizer = read_tokenizer(path, gguf_file=gguf_file)
-    gpu = torch.cuda.is_available()
-    if dtype in (None, "auto"):
-        dtype = "auto" if gpu else torch.float32
-    elif isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    where = device_map or ("auto" if gpu else None)
-    if processes.device is not None and processes.device.type != "cpu":
-        where = {"": processes.device}
-    sketch = empty_model(path, read_config(path, gguf_file=gguf_file))
+    where = placement(dtype, device_map, processes.device)
+    skeleton = empty_model(path, read_config(path, gguf_file=gguf_file))
 
-    def read() -> Any:
-        return read_model(path, dtype=dtype, device_map=where, gguf_file=gguf_file)
+    def load() -> Any:
+        return read_model(path, **where, gguf_file=gguf_file)
 
-    return ModelSource(name, tokenizer, sketch, read)
+    return ModelSource(name, tokenizer, skeleton, load)
 
 
 def run_identity(model: Any, space: SearchSpace) -> dict[str, Any]:
-    """What measurements depend on besides samples and candidates, as JSON can hold it."""
+    """Return what measurements depend on besides samples and candidates, as plain data."""
     geometry = space.geometry
     base = json.dumps(geometry.inv_freq().tolist()).encode()
     return {
@@ -118,24 +108,24 @@ def run_identity(model: Any, space: SearchSpace) -> dict[str, Any]:
 
 
 def dependency_versions() -> dict[str, str]:
-    """Versions that measurements and proposals depend on."""
-    found = provenance.versions()
+    """Return the versions that measurements and proposals depend on."""
+    versions = provenance.versions()
     return {
-        **{name: found[name] for name in ("rope_patch", "transformers", "torch")},
+        **{name: versions[name] for name in ("rope_patch", "transformers", "torch")},
         "optuna": version("optuna"),
     }
 
 
 def plain_config(model: Any) -> dict[str, Any]:
-    """The model's config as plain data, without where on this machine it was read from."""
-    said = model.config.to_dict()
-    said.pop("_name_or_path", None)
-    return said
+    """Return the model's config as plain data, without its path on this machine."""
+    config = model.config.to_dict()
+    config.pop("_name_or_path", None)
+    return config
 
 
 @contextlib.contextmanager
 def eval_mode(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, and every module as it was afterwards."""
+    """Put a model into evaluation mode; restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

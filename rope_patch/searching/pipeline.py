@@ -1,4 +1,4 @@
-"""search(): from a model and a budget to the best rotation that was found."""
+"""search(): from a model and a budget to the best rotation for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.inference.samples import Sample
-from rope_patch.searching import model as opening
+from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.journal import SearchJournal, SharedJournal
 from rope_patch.searching.loop import search_loop
 from rope_patch.searching.measure import sample_sets
@@ -26,6 +26,13 @@ from rope_patch.searching.measure.sanity_check import (
     compare_with_control,
     require_competence,
     unigram_loss,
+)
+from rope_patch.searching.model import (
+    dependency_versions,
+    eval_mode,
+    open_model,
+    plain_config,
+    run_identity,
 )
 from rope_patch.searching.progress import SearchProgress
 from rope_patch.searching.result import comparison
@@ -62,51 +69,51 @@ def search(
     command: str | None = None,
     **options: Any,
 ) -> SearchResult:
-    """Searches the rotation that takes this very checkpoint to a longer context.
+    """Search for the rotation that takes this checkpoint to a longer context.
 
-    Candidates are measured on the model itself, patched and put back, on samples of the target
-    length. The best one and the known methods are then measured on other samples. The model is
-    left as it was. Several processes (`accelerate launch`) share the samples of each candidate.
+    Each candidate patches the model, is scored on samples of the target length, and is undone. The
+    best one and the known methods are then measured on held-out samples. The model is left as it
+    was. Several processes (`accelerate launch`) share the samples of each candidate.
 
     Args:
         model: A transformers decoder with RoPE, not patched; or its folder or name.
-        tokenizer: Its tokenizer; needed for a live model unless `samples` are given.
-        length: Target length in tokens. Exactly one of `length` and `factor`.
+        tokenizer: The model's tokenizer; needed for a live model unless `samples` are given.
+        length: Target length in tokens. Give exactly one of `length` and `factor`.
         factor: Target length / trained length.
-        method: How to search, one of `rope_patch.searching.strategies.registry.STRATEGIES`.
-        budget: Candidates at most. YaRN, which is always measured first, is not counted.
-        fitness: What a candidate is judged by, nats for a scored token: "needles" (the answers to
-            needle questions), "documents" (the end of long passages), "both" of them in equal
-            parts, or "recall" (of word pairs in noise, for models of a short context). Needles
-            unless given, or recall where needles do not fit into the trained length.
-        text: Names or files that samples are made of; the novels of the package unless given.
-        samples: Samples instead, or a file of them: JSON lines with input_ids and labels.
-        held_out: How many samples, or which where `samples` are given, the final numbers come from.
-        short: With `samples`: others like them, within the trained length, on which the model must
-            show that it can do at all what is searched by. Not looked into unless given.
+        method: The strategy, one of `rope_patch.searching.strategies.registry.STRATEGIES`.
+        budget: Candidates at most. YaRN is always measured first and not counted.
+        fitness: The loss that candidates are compared by, nats for a scored token: "needles" (the
+            answers to needle questions), "documents" (the end of long passages), "both" in equal
+            parts, or "recall" (of word pairs in noise, for models of a short context). By default
+            needles, or recall if needles do not fit into the trained length.
+        text: Names or files to make samples of; the novels of the package unless given.
+        samples: Samples to use instead, or a file of them: JSON lines with input_ids and labels.
+        held_out: The number of samples for the final numbers; with `samples`, the samples.
+        short: With `samples`: similar ones within the trained length, for the sanity check. There
+            is no sanity check unless they are given.
         count: Samples of each kind that each candidate is measured on.
         trained_length: See `rope_patch.patch`.
         layer_types: See `rope_patch.patch`; one of them.
         start: See `rope_patch.patch`.
-        seed: Of samples and proposals: the same seed searches the same.
-        folder: Where the state of the search is kept, to go on after a kill, and the result saved.
-        picture: An .svg or .png file that is drawn while the search runs.
+        seed: Seed of samples and proposals: the same seed searches the same.
+        folder: Folder for the journal, from which a killed search resumes, and for the result.
+        picture: An .svg or .png file that is redrawn while the search runs.
         progress: Whether to show a bar on stderr.
-        dtype: To read the model in, where it is a name.
-        device_map: As in transformers, where the model is a name.
+        dtype: The dtype to load a named model in.
+        device_map: As in transformers, for a named model.
         gguf_file: The GGUF file within the model's folder.
-        command: What to record as having been run.
-        **options: The strategy's own.
+        command: The command line to record in the result.
+        **options: The strategy's own options.
 
     Returns:
-        What was found; `rope_patch.patch(model, "longrope", **found)` uses it.
+        The best rotation; `rope_patch.patch(model, "longrope", **found)` uses it.
 
     Raises:
         ValueError: A request that cannot be met, a text shorter than the length, a model that
-            cannot do at its own trained length what is searched by, a folder with the state of
-            another search. Nothing has been written then.
-        OSError: Nothing can be written to the folder, found out before the model is loaded; or
-            a file could not be written, with how to go on.
+            fails the sanity check at its trained length, or a folder with the journal of another
+            search. Nothing has been written then.
+        OSError: The folder is not writable, which is checked before the model is loaded; or a
+            file could not be written, with how to go on.
         TypeError: A value of the wrong type.
     """
     strategy = _get_strategy(method, options)
@@ -119,15 +126,15 @@ def search(
         given = "neither" if length is None else f"length={length} and factor={factor}"
         raise ValueError(f"give exactly one of length and factor, got {given}")
     processes = Processes()
-    source = opening.open_model(
+    source = open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
-    asked: dict[str, Any] = {
+    patch_arguments: dict[str, Any] = {
         "trained_length": trained_length,
         "layer_types": layer_types,
         "start": start,
     }
-    space = make_space(source.skeleton, factor=factor, length=length, **asked)
+    space = make_space(source.skeleton, factor=factor, length=length, **patch_arguments)
     sets = sample_sets.prepare(
         space,
         source.tokenizer,
@@ -141,44 +148,43 @@ def search(
     )
     live = source.load()
 
-    def measuring(chosen: Sequence[Sample]) -> Fitness:
-        return Fitness(live, chosen, factor=space.factor, processes=processes, **asked)
+    def make_fitness(some: Sequence[Sample]) -> Fitness:
+        return Fitness(live, some, factor=space.factor, processes=processes, **patch_arguments)
 
-    on = measuring(sets.search)  # refuses a model that is patched
+    on_search = make_fitness(sets.search)  # raises for a patched model
     identity = {
         "strategy": method,
         "options": options,
         "seed": seed,
-        **opening.run_identity(live, space),
+        **run_identity(live, space),
         **sample_sets.identity(sets),
-        "versions": opening.dependency_versions(),
+        "versions": dependency_versions(),
     }
-    title = f"{source.name}: {method}"
-    shown = processes.is_main and progress
-    kept_there = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
-    with kept_there, opening.eval_mode(live), SharedJournal(folder, identity, processes) as kept:
-        kept.require_same_budget(method, budget, strategy.continues)
-        watch = SearchProgress(
+    resume_advice = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
+    with resume_advice, eval_mode(live), SharedJournal(folder, identity, processes) as journal:
+        journal.require_same_budget(method, budget, strategy.resumable)
+        bar = SearchProgress(
             space,
             budget,
-            title=title,
+            title=f"{source.name}: {method}",
             picture=picture if processes.is_main else None,
-            progress=shown,
+            progress=processes.is_main and progress,
         )
         try:
-            _require_competent_model(sets, space.geometry.trained_length, measuring, kept)
-            kept.lock()
+            _require_competent_model(sets, space.geometry.trained_length, make_fitness, journal)
+            journal.lock()
             proposals = strategy.propose(space, budget, seed, **options)
-            best, history, rate = search_loop(on, proposals, budget, kept, watch)
+            best, history, rate = search_loop(on_search, proposals, budget, journal, bar)
         finally:
-            watch.close()
-        judged = measuring(sets.held_out)
-        labels = {comparison.FOUND: best, comparison.PLAIN: None}
-        labels |= {
-            reference: kept.reference_candidate(reference) for reference in comparison.REFERENCES
+            bar.close()
+        on_held_out = make_fitness(sets.held_out)
+        candidates = {comparison.FOUND: best, comparison.PLAIN: None}
+        candidates |= {name: Candidate(name, name) for name in comparison.REFERENCES}
+        evaluations = {
+            label: journal.held_out_evaluation(on_held_out, candidate)
+            for label, candidate in candidates.items()
         }
-        final = {label: kept.held_out_evaluation(judged, one) for label, one in labels.items()}
-        found = SearchResult(
+        result = SearchResult(
             model=source.name,
             weights=identity["weights"],
             strategy=method,
@@ -187,19 +193,19 @@ def search(
             geometry=space.geometry,
             candidate=best,
             history=history,
-            held_out=comparison.compare(final, judged.samples),
-            asked={k: v for k, v in asked.items() if v not in (None, "auto")},
+            held_out=comparison.compare(evaluations, on_held_out.samples),
+            asked={k: v for k, v in patch_arguments.items() if v not in (None, "auto")},
             evaluations_per_minute=rate,
             versions=identity["versions"],
             command=shlex.join(sys.argv) if command is None else command,
-            config=opening.plain_config(live),
+            config=plain_config(live),
         )
         if processes.is_main:
-            watch.draw(history)
+            bar.draw(history)
             if folder is not None:
-                found.save(folder)
+                result.save(folder)
         processes.wait()
-    return found
+    return result
 
 
 def _get_strategy(method: str, options: dict[str, Any]) -> Strategy:
@@ -207,12 +213,12 @@ def _get_strategy(method: str, options: dict[str, Any]) -> Strategy:
         close = get_close_matches(str(method), STRATEGIES, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(f"no strategy {method!r}{hint}: expected one of {', '.join(STRATEGIES)}")
-    known = STRATEGIES[method].options
+    names = STRATEGIES[method].options
     for name in options:
-        if name not in known:
+        if name not in names:
             raise ValueError(
                 f"the strategy {method!r} has no option {name!r}: expected "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(names) or 'none'}"
             )
     return STRATEGIES[method]
 
@@ -236,24 +242,24 @@ def _validate_request(
 def _require_competent_model(
     sets: SampleSets,
     length: int,
-    measuring: Callable[[Sequence[Sample]], Fitness],
-    kept: SharedJournal,
+    make_fitness: Callable[[Sequence[Sample]], Fitness],
+    journal: SharedJournal,
 ) -> None:
-    """Refuses to search where the model cannot do at its trained length what is searched by."""
+    """Raise if the unpatched model fails the search's task at its trained length."""
     for kind, samples in sets.sanity.items():
-        on = measuring(samples)
-        said = kept.get_sanity(kind, samples)
-        if said is None:
-            plain = _require_complete(on.measure(None))
-            control: Sequence[float | None] = unigram_loss(on.samples)
+        fitness = make_fitness(samples)
+        sanity = journal.get_sanity(kind, samples)
+        if sanity is None:
+            plain = _require_complete(fitness.measure(None))
+            control: Sequence[float | None] = unigram_loss(fitness.samples)
             if kind in sets.controls:
-                control = _require_complete(measuring(sets.controls[kind]).measure(None)).nll
-            said = compare_with_control(kind, length, plain, control)
-        require_competence(said)
-        kept.put_sanity(kind, samples, said)
+                control = _require_complete(make_fitness(sets.controls[kind]).measure(None)).nll
+            sanity = compare_with_control(kind, length, plain, control)
+        require_competence(sanity)
+        journal.put_sanity(kind, samples, sanity)
 
 
-def _require_complete(found: Evaluation) -> Evaluation:
-    if found.error is not None:
-        raise ValueError(f"the model as it is fails at its own trained length: {found.error}")
-    return found
+def _require_complete(evaluation: Evaluation) -> Evaluation:
+    if evaluation.error is not None:
+        raise ValueError(f"the model as it is fails at its own trained length: {evaluation.error}")
+    return evaluation

@@ -1,28 +1,35 @@
-"""A search as it runs: a progress bar, and a picture that is drawn again and again."""
+"""The progress of a running search: a bar, and a picture that is redrawn."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from rope_patch.searching.candidates import SearchSpace
 from rope_patch.utils.progress import progress_bar
 
 logger = logging.getLogger("rope_patch")
 
-_PLOT_TIME_SHARE = 0.05  # of the time, at most, that goes into pictures
+_PLOT_TIME_SHARE = 0.05  # at most this share of the time goes into pictures
+
+
+class Progress(Protocol):
+    """What a search loop updates after each evaluation."""
+
+    def update(self, history: list[dict[str, Any]], reference: float, rate: float) -> None:
+        """Show the state after an evaluation; see `SearchProgress.update`."""
 
 
 class SearchProgress:
-    """Tells how far a search is: evaluations, the best so far against YaRN, how fast.
+    """Shows evaluations, the best fitness so far, YaRN's, and the rate.
 
     Args:
-        space: What is searched.
+        space: The space that is searched.
         budget: Evaluations at most.
-        title: For the picture.
-        picture: An .svg or .png file that is drawn as the search goes on; None draws none.
+        title: The picture's title.
+        picture: An .svg or .png file that is redrawn while the search runs; None draws none.
         progress: Whether to show a bar on stderr.
 
     Raises:
@@ -49,10 +56,10 @@ class SearchProgress:
         self._next_plot_time = 0.0
 
     def update(self, history: list[dict[str, Any]], reference: float, rate: float) -> None:
-        """After each evaluation.
+        """Show the state after an evaluation.
 
         Args:
-            history: All so far, as in `SearchResult.history`.
+            history: All evaluations so far, as in `SearchResult.history`.
             reference: YaRN's fitness, nats.
             rate: Evaluations per minute.
         """
@@ -63,7 +70,7 @@ class SearchProgress:
             self.draw(history)
 
     def draw(self, history: list[dict[str, Any]]) -> None:
-        """Draws the picture; one that cannot be written costs a warning, not the search."""
+        """Draw the picture; if it cannot be written, warn and go on."""
         if self._picture is None or not history:
             return
         from rope_patch.searching.result.plot import draw
@@ -77,5 +84,5 @@ class SearchProgress:
         self._next_plot_time = ended + (ended - started) / _PLOT_TIME_SHARE
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """End the bar."""
         self._bar.close()

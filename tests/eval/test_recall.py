@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from commands import here
-from searches import ASSETS, load
+from search_fixtures import ASSETS, load
 from transformers import AutoTokenizer
 
 import rope_patch

@@ -168,7 +168,7 @@ class TestRefused:
 
 
 def test_the_command(tmp_path):
-    """`--write`; what a search found is written in tests/searching/test_found.py."""
+    """`--write`; what a search found is written in tests/searching/result/test_search_result.py."""
     words = ["export", str(TINY), "--engine", "llama.cpp", "--method", "longrope", "--factor", "4"]
     words += ["--option", "attention_factor=1.25", "--write", str(tmp_path / "made")]
     for name in ("long", "short"):

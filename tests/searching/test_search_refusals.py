@@ -1,7 +1,7 @@
 """Searches that cannot be: refused with the reason, before anything is written."""
 
 import pytest
-from searches import TRAINED, arguments, load, questions, registered
+from search_fixtures import TRAINED, arguments, load, questions, registered
 from tiny_models import make_model
 from transformers import AutoTokenizer
 

@@ -1,12 +1,12 @@
-"""When to give a candidate up before all samples are scored."""
+"""Early stopping: when to give up a candidate before all samples are scored."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-ALPHA = 0.005  # how often, at each look, a candidate that is as good as the best is given up
-MIN_GROUPS = 3  # groups, to know how much they differ
+ALPHA = 0.005  # error rate of each look: an equally good candidate is stopped this often
+MIN_GROUPS = 3  # fewer say nothing about how much groups differ
 
 
 def predicted_deficit(
@@ -15,47 +15,55 @@ def predicted_deficit(
     weights: Sequence[float],
     groups: Sequence[str],
 ) -> float | None:
-    """How far behind a candidate will end, if that is beyond hope; None while there is some.
+    """Return the predicted final deficit if the candidate should be stopped, else None.
 
-    A candidate is compared with the best complete one on the samples that both were scored on, so
-    what makes a sample hard for both cancels. It is given up where its mean loss is further behind
-    than Student's t allows by chance, one-sided, at `ALPHA`: groups are what varies, and the more
-    of all groups are done, the less the rest can change (the correction for a finite population).
-    The best one may have its hardest samples still before it, which is known: it must be ahead by
-    as much, too, if the candidate did on the rest as it has done so far. And a candidate that would
-    lose with no loss at all on the rest is given up at any time.
+    The candidate is compared with the best complete one on the samples that both were scored on, so
+    what makes a sample hard for both cancels. It is stopped if its mean loss is further behind than
+    a one-sided Student's t-test at `ALPHA` allows. Groups are the units of the test, with the
+    correction for a finite population: the more groups are scored, the less the rest can change.
+    The best candidate must also lead by as much if the rest of the samples score as the first ones
+    did, because the best one's remaining samples may be the hard ones. A candidate that would lose
+    even with no loss at all on the rest is stopped at once.
 
-    The risk: with three looks, a candidate that would have ended level with the best is given up in
-    at most about three searches of two hundred, one that would have ended ahead in fewer, and then
-    the search keeps the one that it had. Groups whose losses differ wildly make t a poor guide; few
-    groups give little up, for t is wide there.
+    The risk: with three looks, a candidate that would have ended level with the best is stopped in
+    at most about three searches of two hundred, one that would have ended ahead in fewer. The
+    search then keeps its present best. Groups whose losses differ wildly make t a poor guide. With
+    few groups t is wide, so few candidates are stopped.
 
     Args:
         candidate_nll: The candidate's nats, by sample, of those scored so far.
-        best_nll: The best one's, of every sample.
-        weights: Of every sample.
-        groups: Of every sample.
+        best_nll: The best candidate's nats of all samples.
+        weights: The weights of all samples.
+        groups: The groups of all samples.
 
     Returns:
-        By how many nats it ends behind, one standard error on the pessimistic side.
+        The nats by which the candidate ends behind, pessimistic by one standard error.
     """
     from scipy import special
 
-    done, everything = sum(weights[i] for i in candidate_nll), sum(weights)
-    total = math.fsum(w * nats for w, nats in zip(weights, best_nll, strict=True)) / everything
-    own = math.fsum(weights[i] * nats for i, nats in candidate_nll.items())
-    mean = (own - math.fsum(weights[i] * best_nll[i] for i in candidate_nll)) / done
+    scored_weight, total_weight = sum(weights[i] for i in candidate_nll), sum(weights)
+    best_mean = (
+        math.fsum(w * nats for w, nats in zip(weights, best_nll, strict=True)) / total_weight
+    )
+    candidate_sum = math.fsum(weights[i] * nats for i, nats in candidate_nll.items())
+    mean_deficit = (
+        candidate_sum - math.fsum(weights[i] * best_nll[i] for i in candidate_nll)
+    ) / scored_weight
     residuals: dict[str, float] = {}
     for i, nats in candidate_nll.items():
-        residual = weights[i] * (nats - best_nll[i] - mean)
+        residual = weights[i] * (nats - best_nll[i] - mean_deficit)
         residuals[groups[i]] = residuals.get(groups[i], 0.0) + residual
     count = len(residuals)
-    spread = math.fsum(part**2 for part in residuals.values()) * count / max(count - 1, 1)
-    rest = max(1 - done / everything, 1 / len(set(groups)))
-    error = math.sqrt(spread * rest) / done
-    if own / everything > total:
-        return max(mean, own / everything - total) + error
+    variance = math.fsum(part**2 for part in residuals.values()) * count / max(count - 1, 1)
+    remaining_share = max(1 - scored_weight / total_weight, 1 / len(set(groups)))
+    standard_error = math.sqrt(variance * remaining_share) / scored_weight
+    if candidate_sum / total_weight > best_mean:
+        return max(mean_deficit, candidate_sum / total_weight - best_mean) + standard_error
     if count < MIN_GROUPS:
         return None
-    limit = float(special.stdtrit(count - 1, 1 - ALPHA)) * error
-    return mean + error if min(mean, own / done - total) > limit else None
+    limit = float(special.stdtrit(count - 1, 1 - ALPHA)) * standard_error
+    return (
+        mean_deficit + standard_error
+        if min(mean_deficit, candidate_sum / scored_weight - best_mean) > limit
+        else None
+    )

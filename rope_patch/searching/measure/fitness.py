@@ -1,4 +1,4 @@
-"""How good a candidate is: the model patched with it, scored on fixed samples, and put back."""
+"""The fitness of a candidate: the model is patched with it, scored on samples, and unpatched."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rope_patch.searching.measure.early_stopping import predicted_deficit
 from rope_patch.utils.errors import describe_error
 from rope_patch.utils.processes import Processes
 
-_ROUNDS = 4  # after each of which a candidate may be given up
+_ROUNDS = 4  # early stopping is considered after each
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of one candidate.
+    """The measurements of one candidate.
 
     Attributes:
-        nll: Of each sample, nats for a scored token on average; None where it was not reached.
-        hits: Of each sample, which answers greedy decoding would write.
-        fitness: The mean of `nll`, answers and prose weighing the same where there are both. Where
-            the candidate was given up, an estimate that is worse than what it was held against;
-            infinite where it failed.
-        tokens: That went through the model.
-        seconds: It took.
+        nll: Mean nats for a scored token, by sample; None if the sample was not reached.
+        hits: By sample, which answers greedy decoding would write.
+        fitness: The mean of `nll`, where answers and prose have equal weight if there are both. An
+            estimate worse than the incumbent's if the candidate was stopped early; infinite if it
+            failed.
+        tokens: Tokens that went through the model.
+        seconds: Time taken.
         complete: Whether all samples were scored.
-        error: Why it failed, or None.
+        error: Why the candidate failed, or None.
     """
 
     nll: tuple[float | None, ...]
@@ -47,40 +47,40 @@ class Evaluation:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the evaluation as plain data."""
         return {**vars(self), "nll": list(self.nll), "hits": [list(hits) for hits in self.hits]}
 
     @classmethod
-    def from_dict(cls, said: dict[str, Any]) -> Evaluation:
-        """From what `to_dict` gave, through JSON or not."""
-        hits = tuple(tuple(hits) for hits in said["hits"])
-        return cls(**{**said, "nll": tuple(said["nll"]), "hits": hits})
+    def from_dict(cls, data: dict[str, Any]) -> Evaluation:
+        """Return the evaluation that `to_dict` wrote, through JSON or not."""
+        hits = tuple(tuple(hits) for hits in data["hits"])
+        return cls(**{**data, "nll": tuple(data["nll"]), "hits": hits})
 
 
 class Fitness:
-    """Measures candidates on the same samples, on the same model, without loading anything again.
+    """Measures candidates on the same samples and the same model, which is loaded once.
 
-    Only logits before scored tokens are made. Samples that are short and of one length are read in
-    batches; others in chunks, common beginnings once. Several processes that accelerate or torchrun
-    started share the samples of each candidate, and find the same as one.
+    Only the logits before scored tokens are computed. Short samples of one length are read in
+    batches; others in chunks, common prefixes once. Several processes that accelerate or torchrun
+    started share the samples of each candidate and return what one process would.
 
-    A candidate that is held against a complete evaluation is given up when what it was scored on so
-    far leaves no hope; see `hopeless.outlook` for the rule and its risk. What was given up is never
-    complete, so it cannot become a result.
+    A candidate that is compared with a complete evaluation is stopped early once its lag is beyond
+    chance; see `early_stopping.predicted_deficit` for the rule and its risk. A stopped candidate is
+    never complete, so it cannot become a result.
 
     Args:
         model: A transformers decoder, not patched.
-        samples: What candidates are scored on.
+        samples: Samples that candidates are scored on.
         factor: Target length / trained length; exactly one of `factor` and `length`.
         length: Target length in tokens.
         trained_length: See `rope_patch.patch`.
         layer_types: See `rope_patch.patch`.
         start: See `rope_patch.patch`.
-        processes: Those that share the work; asks accelerate unless given.
+        processes: Processes that share the work; those of accelerate unless given.
 
     Attributes:
-        space: What candidates are of.
-        scorer: Counts the tokens that this process read.
+        space: The space of the candidates.
+        scorer: Scores samples, and counts the tokens that this process read.
 
     Raises:
         ValueError: The model is patched, cannot be extended so, or has several rotations to search.
@@ -106,8 +106,8 @@ class Fitness:
             "start": start,
         }
         self.space = make_space(model, factor=factor, length=length, **self._patch_arguments)
-        # Samples of a group stay neighbours; groups come in an order that has nothing to do with
-        # their depths or texts, so that any first few speak for all.
+        # Samples of a group stay neighbours. Groups are shuffled, so that the first ones are
+        # representative of all, whatever their depths and texts.
         groups: dict[str, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.group, []).append(sample)
@@ -124,15 +124,15 @@ class Fitness:
         self._rounds = [units[a:b] for a, b in pairwise(edges) if a < b]
 
     def measure(self, candidate: Candidate | None, against: Evaluation | None = None) -> Evaluation:
-        """Scores one candidate; the model is as before afterwards.
+        """Score one candidate; the model is unpatched afterwards.
 
         Args:
-            candidate: What to patch with; None is the model as it is.
-            against: A complete evaluation on these samples, usually the best one so far. Given one,
-                a candidate without hope of beating it is given up.
+            candidate: The candidate to patch with; None is the unpatched model.
+            against: A complete evaluation on these samples, usually the best one so far; enables
+                early stopping.
 
         Returns:
-            The evaluation. A candidate that cannot be patched or that fails has its `error` there.
+            The evaluation. If the candidate cannot be patched or fails, its `error` says why.
 
         Raises:
             ValueError: The model was patched meanwhile.
@@ -141,8 +141,7 @@ class Fitness:
         started, before = time.monotonic(), self.scorer.tokens_read
         scores: dict[int, Score] = {}
         fitness = math.inf
-        with self._patched(candidate) as refused:
-            error = refused
+        with self._patched(candidate) as error:
             for units in self._rounds:
                 if error is None:
                     scores, error = self._score_round(units, scores)
@@ -168,12 +167,12 @@ class Fitness:
 
     @property
     def groups(self) -> list[str]:
-        """Of each sample, in the order of an evaluation's numbers."""
+        """Return the groups of the samples, in the order of an evaluation's numbers."""
         return [sample.group for sample in self.samples]
 
     @contextlib.contextmanager
     def _patched(self, candidate: Candidate | None) -> Iterator[str | None]:
-        """The patched model; gives the reason where that cannot be."""
+        """Patch the model for the context; yield None, or why it cannot be patched."""
         handle, error = None, None
         if candidate is not None:
             try:
@@ -194,7 +193,7 @@ class Fitness:
                 handle.undo()
 
     def _patch_options(self, candidate: Candidate) -> dict[str, Any]:
-        """A candidate's options, in a form that does not follow lengths where none is short."""
+        """Return a candidate's options; static ones if all samples exceed the trained length."""
         options = candidate.options
         shortest = min(sample.answers[-1][1] - 1 for sample in self.samples)
         if "long_factor" not in options or shortest <= self.space.geometry.trained_length:
@@ -204,47 +203,51 @@ class Fitness:
     def _score_round(
         self, units: list[list[int]], scores: dict[int, Score]
     ) -> tuple[dict[int, Score], str | None]:
-        """Scores some units, whoever has to, and tells everybody."""
-        found: dict[int, Score] = {}
+        """Score some units, shared among the processes.
+
+        Returns:
+            `scores` with the new ones of all processes, and the first error or None.
+        """
+        own_scores: dict[int, Score] = {}
         error = None
         try:
             for unit in self.processes.own_share(units, self.scorer.cost):
-                found |= self.scorer.score(unit)
-            for i, score in found.items():
+                own_scores |= self.scorer.score(unit)
+            for i, score in own_scores.items():
                 if not math.isfinite(score.nll):
                     raise ValueError(f"the loss of sample {i} is {score.nll}")
         except Exception as problem:
             error = describe_error(problem)
         scores = dict(scores)
         errors = []
-        for part, said in self._gather((found, error)):
+        for part, failure in self._gather((own_scores, error)):
             scores |= part
-            errors += [said] if said else []
+            errors += [failure] if failure else []
         return scores, errors[0] if errors else None
 
     def _predicted_deficit(self, scores: dict[int, Score], against: Evaluation) -> float | None:
-        """By how many nats a candidate without hope will end behind; None while there is some."""
-        theirs = [_require_scored(nll) for nll in against.nll]
-        mine = {i: score.nll for i, score in scores.items()}
-        return predicted_deficit(mine, theirs, self._weights, self.groups)
+        """Return the predicted deficit if the candidate should be stopped, else None."""
+        candidate_nll = {i: score.nll for i, score in scores.items()}
+        best_nll = [_require_scored(nll) for nll in against.nll]
+        return predicted_deficit(candidate_nll, best_nll, self._weights, self.groups)
 
     def _weighted_mean(self, nll: dict[int, float]) -> float:
         weight = sum(self._weights[i] for i in nll)
         return math.fsum(self._weights[i] * nll[i] for i in nll) / weight
 
-    def _gather(self, mine: Any) -> list[Any]:
-        """What each process has, in the order of their ranks."""
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes in the order of their ranks."""
         if self.processes.size == 1:
-            return [mine]
+            return [value]
         from accelerate.utils import gather_object
 
-        return gather_object([mine])
+        return gather_object([value])
 
     def _require_unpatched(self) -> None:
-        if (standing := current(self.model)) is not None:
+        if (active_patch := current(self.model)) is not None:
             raise ValueError(
-                f"the model is patched already ({standing}): candidates are measured on the model "
-                "as it was, so call rope_patch.unpatch(model) first"
+                f"the model is patched already ({active_patch}): candidates are measured on the "
+                "model as it was, so call rope_patch.unpatch(model) first"
             )
 
 
@@ -257,25 +260,33 @@ def make_space(
     layer_types: list[str] | None = None,
     start: str = "auto",
 ) -> SearchSpace:
-    """What can be searched on a model: the rotation that `patch` would change, and how far.
+    """Return the search space of a model: the rotation that `patch` would change, and the target.
+
+    Args:
+        model: A transformers decoder, with or without weights.
+        factor: Target length / trained length; exactly one of `factor` and `length`.
+        length: Target length in tokens.
+        trained_length: See `rope_patch.patch`.
+        layer_types: See `rope_patch.patch`.
+        start: See `rope_patch.patch`.
 
     Raises:
-        ValueError: Not exactly one of `factor` and `length`, what `patch` refuses, or layer types
-            that rotate differently.
+        ValueError: Not exactly one of `factor` and `length`, a request that `patch` refuses, or
+            layer types that rotate differently.
     """
     if (factor is None) == (length is None):
         given = "neither" if factor is None else f"factor={factor} and length={length}"
         raise ValueError(f"give exactly one of factor and length, got {given}")
-    asked: dict[str, Any] = {"trained_length": trained_length, "layer_types": layer_types}
+    patch_arguments: dict[str, Any] = {"trained_length": trained_length, "layer_types": layer_types}
     try:
-        plan = check(model, "linear", factor=factor, length=length, start=start, **asked)
+        plan = check(model, "linear", factor=factor, length=length, start=start, **patch_arguments)
     except ValueError as error:
         raise ValueError(f"the model cannot be searched for this target: {error}") from error
     if len(plan.geometries) > 1:
-        kinds = ", ".join(str(kind) for kind in plan.geometries)
+        kinds = ", ".join(str(layer_type) for layer_type in plan.geometries)
         raise ValueError(
-            f"a search is for one rotation, and these layer types have one each: {kinds}; name one "
-            "of them in layer_types"
+            "a search is for one rotation, and these layer types have one each: "
+            f"{kinds}; name one of them in layer_types"
         )
     (geometry,) = plan.geometries.values()
     return SearchSpace(geometry, plan.method.factor)

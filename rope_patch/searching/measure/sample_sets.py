@@ -1,4 +1,4 @@
-"""The sets of samples of one search: to search on, to judge by, and to see what the model can."""
+"""The sample sets of a search: search samples, held-out samples, sanity samples and controls."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ from rope_patch.searching.candidates import SearchSpace
 
 FITNESS_KINDS = ("needles", "documents", "both", "recall")
 DEFAULT_COUNT = 8  # samples of each kind
-HELD_OUT_RATIO = 2  # times as many, for the final numbers
-_SANITY_COUNTS = (
-    4,
-    8,
-)  # what the model must manage first: as many as are searched by, within these
+HELD_OUT_RATIO = 2  # held-out samples / search samples
+_SANITY_COUNTS = (4, 8)  # bounds; in between, as many sanity samples as search samples
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +34,13 @@ SampleSource = Sequence[Sample] | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class SampleSets:
-    """Samples of one search.
+    """The samples of one search.
 
     Attributes:
-        search: What candidates are scored on.
-        held_out: Others, for the final numbers.
-        sanity: What the model must manage as it was trained, by kind.
-        controls: By kind, the same without what makes it possible.
+        search: Samples that candidates are scored on.
+        held_out: Other samples, for the final numbers.
+        sanity: By kind, samples at the trained length.
+        controls: By kind, the same questions without their answers in the text.
     """
 
     search: list[Sample]
@@ -64,10 +61,11 @@ def prepare(
     short: SampleSource | None,
     seed: int,
 ) -> SampleSets:
-    """Builds or reads all samples; arguments as `search` has them.
+    """Generate or read all samples; the arguments are those of `search`.
 
     Raises:
-        ValueError: They cannot be had, do not go together, or are of other lengths than needed.
+        ValueError: Arguments that exclude each other, samples of a wrong length, or samples that
+            cannot be made with this tokenizer.
     """
     if samples is not None:
         if text is not None:
@@ -79,16 +77,16 @@ def prepare(
             )
         sets = _from_user(samples, held_out, short)
     else:
-        judged = HELD_OUT_RATIO * count if held_out is None else held_out
-        if not isinstance(judged, int):
+        held_out = HELD_OUT_RATIO * count if held_out is None else held_out
+        if not isinstance(held_out, int):
             raise ValueError("held_out can be samples only where samples are given, too")
-        for name, number in (("count", count), ("held_out", judged)):
+        for name, number in (("count", count), ("held_out", held_out)):
             if number < 1:
                 raise ValueError(f"{name} must be at least 1 sample, got {number}")
         if tokenizer is None:
             raise ValueError("needles and documents are made with the model's tokenizer: give it")
         fitness = _choose_fitness(space, tokenizer, fitness, text)
-        sets = _generate(space, tokenizer, fitness, count, judged, text, seed)
+        sets = _generate(space, tokenizer, fitness, count, held_out, text, seed)
     _require_lengths(space, sets)
     return sets
 
@@ -96,10 +94,10 @@ def prepare(
 def _choose_fitness(
     space: SearchSpace, tokenizer: Any, fitness: str | None, text: str | Sequence[str] | None
 ) -> str:
-    """Return what to search by: needles unless told, or recall where needles do not fit.
+    """Return the fitness: the requested one, else needles, or recall if needles do not fit.
 
     Raises:
-        ValueError: Needles were asked for and do not fit, or recall of a text.
+        ValueError: Needles are requested and do not fit, or recall of a text.
     """
     if fitness == "recall" and text is not None:
         raise ValueError(
@@ -130,21 +128,21 @@ def _choose_fitness(
 def _from_user(
     samples: SampleSource, held_out: SampleSource, short: SampleSource | None
 ) -> SampleSets:
-    search, judged = _load_samples(samples), _load_samples(held_out)
-    both = {s.ids for s in search} & {s.ids for s in judged}
+    """Return the user's own samples, and controls for those within the trained length."""
+    search, others = _load_samples(samples), _load_samples(held_out)
+    both = {s.ids for s in search} & {s.ids for s in others}
     if both:
         raise ValueError(
             f"{len(both)} of the held-out samples are among those that are searched on: give others"
         )
     if short is None:
-        return SampleSets(search, judged, {}, {})
-    able = _load_samples(short)
-    controls = permuted_answers(able)
-    if [s.answers for s in controls] == [s.answers for s in able]:
-        return SampleSets(search, judged, {"answers": able}, {"answers": controls})
-    return SampleSets(
-        search, judged, {"documents": able}, {}
-    )  # whose answers are all of other lengths
+        return SampleSets(search, others, {}, {})
+    sanity = _load_samples(short)
+    controls = permuted_answers(sanity)
+    if [s.answers for s in controls] == [s.answers for s in sanity]:
+        return SampleSets(search, others, {"answers": sanity}, {"answers": controls})
+    # Some answer has no other one of as many tokens: compare with token frequencies instead.
+    return SampleSets(search, others, {"documents": sanity}, {})
 
 
 def _generate(
@@ -152,40 +150,49 @@ def _generate(
     tokenizer: Any,
     fitness: str,
     count: int,
-    judged: int,
+    held_out_count: int,
     text: str | Sequence[str] | None,
     seed: int,
 ) -> SampleSets:
+    """Return samples made with the tokenizer, and sanity samples with their controls."""
     texts = [text] if isinstance(text, str) else text
     trained = space.geometry.trained_length
-    able = min(max(count, _SANITY_COUNTS[0]), _SANITY_COUNTS[1])
+    sanity_count = min(max(count, _SANITY_COUNTS[0]), _SANITY_COUNTS[1])
     sets = SampleSets([], [], {}, {})
     if fitness in ("needles", "both"):
-        # Held-out ones are of another seed; novels are long, so other places in them as well.
-        for into, number, of in ((sets.search, count, seed), (sets.held_out, judged, seed + 1)):
+        # Another seed makes other needles; novels are long, so it takes other excerpts, too.
+        for into, number, of in (
+            (sets.search, count, seed),
+            (sets.held_out, held_out_count, seed + 1),
+        ):
             into += needle_samples(tokenizer, space.length, number, of, texts)
-        for asked, planted in ((sets.sanity, True), (sets.controls, False)):
-            asked["needles"] = needle_samples(tokenizer, trained, able, seed, texts, planted)
+        for by_kind, planted in ((sets.sanity, True), (sets.controls, False)):
+            by_kind["needles"] = needle_samples(
+                tokenizer, trained, sanity_count, seed, texts, planted
+            )
     if fitness == "recall":
-        for into, number, of in ((sets.search, count, seed), (sets.held_out, judged, seed + 1)):
+        for into, number, of in (
+            (sets.search, count, seed),
+            (sets.held_out, held_out_count, seed + 1),
+        ):
             into += recall_samples(tokenizer, space.length, number, of)
-        for asked, planted in ((sets.sanity, True), (sets.controls, False)):
-            asked["recall"] = recall_samples(tokenizer, trained, able, seed, planted)
+        for by_kind, planted in ((sets.sanity, True), (sets.controls, False)):
+            by_kind["recall"] = recall_samples(tokenizer, trained, sanity_count, seed, planted)
     if fitness in ("documents", "both"):
-        found = document_samples(tokenizer, space.length, count + judged, seed, texts)
-        sets.search.extend(found[:count])
-        sets.held_out.extend(found[count:])
-        sets.sanity["documents"] = document_samples(tokenizer, trained, able, seed, texts)
+        documents = document_samples(tokenizer, space.length, count + held_out_count, seed, texts)
+        sets.search.extend(documents[:count])
+        sets.held_out.extend(documents[count:])
+        sets.sanity["documents"] = document_samples(tokenizer, trained, sanity_count, seed, texts)
     return sets
 
 
-def _load_samples(given: SampleSource) -> list[Sample]:
-    if isinstance(given, str | os.PathLike):
-        return read_samples(Path(given))
-    found = list(given)
-    if not found or not all(isinstance(sample, Sample) for sample in found):
-        raise ValueError(f"expected samples (searching.samples.Sample), got {given!r:.100}")
-    return found
+def _load_samples(source: SampleSource) -> list[Sample]:
+    if isinstance(source, str | os.PathLike):
+        return read_samples(Path(source))
+    samples = list(source)
+    if not samples or not all(isinstance(sample, Sample) for sample in samples):
+        raise ValueError(f"expected samples (searching.samples.Sample), got {source!r:.100}")
+    return samples
 
 
 def _require_lengths(space: SearchSpace, sets: SampleSets) -> None:
@@ -212,5 +219,5 @@ def _require_lengths(space: SearchSpace, sets: SampleSets) -> None:
 
 
 def identity(sets: SampleSets) -> dict[str, Any]:
-    """What of the samples the measurements of candidates depend on."""
+    """Return what of the samples the journal's measurements depend on."""
     return {"samples": samples_digest(sets.search), "sample_count": len(sets.search)}

@@ -1,4 +1,4 @@
-"""Whether a model can do at its trained length what candidates are to be chosen by."""
+"""The sanity check: does the unpatched model solve the search's task at its trained length?"""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from rope_patch.inference.samples import Sample
 from rope_patch.searching.measure.fitness import Evaluation
 
-MAX_LOSS_RATIO = 0.75  # of the control's loss
-MIN_STANDARD_ERRORS = 3.0  # standard errors that the gain is at least
+MAX_LOSS_RATIO = 0.75  # the model's loss / the control's
+MIN_STANDARD_ERRORS = 3.0  # the least gain over the control
 
 
 def unigram_loss(samples: Sequence[Sample]) -> list[float]:
-    """Nats for each sample's scored tokens, given only how frequent tokens are in all samples.
+    """Return the nats of each sample's scored tokens by token frequencies in all samples.
 
-    What a model says that knows nothing but the vocabulary's statistics, and those exactly.
+    This is the loss of a model that has only the exact frequencies of the vocabulary.
     """
     counts = collections.Counter(token for sample in samples for token in sample.ids)
     total = sum(counts.values())
@@ -30,37 +30,42 @@ def unigram_loss(samples: Sequence[Sample]) -> list[float]:
 def compare_with_control(
     kind: str, length: int, evaluation: Evaluation, control: Sequence[float | None]
 ) -> dict[str, Any]:
-    """Compares what the plain model makes of samples with their control.
+    """Compare the plain model's losses with those of a control.
 
     Args:
         kind: "needles", "recall", "answers" or "documents".
-        length: The trained length, tokens.
-        evaluation: The model on samples of that length.
+        length: The trained length in tokens.
+        evaluation: The plain model on samples of that length.
         control: Nats of the same samples' control, in the same order.
 
     Returns:
-        `nll`, `control` (nats), `length`, and `able`.
+        The check's result: `kind`, `length`, `nll` and `control` (nats), and `able`.
     """
     pairs = [(a, b) for a, b in zip(evaluation.nll, control, strict=True) if a is not None and b]
     gains = [b - a for a, b in pairs]
-    nll, other = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
-    mean = other - nll
-    spread = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / max(len(gains) - 1, 1))
-    sure = len(gains) > 1 and mean > MIN_STANDARD_ERRORS * spread / math.sqrt(len(gains))
+    nll, control_nll = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
+    mean_gain = control_nll - nll
+    deviation = math.sqrt(sum((gain - mean_gain) ** 2 for gain in gains) / max(len(gains) - 1, 1))
+    is_significant = len(gains) > 1 and mean_gain > MIN_STANDARD_ERRORS * deviation / math.sqrt(
+        len(gains)
+    )
     return {
         "kind": kind,
         "length": length,
         "nll": nll,
-        "control": other,
-        "able": bool(sure and nll <= MAX_LOSS_RATIO * other),
+        "control": control_nll,
+        "able": bool(is_significant and nll <= MAX_LOSS_RATIO * control_nll),
     }
 
 
 def require_competence(sanity: dict[str, Any]) -> None:
-    """Refuses a model that cannot do it.
+    """Raise if a model fails the sanity check.
+
+    Args:
+        sanity: What `compare_with_control` returned.
 
     Raises:
-        ValueError: With the numbers.
+        ValueError: The model fails; the message has the numbers.
     """
     if sanity["able"]:
         return
@@ -74,8 +79,8 @@ def require_competence(sanity: dict[str, Any]) -> None:
         sanity["kind"], "find needles"
     )
     raise ValueError(
-        f"the model cannot {what} at its own trained length of {sanity['length']:,} tokens: a token "
-        f"costs it {sanity['nll']:.3f} nats, and {sanity['control']:.3f} by {control}; expected at "
-        f"most {MAX_LOSS_RATIO:g} of that. What is searched by would be noise: choose another fitness, or a "
-        "model that can"
+        f"the model cannot {what} at its own trained length of {sanity['length']:,} tokens: a "
+        f"token costs it {sanity['nll']:.3f} nats, and {sanity['control']:.3f} by {control}; "
+        f"expected at most {MAX_LOSS_RATIO:g} of that. What is searched by would be noise: choose "
+        "another fitness, or a model that can"
     )

@@ -1,4 +1,4 @@
-"""What is written beside a search's result: a config, words for engines, a picture."""
+"""The files beside a search's result: a config, the engines' arguments and a picture."""
 
 from __future__ import annotations
 
@@ -15,59 +15,58 @@ if TYPE_CHECKING:
     from rope_patch.searching.result.search_result import SearchResult
 
 CONFIG_FILE, EXPORTS_FILE, PICTURE_FILE = "config.json", "exports.json", "picture.svg"
-_REFERENCE_ENGINE = "transformers"  # the engine that has both sets of stretches
+_REFERENCE_ENGINE = "transformers"  # the one engine with both sets of stretches
 
 
-def write_artifacts(found: SearchResult, folder: Path) -> None:
-    """Writes what can be written; see `SearchResult.save`."""
+def write_artifacts(result: SearchResult, folder: Path) -> None:
+    """Write the files that the result and the installed packages allow; see `SearchResult.save`."""
     from rope_patch.exporting.folder import merge_config
 
-    exports = all_exports(found)
+    exports = all_exports(result)
     if exports:
-        said = exports.get(_REFERENCE_ENGINE, {})
-        if "refused" not in said:
-            config = merge_config(found.config, said["config"])
+        reference = exports.get(_REFERENCE_ENGINE, {})
+        if "refused" not in reference:
+            config = merge_config(result.config, reference["config"])
             atomic_files.atomic_write(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         else:
-            (folder / CONFIG_FILE).unlink(missing_ok=True)  # an earlier result's would be wrong
+            (folder / CONFIG_FILE).unlink(missing_ok=True)  # it would be an earlier result's
         atomic_files.write_json(folder / EXPORTS_FILE, exports)
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         return
-    found.plot(folder / PICTURE_FILE)
+    result.plot(folder / PICTURE_FILE)
 
 
-def all_exports(found: SearchResult) -> dict[str, Any]:
-    """What each engine is to be given, by name, or under `refused` why it cannot rotate so.
+def all_exports(result: SearchResult) -> dict[str, Any]:
+    """Return by engine its config and arguments, or under `refused` why it cannot rotate so.
 
-    transformers gets both sets of stretches. The others rotate all sequences alike, whatever their
-    length: they get the method that was found, or else its stretches pair by pair, for all of them.
+    transformers gets both sets of stretches. The other engines rotate sequences of all lengths
+    alike: they get the candidate's method if they have it, else its stretches pair by pair.
     """
     from rope_patch.exporting import ENGINES
 
-    if not found.config:
+    if not result.config:
         return {}
     exports: dict[str, Any] = {}
     for engine in ENGINES:
         try:
-            exports[engine] = export_for(found, engine).to_dict()
+            exports[engine] = export_for(result, engine).to_dict()
         except ValueError as error:
             exports[engine] = {"engine": engine, "refused": str(error)}
     return exports
 
 
 def export_for(result: SearchResult, engine: str, config: Any = None) -> Export:
-    """What one engine is to be given; see `all_exports`.
+    """Return the export for one engine; see `all_exports`.
 
     Args:
         result: The search's result.
         engine: One of `rope_patch.exporting.ENGINES`.
-        config: Of the checkpoint that it is for, without a patch; else of the one that was
-            searched.
+        config: The unpatched config of the checkpoint to serve; that of the search unless given.
 
     Raises:
-        ValueError: The engine has no form for it, or the result is not for this model.
+        ValueError: The engine cannot express the rotation, or the result is not for this model.
     """
     from rope_patch.exporting import export
 
@@ -77,49 +76,56 @@ def export_for(result: SearchResult, engine: str, config: Any = None) -> Export:
         return export(_patched_empty_model(result, config, "longrope", arguments), engine)
     arguments["short_factor"] = arguments["long_factor"]
     candidate = result.candidate
-    said = None
+    exported = None
     if candidate.method != "longrope":  # a form that more engines know
-        named = {"factor": result.factor, **candidate.options, **result.asked}
+        own_arguments = {"factor": result.factor, **candidate.options, **result.asked}
         with contextlib.suppress(ValueError):
-            said = export(_patched_empty_model(result, config, candidate.method, named), engine)
-    if said is None:
-        said = export(_patched_empty_model(result, config, "longrope", arguments), engine)
-    said.notes.append(
+            exported = export(
+                _patched_empty_model(result, config, candidate.method, own_arguments), engine
+            )
+    if exported is None:
+        exported = export(_patched_empty_model(result, config, "longrope", arguments), engine)
+    exported.notes.append(
         "rotates sequences up to the trained length by the found stretches, too; rope_patch and "
         "transformers leave their frequencies as they were"
     )
-    return said
+    return exported
 
 
 def _patched_empty_model(
-    found: SearchResult, config: Any, method: str, arguments: dict[str, Any]
+    result: SearchResult, config: Any, method: str, arguments: dict[str, Any]
 ) -> Any:
-    """The model without weights, patched."""
+    """Return the result's model without weights, patched.
+
+    Raises:
+        ValueError: The result is not for a model with this config.
+    """
     from rope_patch.patching import patch
     from rope_patch.pretrained.loading import empty_model
 
-    model = empty_model(found.model, copy.deepcopy(config))
+    model = empty_model(result.model, copy.deepcopy(config))
     handle = patch(model, method, kernels="hf", **arguments)
-    here = handle.geometries.get(found.layer_type)
-    told = [(g.theta, g.rotary_dim, g.trained_length) for g in (here, found.geometry) if g]
-    if told[0] != told[-1] or here is None:
+    geometry = handle.geometries.get(result.layer_type)
+    shapes = [(g.theta, g.rotary_dim, g.trained_length) for g in (geometry, result.geometry) if g]
+    if shapes[0] != shapes[-1] or geometry is None:
         raise ValueError(
-            f"what was found for {found.model} is not for this model: expected theta, rotating "
-            f"dimensions and trained length {told[-1]}, got {told[0] if here else 'no such layer'}"
+            f"what was found for {result.model} is not for this model: expected theta, rotating "
+            f"dimensions and trained length {shapes[-1]}, got "
+            f"{shapes[0] if geometry else 'no such layer'}"
         )
     return model
 
 
-def base_config(found: SearchResult) -> Any:
-    """The model's config, as it was.
+def base_config(result: SearchResult) -> Any:
+    """Return the unpatched config of the model that was searched.
 
     Raises:
-        ValueError: It is of a kind that transformers does not know.
+        ValueError: transformers does not know the model type.
     """
     from transformers import AutoConfig
 
-    said = copy.deepcopy(found.config)
+    fields = copy.deepcopy(result.config)
     try:
-        return AutoConfig.for_model(said.pop("model_type"), **said)
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
     except KeyError as error:
-        raise ValueError(f"the config of {found.model} names no model_type") from error
+        raise ValueError(f"the config of {result.model} names no model_type") from error

@@ -1,4 +1,4 @@
-"""The final numbers: what was found and the known methods, on samples that nobody chose by."""
+"""The final numbers: the search's result and the known methods on held-out samples."""
 
 from __future__ import annotations
 
@@ -15,36 +15,40 @@ REFERENCES = ("yarn", "ntk", "linear")
 def compare(
     evaluations: Mapping[str, Evaluation], samples: Sequence[Sample]
 ) -> dict[str, dict[str, Any]]:
-    """Intervals of each, and of what was found less each other.
+    """Return intervals of each method, and of the differences between the result and the others.
 
     Args:
-        evaluations: By label, all on the same samples; `FOUND` is among them.
-        samples: In the evaluations' order.
+        evaluations: By label, all on the same samples; `FOUND` is one of the labels.
+        samples: The samples, in the evaluations' order.
 
     Returns:
         By label: `nll` (nats for a scored token, mean of the samples) with its 95% `interval` over
-        groups, `hits`, `answers` and `accuracy` where there are answers, `error` where it failed.
-        And as "against yarn", ...: `nll` and `interval` of the difference, found less yarn, and of
-        accuracy `accuracy`, `accuracy interval` and `p` (McNemar's, by groups where they share
-        texts). Where samples are answers and prose, all losses are of both alike.
+        groups; `hits`, `answers` and `accuracy` if there are answers; `error` if it failed.
+        Under "against yarn", ...: `nll` and `interval` of the difference (found - yarn), and of the
+        accuracies' difference `accuracy`, `accuracy interval` and `p` (McNemar's, by groups if
+        samples share texts). With answers and prose, both have equal weight in all losses.
     """
-    found = {label: _summary(one, samples) for label, one in evaluations.items()}
-    ours = evaluations[FOUND]
+    table = {label: _summary(one, samples) for label, one in evaluations.items()}
+    best = evaluations[FOUND]
     for label, other in evaluations.items():
-        if label != FOUND and ours.complete and other.complete:
-            found[f"against {label}"] = _paired_difference(ours, other, samples)
-    return found
+        if label != FOUND and best.complete and other.complete:
+            table[f"against {label}"] = _paired_difference(best, other, samples)
+    return table
 
 
-def _summary(one: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
-    if not one.complete:
-        return {"error": one.error}
-    interval = _bootstrap_interval([float(nll or 0) for nll in one.nll], samples)
-    found: dict[str, Any] = {"nll": one.fitness, "interval": interval, "samples": len(samples)}
-    if answers := [hit for hits in one.hits for hit in hits]:
-        found |= {"hits": sum(answers), "answers": len(answers)}
-        found["accuracy"] = sum(answers) / len(answers)
-    return found
+def _summary(evaluation: Evaluation, samples: Sequence[Sample]) -> dict[str, Any]:
+    if not evaluation.complete:
+        return {"error": evaluation.error}
+    interval = _bootstrap_interval([float(nll or 0) for nll in evaluation.nll], samples)
+    summary: dict[str, Any] = {
+        "nll": evaluation.fitness,
+        "interval": interval,
+        "samples": len(samples),
+    }
+    if answers := [hit for hits in evaluation.hits for hit in hits]:
+        summary |= {"hits": sum(answers), "answers": len(answers)}
+        summary["accuracy"] = sum(answers) / len(answers)
+    return summary
 
 
 def _paired_difference(
@@ -52,8 +56,11 @@ def _paired_difference(
 ) -> dict[str, Any]:
     from rope_patch import statistics
 
-    behind = [float(a or 0) - float(b or 0) for a, b in zip(ours.nll, other.nll, strict=True)]
-    found = {"nll": ours.fitness - other.fitness, "interval": _bootstrap_interval(behind, samples)}
+    differences = [float(a or 0) - float(b or 0) for a, b in zip(ours.nll, other.nll, strict=True)]
+    comparison = {
+        "nll": ours.fitness - other.fitness,
+        "interval": _bootstrap_interval(differences, samples),
+    }
     pairs = [
         (float(a), float(b), sample.group)
         for sample, mine, theirs in zip(samples, ours.hits, other.hits, strict=True)
@@ -63,16 +70,16 @@ def _paired_difference(
         mine, theirs, groups = (list(column) for column in zip(*pairs, strict=True))
         test = statistics.mcnemar(mine, theirs, groups)
         difference = test.difference
-        found |= {
+        comparison |= {
             "accuracy": difference.estimate,
             "accuracy interval": [difference.low, difference.high],
             "p": test.p_value,
         }
-    return found
+    return comparison
 
 
 def _bootstrap_interval(values: Sequence[float], samples: Sequence[Sample]) -> list[float]:
-    """95%, of the weighted mean; whole groups are drawn."""
+    """Return the 95% interval of the weighted mean, resampling whole groups."""
     from rope_patch import statistics
 
     prose = sum(sample.prose for sample in samples)
@@ -80,8 +87,8 @@ def _bootstrap_interval(values: Sequence[float], samples: Sequence[Sample]) -> l
     groups: dict[str, list[int]] = {}
     for i, sample in enumerate(samples):
         groups.setdefault(sample.group, []).append(i)
-    found = statistics.bootstrap_mean(
+    interval = statistics.bootstrap_mean(
         [[values[i] for i in group] for group in groups.values()],
         [[1 / share[samples[i].prose] for i in group] for group in groups.values()],
     )
-    return [found.low, found.high]
+    return [interval.low, interval.high]

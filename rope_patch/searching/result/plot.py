@@ -1,4 +1,4 @@
-"""A search as a picture: what was found beside PI, NTK and YaRN; below it how the search went."""
+"""The picture of a search: its stretches beside PI, NTK and YaRN, and below the history."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# CSS pixels: both panels' width, their heights, and within those what is under and over the axes.
+# CSS pixels: width and heights of the panels, and the space below and above their axes.
 _WIDTH, _UPPER_HEIGHT, _LOWER_HEIGHT = 912, 460, 350
 _SPACE_BELOW, _SPACE_ABOVE = 84, 42
 
-# What the found stretches are compared with: name, method, colour, marker, dashes.
+# Reference methods: name, method, colour, marker, dashes.
 _KNOWN_METHODS: list[tuple[str, str, str, str, Any]] = [
     ("PI", "linear", "plain", "v", (0, (1, 1.5))),
     ("NTK", "ntk", "m2", "^", (0, (5, 2))),
@@ -37,16 +37,16 @@ def draw(
     candidate: Candidate | None = None,
     title: str = "",
 ) -> None:
-    """Draws a search, finished or not; the file is the old one or the new one, never half.
+    """Draw a search, finished or not; the file is replaced atomically.
 
-    An .svg follows the colours of the page or screen that shows it, where a browser does.
+    In browsers an .svg follows the page's light or dark colours.
 
     Args:
         path: An .svg or .png file.
-        space: What is searched.
-        history: As `SearchResult.history`; the lower panel is left out while it is empty.
-        candidate: What was found; the best of the history so far unless given.
-        title: What the picture says about itself, without the length.
+        space: The space that is searched.
+        history: As `SearchResult.history`; the lower panel is left out if it is empty.
+        candidate: The search's result; the best of the history so far unless given.
+        title: The title, to which the target length is added.
 
     Raises:
         ValueError: Another kind of file, or matplotlib is not installed.
@@ -58,32 +58,34 @@ def draw(
     from matplotlib.figure import Figure
 
     kind = Path(path).suffix.lower()[1:]
-    found = candidate or best_of(history)
+    best = candidate or best_of(history)
     with rc_context(STYLE):
         total = _UPPER_HEIGHT + (_LOWER_HEIGHT if history else 0)
         figure = Figure(figsize=(_WIDTH / 72, total / 72))
         upper = _add_panel(figure, total, 0, _UPPER_HEIGHT)
-        _draw_stretches(upper, space, found)
+        _draw_stretches(upper, space, best)
         target = f"{space.length:,} tokens (×{space.factor:g})"
         upper.set_title(
             f"{title}, at {target}" if title else target, loc="left", fontsize="medium", pad=10
         )
         if history:
             _draw_history(_add_panel(figure, total, _UPPER_HEIGHT, _LOWER_HEIGHT), history)
-        kept: dict[str, Any] = {"Date": None} if kind == "svg" else {}
-        written = BytesIO()
+        metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
+        buffer = BytesIO()
         paper = PAPER["paper"]
-        figure.savefig(written, format=kind, dpi=144, facecolor=paper, metadata=kept)
-    content = written.getvalue()
+        figure.savefig(buffer, format=kind, dpi=144, facecolor=paper, metadata=metadata)
+    content = buffer.getvalue()
     atomic_files.atomic_write(Path(path), _add_dark_colours(content) if kind == "svg" else content)
 
 
 def best_of(history: Sequence[Mapping[str, Any]]) -> Candidate | None:
-    """The best candidate of those that were measured whole."""
-    whole = [e for e in history if e.get("complete", True) and math.isfinite(float(e["fitness"]))]
-    if not whole:
+    """Return the best candidate of those that were scored on all samples, or None."""
+    complete = [
+        e for e in history if e.get("complete", True) and math.isfinite(float(e["fitness"]))
+    ]
+    if not complete:
         return None
-    best = min(whole, key=lambda entry: float(entry["fitness"]))
+    best = min(complete, key=lambda entry: float(entry["fitness"]))
     return Candidate(best["origin"], best["method"], dict(best["options"]))
 
 
@@ -95,19 +97,19 @@ def _add_panel(figure: Figure, total: float, top: float, height: float) -> Axes:
     return axes
 
 
-def _draw_stretches(axes: Axes, space: SearchSpace, found: Candidate | None) -> None:
+def _draw_stretches(axes: Axes, space: SearchSpace, best: Candidate | None) -> None:
     pairs = range(space.pairs)
     highest, lowest = space.factor, 1.0
     for name, method, colour, marker, dash in _KNOWN_METHODS:
         if method == "ntk" and space.pairs == 1:
-            continue  # whose base would have to stretch the one pair that never moves
+            continue  # a larger base leaves the first pair as it is
         stretch = _plotted_stretch(Candidate(name, method), space)
         look: Any = {"color": PAPER[colour], "ls": dash, "lw": 1.4, "markersize": 4, "zorder": 3}
         axes.plot(pairs, stretch, marker=marker, label=f" {name}", **look)
         highest = max(highest, *stretch)
-    if found is not None:
-        stretch = _plotted_stretch(found, space)
-        factor = found.attention_factor(space)
+    if best is not None:
+        stretch = _plotted_stretch(best, space)
+        factor = best.attention_factor(space)
         axes.plot(
             pairs,
             stretch,
@@ -115,8 +117,8 @@ def _draw_stretches(axes: Axes, space: SearchSpace, found: Candidate | None) -> 
             color=PAPER["m0"],
             lw=4,
             markersize=7,
-            zorder=2.5,  # thick and behind, so that what coincides with it is seen as well
-            label=f" found ({found.origin}), attention factor {factor:.4g}",
+            zorder=2.5,  # thick and behind, so that coinciding curves stay visible
+            label=f" found ({best.origin}), attention factor {factor:.4g}",
         )
         highest, lowest = max(highest, *stretch), min(lowest, *stretch)
     axes.set_yscale("log", base=2)
@@ -130,19 +132,19 @@ def _draw_stretches(axes: Axes, space: SearchSpace, found: Candidate | None) -> 
 
 
 def _plotted_stretch(candidate: Candidate, space: SearchSpace) -> list[float]:
-    """Stretches; of what no longer turns, which has no end, as much as fits above the others."""
+    """Return stretches, the infinite ones of stopped pairs clipped to 8 times the factor."""
     return [min(stretch, 8 * space.factor) for stretch in candidate.stretch(space)]
 
 
 def _add_legend(axes: Axes, height: float) -> None:
-    """Under the axes, where it can hide nothing."""
+    """Put the legend below the axes, where it hides nothing."""
     place = (-0.01, -48 / (height - _SPACE_BELOW - _SPACE_ABOVE))
     look: Any = {"borderpad": 0, "handlelength": 2.4, "columnspacing": 1.4}
     axes.legend(loc="upper left", bbox_to_anchor=place, ncols=5, **look)
 
 
 def _mark_critical_dimension(axes: Axes, space: SearchSpace) -> None:
-    """The first pair that never turned once in training."""
+    """Mark the first pair without a full rotation in training."""
     pair = math.ceil(space.geometry.pair_with_rotations(1) - 1e-9)
     if not 0 < pair < space.pairs:
         return
@@ -168,7 +170,7 @@ def _draw_history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
     finite = [y for _, y, _ in points if math.isfinite(y)] or [0.0]
     bottom, top = _fitness_limits(finite, [y for _, y in bests if math.isfinite(y)])
     numbers = [x for x, _, _ in points]
-    first, last = min(numbers), max(*numbers, min(numbers) + 9)  # a first few, not one alone
+    first, last = min(numbers), max(*numbers, min(numbers) + 9)  # room for at least ten
     margin = 0.02 * (last - first)
     axes.set_xlim(first - margin, last + margin)
     axes.set_ylim(bottom, top)
@@ -210,9 +212,9 @@ def _draw_history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _is_default_yarn(entry: Mapping[str, Any]) -> bool:
-    """Whether an evaluation was of YaRN as it is by default."""
-    whole = bool(entry.get("complete", True))
-    return whole and entry["method"] == "yarn" and not entry["options"]
+    """Return whether an evaluation is a complete one of YaRN with its default options."""
+    complete = bool(entry.get("complete", True))
+    return complete and entry["method"] == "yarn" and not entry["options"]
 
 
 def _improvement_indices(best: list[float]) -> list[int]:
@@ -220,7 +222,7 @@ def _improvement_indices(best: list[float]) -> list[int]:
 
 
 def _fitness_limits(values: list[float], best: list[float]) -> tuple[float, float]:
-    """Limits that show how the good ones differ; much worse ones may leave the panel."""
+    """Return limits that show how good candidates differ; much worse ones may lie outside."""
     ordered = sorted(values)
     low = min(ordered[0], *best) if best else ordered[0]
     middle = ordered[len(ordered) // 2]
@@ -232,7 +234,7 @@ def _fitness_limits(values: list[float], best: list[float]) -> tuple[float, floa
 
 
 def _add_dark_colours(svg: bytes) -> bytes:
-    """With colours for dark screens, which browsers choose and other readers pass over."""
+    """Return an SVG with colours for dark screens, which readers other than browsers ignore."""
     rules = "".join(
         f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
         for light, dark in PALETTE.values()

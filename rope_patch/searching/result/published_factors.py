@@ -1,4 +1,4 @@
-"""Stretches that others found: their files as arguments for `patch`."""
+"""Published stretches: their files as arguments for `patch`."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ _ACCEPTED_FILES = (
 def read_factors(
     path: str | os.PathLike[str], *, short: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
-    r"""Reads searched stretches: `patch(model, "longrope", length=131072, **read_factors(path))`.
+    r"""Read searched stretches: `patch(model, "longrope", length=131072, **read_factors(path))`.
 
-    - Numbers, one for each rotated pair, with commas, spaces or lines between them, as LongRoPE's
-      own search writes and its published files have them; one row, or the same row for every
-      layer. Such a file says no length: give `length` or `factor` to `patch`.
-    - A config.json that names `longrope` (`su` in old ones), such as Phi-3's: the stretches and, if
-      it says so, the factor, the trained length, the attention factor and the layer types. On a
-      model that has such a config itself, patch with `start="unscaled"`.
+    The file is one of these:
+
+    - Numbers, one for each rotated pair, separated by commas, spaces or line breaks, as in the
+      files of LongRoPE's own search; one row, or the same row for each layer. Such a file has no
+      length: give `length` or `factor` to `patch`.
+    - A config.json with `longrope` (`su` in old ones), such as Phi-3's: the stretches and, if
+      present, the factor, the trained length, the attention factor and the layer types. To patch a
+      model with such a config of its own, use `start="unscaled"`.
     - The result of a search of this package, or its folder.
 
     Args:
-        path: The file, or the folder that a config.json or a search's result is in.
+        path: The file, or the folder with a config.json or a search's result.
         short: Another file with numbers, for sequences up to the trained length.
 
     Returns:
         Arguments for `rope_patch.patch(model, "longrope", ...)`.
 
     Raises:
-        ValueError: There is no such file, or it says no stretches, or another for each layer.
+        ValueError: There is no such file, or it has no stretches, or different ones by layer.
     """
     path = _resolve_file(Path(path))
     if path.suffix.lower() == ".json":
         if short is not None:
             raise ValueError(f"{path} has both sets of stretches: leave short out")
         return _load_json(path)
-    found: dict[str, Any] = {"long_factor": _restore_infinities(path)}
+    arguments: dict[str, Any] = {"long_factor": _read_numbers(path)}
     if short is not None:
-        found["short_factor"] = _restore_infinities(_resolve_file(Path(short)))
-        if len(found["short_factor"]) != len(found["long_factor"]):
+        arguments["short_factor"] = _read_numbers(_resolve_file(Path(short)))
+        if len(arguments["short_factor"]) != len(arguments["long_factor"]):
             raise ValueError(
                 f"{short} and {path} must both have one number for each rotated pair, got "
-                f"{len(found['short_factor'])} and {len(found['long_factor'])}"
+                f"{len(arguments['short_factor'])} and {len(arguments['long_factor'])}"
             )
-    return found
+    return arguments
 
 
 def _resolve_file(path: Path) -> Path:
@@ -67,8 +69,8 @@ def _resolve_file(path: Path) -> Path:
     return path
 
 
-def _restore_infinities(path: Path) -> list[float]:
-    """One number a pair: a row of them, a column, or the same row for every layer."""
+def _read_numbers(path: Path) -> list[float]:
+    """Return one number a pair from a row, a column, or the same row for each layer."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         rows = [
@@ -100,64 +102,70 @@ def _restore_infinities(path: Path) -> list[float]:
 
 def _load_json(path: Path) -> dict[str, Any]:
     try:
-        said = parse_json(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): {_ACCEPTED_FILES}") from error
-    if not isinstance(said, dict):
+    if not isinstance(data, dict):
         raise ValueError(f"{path} holds no object: {_ACCEPTED_FILES}")
-    if str(said.get("format", "")).split("/")[0] == RESULT_FORMAT.split("/")[0]:
+    if str(data.get("format", "")).split("/")[0] == RESULT_FORMAT.split("/")[0]:
         return SearchResult.load(path).arguments()
-    text = said.get("text_config")
-    return _from_config(path, text if isinstance(text, dict) else said)
+    text_config = data.get("text_config")
+    return _from_config(path, text_config if isinstance(text_config, dict) else data)
 
 
-def _from_config(path: Path, text: dict[str, Any]) -> dict[str, Any]:
-    spelled = text.get("rope_scaling") or text.get("rope_parameters")
-    if not isinstance(spelled, dict):
+def _from_config(path: Path, text_config: dict[str, Any]) -> dict[str, Any]:
+    rope_fields = text_config.get("rope_scaling") or text_config.get("rope_parameters")
+    if not isinstance(rope_fields, dict):
         raise ValueError(f"{path} has no rope_scaling and no rope_parameters: {_ACCEPTED_FILES}")
-    kinds = {
-        kind: inner
-        for kind, inner in by_layer_type(spelled).items()
+    scalings = {
+        layer_type: inner
+        for layer_type, inner in by_layer_type(rope_fields).items()
         if config_rope_type(inner) in ("longrope", "su")
     }
-    if len(kinds) != 1:
-        scalings = ", ".join(config_rope_type(inner) for inner in by_layer_type(spelled).values())
+    if len(scalings) != 1:
+        names = ", ".join(config_rope_type(inner) for inner in by_layer_type(rope_fields).values())
         raise ValueError(
-            f"{path} has longrope for {len(kinds)} kinds of layers (it names {scalings}): expected "
+            f"{path} has longrope for {len(scalings)} kinds of layers (it names {names}): expected "
             "one"
         )
-    ((kind, inner),) = kinds.items()
+    ((layer_type, inner),) = scalings.items()
     missing = [name for name in ("long_factor", "short_factor") if not inner.get(name)]
     if missing:
         raise ValueError(f"{path} names longrope and has no {' and no '.join(missing)}")
-    found: dict[str, Any] = {name: list(inner[name]) for name in ("long_factor", "short_factor")}
-    original = inner.get("original_max_position_embeddings") or text.get(
+    arguments: dict[str, Any] = {
+        name: list(inner[name]) for name in ("long_factor", "short_factor")
+    }
+    original = inner.get("original_max_position_embeddings") or text_config.get(
         "original_max_position_embeddings"
     )
-    full = text.get("max_position_embeddings")
+    full = text_config.get("max_position_embeddings")
     if inner.get("factor"):
-        found["factor"] = float(inner["factor"])
+        arguments["factor"] = float(inner["factor"])
     elif original and full:
-        found["factor"] = full / original
+        arguments["factor"] = full / original
     if original:
-        found["trained_length"] = int(original)
-    if (attention := _attention_factor(path, inner)) is not None:
-        found["attention_factor"] = attention
-    if kind is not None:
-        found["layer_types"] = [kind]
-    return found
+        arguments["trained_length"] = int(original)
+    if (attention_factor := _attention_factor(path, inner)) is not None:
+        arguments["attention_factor"] = attention_factor
+    if layer_type is not None:
+        arguments["layer_types"] = [layer_type]
+    return arguments
 
 
-def _attention_factor(path: Path, inner: dict[str, Any]) -> float | None:
-    """The multiplier of cos and sin; two that differ are more than `longrope` has."""
-    said = {
-        float(inner[name])
+def _attention_factor(path: Path, scaling: dict[str, Any]) -> float | None:
+    """Return the multiplier of cos and sin, if any.
+
+    Raises:
+        ValueError: Different ones for short and long sequences, which `longrope` cannot express.
+    """
+    factors = {
+        float(scaling[name])
         for name in ("attention_factor", "short_mscale", "long_mscale")
-        if inner.get(name) is not None
+        if scaling.get(name) is not None
     }
-    if len(said) > 1:
+    if len(factors) > 1:
         raise ValueError(
-            f"{path} multiplies cos and sin by {' and '.join(f'{v:g}' for v in sorted(said))} for "
-            "short and long sequences: expected one number for both"
+            f"{path} multiplies cos and sin by {' and '.join(f'{v:g}' for v in sorted(factors))} "
+            "for short and long sequences: expected one number for both"
         )
-    return said.pop() if said else None
+    return factors.pop() if factors else None

@@ -1,1 +1,1 @@
-"""The strategies that propose candidates."""
+"""The strategies of a search: each proposes candidates and learns from their fitness."""

@@ -1,4 +1,4 @@
-"""What every strategy shares: how it is asked, its known starts, and never the same twice."""
+"""The parts that all strategies share: critical pairs, and no rotation proposed twice."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ from collections.abc import Generator, Iterator, Sequence
 
 from rope_patch.searching.candidates import Candidate, SearchSpace
 
-# Yields a candidate and is sent its fitness: nats, smaller is better; infinite where it failed.
+# Yields a candidate and is sent its fitness: nats, smaller is better, infinite if it failed.
 Proposals = Generator[Candidate, float, None]
 
-MIN_CRITICAL_PAIRS = 8  # critical pairs that are tried; fewer than twice as many are
-LOWEST_CRITICAL_RATIO = (
-    0.6  # of the theoretical critical pair: published real ones lie at 0.81 and 0.86 of it
-)
-
-
-def rotation_key(space: SearchSpace, candidate: Candidate) -> tuple[object, ...]:
-    """What a model could tell candidates apart by.
-
-    Stretches and the attention factor count as equal where six digits are: formulas that mean the
-    same differ by rounding.
-    """
-    numbers = [*candidate.stretch(space), candidate.attention_factor(space)]
-    return (*(f"{number:.6g}" for number in numbers), candidate.options.get("start_tokens", 0))
+MIN_CRITICAL_PAIRS = 8  # a scan tries from 8 to 15
+# Share of the theoretical critical pair. Published real ones lie at 0.81 and 0.86 of it.
+LOWEST_CRITICAL_RATIO = 0.6
+KEY_DIGITS = 6
 
 
 class SeenRotations:
     """The rotations that a search has proposed.
+
+    Args:
+        space: The space that is searched.
 
     Raises:
         ValueError: There is nothing to search.
@@ -46,8 +39,8 @@ class SeenRotations:
         return len(self._keys)
 
     def add_if_new(self, candidate: Candidate) -> bool:
-        """Whether it is the first of its rotation; from then on it no longer is."""
-        key = rotation_key(self._space, candidate)
+        """Return whether a candidate's rotation is new, and remember it."""
+        key = candidate.rotation_key(self._space, KEY_DIGITS)
         if key in self._keys:
             return False
         self._keys.add(key)
@@ -55,21 +48,21 @@ class SeenRotations:
 
 
 def critical_pair(space: SearchSpace) -> int:
-    """The first pair that made no whole turn in training, the theoretical critical one.
+    """Return the theoretical critical pair: the first without a full rotation in training.
 
     LongRoPE2 (arXiv:2502.20082) writes it ceil(R / 2 * log(trained_length / 2 pi) / log(theta)):
-    31 for a Phi-3-mini trained on 2,048 tokens, 35 for Llama-3-8B. It is kept between the second
-    and the last pair, since the first cannot be stretched by a larger base.
+    31 for a Phi-3-mini trained on 2,048 tokens, 35 for Llama-3-8B. The result is clamped to the
+    second and the last pair, since a larger base cannot stretch the first.
     """
     return max(1, min(math.ceil(space.geometry.pair_with_rotations(1.0)), space.pairs - 1))
 
 
 def critical_pairs(space: SearchSpace) -> list[float]:
-    """About ten critical pairs from the theoretical one down to 0.6 of it.
+    """Return about ten critical pairs from the theoretical one down to 0.6 of it.
 
-    They lie a power of two apart, on whole pairs where there are enough of those and between them
-    where heads are small. The first is the theoretical one; the rest come ever finer, so that a
-    budget too small for all of them still spans the range.
+    The step is a power of two: whole pairs in large heads, fractions of a pair in small ones. The
+    theoretical one comes first and the rest coarse to fine, so that a budget too small for all of
+    them still spans the range.
     """
     top = critical_pair(space)
     span = (1 - LOWEST_CRITICAL_RATIO) * top
@@ -84,7 +77,14 @@ def longrope_candidate(
     attention_factor: float | None = None,
     start_tokens: int = 0,
 ) -> Candidate:
-    """A candidate of given stretches; its attention factor follows LongRoPE's law unless given."""
+    """Return a candidate of given stretches.
+
+    Args:
+        origin: See `Candidate.origin`.
+        stretch: Old / new frequency of each pair, `[R / 2]`.
+        attention_factor: The multiplier of cos and sin; LongRoPE's law unless given.
+        start_tokens: Tokens at the start that keep their rotation.
+    """
     options: dict[str, object] = {"long_factor": [float(number) for number in stretch]}
     if attention_factor is not None:
         options["attention_factor"] = float(attention_factor)
@@ -94,12 +94,12 @@ def longrope_candidate(
 
 
 def _coarse_to_fine(count: int) -> Iterator[int]:
-    """0 to `count` - 1: the first, the last, and then halfway between, over and over."""
-    given: set[int] = set()
+    """Yield 0 to `count` - 1: the first, the last, then halfway between, again and again."""
+    yielded: set[int] = set()
     step = max(count - 1, 1)
-    while len(given) < count:
+    while len(yielded) < count:
         for number in [*range(0, count, step), count - 1]:
-            if number not in given:
-                given.add(number)
+            if number not in yielded:
+                yielded.add(number)
                 yield number
         step = max(1, step // 2)

@@ -1,6 +1,6 @@
-"""Our own search: a smooth curve of five numbers instead of a stretch for every pair.
+"""The package's own search: a smooth curve of five numbers instead of a stretch for every pair.
 
-The stretch of pair i rises from 1 to `top` while the pair's place on a ramp, r, rises from 0 to 1:
+The stretch of pair i rises from 1 to `top` while its position on a ramp, r, rises from 0 to 1:
 
     stretch_i = ((1 - r_i) + r_i * top^shape)^(1 / shape),  r_i = clamp((i - high + width) / width)
 
@@ -10,8 +10,8 @@ interpolation is a ramp that ended before the first pair; NTK is shape 0 with a 
 YaRN is shape -1, the harmonic mean, with its own ramp; YaRN with another critical pair is the same
 with another `high`. The attention factor is the fifth number.
 
-Five numbers can be searched by what needs few evaluations: Bayesian optimisation, told the known
-methods first, in a region of trust (see `region`).
+Five numbers are few enough for Bayesian optimisation, which needs few evaluations. It starts from
+the known methods and works in a trust region (see `trust_region`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rope_patch.searching.strategies.trust_region import TrustRegion
 
 MIN_WIDTH = 0.001  # pairs: a ramp that is a step, as YaRN's own
 GEOMETRIC_EPS = 1e-6  # shapes closer to 0 than this are the geometric mean
-CRITICAL_RATIO = 0.8  # of the theoretical critical pair
-TOP_MARGIN = 1.3  # behind the critical pair, times the factor
-MAX_DUPLICATES = 50  # proposals in a row that bring nothing new: the search is over
+CRITICAL_RATIO = 0.8  # real critical pair / the theoretical one
+TOP_MARGIN = 1.3  # stretch behind the critical pair / the factor
+MAX_DUPLICATES = 50  # known rotations in a row that end the search
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Curve:
     """One member of the family.
 
     Attributes:
-        high: Pair at which the ramp ends, not necessarily a whole one.
-        width: Pairs that it spans.
+        high: Pair at which the ramp ends, possibly fractional.
+        width: Pairs that the ramp spans.
         top: Stretch behind the ramp.
-        shape: Exponent of the mean of 1 and `top` that the ramp walks along.
+        shape: Exponent of the power mean of 1 and `top` along the ramp.
         attention_factor: Multiplier of cos and sin.
     """
 
@@ -57,7 +57,7 @@ class Curve:
     attention_factor: float
 
     def stretch(self, pairs: int) -> list[float]:
-        """The stretch of each pair."""
+        """Return the stretch of each pair."""
         return [self._mean((pair - self.high + self.width) / self.width) for pair in range(pairs)]
 
     def _mean(self, ramp: float) -> float:
@@ -68,49 +68,49 @@ class Curve:
 
 
 def as_curve(space: SearchSpace, candidate: Candidate) -> Curve:
-    """The member of the family that a known method is: linear, NTK or one like YaRN.
+    """Return the curve that equals a known method: linear, NTK or one like YaRN.
 
     Raises:
         ValueError: Another method.
     """
-    attention, last = candidate.attention_factor(space), space.pairs - 1
+    attention_factor, last = candidate.attention_factor(space), space.pairs - 1
     if candidate.method == "linear":
-        return Curve(0.0, 1.0, space.factor, -1.0, attention)
+        return Curve(0.0, 1.0, space.factor, -1.0, attention_factor)
     if candidate.method == "ntk":
-        return Curve(last, last, space.factor, 0.0, attention)
+        return Curve(last, last, space.factor, 0.0, attention_factor)
     method = build(candidate.method, factor=space.factor, **candidate.options)
     if not isinstance(method, YaRN):
         raise ValueError(f"expected linear, ntk or yarn, got {candidate.method}")
     low, high = method.ramp_bounds(space.geometry)
-    return Curve(high, max(high - low, MIN_WIDTH), space.factor, -1.0, attention)
+    return Curve(high, max(high - low, MIN_WIDTH), space.factor, -1.0, attention_factor)
 
 
 def initial_points(space: SearchSpace) -> list[tuple[Candidate, Curve]]:
-    """What is tried before anything is learned: the known methods, and what corrects them.
+    """Return what is measured first: the known methods, and corrections of them.
 
     Published searches found critical pairs at 0.8 of the theoretical one and stretches behind it
-    above the factor (LongRoPE2, arXiv:2502.20082), so YaRN and NTK come with these as well.
+    above the factor (LongRoPE2, arXiv:2502.20082). So YaRN and NTK are also tried with these.
     """
     yarn, ntk, linear = (
         (candidate, as_curve(space, candidate))
         for candidate in (Candidate(name, name) for name in ("yarn", "ntk", "linear"))
     )
-    warm, critical = yarn_mscale(space.factor), CRITICAL_RATIO * critical_pair(space)
-    by_parts, above = yarn[1], TOP_MARGIN * space.factor
-    narrower = max(critical - (by_parts.high - by_parts.width), MIN_WIDTH)
-    spread = Curve(critical, critical, space.factor, 0.0, warm)
+    law, real_critical_pair = yarn_mscale(space.factor), CRITICAL_RATIO * critical_pair(space)
+    by_parts, larger_top = yarn[1], TOP_MARGIN * space.factor
+    narrower = max(real_critical_pair - (by_parts.high - by_parts.width), MIN_WIDTH)
+    ntk_at_pair = Curve(real_critical_pair, real_critical_pair, space.factor, 0.0, law)
     corrected = [
-        replace(by_parts, high=critical, width=narrower),
-        replace(spread, top=above),
-        replace(by_parts, top=above),
-        spread,
-        replace(by_parts, attention_factor=2 * warm - 1),
+        replace(by_parts, high=real_critical_pair, width=narrower),
+        replace(ntk_at_pair, top=larger_top),
+        replace(by_parts, top=larger_top),
+        ntk_at_pair,
+        replace(by_parts, attention_factor=2 * law - 1),
     ]
     return [yarn, ntk, *((_to_candidate(space, curve), curve) for curve in corrected), linear]
 
 
 def bounds(space: SearchSpace) -> dict[str, tuple[float, float]]:
-    """Between which numbers each of a curve's is searched."""
+    """Return the lower and upper bound of each number of a curve."""
     last = float(space.pairs - 1)
     return {
         "high": (0.0, last),
@@ -122,28 +122,28 @@ def bounds(space: SearchSpace) -> dict[str, tuple[float, float]]:
 
 
 def propose(space: SearchSpace, budget: int, seed: int) -> Proposals:
-    """Bayesian optimisation over curves.
+    """Propose curves by Bayesian optimisation.
 
     Args:
-        space: What is searched.
-        budget: Evaluations. A larger one begins with the same candidates.
-        seed: Of the sampler.
+        space: The space that is searched.
+        budget: Evaluations. A larger budget begins with the same candidates.
+        seed: The sampler's seed.
     """
-    tried = SeenRotations(space)
+    seen = SeenRotations(space)
     region: TrustRegion[Curve] = TrustRegion(bounds(space))
     for candidate, curve in initial_points(space):
-        if len(tried) < budget and tried.add_if_new(candidate):
+        if len(seen) < budget and seen.add_if_new(candidate):
             region.add(curve, (yield candidate))
     number = 0
-    repeats = 0
-    while len(tried) < budget and repeats < MAX_DUPLICATES:
+    duplicates = 0
+    while len(seen) < budget and duplicates < MAX_DUPLICATES:
         curve, number = region.ask((seed, number)), number + 1
         candidate = _to_candidate(space, curve)
-        if tried.add_if_new(candidate):
-            repeats = 0
+        if seen.add_if_new(candidate):
+            duplicates = 0
             region.tell(curve, (yield candidate))
         else:
-            repeats += 1
+            duplicates += 1
             region.record_failure()
 
 

@@ -1,13 +1,13 @@
-"""The evolution that both LongRoPE papers search by; what they evolve is in files of their own.
+"""The evolutionary search of both LongRoPE papers; their genomes are in files of their own.
 
 Published (arXiv:2402.13753, table 9 and the authors' default settings): a population of 64, then 40
 rounds in which the 32 best are parents of 16 mutations and 16 crossovers, 1,344 evaluations in
-all. A mutation redraws each number with probability 0.3; a crossover takes each number from the
+all. A mutation redraws each number with probability 0.3. A crossover takes each number from the
 second parent with probability 0.3, and becomes a mutation after 20 attempts without a valid child.
 
-Scaled to a budget as the authors' own setting evo_scale does: population, rounds, parents,
-mutations and crossovers are all multiplied by one number, here the one that spends the budget.
-Whatever rounding leaves over goes into further rounds.
+The sizes scale with the budget as by the authors' setting evo_scale: one number multiplies
+population, rounds, parents, mutations and crossovers so that the budget is spent. Evaluations that
+rounding leaves over go into further rounds.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rope_patch.searching.strategies.base import Proposals, SeenRotations
 
 POPULATION, ROUNDS, PARENTS, CHILDREN = 64, 40, 32, 32  # children: half mutations, half crossovers
 PROBABILITY = 0.3
-STEP = 0.01  # between stretches that are drawn
+STEP = 0.01  # the grid of stretches
 MAX_CROSSOVER_ATTEMPTS = 20
-MAX_MUTATION_ATTEMPTS = 1000  # mutations in a row that bring nothing new: the space is used up
+MAX_MUTATION_ATTEMPTS = 1000  # known rotations in a row that end the search
 
-G = TypeVar("G")  # what evolves: a tuple of numbers, which a genome's species understands
+G = TypeVar("G")  # the genome: a tuple of numbers
 
 
 @dataclass(frozen=True)
 class PopulationSizes:
-    """How large an evolution is."""
+    """The sizes of an evolution's population and generations."""
 
     population: int
     parents: int
@@ -43,7 +43,7 @@ class PopulationSizes:
 
     @classmethod
     def for_budget(cls, budget: int) -> PopulationSizes:
-        """The published sizes, all times the number that spends the budget; at most 1."""
+        """Return the published sizes, scaled by at most 1 so that they spend the budget."""
         rounds = ROUNDS * CHILDREN
         scale = (math.sqrt(POPULATION**2 + 4 * rounds * budget) - POPULATION) / (2 * rounds)
         scale = min(scale, 1.0)
@@ -53,28 +53,35 @@ class PopulationSizes:
 
 
 class GenomeOperators(ABC, Generic[G]):
-    """What evolves, and how one becomes another."""
+    """The operators of an evolution on one kind of genome."""
 
     @abstractmethod
     def initial_population(self, count: int) -> list[G]:
-        """Where evolution starts: at most `count` of them, the most promising first."""
+        """Return at most `count` genomes to start from, the most promising first."""
 
     @abstractmethod
     def mutate(self, genome: G, rng: random.Random) -> G:
-        """A valid neighbour, possibly the same."""
+        """Return a valid neighbour, possibly the genome itself."""
 
     @abstractmethod
     def crossover(self, first: G, second: G, rng: random.Random) -> G | None:
-        """A child of two; None where what it got from both does not go together."""
+        """Return a child of two genomes, or None if it is not valid."""
 
     @abstractmethod
     def to_candidate(self, origin: str, genome: G) -> Candidate:
-        """What to try for it."""
+        """Return the candidate of a genome."""
 
 
 def evolve(operators: GenomeOperators[G], seen: SeenRotations, budget: int, seed: int) -> Proposals:
-    """Proposes candidates until the budget is spent, or nothing new is found."""
-    draw = random.Random(seed)
+    """Propose candidates until the budget is spent or no new rotation is left.
+
+    Args:
+        operators: The genome's operators.
+        seen: Rotations proposed so far.
+        budget: Evaluations.
+        seed: The seed of all draws.
+    """
+    rng = random.Random(seed)
     sizes = PopulationSizes.for_budget(budget)
     alive: list[tuple[float, G]] = []
 
@@ -88,7 +95,7 @@ def evolve(operators: GenomeOperators[G], seen: SeenRotations, budget: int, seed
 
     def mutate(genome: G) -> Generator[Candidate, float, bool]:
         for _ in range(MAX_MUTATION_ATTEMPTS):
-            genome = operators.mutate(genome, draw)
+            genome = operators.mutate(genome, rng)
             if (yield from attempt("mutation", genome)):
                 return True
         return False
@@ -100,17 +107,17 @@ def evolve(operators: GenomeOperators[G], seen: SeenRotations, budget: int, seed
         if not (yield from mutate(starts[number % len(starts)])):
             return
     while len(seen) < budget:
-        # Sorting is stable: of equals, the one that came first stays ahead.
+        # Sorting is stable: of equally fit genomes, the older one stays ahead.
         parents = sorted(alive, key=lambda pair: pair[0])[: sizes.parents]
         alive[:] = parents
         for number in range(min(sizes.mutations + sizes.crossovers, budget - len(seen))):
             if number < sizes.mutations or len(parents) < 2:
-                if not (yield from mutate(draw.choice(parents)[1])):
+                if not (yield from mutate(rng.choice(parents)[1])):
                     return
                 continue
-            first, second = sorted(draw.sample(range(len(parents)), 2))
+            first, second = sorted(rng.sample(range(len(parents)), 2))
             for _ in range(MAX_CROSSOVER_ATTEMPTS):
-                child = operators.crossover(parents[first][1], parents[second][1], draw)
+                child = operators.crossover(parents[first][1], parents[second][1], rng)
                 if child is not None and (yield from attempt("crossover", child)):
                     break
             else:
@@ -121,9 +128,17 @@ def evolve(operators: GenomeOperators[G], seen: SeenRotations, budget: int, seed
 def resample(
     stretch: list[float], low: float, high: float, rng: random.Random, start: int = 0
 ) -> list[float]:
-    """Each number from pair `start` on, with probability 0.3, drawn anew between its neighbours.
+    """Return stretches of which each, from pair `start` on, is redrawn with probability 0.3.
 
-    Numbers stay non-decreasing from pair to pair and within the bounds, both in steps of 0.01.
+    A new stretch lies between its neighbours', so that stretches stay non-decreasing, and within
+    the bounds, on a grid of 0.01.
+
+    Args:
+        stretch: Stretch of each pair.
+        low: Lower bound.
+        high: Upper bound.
+        rng: The source of all draws.
+        start: First pair that may be redrawn.
     """
     result = list(stretch)
     for pair in range(start, len(result)):
@@ -138,5 +153,5 @@ def resample(
 
 
 def is_monotone(stretch: list[float]) -> bool:
-    """Whether no pair is stretched less than the one before."""
+    """Return whether no pair is stretched less than the one before."""
     return all(here <= after for here, after in itertools.pairwise(stretch))

@@ -1,4 +1,4 @@
-"""LongRoPE's search (Ding et al. 2024, arXiv:2402.13753): a stretch for every pair, and a start.
+"""LongRoPE's search (Ding et al. 2024, arXiv:2402.13753): stretches of all pairs, start tokens.
 
 Stretches do not decrease from pair to pair and lie between 1 and 1.25 times the factor; the first
 n tokens keep their original rotation, n from the paper's list. The attention factor follows
@@ -22,7 +22,7 @@ from rope_patch.searching.strategies.evolution import (
     resample,
 )
 
-# Published for Llama-2, trained on 4,096 tokens; elsewhere up to the same sixteenth of the length.
+# Published for Llama-2, trained on 4,096 tokens; for other models up to 1/16 of the length, too.
 START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 MAX_START_SHARE = 1 / 16
 MAX_STRETCH_RATIO = 1.25  # the largest stretch / factor
@@ -31,7 +31,7 @@ Genome = tuple[list[float], int]  # stretches and start tokens
 
 
 class FactorOperators(GenomeOperators[Genome]):
-    """Monotone stretches with start tokens."""
+    """The operators on monotone stretches with start tokens."""
 
     def __init__(self, space: SearchSpace, start_tokens: bool) -> None:
         self._space = space
@@ -61,19 +61,19 @@ class FactorOperators(GenomeOperators[Genome]):
 
 
 def _cumulative_max(stretch: list[float]) -> list[float]:
-    """The largest so far, pair by pair; one that stands still has no number: it is passed over."""
+    """Return the cumulative maximum; pairs of frequency 0, whose stretch is NaN, count as 1."""
     numbers = [1.0 if math.isnan(number) else number for number in stretch]
     return list(itertools.accumulate(numbers, max))
 
 
 def propose(space: SearchSpace, budget: int, seed: int, *, start_tokens: bool = True) -> Proposals:
-    """LongRoPE's evolutionary search.
+    """Propose candidates by LongRoPE's evolutionary search.
 
     Args:
-        space: What is searched.
+        space: The space that is searched.
         budget: Evaluations.
-        seed: Of all that is drawn.
-        start_tokens: Whether the number of start tokens is searched too, as published. No engine's
-            config can say what it finds; without, the result is a plain one.
+        seed: The seed of all draws.
+        start_tokens: Whether to search the number of start tokens too, as published. No engine's
+            config can express start tokens.
     """
     return evolve(FactorOperators(space, start_tokens), SeenRotations(space), budget, seed)

@@ -1,10 +1,10 @@
-"""LongRoPE2's search (Shang et al. 2025, arXiv:2502.20082): the critical pair, and what follows it.
+"""LongRoPE2's search (Shang et al. 2025, arXiv:2502.20082): the critical pair and those behind it.
 
 Pairs from the critical one on are stretched by one to two times the factor, not decreasing from
-pair to pair; those before it as by a larger base (NTK), the one that stretches the critical pair
-as found. The attention factor follows LongRoPE's law and is not searched, as in the authors' code.
-Evolution starts from critical pairs between the theoretical one and 0.6 of it, with all that
-follows stretched by the factor, and from mutations of these.
+pair to pair. Pairs before it are stretched as by a larger base (NTK), the one that gives the
+critical pair its stretch. The attention factor follows LongRoPE's law and is not searched, as in
+the authors' code. Evolution starts from critical pairs between the theoretical one and 0.6 of it,
+with all pairs from there on stretched by the factor, and from mutations of these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Genome = tuple[int, list[float]]  # the critical pair, and stretches of all pair
 
 
 class CriticalPairOperators(GenomeOperators[Genome]):
-    """A critical pair with the stretches that follow it."""
+    """The operators on a critical pair and the stretches from it on."""
 
     def __init__(self, space: SearchSpace) -> None:
         self._space = space
@@ -42,7 +42,7 @@ class CriticalPairOperators(GenomeOperators[Genome]):
         self._critical_pairs = range(max(1, math.floor(LOWEST_CRITICAL_RATIO * top)), top + 1)
 
     def initial_population(self, count: int) -> list[Genome]:
-        # Half of the population at most: the other half are mutations of these.
+        # At most half of the population: the other half are mutations of these.
         few = min(len(self._critical_pairs), max(1, count // 2))
         spread = [round(n * (len(self._critical_pairs) - 1) / max(few - 1, 1)) for n in range(few)]
         pairs = [self._critical_pairs[-1 - number] for number in spread]
@@ -53,14 +53,12 @@ class CriticalPairOperators(GenomeOperators[Genome]):
         if rng.random() < PROBABILITY:
             critical = rng.choice(self._critical_pairs)
         low = self._space.factor
-        whole = resample(
-            _expand(genome, critical), low, MAX_STRETCH_RATIO * low, rng, start=critical
-        )
+        whole = resample(_expand(genome), low, MAX_STRETCH_RATIO * low, rng, start=critical)
         return critical, whole[critical:]
 
     def crossover(self, first: Genome, second: Genome, rng: random.Random) -> Genome | None:
         critical = second[0] if rng.random() < PROBABILITY else first[0]
-        one, two = _expand(first, critical)[critical:], _expand(second, critical)[critical:]
+        one, two = _expand(first)[critical:], _expand(second)[critical:]
         stretch = [b if rng.random() < PROBABILITY else a for a, b in zip(one, two, strict=True)]
         return (critical, stretch) if is_monotone(stretch) else None
 
@@ -70,18 +68,18 @@ class CriticalPairOperators(GenomeOperators[Genome]):
         return longrope_candidate(origin, base + stretch)
 
 
-def _expand(genome: Genome, critical: int) -> list[float]:
-    """Stretches by pair, where those before its critical one are stretched alike."""
-    own, stretch = genome
-    return [stretch[max(pair - own, 0)] for pair in range(own + len(stretch))]
+def _expand(genome: Genome) -> list[float]:
+    """Return stretches of all pairs, where those before the critical one equal its own."""
+    critical, stretch = genome
+    return [stretch[max(pair - critical, 0)] for pair in range(critical + len(stretch))]
 
 
 def propose(space: SearchSpace, budget: int, seed: int) -> Proposals:
-    """LongRoPE2's evolutionary search.
+    """Propose candidates by LongRoPE2's evolutionary search.
 
     Args:
-        space: What is searched.
+        space: The space that is searched.
         budget: Evaluations.
-        seed: Of all that is drawn.
+        seed: The seed of all draws.
     """
     return evolve(CriticalPairOperators(space), SeenRotations(space), budget, seed)

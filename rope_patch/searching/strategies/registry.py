@@ -1,4 +1,4 @@
-"""The strategies by name: who proposes what is tried next."""
+"""The registry of strategies by name."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ __all__ = ["STRATEGIES", "Proposals", "Strategy"]
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to search.
+    """A search strategy.
 
     Attributes:
-        propose: Takes a space, a budget and a seed, and whatever options are its own; yields
-            candidates and is sent the fitness of each. The same fitnesses get the same candidates.
-        description: What it does, in one line.
-        paper: Where it comes from.
-        searches_attention_factor: Whether it searches the attention factor, or leaves that to a
-            law.
-        continues: Whether a larger budget begins with the same candidates, so that a search can
-            go on where a smaller one ended.
+        propose: Takes a space, a budget, a seed and the strategy's own options; yields candidates
+            and is sent the fitness of each. Deterministic, given the fitnesses.
+        description: One line for help texts.
+        paper: The source.
+        searches_attention_factor: Whether the attention factor is searched; else it follows a law.
+        resumable: Whether a larger budget begins with the same candidates, so that a search can
+            continue a smaller one.
     """
 
     propose: Callable[..., Proposals]
     description: str
     paper: str
     searches_attention_factor: bool
-    continues: bool
+    resumable: bool
 
     @property
     def options(self) -> list[str]:
-        """The names of its own options."""
+        """Return the names of the strategy's own options."""
         parameters = inspect.signature(self.propose).parameters.values()
         return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
@@ -47,34 +46,34 @@ STRATEGIES = {
         "optimisation: the fewest evaluations",
         "this package's own; samples by optuna, arXiv:1907.10902",
         searches_attention_factor=True,
-        continues=True,
+        resumable=True,
     ),
     "longrope2": Strategy(
         longrope2.propose,
         "LongRoPE2's evolution: a critical pair, stretches from it on, NTK before it",
         "LongRoPE2, arXiv:2502.20082",
         searches_attention_factor=False,
-        continues=False,
+        resumable=False,
     ),
     "longrope": Strategy(
         longrope.propose,
         "LongRoPE's evolution: a stretch for every pair, and start tokens that keep theirs",
         "LongRoPE, arXiv:2402.13753",
         searches_attention_factor=False,
-        continues=False,
+        resumable=False,
     ),
     "yarn-rcd": Strategy(
         critical_dimension.propose_yarn,
         "YaRN with about ten critical pairs from the theoretical one down: the cheapest",
         "LongRoPE2, arXiv:2502.20082; YaRN, arXiv:2309.00071",
         searches_attention_factor=False,
-        continues=True,
+        resumable=True,
     ),
     "ntk-rcd": Strategy(
         critical_dimension.propose_ntk,
         "NTK with about ten critical pairs from the theoretical one down",
         "LongRoPE2, arXiv:2502.20082",
         searches_attention_factor=False,
-        continues=True,
+        resumable=True,
     ),
 }

@@ -1,13 +1,12 @@
-"""Bayesian optimisation of a few numbers, in a region of trust around the best so far.
+"""Bayesian optimisation of a few numbers in a trust region around the best point so far.
 
-A Gaussian process (optuna's GPSampler: Matern kernel, expected improvement) chooses what to try,
-but only near the best: with as few evaluations as a search of rotations can afford, one for the
-whole space spends most of them on its far corners. The region is a box that grows when something
-better was found and shrinks after a few failures, as in TuRBO (Eriksson et al. 2019,
-arXiv:1910.01496).
+A Gaussian process (optuna's GPSampler: Matern kernel, expected improvement) chooses each point, but
+only near the best one: over the whole space, the few evaluations of a search would mostly go to far
+corners. The region is a box that grows after an improvement and shrinks after a few failures, as in
+TuRBO (Eriksson et al. 2019, arXiv:1910.01496).
 
-Every question is put to a sampler of its own, seeded by its number, so the same answers lead to
-the same questions, however often a search was interrupted.
+Each question gets a sampler of its own, seeded by the question's number. So the same answers lead
+to the same questions, however often a search was interrupted.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
-MAX_SIDE, MIN_SIDE = 0.8, 0.05  # sides of the box, shares of the whole
+MAX_SIDE, MIN_SIDE = 0.8, 0.05  # side of the box / range of the bounds
 GROWTH, SHRINKAGE = 1.3, 0.6
 MAX_FAILURES = 3  # failures in a row until the box shrinks
-LOG_FLOOR = 1e-3  # nats: differences far below are noise
+LOG_FLOOR = 1e-3  # nats; much smaller differences are noise
 
-P = TypeVar("P")  # a dataclass of nothing but the numbers
+P = TypeVar("P")  # a dataclass whose fields are the numbers
 
 
 class TrustRegion(Generic[P]):
-    """Points with their fitnesses, and where to look next.
+    """Points with their fitnesses, and the box in which to ask for the next one.
 
     Args:
-        bounds: The lowest and the highest of each number, by the names of the points' fields.
+        bounds: Lower and upper bound of each number, by the names of the points' fields.
 
     Raises:
-        ImportError: optuna is missing; said before anything is tried.
+        ImportError: optuna is not installed.
     """
 
     def __init__(self, bounds: Mapping[str, tuple[float, float]]) -> None:
@@ -54,7 +53,7 @@ class TrustRegion(Generic[P]):
         self._side, self._failures = MAX_SIDE, 0
 
     def add(self, point: P, fitness: float) -> None:
-        """Takes in a start; what lies beyond the bounds is moved to them."""
+        """Add a point that was not asked for; numbers beyond the bounds are clamped."""
         self._point_class = type(point)
         numbers = asdict(point)  # type: ignore[call-overload]
         inside = {
@@ -65,7 +64,7 @@ class TrustRegion(Generic[P]):
         self._fitnesses.append(fitness)
 
     def tell(self, point: P, fitness: float) -> None:
-        """Takes in the answer to a question: the box grows or shrinks."""
+        """Add the point of a question with its fitness, and grow or shrink the box."""
         better = fitness < min(self._fitnesses)
         self.add(point, fitness)
         if better:
@@ -74,13 +73,13 @@ class TrustRegion(Generic[P]):
             self.record_failure()
 
     def record_failure(self) -> None:
-        """Counts a question that led to nothing better."""
+        """Count a question without an improvement, and shrink the box after a few."""
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             self._side, self._failures = max(MIN_SIDE, self._side * SHRINKAGE), 0
 
     def ask(self, seed: object) -> P:
-        """The point to try next; at least one must be known."""
+        """Return the next point; at least one must have been added."""
         import optuna
 
         assert self._point_class is not None
@@ -99,13 +98,16 @@ class TrustRegion(Generic[P]):
                         params=dict(point), distributions=distributions, value=value
                     )
                     study.add_trial(trial)
-            asked = study.ask()
+            trial_to_measure = study.ask()
             return self._point_class(
-                **{name: asked.suggest_float(name, *limits) for name, limits in box.items()}
+                **{
+                    name: trial_to_measure.suggest_float(name, *limits)
+                    for name, limits in box.items()
+                }
             )
 
     def _box(self) -> dict[str, tuple[float, float]]:
-        """The bounds, narrowed around the best point so far."""
+        """Return the box: the bounds, narrowed around the best point so far."""
         best = self._points[min(range(len(self._points)), key=self._fitnesses.__getitem__)]
         box = {}
         for name, (low, high) in self._bounds.items():
@@ -114,7 +116,10 @@ class TrustRegion(Generic[P]):
         return box
 
     def _log_fitnesses(self) -> list[float]:
-        """Logarithms, since bad points are worse by powers of ten; failed ones as the worst."""
+        """Return log fitnesses, with failed points as bad as the worst.
+
+        Bad points are worse by powers of ten, which a Gaussian process cannot fit.
+        """
         logs = [
             math.log(max(fitness, 0.0) + LOG_FLOOR) if math.isfinite(fitness) else None
             for fitness in self._fitnesses
@@ -125,7 +130,7 @@ class TrustRegion(Generic[P]):
 
 @contextlib.contextmanager
 def _silence_optuna() -> Iterator[Any]:
-    """Silences what optuna says of every trial, and leaves its settings as others have them."""
+    """Silence optuna's message for each trial; restore its settings afterwards."""
     import optuna
 
     before = optuna.logging.get_verbosity()

@@ -9,7 +9,7 @@ from rope_patch.rope_config import read_geometries
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.result.search_result import SearchResult
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+TINY = Path(__file__).parents[2] / "assets" / "tiny-llama"
 
 
 def rising(pairs, top=9.0, low=2, high=9):

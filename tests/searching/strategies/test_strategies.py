@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from landscapes import GEOMETRIES, SPACES, Landscape, proposals, run
+from synthetic_fitness import GEOMETRIES, SPACES, Landscape, proposals, run
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build, registered_methods
@@ -66,7 +66,7 @@ def test_who_says_so_goes_on_where_a_smaller_budget_ended(name):
     fitness = Landscape(SPACES["tiny"], 0)
     small = run(proposals(name, budget=10), fitness)
     large = run(proposals(name, budget=12), fitness)
-    if STRATEGIES[name].continues:
+    if STRATEGIES[name].resumable:
         assert large[: len(small)] == small
 
 

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from landscapes import GEOMETRIES, SPACES, Landscape, proposals, run
+from synthetic_fitness import GEOMETRIES, SPACES, Landscape, proposals, run
 
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.strategies import evolution, longrope2

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from searches import LENGTH, TRAINED, load, questions, stretched
+from search_fixtures import LENGTH, TRAINED, load, questions, stretched
 from tiny_models import make_model
 
 import rope_patch

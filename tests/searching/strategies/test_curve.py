@@ -6,7 +6,7 @@ import math
 import sys
 
 import pytest
-from landscapes import GEOMETRIES, SPACES, Landscape, run
+from synthetic_fitness import GEOMETRIES, SPACES, Landscape, run
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build

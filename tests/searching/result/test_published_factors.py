@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 import rope_patch
 from rope_patch.searching.result.published_factors import read_factors
 
-PUBLISHED = Path(__file__).parents[1] / "assets" / "longrope_published"
+PUBLISHED = Path(__file__).parents[2] / "assets" / "longrope_published"
 FILES = sorted(path.stem for path in PUBLISHED.glob("*.csv"))
 THETA, HEAD, TRAINED = 10_000, 128, 4_096
 

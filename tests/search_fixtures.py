@@ -52,7 +52,7 @@ def walk(space, budget, seed, *, step=0.7):
             power, best = tried, fitness
 
 
-WALK = Strategy(walk, "", "", searches_attention_factor=False, continues=True)
+WALK = Strategy(walk, "", "", searches_attention_factor=False, resumable=True)
 
 
 def arguments(**changes):

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from landscapes import GEOMETRIES, SPACES
+from synthetic_fitness import GEOMETRIES, SPACES
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from forked import together
-from searches import (
+from search_fixtures import (
     LENGTH,
     arguments,
     killed,
@@ -134,7 +134,7 @@ def test_a_larger_budget_goes_on(whole, model, tmp_path):
 def test_a_larger_budget_is_refused_where_the_strategy_plans_by_it(whole, model, monkeypatch):
     _, folder = whole
     before = (folder / JOURNAL_FILE).read_bytes()
-    monkeypatch.setattr(pipeline, "STRATEGIES", registered(continues=False))
+    monkeypatch.setattr(pipeline, "STRATEGIES", registered(resumable=False))
     with pytest.raises(ValueError, match="walk plans by its budget, which was 6 when"):
         rope_patch.search(model, **arguments(folder=folder, budget=8))
     assert (folder / JOURNAL_FILE).read_bytes() == before
