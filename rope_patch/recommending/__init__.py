@@ -1,4 +1,4 @@
-"""Which method to use on one checkpoint, by measuring those that there are."""
+"""Recommend a method for one checkpoint by measuring all of them on it."""
 
 from rope_patch.recommending.pipeline import recommend
 

@@ -1,26 +1,98 @@
-"""What fits into a budget, from what a few passes took."""
+"""The time budget: the clock, the costs of blocks, and the plan of what fits."""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
 from dataclasses import dataclass
 
-from rope_patch.recommending.bench import BLOCK_SIZE
+from rope_patch.recommending.sample_sets import BLOCK_SIZE
+from rope_patch.utils.processes import Processes
+from rope_patch.utils.progress import progress_bar
 
-FINALISTS = 3  # rotations that halving stops at
-MIN_EVALUATIONS = 10  # evaluations that a search needs to be worth anything
-_PREFERRED_EVALUATIONS = 40  # so many are worth more than more samples in each
-_SEARCH_SHARE = 0.45  # of what remains, for the search
-_SAFETY_MARGIN = 1.1  # passes are not all alike
+FINALISTS = 3  # halving stops at this number of rotations
+MIN_EVALUATIONS = 10  # a search with fewer is not worth its time
+_PREFERRED_EVALUATIONS = 40  # up to here, prefer evaluations over more samples per evaluation
+_SEARCH_SHARE = 0.45  # of the time that remains after the first round
+_SAFETY_MARGIN = 1.1  # passes vary in time
+
+
+class TimeBudget:
+    """A budget of minutes, the time spent, and the costs of blocks.
+
+    Args:
+        minutes: The budget, including earlier runs.
+        spent: Seconds of earlier runs.
+        processes: All processes use the main process's clock.
+        progress: Whether to show a bar on stderr.
+    """
+
+    def __init__(
+        self, minutes: float, spent: float, processes: Processes, progress: bool = True
+    ) -> None:
+        self._total = 60 * minutes
+        self._started = time.monotonic() - spent
+        self._processes = processes
+        self._costs: dict[str, list[float]] = {}
+        self._bar = progress_bar(
+            total=round(self._total),
+            disable=not (progress and processes.is_main),
+            bar_format="{desc} {percentage:3.0f}% of the budget|{bar}| {postfix}",
+        )
+
+    def spent(self) -> float:
+        """Return the seconds spent, the same in all processes."""
+        return self._processes.broadcast(time.monotonic() - self._started)
+
+    def left(self) -> float:
+        """Return the seconds left, the same in all processes."""
+        return self._total - self.spent()
+
+    def left_in_process(self) -> float:
+        """Return the seconds left by this process's own clock."""
+        return self._total - (time.monotonic() - self._started)
+
+    def record_cost(self, kind: str, seconds: float) -> None:
+        """Record what one block of a kind took."""
+        self._costs.setdefault(kind, []).append(seconds)
+
+    def has_cost(self, kind: str) -> bool:
+        """Return whether a block of a kind was measured."""
+        return kind in self._costs
+
+    def cost(self, kind: str) -> float:
+        """Return the mean seconds of the measured blocks of a kind; 0 if there are none."""
+        seconds = self._costs.get(kind, [])
+        return self._processes.broadcast(sum(seconds) / len(seconds) if seconds else 0.0)
+
+    def set_status(self, what: str) -> None:
+        """Show what runs now, and how much time is left."""
+        now = time.monotonic() - self._started
+        self._bar.set_description_str(what, refresh=False)
+        self._bar.set_postfix_str(
+            f"{_format_duration(max(self._total - now, 0))} left", refresh=False
+        )
+        self._bar.n = min(round(now), self._bar.total)
+        self._bar.refresh()
+
+    def log(self, line: str) -> None:
+        """Print a line on stderr, above the bar."""
+        if not self._bar.disable:
+            self._bar.write(line, file=sys.stderr)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
 
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Seconds that a block takes.
+    """The costs of a block in seconds.
 
     Attributes:
-        long: At the target length.
-        within: Answers and prose within the trained length.
+        long: A block at the target length.
+        within: A block of answers and one of prose within the trained length.
     """
 
     long: float
@@ -28,20 +100,20 @@ class BlockCosts:
 
     @property
     def both(self) -> float:
-        """Seconds of everything for one method."""
+        """Return the seconds of a block of each kind, for one method."""
         return self.long + self.within
 
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """What fits.
+    """A plan of what fits into the budget.
 
     Attributes:
-        first_rotations: Rotations that are measured on a first block.
-        samples: That the best are measured on.
-        evaluations: Of the search, about; 0 if there is none.
-        search_seconds: Seconds for it.
-        search_blocks: That it scores each candidate on.
+        first_rotations: Rotations to measure on a first block.
+        samples: Samples to measure the best on.
+        evaluations: About how many evaluations the search has; 0 if there is none.
+        search_seconds: Seconds for the search.
+        search_blocks: Blocks on which the search scores each candidate.
     """
 
     first_rotations: int
@@ -52,12 +124,13 @@ class BudgetPlan:
 
 
 def minimum_seconds(costs: BlockCosts, short: float, done: int = 0) -> float:
-    """Seconds that the plain model and one method take, with their controls.
+    """Return the seconds of the plain model and one method, with their controls.
 
     Args:
-        costs: Of a block.
-        short: Of a block of answers within the trained length, which the gate takes once more.
-        done: Methods that were measured already.
+        costs: The costs of a block.
+        short: Seconds of a block of answers within the trained length, which the competence check
+            takes once more.
+        done: Methods measured already.
     """
     return _SAFETY_MARGIN * ((2 - done) * costs.both + costs.long + (0 if done else short))
 
@@ -70,22 +143,21 @@ def plan_budget(
     max_search_blocks: int,
     measured_rotations: int = 2,
 ) -> BudgetPlan:
-    """What to do with the time that is left.
+    """Plan the time that is left.
 
-    A first block for every rotation comes first. Of what then remains, a search gets nearly half,
-    if that is enough for one. The rest goes to more samples for the best half, of that again the
-    best half, and so on, the samples doubling. Once there are no more samples, the search gets what
-    is over.
+    Each rotation gets a first block. Of the time that then remains, a search gets nearly half, if
+    that is enough for one. The rest goes into successive halving: twice the samples for the best
+    half, again and again. If the samples run out, the search gets the time that is left over.
 
     Args:
-        left: Seconds.
-        costs: Of a block.
-        rotations: That are still to be measured at the length.
-        max_blocks: Blocks there are.
-        max_search_blocks: Blocks there are to search by; 0 where there can be no search.
-        measured_rotations: Rotations that were measured.
+        left: Seconds left.
+        costs: The costs of a block.
+        rotations: Rotations still to be measured at the target length.
+        max_blocks: Blocks of samples.
+        max_search_blocks: Blocks of search samples; 0 if there can be no search.
+        measured_rotations: Rotations measured already.
     """
-    left = left / _SAFETY_MARGIN - costs.long  # the control of the best, in the end
+    left = left / _SAFETY_MARGIN - costs.long  # the best one's control, measured last
     first = max(0, min(rotations, int(left / costs.both)))
     left -= first * costs.both
     seconds = _SEARCH_SHARE * max(left, 0.0)
@@ -106,18 +178,31 @@ def plan_budget(
             break
         left -= (new - done) * (alive * costs.both + costs.within)
         done = new
-    if evaluations and done == max_blocks:  # nobody else has a use for what is left
+    if evaluations and done == max_blocks:  # no more samples: the search gets the rest
         seconds += left
         evaluations = int(seconds / (blocks * costs.long))
     return BudgetPlan(first, done * BLOCK_SIZE, evaluations, seconds, blocks)
 
 
 def halve(alive: int) -> int:
-    """How many stay in the next round."""
+    """Return how many rotations stay in the next round."""
     return min(alive, max(FINALISTS, math.ceil(alive / 2)))
 
 
 def next_block_count(left: float, costs: BlockCosts, alive: int, done: int, max_blocks: int) -> int:
-    """The blocks that a next round brings everybody to: twice as many, or what fits."""
+    """Return the number of blocks after the next round: twice as many, or as many as fit.
+
+    Args:
+        left: Seconds left.
+        costs: The costs of a block.
+        alive: Rotations in the round.
+        done: Blocks that all of them have been measured on.
+        max_blocks: Blocks of samples.
+    """
     fits = int(left / (alive * costs.both + costs.within)) if left > 0 else 0
     return min(2 * done, max_blocks, done + fits)
+
+
+def _format_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,8 +1,9 @@
-"""Which of several methods to use: a rule on what was measured, without a model.
+"""The decision rule: which of several measured methods to use.
 
-In this order: what cannot be told from the best at the target length; of these, what cannot be
-told from the smallest price within the trained length; of these, what the most engines run without
-this package; of these, the simplest. Or nothing, where nothing holds up at the length.
+The steps are: keep the methods that cannot be told from the best at the target length; of these,
+those that cannot be told from the smallest price within the trained length; of these, those that
+most engines run without this package; of these, the simplest. If no method holds up at the target
+length, none is recommended.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from rope_patch.recommending.scores import (
 )
 from rope_patch.statistics import Interval, retention
 
-# A method holds if it keeps this share of the answers that the plain model gets right.
+# A method holds up if it retains this share of the plain model's accuracy.
 MIN_RETAINED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class MeasuredVariant:
-    """A method and what was measured of it.
+    """A variant and its scores.
 
     Attributes:
-        name: What users call it.
-        long: At the target length.
-        short: Answers within the trained length, on the samples that all have.
-        prose: Documents within the trained length; None where there are none.
-        lost: Engines that cannot run it, though they run the plain model.
-        options: How many numbers it needs besides the length; -1 for the plain model.
+        name: The variant's name.
+        long: Scores at the target length.
+        short: Scores of answers within the trained length.
+        prose: Scores of documents within the trained length, if any.
+        engines_lost: Number of engines that run the plain model and not this variant.
+        option_count: How many numbers it needs besides the length; -1 for the plain model.
         dynamic: Whether its rotation follows the length.
     """
 
@@ -41,30 +42,29 @@ class MeasuredVariant:
     long: Scores
     short: Scores
     prose: Scores | None = None
-    lost: int = 0
-    options: int = 0
+    engines_lost: int = 0
+    option_count: int = 0
     dynamic: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is to be used and why.
+    """The decision and its reasons.
 
     Attributes:
-        name: The method; None where nothing is to be recommended.
+        name: The recommended method, or None.
         verdict: "use", "nothing holds", or "cannot answer": the plain model fails within its own
-            trained length, so nothing could be told.
-        best: The smallest loss at the target length.
-        ties: What cannot be told from it, itself with it.
-        behind: By name, how each differs from the best at the target length.
-        price: By name, how each differs from the plain model within the trained length, on answers
+            trained length, so methods cannot be compared.
+        best: The method with the smallest loss at the target length.
+        ties: Methods that cannot be told from the best, and the best itself.
+        behind: By name, the difference from the best at the target length.
+        price: By name, the differences from the plain model within the trained length, on answers
             and on prose.
-        retained_share: Of the chosen, or else of the best: the share of the plain model's answers
-            within the trained length that it gets right at the target length; None where that
-        cannot be said.
-        information_gain: Of the best, by how many nats a true answer is likelier than one that the
-            text does not say; None where it was not measured.
-        reasons: The steps that led there, a sentence each.
+        retained_share: Accuracy of the chosen method (else of the best) at the target length / the
+            plain model's within the trained length; None if that is too small to divide by.
+        information_gain: Of the best, the nats by which a true answer is likelier than one that
+            the text does not have; None if it was not measured.
+        reasons: The steps of the decision, a sentence each.
     """
 
     name: str | None
@@ -78,75 +78,80 @@ class Choice:
     reasons: tuple[str, ...] = ()
 
 
-def lowest_loss(contenders: Sequence[MeasuredVariant]) -> MeasuredVariant:
-    """The one with the smallest loss at the target length."""
-    return min(contenders, key=lambda one: one.long.mean)
+def lowest_loss(variants: Sequence[MeasuredVariant]) -> MeasuredVariant:
+    """Return the variant with the smallest loss at the target length."""
+    return min(variants, key=lambda one: one.long.mean)
 
 
 def choose(
-    contenders: Sequence[MeasuredVariant], plain: MeasuredVariant, control: Scores | None = None
+    variants: Sequence[MeasuredVariant], plain: MeasuredVariant, control: Scores | None = None
 ) -> Choice:
-    """Applies the rule.
+    """Apply the rule.
 
-    All that contenders are compared by is paired: the same samples, differences by text. Intervals
-    are 95% each, not for all comparisons together, and the best of several looks better on the
-    samples that it was chosen by than it is.
+    All comparisons are paired: the same samples, differences by text. Intervals are 95% each, not
+    for all comparisons together, and the best of several looks better on the samples that it was
+    chosen by than it is.
 
     Args:
-        contenders: All on the same samples.
-        plain: The model as it is: what prices are held against; need not be a contender.
-        control: The best contender's scores of the control, see `gain_over_control`.
+        variants: Variants measured on the same samples.
+        plain: The plain model, against which prices are measured; need not be in `variants`.
+        control: The best variant's scores of the control, see `gain_over_control`.
 
     Raises:
-        ValueError: No contenders.
+        ValueError: There are no variants.
     """
-    if not contenders:
+    if not variants:
         raise ValueError("expected contenders to choose from, got none: measure some first")
-    best = lowest_loss(contenders)
-    behind = {one.name: score_difference(one.long, best.long) for one in contenders}
-    price = {one.name: _price(one, plain) for one in contenders}
-    ties = [one for one in contenders if one is best or not behind[one.name].is_worse]
-    names = tuple(one.name for one in ties)
-    informed = None if control is None else gain_over_control(best.long, control)
-    base = plain.short.accuracy_interval()
-    kept = {one.name: _retained_share(one, base) for one in ties}
+    best = lowest_loss(variants)
+    behind = {one.name: score_difference(one.long, best.long) for one in variants}
+    price = {one.name: _price(one, plain) for one in variants}
+    ties = [one for one in variants if one is best or not behind[one.name].is_worse]
+    tie_names = tuple(one.name for one in ties)
+    information_gain = None if control is None else gain_over_control(best.long, control)
+    plain_accuracy = plain.short.accuracy_interval()
+    shares = {one.name: _retained_share(one, plain_accuracy) for one in ties}
     reasons = [
-        f"best at the length: {best.name}" + _ties_text(names, best.name, "cannot be told apart")
+        f"best at the length: {best.name}"
+        + _ties_text(tie_names, best.name, "cannot be told apart")
     ]
 
     def choice(one: MeasuredVariant | None, verdict: str) -> Choice:
-        shown = kept[best.name if one is None else one.name]
+        shown = shares[best.name if one is None else one.name]
         name = None if one is None else one.name
-        told = tuple(reasons)
-        return Choice(name, verdict, best.name, names, behind, price, shown, informed, told)
+        steps = tuple(reasons)
+        return Choice(
+            name, verdict, best.name, tie_names, behind, price, shown, information_gain, steps
+        )
 
-    if informed is not None and not informed.low > 0:
+    if information_gain is not None and not information_gain.low > 0:
         reasons.append(
             "with it, a true answer is no likelier than one that the text does not say "
-            f"({informed.estimate:+.3f} nats, {informed.low:+.3f} to {informed.high:+.3f})"
+            f"({information_gain.estimate:+.3f} nats, {information_gain.low:+.3f} to "
+            f"{information_gain.high:+.3f})"
         )
         return choice(None, "nothing holds")
     holding = [
         one
         for one in ties
-        if (share := kept[one.name]) is None or share.estimate >= MIN_RETAINED_SHARE
+        if (share := shares[one.name]) is None or share.estimate >= MIN_RETAINED_SHARE
     ]
     if not holding:
-        share = kept[best.name]
+        share = shares[best.name]
         reasons.append(
             f"it keeps {share.estimate:.0%} of the answers that the plain model gets right within "
-            f"its trained length ({share.low:.0%} to {share.high:.0%}), less than {MIN_RETAINED_SHARE:.0%}"
+            f"its trained length ({share.low:.0%} to {share.high:.0%}), less than "
+            f"{MIN_RETAINED_SHARE:.0%}"
             if share is not None
             else "none keeps enough"
         )
         return choice(None, "nothing holds")
-    left = _cheapest(holding, plain, reasons)
-    fewest = min(one.lost for one in left)
-    if len(left) > 1 and any(one.lost > fewest for one in left):
-        left = [one for one in left if one.lost == fewest]
-        reasons.append("most engines run without this package: " + _join_names(left))
-    chosen = min(left, key=lambda one: (one.options, one.dynamic, one.long.mean))
-    if len(left) > 1:
+    remaining = _cheapest(holding, plain, reasons)
+    fewest = min(one.engines_lost for one in remaining)
+    if len(remaining) > 1 and any(one.engines_lost > fewest for one in remaining):
+        remaining = [one for one in remaining if one.engines_lost == fewest]
+        reasons.append("most engines run without this package: " + _join_names(remaining))
+    chosen = min(remaining, key=lambda one: (one.option_count, one.dynamic, one.long.mean))
+    if len(remaining) > 1:
         reasons.append(f"the simplest of these: {chosen.name}")
     free = [one.name for one in holding if one.short.nll == plain.short.nll[: len(one.short)]]
     if free and chosen.name not in free:
@@ -155,31 +160,31 @@ def choose(
 
 
 def _cheapest(
-    left: list[MeasuredVariant], plain: MeasuredVariant, reasons: list[str]
+    variants: list[MeasuredVariant], plain: MeasuredVariant, reasons: list[str]
 ) -> list[MeasuredVariant]:
-    """Those that cannot be told from the smallest price within the trained length."""
-    least = min(left, key=lambda one: _short_context_cost(one, plain))
-    found = [
+    """Return the variants that cannot be told from the smallest price; add the reason."""
+    lowest = min(variants, key=lambda one: _short_context_cost(one, plain))
+    cheapest = [
         one
-        for one in left
-        if not score_difference(one.short, least.short).is_worse
+        for one in variants
+        if not score_difference(one.short, lowest.short).is_worse
         and (
             one.prose is None
-            or least.prose is None
-            or not score_difference(one.prose, least.prose).is_worse
+            or lowest.prose is None
+            or not score_difference(one.prose, lowest.prose).is_worse
         )
     ]
-    if len(left) > 1:
-        names = [one.name for one in found]
+    if len(variants) > 1:
+        names = [one.name for one in cheapest]
         reasons.append(
-            f"the smallest price within the trained length: {least.name}"
-            + _ties_text(names, least.name, "no dearer that one could tell")
+            f"the smallest price within the trained length: {lowest.name}"
+            + _ties_text(names, lowest.name, "no dearer that one could tell")
         )
-    return found
+    return cheapest
 
 
 def _short_context_cost(one: MeasuredVariant, plain: MeasuredVariant) -> float:
-    """Nats that short context loses, answers and prose weighing the same."""
+    """Return the nats lost within the trained length, where answers and prose weigh the same."""
     costs = [one.short.mean - plain.short.first(len(one.short)).mean]
     if one.prose is not None and plain.prose is not None:
         costs.append(one.prose.mean - plain.prose.first(len(one.prose)).mean)
@@ -195,12 +200,12 @@ def _price(
     return score_difference(one.short, plain.short), prose
 
 
-def _retained_share(one: MeasuredVariant, base: Interval | None) -> Interval | None:
-    """The share of the plain model's short answers; None where that has too few to keep any."""
-    right = one.long.accuracy_interval()
-    if base is None or right is None or not base.low > 0:
+def _retained_share(one: MeasuredVariant, plain_accuracy: Interval | None) -> Interval | None:
+    """Return the accuracy as a share of the plain model's; None if that may be zero."""
+    accuracy = one.long.accuracy_interval()
+    if plain_accuracy is None or accuracy is None or not plain_accuracy.low > 0:
         return None
-    return retention(right, base)
+    return retention(accuracy, plain_accuracy)
 
 
 def _ties_text(names: Sequence[str], best: str, how: str) -> str:
@@ -208,5 +213,5 @@ def _ties_text(names: Sequence[str], best: str, how: str) -> str:
     return f"; {how}: {', '.join(others)}" if others else ""
 
 
-def _join_names(contenders: Sequence[MeasuredVariant]) -> str:
-    return ", ".join(one.name for one in contenders)
+def _join_names(variants: Sequence[MeasuredVariant]) -> str:
+    return ", ".join(one.name for one in variants)

@@ -1,4 +1,4 @@
-"""recommend(): which method to use on this checkpoint, measured within a budget of minutes."""
+"""recommend(): the method to use on a checkpoint, measured within a budget of minutes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.inference.samples import Sample, needles_refusal, read_samples
 from rope_patch.patching import current
-from rope_patch.searching import model as opening
 from rope_patch.searching.journal import SearchJournal, SharedJournal
 from rope_patch.searching.measure.fitness import make_space
+from rope_patch.searching.model import (
+    dependency_versions,
+    eval_mode,
+    open_model,
+    plain_config,
+    run_identity,
+)
 from rope_patch.searching.result.search_result import SearchResult
 from rope_patch.utils import atomic_files
 from rope_patch.utils.processes import Processes
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_SAMPLES = 96  # samples of each kind, if there is time
+MAX_SAMPLES = 96  # of each kind, if the budget allows
 
 
 def recommend(
@@ -51,53 +57,54 @@ def recommend(
     gguf_file: str | None = None,
     command: str | None = None,
 ) -> Recommendation:
-    """Measures methods on this checkpoint and says which to use at a length, with the evidence.
+    """Measure methods on this checkpoint and recommend one for a length, with the evidence.
 
-    The plain model, the static methods, the same following the length, and what a search finds are
-    scored on needle questions of the target length (on pairs of words where the model was trained
-    on too few tokens for needles). What each costs is measured within the trained
-    length, on questions and on prose, against the plain model. All are scored on a few samples, the
-    best on more, until the budget is spent. The model is left as it was. Several processes
-    (`accelerate launch`) share the samples.
+    The plain model, the static methods, their dynamic forms and the result of a search are scored
+    on needle questions of the target length, or on word pairs if the trained length is too short
+    for needles. Their price is measured within the trained length, on questions and on prose,
+    against the plain model. All are scored on a few samples, the best on more, until the budget is
+    spent. The model is left as it was. Several processes (`accelerate launch`) share the samples.
 
     Args:
         model: A transformers decoder with RoPE, not patched; or its folder or name.
-        tokenizer: Its tokenizer; needed for a live model unless `samples` are given.
+        tokenizer: The model's tokenizer; needed for a live model unless `samples` are given.
         length: Target length in tokens.
-        budget: Minutes for measuring, those of earlier runs in the same folder included.
-        text: Names or files that samples are made of; the novels of the package unless given.
-        samples: Questions instead, or a file of them (JSON lines with input_ids and labels): those
-            longer than the trained length are for the target, the others for the price.
-        short_length: Tokens of what is measured within the trained length; half of that unless
-            given, or all of it where needles need more than half.
+        budget: Minutes for measuring, including earlier runs in the same folder.
+        text: Names or files to make samples of; the novels of the package unless given.
+        samples: Questions to use instead, or a file of them (JSON lines with input_ids and labels):
+            those longer than the trained length are for the target, the others for the price.
+        short_length: Tokens of the samples within the trained length; half of the trained length
+            unless given, or all of it if needles need more than half.
         most: Samples of each kind at most.
-        search: Whether to search as well, with what the known methods leave of the budget.
+        search: Whether to search as well, with the budget that the known methods leave.
         trained_length: See `rope_patch.patch`.
         layer_types: See `rope_patch.patch`; one of them.
         start: See `rope_patch.patch`.
-        seed: Of samples and search.
-        folder: Where measurements are kept, to go on after a kill or with a larger budget, and the
-            result is saved.
+        seed: Seed of samples and search.
+        folder: Folder for the journal, from which a killed run or one with a larger budget
+            resumes, and for the result.
         progress: Whether to show a bar on stderr.
-        dtype: To read the model in, where it is a name.
-        device_map: As in transformers, where the model is a name.
+        dtype: The dtype to load a named model in.
+        device_map: As in transformers, for a named model.
         gguf_file: The GGUF file within the model's folder.
-        command: What to record as having been run.
+        command: The command line to record in the result.
 
     Returns:
         The recommendation; print it to read it.
 
     Raises:
-        ValueError: A request that cannot be met, or a budget in which not even the plain model and
-            one method can be compared; says how many minutes are needed.
+        ValueError: A request that cannot be met, or a budget too small to compare the plain model
+            and one method; the message says how many minutes are needed.
         TypeError: A value of the wrong type.
-        OSError: Nothing can be written to the folder, found out before the model is loaded; or
-            a file could not be written, with how to go on.
+        OSError: The folder is not writable, which is checked before the model is loaded; or a
+            file could not be written, with how to go on.
     """
-    # What these need, statistics above all, is no part of a plain installation.
+    # A plain installation lacks packages that these import, as those of statistics.
     from rope_patch.recommending import variants
-    from rope_patch.recommending.bench import BLOCK_SIZE, Bench, TimeBudget, earlier_usage
+    from rope_patch.recommending.bench import Bench, earlier_usage
+    from rope_patch.recommending.budget import TimeBudget
     from rope_patch.recommending.result import SEARCH_FOLDER, Recommendation, to_rows
+    from rope_patch.recommending.sample_sets import BLOCK_SIZE
     from rope_patch.recommending.scoreboard import held_out_table
     from rope_patch.recommending.successive_halving import Race
     from rope_patch.recommending.summary import verdict_sentence
@@ -106,20 +113,20 @@ def recommend(
     if folder is not None:
         atomic_files.require_writable_folder(folder, "the recommendation")
     processes = Processes()
-    source = opening.open_model(
+    source = open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
-    asked: dict[str, Any] = {
+    patch_arguments: dict[str, Any] = {
         "trained_length": trained_length,
         "layer_types": layer_types,
         "start": start,
     }
-    if (standing := current(source.skeleton)) is not None:
+    if (active_patch := current(source.skeleton)) is not None:
         raise ValueError(
-            f"the model is patched already ({standing}): methods are measured on the model as it "
-            "was, so call rope_patch.unpatch(model) first"
+            f"the model is patched already ({active_patch}): methods are measured on the model as "
+            "it was, so call rope_patch.unpatch(model) first"
         )
-    space = make_space(source.skeleton, length=length, **asked)
+    space = make_space(source.skeleton, length=length, **patch_arguments)
     trained = space.geometry.trained_length
     short = trained // 2 if short_length is None else short_length
     if samples is None and short_length is None and source.tokenizer is not None:
@@ -129,40 +136,46 @@ def recommend(
             f"short_length must be at most the trained length of {trained:,} tokens, got "
             f"{short:,}: prices are what methods cost within it"
         )
-    sets = _build_samples(samples, text, source.tokenizer, space.length, trained, short, most, seed)
+    sample_blocks = _build_samples(
+        samples, text, source.tokenizer, space.length, trained, short, most, seed
+    )
     live = source.load()
     identity = {
         "what": "recommend",
         "seed": seed,
-        **opening.run_identity(live, space),
+        **run_identity(live, space),
         "short_length": short,
         "most": most,
         "block": BLOCK_SIZE,
-        **sets.identity,
-        "versions": opening.dependency_versions(),
+        **sample_blocks.identity,
+        "versions": dependency_versions(),
     }
-    kept_there = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
-    with kept_there, opening.eval_mode(live), SharedJournal(folder, identity, processes) as kept:
-        kept.lock()
-        spent, searched = earlier_usage(kept)
-        clock = TimeBudget(budget, spent, processes, progress)
-        bench = Bench(live, space, sets.by_kind, asked, kept, clock, processes)
-        bench.candidates_searched = searched
-        judge = Race(live, space, asked, bench, clock, kept, seed, search)
-        judge.not_measured += sets.not_measured
+    resume_advice = atomic_files.add_write_advice(SearchJournal.resume_advice(folder))
+    with resume_advice, eval_mode(live), SharedJournal(folder, identity, processes) as journal:
+        journal.lock()
+        seconds_spent, candidates_searched = earlier_usage(journal)
+        clock = TimeBudget(budget, seconds_spent, processes, progress)
+        bench = Bench(
+            live, space, sample_blocks.by_kind, patch_arguments, journal, clock, processes
+        )
+        bench.candidates_searched = candidates_searched
+        race = Race(live, space, patch_arguments, bench, clock, journal, seed, search)
+        race.not_measured += sample_blocks.not_measured
         try:
-            choice = judge.run()
+            choice = race.run()
         finally:
             clock.close()
-        rows = to_rows(list(judge.rows.values()), choice)
-        searched_in = None if folder is None else str(Path(folder) / SEARCH_FOLDER)
+        rows = to_rows(list(race.rows.values()), choice)
+        search_folder = None if folder is None else str(Path(folder) / SEARCH_FOLDER)
         python = shell = ""
         if choice.name is not None:
-            row = judge.rows[choice.name]
-            python = variants.patch_call(row.variant, space, asked, searched_in)
-            shell = variants.export_command(row.variant, space, asked, source.name, row.engines)
-        looked = judge.search_outcome
-        found = Recommendation(
+            row = race.rows[choice.name]
+            python = variants.patch_call(row.variant, space, patch_arguments, search_folder)
+            shell = variants.export_command(
+                row.variant, space, patch_arguments, source.name, row.engines
+            )
+        outcome = race.search_outcome
+        recommendation = Recommendation(
             model=source.name,
             weights=identity["weights"],
             length=space.length,
@@ -177,35 +190,35 @@ def recommend(
             python=python,
             shell=shell,
             rows=rows,
-            samples=judge.block_count * BLOCK_SIZE,
+            samples=race.block_count * BLOCK_SIZE,
             scored=bench.samples_scored,
-            not_measured=tuple(judge.not_measured),
+            not_measured=tuple(race.not_measured),
             seed=seed,
             versions=identity["versions"],
             command=shlex.join(sys.argv) if command is None else command,
             found=None
-            if looked is None
+            if outcome is None
             else SearchResult(
                 model=source.name,
                 weights=identity["weights"],
-                strategy=looked.strategy,
+                strategy=outcome.strategy,
                 seed=seed,
                 factor=space.factor,
                 geometry=space.geometry,
-                candidate=looked.candidate,
-                history=looked.history,
-                held_out=held_out_table(judge.rows),
-                asked={k: v for k, v in asked.items() if v not in (None, "auto")},
-                evaluations_per_minute=looked.rate,
+                candidate=outcome.candidate,
+                history=outcome.history,
+                held_out=held_out_table(race.rows),
+                asked={k: v for k, v in patch_arguments.items() if v not in (None, "auto")},
+                evaluations_per_minute=outcome.evaluations_per_minute,
                 versions=identity["versions"],
                 command=shlex.join(sys.argv) if command is None else command,
-                config=opening.plain_config(live),
+                config=plain_config(live),
             ),
         )
         if processes.is_main and folder is not None:
-            found.save(folder)
+            recommendation.save(folder)
         processes.wait()
-    return found
+    return recommendation
 
 
 def _validate_request(budget: float, most: int, fewest: int) -> None:
@@ -242,17 +255,17 @@ def _build_samples(
             "samples are made with the model's tokenizer: give it, or samples and no text"
         )
     if samples is None:
-        why = needles_refusal(tokenizer, short)
-        if why is None:
+        refusal = needles_refusal(tokenizer, short)
+        if refusal is None:
             return sample_sets.needle_blocks(tokenizer, length, short, most, seed, texts)
         if texts is not None:
             raise ValueError(
-                f"{why}, and what methods cost is measured on {short:,}: give a longer "
+                f"{refusal}, and what methods cost is measured on {short:,}: give a longer "
                 "short_length (--short-length) if the model was trained on as many, samples of "
                 "your own (--samples), or no text, to be asked for word pairs instead"
             )
         logger.warning(
-            "%s, %s are for what methods cost: asking for word pairs instead", why, f"{short:,}"
+            "%s, %s are for what methods cost: asking for word pairs instead", refusal, f"{short:,}"
         )
         return sample_sets.recall_blocks(tokenizer, length, short, most, seed)
     if isinstance(samples, str | os.PathLike):

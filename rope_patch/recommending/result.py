@@ -1,4 +1,4 @@
-"""What recommend() returns: a verdict with its evidence, to print and to save."""
+"""The result of recommend(): a verdict with its evidence, to print and to save."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ JSON_FILE, MARKDOWN_FILE, SEARCH_FOLDER = "recommendation.json", "recommendation
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """Which method to use at a length, and what that rests on; print it to read it.
+    """The method to use at a length, and the evidence; print it to read it.
 
     Attributes:
         model: The model's name or folder.
         weights: The fingerprint of its weights.
         length: Target length in tokens.
         trained_length: Tokens of pretraining.
-        short_length: Tokens of what was measured within them; None where samples were given.
-        budget: Minutes that were given.
-        seconds: That were spent, with earlier runs.
-        method: The name of what to use, as in the rows; None where nothing is recommended.
-        outcome: "use", "nothing holds" or "cannot answer", see `choosing.Choice`.
-        verdict: It in a sentence or two.
-        reasons: How it came about, a step each.
-        python: The line that applies it; empty where there is none.
-        shell: The command that says what another engine is to be given; empty where there is none.
+        short_length: Tokens of the samples within the trained length; None if samples were given.
+        budget: Minutes allowed.
+        seconds: Seconds spent, with earlier runs.
+        method: The name of the recommended method, as in the rows, or None.
+        outcome: "use", "nothing holds" or "cannot answer", see `decision_rule.Choice`.
+        verdict: The outcome in a sentence or two.
+        reasons: The steps of the decision.
+        python: The line that applies the method; empty if there is none.
+        shell: The export command for another engine; empty if there is none.
         rows: A row for each method: `name`, `method`, `options`, `status`, `engines`; `long`,
             `short` and `prose` with `nll`, `accuracy`, their intervals and `samples`; `behind` (the
             best at the length) and `price` and `prose_price` (against the plain model).
-        samples: At the target length, of what was compared in the end.
-        scored: Samples that were scored in all, those of the search not counted.
-        not_measured: What was not, and why.
-        seed: Of samples and search.
-        versions: Of the packages that the result depends on.
-        command: What was run, for doing it again.
-        found: The search's result, if there was one.
+        samples: Samples at the target length that the last methods were compared on.
+        scored: Samples scored in all, without the search's.
+        not_measured: What was not measured, and why.
+        seed: Seed of samples and search.
+        versions: Versions of the packages that the result depends on.
+        command: The command line, to run it again.
+        found: The search's result, if any.
     """
 
     model: str
@@ -76,16 +76,16 @@ class Recommendation:
     found: SearchResult | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, strict JSON; what was searched is a file of its own."""
-        said = {each.name: getattr(self, each.name) for each in fields(self)}
-        said.pop("found")
-        return json_safe({"format": FORMAT, **said})
+        """Return strict JSON data without the search's result, which has a file of its own."""
+        data = {each.name: getattr(self, each.name) for each in fields(self)}
+        data.pop("found")
+        return json_safe({"format": FORMAT, **data})
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes `recommendation.json` and `recommendation.md`, and `searched/found.json`.
+        """Write `recommendation.json` and `recommendation.md`, and `searched/found.json`.
 
         Args:
-            folder: Where to; made if missing.
+            folder: The folder to write to; created if missing.
 
         Returns:
             The path of `recommendation.json`, which is written last.
@@ -106,13 +106,13 @@ class Recommendation:
 
 
 def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any]]:
-    """All that is known of each method, as plain data."""
-    found = []
+    """Return all results of each method as plain data, see `Recommendation.rows`."""
+    table = []
     plain = next(row for row in rows if row.variant.method is None)
     best = next((row for row in rows if row.variant.name == choice.best), None)
     for row in rows:
         entry, name = row.variant, row.variant.name
-        found.append(
+        table.append(
             {
                 "name": name,
                 "method": entry.method,
@@ -129,11 +129,11 @@ def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any
                 "leaves_short": entry.short_rotation.candidate is None,
             }
         )
-    return found
+    return table
 
 
 def status(row: VariantScores, choice: Choice) -> str:
-    """What became of a method, in a few words."""
+    """Return what became of a method, in a few words."""
     name = row.variant.name
     if name == choice.name:
         return "recommended"
@@ -145,7 +145,7 @@ def status(row: VariantScores, choice: Choice) -> str:
 
 
 def interval_to_list(interval: Interval | None) -> list[float] | None:
-    """Estimate, low and high."""
+    """Return estimate, low and high of an interval."""
     return None if interval is None else [interval.estimate, interval.low, interval.high]
 
 
@@ -160,8 +160,8 @@ def _scores_to_dict(scores: Scores | None) -> dict[str, Any] | None:
 
 
 def _difference_to_dict(scores: Scores | None, other: Scores | None) -> dict[str, Any] | None:
-    """How they differ on the samples that both were given."""
+    """Return the differences on the samples that both have scores of."""
     if scores is None or other is None:
         return None
-    found = score_difference(scores, other)
-    return {"nll": interval_to_list(found.nll), "accuracy": interval_to_list(found.hits)}
+    difference = score_difference(scores, other)
+    return {"nll": interval_to_list(difference.nll), "accuracy": interval_to_list(difference.hits)}

@@ -1,6 +1,6 @@
-"""The samples that a recommendation is measured on: at the length, within the trained one, prose.
+"""The samples of a recommendation: at the target length, within the trained length, and prose.
 
-All of a kind come in blocks, so that a budget decides how many are made.
+Samples come in blocks that are made on first use, so that the budget decides how many are made.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from rope_patch.inference.samples import (
     recall_samples,
     samples_digest,
 )
-from rope_patch.recommending.bench import BLOCK_SIZE
 
+BLOCK_SIZE = 6  # samples of a block: the fewest texts that give an interval
 LONG, SHORT, PROSE, SEARCH = "long", "short", "prose", "search"
 CONTROL = {LONG: "long, control", SHORT: "short, control"}
-_SEARCH_BLOCKS = 4  # blocks that a search may score a candidate on
-_SEEDS_PER_KIND = 1000  # of one kind, which so share no seed with another
+_SEARCH_BLOCKS = 4  # blocks on which a search may score each candidate
+_SEEDS_PER_KIND = 1000  # more than blocks of a kind, so that kinds share no seed
 
 
 @dataclass(frozen=True)
 class SampleBlocks:
-    """Samples by kind.
+    """Blocks of samples by kind.
 
     Attributes:
-        by_kind: By kind a function that makes the samples of a block, and how many blocks there
-            are.
-        identity: What tells them from others.
-        not_measured: What cannot be measured for want of samples, a sentence each.
+        by_kind: By kind, a function that makes a block's samples, and the number of blocks.
+        identity: What identifies the samples.
+        not_measured: What these samples cannot measure, and why, a sentence each.
     """
 
     by_kind: dict[str, tuple[Callable[[int], Sequence[Sample]], int]]
@@ -45,43 +44,44 @@ class SampleBlocks:
 def needle_blocks(
     tokenizer: Any, length: int, short: int, most: int, seed: int, texts: Sequence[str] | None
 ) -> SampleBlocks:
-    """Four needles in prose, and prose itself, made for a tokenizer.
+    """Return samples of four needles in prose, and of prose itself.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         length: Target length in tokens.
-        short: A length within the trained one.
+        short: A length within the trained length.
         most: Samples of each kind at most.
-        seed: Another one makes others.
-        texts: Names or files; those that come with the package unless given.
+        seed: Another seed makes other samples.
+        texts: Names or files; those of the package unless given.
     """
 
-    def made(tokens: int, seed: int, planted: bool) -> Sequence[Sample]:
+    def generate(tokens: int, seed: int, planted: bool) -> Sequence[Sample]:
         return needle_samples(tokenizer, tokens, BLOCK_SIZE, seed, texts, planted=planted)
 
     prose = _prose_blocks(tokenizer, short, most, seed, texts)
     return SampleBlocks(
-        _question_blocks(made, length, short, most, seed) | prose, {"texts": _text_digests(texts)}
+        _question_blocks(generate, length, short, most, seed) | prose,
+        {"texts": _text_digests(texts)},
     )
 
 
 def recall_blocks(tokenizer: Any, length: int, short: int, most: int, seed: int) -> SampleBlocks:
-    """Return pairs of words in noise, and prose: for models of a short context.
+    """Return samples of word pairs in noise, and of prose: for models of a short context.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         length: Target length in tokens.
-        short: A length within the trained one.
+        short: A length within the trained length.
         most: Samples of each kind at most.
-        seed: Another one makes others.
+        seed: Another seed makes other samples.
     """
 
-    def made(tokens: int, seed: int, planted: bool) -> Sequence[Sample]:
+    def generate(tokens: int, seed: int, planted: bool) -> Sequence[Sample]:
         return recall_samples(tokenizer, tokens, BLOCK_SIZE, seed, planted=planted)
 
     prose = _prose_blocks(tokenizer, short, most, seed, None)
     return SampleBlocks(
-        _question_blocks(made, length, short, most, seed) | prose,
+        _question_blocks(generate, length, short, most, seed) | prose,
         {"texts": None, "samples": "recall"},
         (
             f"needles in prose: they do not fit into {short:,} tokens, so all were asked for pairs "
@@ -91,18 +91,26 @@ def recall_blocks(tokenizer: Any, length: int, short: int, most: int, seed: int)
 
 
 def _question_blocks(
-    made: Callable[[int, int, bool], Sequence[Sample]],
+    generate: Callable[[int, int, bool], Sequence[Sample]],
     length: int,
     short: int,
     most: int,
     seed: int,
 ) -> dict[str, tuple[Callable[[int], Sequence[Sample]], int]]:
-    """Return the sets of questions; `made` takes tokens, a seed, and whether answers are there."""
+    """Return the blocks of questions of all kinds.
+
+    Args:
+        generate: Takes tokens, a seed, and whether the text has the answers; returns a block.
+        length: Target length in tokens.
+        short: A length within the trained length.
+        most: Samples of each kind at most.
+        seed: Another seed makes other samples.
+    """
     blocks = max(1, most // BLOCK_SIZE)
 
     def block_of(tokens: int, kind: int, planted: bool = True) -> Callable[[int], Sequence[Sample]]:
         first = (10 * seed + kind) * _SEEDS_PER_KIND
-        return lambda block: made(tokens, first + block, planted)
+        return lambda block: generate(tokens, first + block, planted)
 
     return {
         LONG: (block_of(length, 0), blocks),
@@ -122,21 +130,21 @@ def from_user_samples(
     seed: int,
     texts: Sequence[str] | None,
 ) -> SampleBlocks:
-    """Samples that somebody else made, told apart by their lengths; prose where texts are named.
+    """Return the user's own samples, split by their lengths; and prose if texts are given.
 
-    The last third of the long ones is the search's: what it finds is then compared on others.
+    The last third of the long samples is for the search, so that its result is compared on others.
 
     Args:
-        samples: All.
-        trained: Tokens of pretraining: what is longer is scored at the length.
-        tokenizer: The model's; needed for texts.
-        short: Tokens of prose.
+        samples: All samples.
+        trained: Trained length in tokens; longer samples are for the target length.
+        tokenizer: The model's tokenizer; needed for texts.
+        short: Tokens of prose samples.
         most: Samples of each kind at most.
-        seed: Of prose.
+        seed: Seed of prose and controls.
         texts: Names or files, or None.
 
     Raises:
-        ValueError: Too few of a kind.
+        ValueError: There are too few samples of a kind.
     """
     long = [sample for sample in samples if len(sample.ids) > trained]
     within = [sample for sample in samples if len(sample.ids) <= trained]
@@ -147,49 +155,49 @@ def from_user_samples(
                 f"tokens, at least {BLOCK_SIZE} are needed: what a method gains is measured on the "
                 "longer ones, what it costs on the others"
             )
-    searched = len(long) // BLOCK_SIZE // 3
+    search_blocks = len(long) // BLOCK_SIZE // 3
     long, for_search = (
-        long[: len(long) - searched * BLOCK_SIZE],
-        long[len(long) - searched * BLOCK_SIZE :],
+        long[: len(long) - search_blocks * BLOCK_SIZE],
+        long[len(long) - search_blocks * BLOCK_SIZE :],
     )
-    missing = []
-    if not searched:
-        missing.append(
-            f"a search: it needs samples of its own, so at least {3 * BLOCK_SIZE} beyond the trained "
-            "length"
+    not_measured = []
+    if not search_blocks:
+        not_measured.append(
+            f"a search: it needs samples of its own, so at least {3 * BLOCK_SIZE} beyond the "
+            "trained length"
         )
-    sets = {
+    by_kind = {
         LONG: _split_into_blocks(long, most),
         CONTROL[LONG]: _control_blocks(long, most, seed),
         SHORT: _split_into_blocks(within, most),
         CONTROL[SHORT]: _control_blocks(within, most, seed),
     }
-    if searched:
-        sets[SEARCH] = _split_into_blocks(for_search, _SEARCH_BLOCKS * BLOCK_SIZE)
+    if search_blocks:
+        by_kind[SEARCH] = _split_into_blocks(for_search, _SEARCH_BLOCKS * BLOCK_SIZE)
     if texts is None:
-        missing.append("perplexity of documents: name a text to have it measured with samples")
+        not_measured.append("perplexity of documents: name a text to have it measured with samples")
     else:
-        sets |= _prose_blocks(tokenizer, short, most, seed, texts)
+        by_kind |= _prose_blocks(tokenizer, short, most, seed, texts)
     identity = {"samples": samples_digest(samples), "texts": _text_digests(texts)}
-    return SampleBlocks(sets, identity, tuple(missing))
+    return SampleBlocks(by_kind, identity, tuple(not_measured))
 
 
 def _control_blocks(
     samples: Sequence[Sample], most: int, seed: int
 ) -> tuple[Callable[[int], Sequence[Sample]], int]:
-    """The samples with answers to others, in the blocks of the samples themselves."""
+    """Return the samples with permuted answers, in the same blocks as the samples."""
     false = permuted_answers(samples, seed)
     block, blocks = _split_into_blocks(samples, most)
 
     def control(number: int) -> list[Sample]:
         groups = {sample.group for sample in block(number)}
-        found = [sample for sample in false if sample.group in groups]
-        if not found:
+        controls = [sample for sample in false if sample.group in groups]
+        if not controls:
             raise ValueError(
                 "the answers of all samples are the same, or of other numbers of tokens, so none "
                 "can stand in for another: give samples whose answers differ"
             )
-        return found
+        return controls
 
     return control, blocks
 

@@ -1,4 +1,4 @@
-"""Where each method stands: what was measured of it, and whether it may still be chosen."""
+"""The scoreboard: the scores of each variant, and whether it may still be chosen."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rope_patch.recommending.variants import PLAIN, Variant
 
 @dataclass
 class VariantScores:
-    """What is known of a method.
+    """The scores of a variant.
 
     Attributes:
-        variant: The method.
-        engines: That run it without this package.
-        long: At the target length; None where it was not measured.
-        short: Answers within the trained length.
-        prose: Documents within it.
-        status: "" for what may be chosen, else why it is out, in words.
+        variant: The variant.
+        engines: Engines that run it without this package.
+        long: Scores at the target length; None if not measured.
+        short: Scores of answers within the trained length; None if not measured.
+        prose: Scores of documents within the trained length; None if not measured.
+        status: "" if the variant may be chosen, else why it is out.
     """
 
     variant: Variant
@@ -32,12 +32,12 @@ class VariantScores:
     status: str = ""
 
 
-def to_measured_variant(row: VariantScores, everywhere: Sequence[str]) -> MeasuredVariant:
-    """For the rule.
+def to_measured_variant(row: VariantScores, plain_engines: Sequence[str]) -> MeasuredVariant:
+    """Return a variant for the decision rule.
 
     Args:
-        row: Measured within the trained length and beyond.
-        everywhere: The engines that run the plain model.
+        row: The variant's scores, at the target length and within the trained length.
+        plain_engines: Engines that run the plain model.
     """
     assert row.short is not None
     assert row.long is not None
@@ -46,32 +46,32 @@ def to_measured_variant(row: VariantScores, everywhere: Sequence[str]) -> Measur
         row.long,
         row.short,
         row.prose,
-        lost=len(set(everywhere) - set(row.engines)),
-        options=row.variant.option_count,
+        engines_lost=len(set(plain_engines) - set(row.engines)),
+        option_count=row.variant.option_count,
         dynamic=row.variant.dynamic,
     )
 
 
 def held_out_table(rows: Mapping[str, VariantScores]) -> dict[str, Any]:
-    """For the result of a search: how it compares with the others, on other samples than its."""
-    found: dict[str, Any] = {}
+    """Return the held-out comparison for the search's result, see `SearchResult.held_out`."""
+    table: dict[str, Any] = {}
     for name, row in rows.items():
         label = {PLAIN: "none"}.get(name, "found" if row.variant.from_search else name)
-        if label in found or row.variant.dynamic or row.long is None:
+        if label in table or row.variant.dynamic or row.long is None:
             continue
-        loss, right = row.long.loss_interval(), row.long.accuracy_interval()
-        found[label] = {
+        loss, accuracy = row.long.loss_interval(), row.long.accuracy_interval()
+        table[label] = {
             "nll": loss.estimate,
             "interval": [loss.low, loss.high],
             "samples": len(row.long),
-            **({} if right is None else {"accuracy": right.estimate}),
+            **({} if accuracy is None else {"accuracy": accuracy.estimate}),
         }
-    ours = next((row.long for row in rows.values() if row.variant.from_search), None)
+    searched = next((row.long for row in rows.values() if row.variant.from_search), None)
     yarn = rows["yarn"].long
-    if ours is not None and yarn is not None:
-        behind = score_difference(ours, yarn).nll
-        found["against yarn"] = {
-            "nll": behind.estimate,
-            "interval": [behind.low, behind.high],
+    if searched is not None and yarn is not None:
+        difference = score_difference(searched, yarn).nll
+        table["against yarn"] = {
+            "nll": difference.estimate,
+            "interval": [difference.low, difference.high],
         }
-    return found
+    return table

@@ -1,4 +1,4 @@
-"""What was measured on some samples, and how two measurements of the same samples differ."""
+"""Scores on samples, and the differences between two methods' scores on the same samples."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from rope_patch.statistics import Interval, accuracy, bootstrap_mean, paired_difference
 
-# A difference that does not matter, whatever its sign: nats a token, about 1% of perplexity.
+# Nats a token below which a difference does not matter: about 1% of perplexity.
 NEGLIGIBLE = 0.01
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What was measured on some samples, in their order.
+    """Scores on some samples, in their order.
 
     Attributes:
-        nll: Nats for a scored token, on average, of each sample.
-        hits: Which answers of each sample were right; empty for prose.
-        groups: The text of each sample.
+        nll: Mean nats for a scored token, by sample.
+        hits: By sample, which answers were right; empty for prose.
+        groups: By sample, its text.
     """
 
     nll: tuple[float, ...]
@@ -33,37 +33,37 @@ class Scores:
         return Scores(self.nll + other.nll, self.hits + other.hits, self.groups + other.groups)
 
     def first(self, count: int) -> Scores:
-        """The first so many samples."""
+        """Return the scores of the first samples."""
         return Scores(self.nll[:count], self.hits[:count], self.groups[:count])
 
     @property
     def mean(self) -> float:
-        """Nats for a scored token."""
+        """Return the mean nats for a scored token."""
         return math.fsum(self.nll) / len(self.nll)
 
     def flat_hits(self) -> tuple[list[float], list[str]]:
-        """Every answer, 1 where it was right, and its text."""
+        """Return 1 or 0 for each answer, right or wrong, and its text."""
         pairs = zip(self.hits, self.groups, strict=True)
-        found = [(float(hit), group) for hits, group in pairs for hit in hits]
-        return [hit for hit, _ in found], [group for _, group in found]
+        answers = [(float(hit), group) for hits, group in pairs for hit in hits]
+        return [hit for hit, _ in answers], [group for _, group in answers]
 
     def loss_interval(self) -> Interval:
-        """Nats for a scored token, with its 95% interval over texts."""
+        """Return the nats for a scored token with their 95% interval over texts."""
         return bootstrap_mean(_group_by_text(self.nll, self.groups))
 
     def accuracy_interval(self) -> Interval | None:
-        """The share of answers that are right; None where there are no answers."""
+        """Return the share of right answers with its interval; None if there are no answers."""
         hits, groups = self.flat_hits()
         return accuracy(hits, groups) if hits else None
 
 
 @dataclass(frozen=True)
 class ScoreDifference:
-    """How two methods differ on the same samples, with 95% intervals.
+    """The differences between two methods on the same samples, with 95% intervals.
 
     Attributes:
         nll: Nats by which the first is worse.
-        hits: Share of answers by which it is better; None where there are no answers.
+        hits: Share of answers by which the first is better; None if there are no answers.
     """
 
     nll: Interval
@@ -71,14 +71,14 @@ class ScoreDifference:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the first is told from the second, and worse."""
+        """Return whether the first is significantly worse than the second."""
         if self.hits is not None and self.hits.high < 0:
             return True
         return self.nll.low > 0 and self.nll.estimate > NEGLIGIBLE
 
 
 def score_difference(first: Scores, second: Scores) -> ScoreDifference:
-    """How the first differs from the second, on the samples that both have been given."""
+    """Return how the first differs from the second, on the samples that both have scores of."""
     count = min(len(first), len(second))
     first, second = first.first(count), second.first(count)
     differences = [a - b for a, b in zip(first.nll, second.nll, strict=True)]
@@ -90,11 +90,11 @@ def score_difference(first: Scores, second: Scores) -> ScoreDifference:
 
 
 def gain_over_control(plain: Scores, control: Scores) -> Interval:
-    """By how many nats a true answer is likelier than one that the text does not say.
+    """Return the nats by which a true answer is likelier than one that the text does not have.
 
     Args:
-        plain: Of texts with their answers.
-        control: Of these texts without them, or with other ones in their place.
+        plain: Scores of texts with their answers.
+        control: Scores of these texts without the answers, or with others in their place.
 
     Raises:
         ValueError: The control is of other texts.
@@ -107,14 +107,14 @@ def gain_over_control(plain: Scores, control: Scores) -> Interval:
 
 
 def _group_by_text(values: Sequence[float], groups: Sequence[str]) -> list[list[float]]:
-    found: dict[str, list[float]] = {}
+    by_text: dict[str, list[float]] = {}
     for value, group in zip(values, groups, strict=True):
-        found.setdefault(group, []).append(value)
-    return list(found.values())
+        by_text.setdefault(group, []).append(value)
+    return list(by_text.values())
 
 
 def _mean_by_text(scores: Scores) -> dict[str, float]:
-    """Nats for a scored token in each text."""
+    """Return the mean nats for a scored token of each text."""
     by_text = _group_by_text(scores.nll, scores.groups)
     means = (math.fsum(values) / len(values) for values in by_text)
     return dict(zip(dict.fromkeys(scores.groups), means, strict=True))

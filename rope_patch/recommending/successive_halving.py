@@ -1,4 +1,4 @@
-"""Who is measured on what, in which order, while the budget lasts."""
+"""Successive halving over methods within a time budget: each round, more samples for fewer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rope_patch.recommending import budget, variants
-from rope_patch.recommending.bench import BLOCK_SIZE, Bench, MeasurementFailed, TimeBudget
-from rope_patch.recommending.budget import BlockCosts
+from rope_patch.recommending.bench import Bench, MeasurementFailed
+from rope_patch.recommending.budget import BlockCosts, TimeBudget
 from rope_patch.recommending.decision_rule import Choice, choose
-from rope_patch.recommending.sample_sets import CONTROL, LONG, PROSE, SEARCH, SHORT
+from rope_patch.recommending.sample_sets import BLOCK_SIZE, CONTROL, LONG, PROSE, SEARCH, SHORT
 from rope_patch.recommending.scoreboard import VariantScores, to_measured_variant
 from rope_patch.recommending.scores import gain_over_control, score_difference
 from rope_patch.recommending.timed_search import search_within
@@ -18,53 +18,54 @@ from rope_patch.searching.candidates import SearchSpace
 from rope_patch.searching.journal import SharedJournal
 from rope_patch.searching.measure.sanity_check import MAX_LOSS_RATIO, unigram_loss
 
-_CHEAP_SHARE = 0.1  # of what is left: prices of methods that are out are measured for the table
+_CHEAP_SHARE = 0.1  # of the time left, for the table's prices of eliminated methods
 
 
 class Race:
-    """Measures within a budget, drops what is hopeless, and applies the rule to the rest.
+    """Measures variants within a budget, eliminates the worst, and decides between the rest.
 
     Args:
-        model: Not patched.
-        space: What is extended, and how far.
+        model: The unpatched model.
+        space: The rotation that is extended, and the target.
         patch_arguments: `trained_length`, `layer_types` and `start` of `rope_patch.patch`.
-        bench: Measures.
-        clock: The budget.
-        kept: Results.
-        seed: Of the search.
+        bench: Measures rotations.
+        clock: The time budget.
+        journal: Stores results.
+        seed: The search's seed.
         search: Whether to search.
 
     Attributes:
-        rows: All methods, in the order of tables.
-        not_measured: What was not, and why, a sentence each.
-        search_outcome: The search's result, None without one.
+        rows: The scores of all variants by name, in the order of tables.
+        not_measured: What was not measured, and why, a sentence each.
+        search_outcome: The search's result, or None.
+        block_count: Blocks that all variants in the race have been measured on.
     """
 
     def __init__(
         self,
         model: Any,
         space: SearchSpace,
-        asked: Mapping[str, Any],
+        patch_arguments: Mapping[str, Any],
         bench: Bench,
         clock: TimeBudget,
-        kept: SharedJournal,
+        journal: SharedJournal,
         seed: int,
         search: bool,
     ) -> None:
-        self.model, self.space, self.patch_arguments = model, space, asked
-        self.bench, self.clock, self._journal = bench, clock, kept
+        self.model, self.space, self.patch_arguments = model, space, patch_arguments
+        self.bench, self.clock, self._journal = bench, clock, journal
         self._seed, self._search_enabled = seed, search
         self.not_measured: list[str] = []
         self.search_outcome: Any = None
         self.block_count = 0
         self.rows: dict[str, VariantScores] = {}
-        self._plain_engines = variants.native_engines(model, Variant(PLAIN), space, asked)
+        self._plain_engines = variants.native_engines(model, Variant(PLAIN), space, patch_arguments)
         self._add_variants(variants.standard_variants(space))
 
     def run(self) -> Choice:
-        """Measures and decides."""
-        if (unable := self._check_competence()) is not None:
-            return unable
+        """Measure the variants and return the decision."""
+        if (refusal := self._check_competence()) is not None:
+            return refusal
         self._measure_minimum()
         plan = self._make_plan()
         self._first_round(plan.first_rotations)
@@ -73,7 +74,7 @@ class Race:
         return self._decide()
 
     def _check_competence(self) -> Choice | None:
-        """What to say where the plain model cannot answer within its own trained length."""
+        """Return a choice if the plain model cannot answer within its trained length, else None."""
         try:
             plain = self.bench.scores(UNPATCHED, SHORT, 1, PLAIN)
             control = self.bench.scores(UNPATCHED, CONTROL[SHORT], 1, PLAIN)
@@ -82,25 +83,25 @@ class Race:
                 f"the model as it is fails within its trained length: {error}"
             ) from None
         self._plain_row.short = plain
-        informed = gain_over_control(plain, control)
-        if informed.low > 0 and plain.mean <= MAX_LOSS_RATIO * control.mean:
+        gain = gain_over_control(plain, control)
+        if gain.low > 0 and plain.mean <= MAX_LOSS_RATIO * control.mean:
             self._drop_unreadable_prose()
             return None
         reason = (
             f"within its trained length a token of a true answer costs the plain model "
             f"{plain.mean:.3f} nats, one that the text does not say {control.mean:.3f}: "
-            f"{informed.estimate:+.3f} ({informed.low:+.3f} to {informed.high:+.3f})"
+            f"{gain.estimate:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
         )
-        return Choice(None, "cannot answer", information_gain=informed, reasons=(reason,))
+        return Choice(None, "cannot answer", information_gain=gain, reasons=(reason,))
 
     def _drop_unreadable_prose(self) -> None:
-        """Leave prose out where the plain model does not read it: its prices would be noise."""
+        """Drop prose if the plain model does not read it, because prices on it would be noise."""
         if not self.bench.block_count(PROSE):
             return
         try:
             plain = self.bench.scores(UNPATCHED, PROSE, 1, PLAIN).mean
         except MeasurementFailed:
-            return  # said of the plain model later
+            return  # `_measure_minimum` reports it
         frequencies = unigram_loss(self.bench.samples(PROSE, 0))
         control = sum(frequencies) / len(frequencies)
         if plain >= control:
@@ -111,10 +112,14 @@ class Race:
             )
 
     def _measure_minimum(self) -> None:
-        """The plain model and one method, or an error that says what budget they need."""
+        """Measure the plain model and one method.
+
+        Raises:
+            ValueError: The budget is too small, or no method can be measured.
+        """
         if not self.bench.has(UNPATCHED, LONG, 1):
             short = max(len(sample.ids) for sample in self.bench.samples(SHORT, 0))
-            guess = self.clock.cost(SHORT) * self.space.length / short  # at least as much
+            guess = self.clock.cost(SHORT) * self.space.length / short  # a lower bound
             self._require_budget(BlockCosts(guess, 2 * self.clock.cost(SHORT)), 0)
         self._measure(self._plain_row, 1)
         for row in self._alive():
@@ -134,8 +139,8 @@ class Race:
         if needed > self.clock.left():
             minutes = (needed + self.clock.spent()) / 60
             raise ValueError(
-                f"the budget is too small: the plain model and one method, {BLOCK_SIZE} samples each at "
-                f"{self.space.length:,} tokens and within the trained length, take about "
+                f"the budget is too small: the plain model and one method, {BLOCK_SIZE} samples "
+                f"each at {self.space.length:,} tokens and within the trained length, take about "
                 f"{1.1 * minutes:.2g} minutes here; give at least that, or a shorter length"
             )
 
@@ -153,8 +158,8 @@ class Race:
         costs = self._costs()
         self.clock.log(
             f"{costs.long / BLOCK_SIZE:.3g} s for a sample of {self.space.length:,} tokens; "
-            f"{2 + plan.first_rotations} of {2 + len(waiting)} rotations fit, the best of them with about "
-            f"{plan.samples} samples"
+            f"{2 + plan.first_rotations} of {2 + len(waiting)} rotations fit, the best of them "
+            f"with about {plan.samples} samples"
             + (
                 f", and a search of about {plan.evaluations} evaluations"
                 if plan.search_seconds
@@ -164,7 +169,7 @@ class Race:
         return plan
 
     def _first_round(self, fits: int) -> None:
-        """One block for every rotation, then prices for those that may still be chosen."""
+        """Measure one block of each rotation, then prices of those that may still be chosen."""
         for number, row in enumerate(self._unmeasured()):
             late = self._costs().both > self.clock.left() - self._reserved_seconds()
             if not (number >= fits and late) or self.bench.has(row.variant.long_rotation, LONG, 1):
@@ -182,57 +187,61 @@ class Race:
                 self._score_short(row, 1)
 
     def _run_search(self, plan: budget.BudgetPlan) -> None:
-        """The search, and its result among the others."""
+        """Search, and add the result to the variants."""
         if not self._search_enabled:
             self.not_measured.append("a search: it was not asked for")
             return
         if not self.bench.block_count(SEARCH):
             return
-        found, why = search_within(
+        outcome, why = search_within(
             self.bench, self.clock, self._journal, self._seed, plan, self._reserved_seconds()
         )
-        if found is None:
+        if outcome is None:
             self.not_measured.append(f"a search: {why}")
             return
-        self.search_outcome = found
-        known = {
+        self.search_outcome = outcome
+        names_by_rotation = {
             variants.rotation_key(self.space, row.variant.long_rotation): name
             for name, row in self.rows.items()
         }
-        entries = variants.search_variants(self.space, found.strategy, found.candidate)
-        if twin := known.get(variants.rotation_key(self.space, entries[0].long_rotation)):
+        new_variants = variants.search_variants(self.space, outcome.strategy, outcome.candidate)
+        if twin := names_by_rotation.get(
+            variants.rotation_key(self.space, new_variants[0].long_rotation)
+        ):
             self.not_measured.append(
-                f"a searched method apart: of {len(found.history)} candidates none was better than "
-                f"{twin}"
+                f"a searched method apart: of {len(outcome.history)} candidates none was better "
+                f"than {twin}"
             )
             return
-        self._add_variants(entries)
-        for entry in entries:
-            row = self.rows[entry.name]
+        self._add_variants(new_variants)
+        for variant in new_variants:
+            row = self.rows[variant.name]
             if not row.status:
                 self._measure(row, 1)
 
     def _halving_rounds(self) -> None:
-        """More samples for the best, again and again."""
-        most = min(
+        """Give more samples to the best half, again and again."""
+        max_blocks = min(
             self.bench.block_count(kind)
             for kind in (LONG, SHORT, PROSE)
             if self.bench.block_count(kind)
         )
-        while self.block_count < most:
+        while self.block_count < max_blocks:
             alive = len({row.variant.long_rotation.key for row in self._alive()})
             if self.block_count > 1 or alive > budget.FINALISTS:
                 self._eliminate(budget.halve(alive))
                 alive = len({row.variant.long_rotation.key for row in self._alive()})
             left = self.clock.left() - self._reserved_seconds()
-            new = budget.next_block_count(left, self._costs(), alive, self.block_count, most)
-            new = max(new, self._stored_blocks(min(2 * self.block_count, most)))
-            if new <= self.block_count:
+            blocks = budget.next_block_count(
+                left, self._costs(), alive, self.block_count, max_blocks
+            )
+            blocks = max(blocks, self._stored_blocks(min(2 * self.block_count, max_blocks)))
+            if blocks <= self.block_count:
                 return
-            self._score_short(self._plain_row, new)
+            self._score_short(self._plain_row, blocks)
             for row in self._alive():
-                self._measure(row, new)
-            self.block_count = new
+                self._measure(row, blocks)
+            self.block_count = blocks
 
     def _decide(self) -> Choice:
         plain = to_measured_variant(self._plain_row, self._plain_engines)
@@ -251,15 +260,15 @@ class Race:
         return choose(left, plain, control)
 
     def _eliminate(self, keep: int) -> None:
-        """Takes out what is told from the best, and all but the best `keep` rotations."""
-        left = [row for row in self._alive() if row.long is not None]
-        best = min(left, key=lambda row: row.long.mean)  # type: ignore[union-attr]
+        """Eliminate what is worse than the best beyond chance, and all but `keep` rotations."""
+        rows = [row for row in self._alive() if row.long is not None]
+        best = min(rows, key=lambda row: row.long.mean)  # type: ignore[union-attr]
         assert best.long is not None
         order = {
-            row.variant.long_rotation.key: row.long.mean for row in left if row.long is not None
+            row.variant.long_rotation.key: row.long.mean for row in rows if row.long is not None
         }
         stay = sorted(order, key=lambda key: order[key])[:keep]
-        for row in left:
+        for row in rows:
             assert row.long is not None
             if score_difference(row.long, best.long).is_worse:
                 self._mark_out(row, f"dropped after {len(row.long)} samples: worse at the length")
@@ -273,15 +282,15 @@ class Race:
             self._score_short(row, blocks)
 
     def _score_long(self, row: VariantScores, blocks: int) -> None:
-        """Scores a rotation at the length, for all methods that have it."""
+        """Score a rotation at the target length, for all variants that have it."""
         try:
-            found = self.bench.scores(row.variant.long_rotation, LONG, blocks, row.variant.name)
+            scores = self.bench.scores(row.variant.long_rotation, LONG, blocks, row.variant.name)
         except MeasurementFailed as error:
             for other in self._same_rotation(row.variant.long_rotation):
                 self._mark_out(other, f"failed: {error}")
             return
         for other in self._same_rotation(row.variant.long_rotation):
-            other.long = found
+            other.long = scores
 
     def _score_short(self, row: VariantScores, blocks: int) -> None:
         name = row.variant.name
@@ -292,15 +301,15 @@ class Race:
         except MeasurementFailed as error:
             self._mark_out(row, f"failed: {error}")
 
-    def _add_variants(self, entries: list[Variant]) -> None:
-        for entry in entries:
-            row = self.rows[entry.name] = VariantScores(entry)
-            why = variants.refusal_reason(self.model, entry, self.space, self.patch_arguments)
+    def _add_variants(self, new_variants: list[Variant]) -> None:
+        for variant in new_variants:
+            row = self.rows[variant.name] = VariantScores(variant)
+            why = variants.refusal_reason(self.model, variant, self.space, self.patch_arguments)
             if why is not None:
                 self._mark_out(row, f"refused: {why}")
             else:
                 row.engines = variants.native_engines(
-                    self.model, entry, self.space, self.patch_arguments
+                    self.model, variant, self.space, self.patch_arguments
                 )
 
     def _mark_out(self, row: VariantScores, why: str) -> None:
@@ -310,31 +319,33 @@ class Race:
         return [row for row in self.rows.values() if not row.status]
 
     def _unmeasured(self) -> list[VariantScores]:
-        """A row for each rotation that was not measured at the length."""
-        found = {
+        """Return one row for each rotation that was not measured at the target length."""
+        by_rotation = {
             row.variant.long_rotation.key: row
             for row in reversed(self._alive())
             if row.long is None
         }
-        return list(reversed(found.values()))
+        return list(reversed(by_rotation.values()))
 
     def _same_rotation(self, rotation: VariantRotation) -> list[VariantScores]:
         return [row for row in self._alive() if row.variant.long_rotation.key == rotation.key]
 
-    def _stored_blocks(self, most: int) -> int:
-        """How many blocks an earlier run has measured of all that are left."""
+    def _stored_blocks(self, max_blocks: int) -> int:
+        """Return how many blocks an earlier run has measured of all remaining rotations."""
         rotations = [row.variant.long_rotation for row in self._alive()]
-        found = self.block_count
-        while found < most and all(self.bench.has(one, LONG, found + 1) for one in rotations):
-            found += 1
-        return found
+        blocks = self.block_count
+        while blocks < max_blocks and all(
+            self.bench.has(rotation, LONG, blocks + 1) for rotation in rotations
+        ):
+            blocks += 1
+        return blocks
 
     def _costs(self) -> BlockCosts:
         within = self.clock.cost(SHORT) + self.clock.cost(PROSE)
         return BlockCosts(self.clock.cost(LONG), within)
 
     def _reserved_seconds(self) -> float:
-        """Seconds for the control of the best, in the end."""
+        """Return the seconds reserved for the best one's control, which is measured last."""
         return self._costs().long
 
     @property

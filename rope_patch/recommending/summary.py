@@ -1,4 +1,4 @@
-"""A recommendation in words: for a terminal, and as Markdown."""
+"""A recommendation as text: for a terminal, and as Markdown."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NOTES = (
 def verdict_sentence(
     choice: Choice, rows: Sequence[dict[str, Any]], length: int, trained: int
 ) -> str:
-    """The verdict.
+    """Return the verdict in a sentence or two.
 
     Args:
-        choice: What the rule says.
+        choice: The decision.
         rows: See `Recommendation.rows`.
         length: Target length in tokens.
-        trained: Tokens of pretraining.
+        trained: Trained length in tokens.
     """
     by_name = {row["name"]: row for row in rows}
     at = f"at {length:,} tokens"
@@ -45,74 +45,81 @@ def verdict_sentence(
     if choice.name is None:
         best = by_name[str(choice.best)]
         return (
-            f"Nothing here holds {at}: the best, {choice.best}, gets {_accuracy_text(best['long'])} there"
-            f"{_retained_share(choice)}. Fine-tune at that length (rope-patch finetune), or ask for a "
-            "shorter one."
+            f"Nothing here holds {at}: the best, {choice.best}, gets "
+            f"{_accuracy_text(best['long'])} there{_retention_text(choice)}. Fine-tune at that "
+            "length (rope-patch finetune), or ask for a shorter one."
         )
     row = by_name[choice.name]
     if choice.name == PLAIN:
         return (
-            f"Nothing is needed {at}: the plain model gets {_accuracy_text(row['long'])} there, and no "
-            "method that was measured is better."
+            f"Nothing is needed {at}: the plain model gets {_accuracy_text(row['long'])} there, "
+            "and no method that was measured is better."
         )
     plain = by_name[PLAIN]["long"]
     return (
-        f"Use {choice.name} {at}: it gets {_accuracy_text(row['long'])} there{_retained_share(choice)}; the plain "
-        f"model gets {_accuracy_text(plain)}. {_price_text(row, trained)}"
+        f"Use {choice.name} {at}: it gets {_accuracy_text(row['long'])} "
+        f"there{_retention_text(choice)}; the plain model gets {_accuracy_text(plain)}. "
+        f"{_price_text(row, trained)}"
     )
 
 
-def as_text(found: Recommendation) -> str:
-    """For a terminal."""
-    lines = [_title(found), "", found.verdict]
-    if found.python:
-        lines += ["", f"  {found.python}"]
-    if found.shell:
-        lines += [f"  {found.shell}"]
-    lines += ["", *_align(_table(found)), "", *(f"- {reason}" for reason in found.reasons)]
-    lines += [f"- not measured: {why}" for why in found.not_measured]
-    return "\n".join([*lines, "", *_NOTES, _cost_line(found)])
+def as_text(recommendation: Recommendation) -> str:
+    """Return a recommendation as text for a terminal."""
+    lines = [_title(recommendation), "", recommendation.verdict]
+    if recommendation.python:
+        lines += ["", f"  {recommendation.python}"]
+    if recommendation.shell:
+        lines += [f"  {recommendation.shell}"]
+    lines += [
+        "",
+        *_align(_table(recommendation)),
+        "",
+        *(f"- {reason}" for reason in recommendation.reasons),
+    ]
+    lines += [f"- not measured: {why}" for why in recommendation.not_measured]
+    return "\n".join([*lines, "", *_NOTES, _cost_line(recommendation)])
 
 
-def as_markdown(found: Recommendation) -> str:
-    """As a page."""
-    head, *rows = _table(found)
-    lines = [f"# {_title(found)}", "", f"**{found.verdict}**", ""]
-    if found.python:
-        shell = [found.shell] if found.shell else []
-        lines += ["```", found.python, *shell, "```", ""]
+def as_markdown(recommendation: Recommendation) -> str:
+    """Return a recommendation as a Markdown page."""
+    head, *rows = _table(recommendation)
+    lines = [f"# {_title(recommendation)}", "", f"**{recommendation.verdict}**", ""]
+    if recommendation.python:
+        shell = [recommendation.shell] if recommendation.shell else []
+        lines += ["```", recommendation.python, *shell, "```", ""]
     lines += ["| " + " | ".join(head) + " |", "|:--" + "|--:" * (len(head) - 2) + "|:--|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    lines += ["", *(f"- {reason}" for reason in found.reasons)]
-    lines += [f"- not measured: {why}" for why in found.not_measured]
-    for note in (*_NOTES, _cost_line(found)):
+    lines += ["", *(f"- {reason}" for reason in recommendation.reasons)]
+    lines += [f"- not measured: {why}" for why in recommendation.not_measured]
+    for note in (*_NOTES, _cost_line(recommendation)):
         lines += ["", note]
-    if found.command:
-        lines += ["", f"Made by `{found.command}`."]
+    if recommendation.command:
+        lines += ["", f"Made by `{recommendation.command}`."]
     return "\n".join(lines) + "\n"
 
 
-def _title(found: Recommendation) -> str:
-    factor = found.length / found.trained_length
+def _title(recommendation: Recommendation) -> str:
+    factor = recommendation.length / recommendation.trained_length
     return (
-        f"{found.model}, from {found.trained_length:,} to {found.length:,} tokens (×{factor:.4g})"
+        f"{recommendation.model}, from {recommendation.trained_length:,} to "
+        f"{recommendation.length:,} tokens (×{factor:.4g})"
     )
 
 
-def _cost_line(found: Recommendation) -> str:
-    said = (
-        f"{found.samples} samples at the length for what was compared in the end, {found.scored:,} "
-        f"scored in all"
+def _cost_line(recommendation: Recommendation) -> str:
+    text = (
+        f"{recommendation.samples} samples at the length for what was compared in the end, "
+        f"{recommendation.scored:,} scored in all"
     )
-    if found.found is not None:
-        said += f", a search of {len(found.found.history)} evaluations on others"
-    return f"{said}; {found.seconds / 60:.3g} of {found.budget:g} minutes."
+    if recommendation.found is not None:
+        text += f", a search of {len(recommendation.found.history)} evaluations on others"
+    return f"{text}; {recommendation.seconds / 60:.3g} of {recommendation.budget:g} minutes."
 
 
-def _table(found: Recommendation) -> list[list[str]]:
+def _table(recommendation: Recommendation) -> list[list[str]]:
     head = [
         "method",
-        f"right at {found.length:,}",
+        f"right at {recommendation.length:,}",
         "nats",
         "behind the best",
         "right within",
@@ -122,7 +129,7 @@ def _table(found: Recommendation) -> list[list[str]]:
         "samples",
         "",
     ]
-    return [head, *(_cells(row) for row in found.rows)]
+    return [head, *(_cells(row) for row in recommendation.rows)]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -159,7 +166,7 @@ def _accuracy_text(scores: dict[str, Any]) -> str:
     return f"{_format_share(scores['accuracy'])} of answers right ({nats})"
 
 
-def _retained_share(choice: Choice) -> str:
+def _retention_text(choice: Choice) -> str:
     if choice.retained_share is None:
         return ""
     share = choice.retained_share
@@ -172,10 +179,10 @@ def _retained_share(choice: Choice) -> str:
 def _price_text(row: dict[str, Any], trained: int) -> str:
     if row["leaves_short"]:
         return f"Within the trained {trained:,} tokens it changes nothing."
-    said = [f"{_format_signed(row['price']['nll'])} nats a token of answers"]
+    prices = [f"{_format_signed(row['price']['nll'])} nats a token of answers"]
     if row["prose_price"]:
-        said.append(f"{_format_percent(row['prose_price']['nll'])} perplexity of prose")
-    return f"Within the trained {trained:,} tokens it costs {', '.join(said)}."
+        prices.append(f"{_format_percent(row['prose_price']['nll'])} perplexity of prose")
+    return f"Within the trained {trained:,} tokens it costs {', '.join(prices)}."
 
 
 def _format_share(interval: Sequence[float] | None) -> str:
@@ -200,7 +207,7 @@ def _format_signed(interval: Sequence[float]) -> str:
 
 
 def _format_percent(interval: Sequence[float]) -> str:
-    """A difference in nats as a change of perplexity."""
+    """Return a difference in nats as a change of perplexity in percent."""
     if not any(interval):
         return "0"
     estimate, low, high = (100 * math.expm1(min(value, 20.0)) for value in interval)

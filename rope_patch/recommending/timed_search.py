@@ -1,4 +1,4 @@
-"""The search of a recommendation: one that ends with the time it is given."""
+"""The search of a recommendation, which ends after a given time."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from rope_patch.recommending.bench import Bench, TimeBudget
-from rope_patch.recommending.budget import MIN_EVALUATIONS, BudgetPlan
+from rope_patch.recommending.bench import Bench
+from rope_patch.recommending.budget import MIN_EVALUATIONS, BudgetPlan, TimeBudget
 from rope_patch.recommending.sample_sets import SEARCH
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.journal import SharedJournal
-from rope_patch.searching.loop import search_loop
+from rope_patch.searching.loop import next_candidate, search_loop
 from rope_patch.searching.strategies.base import Proposals
 from rope_patch.searching.strategies.registry import STRATEGIES
 
 FIRST_STRATEGY, SECOND_STRATEGY = "yarn-rcd", "curve"
-MAX_CANDIDATES = 200  # candidates of a strategy
+MAX_CANDIDATES = 200  # of each strategy
 _PLAN_KEY = "plan/search"
 
 
 @dataclass(frozen=True)
 class TimedResult:
-    """What a search found.
+    """The result of a timed search.
 
     Attributes:
-        strategy: Which one found it.
-        candidate: The best.
+        strategy: The strategy that proposed the best candidate.
+        candidate: The best candidate.
         history: As in `SearchResult.history`.
-        evaluations_per_minute: Evaluations per minute.
+        evaluations_per_minute: The rate of the search.
     """
 
     strategy: str
@@ -38,7 +38,7 @@ class TimedResult:
 
 
 class _SearchStatus:
-    """Tells the clock how the search goes."""
+    """Shows the search's progress on the bar of the time budget."""
 
     def __init__(self, clock: TimeBudget) -> None:
         self._clock = clock
@@ -51,81 +51,81 @@ class _SearchStatus:
 def search_within(
     bench: Bench,
     clock: TimeBudget,
-    kept: SharedJournal,
+    journal: SharedJournal,
     seed: int,
     plan: BudgetPlan,
     reserve: float,
 ) -> tuple[TimedResult | None, str]:
-    """Searches for as long as was planned, and goes on where an earlier run ended.
+    """Search for the planned time, resuming where an earlier run ended.
 
-    The critical pairs of YaRN come first, the curve then, where optuna is installed.
+    YaRN's critical pairs come first, then the curve if optuna is installed.
 
     Args:
         bench: Has the samples.
-        clock: The budget.
-        kept: Measurements so far.
-        seed: Of proposals.
-        plan: How long.
+        clock: The time budget.
+        journal: Stored measurements.
+        seed: The strategies' seed.
+        plan: The time and the blocks of the search.
         reserve: Seconds that must be left.
 
     Returns:
-        What was found, or None and why there is nothing.
+        The result, or None, and why there is none.
     """
-    known = kept.get(_PLAN_KEY)
-    if known is None:
+    stored_plan = journal.get(_PLAN_KEY)
+    if stored_plan is None:
         if not plan.search_seconds:
             return None, f"the budget left no time for its {MIN_EVALUATIONS} evaluations"
-        known = {"blocks": plan.search_blocks}
-        kept.put(_PLAN_KEY, known)
-    on = bench.fitness(SEARCH, range(known["blocks"]))
+        stored_plan = {"blocks": plan.search_blocks}
+        journal.put(_PLAN_KEY, stored_plan)
+    fitness = bench.fitness(SEARCH, range(stored_plan["blocks"]))
     until = (
         max(clock.left() - plan.search_seconds, reserve) if plan.search_seconds else clock.left()
     )
-    by: list[str] = []
+    proposed_by: list[str] = []
     proposals = _stop_at(
-        _strategy_sequence(on.space, seed, by), clock, bench.candidates_searched, until
+        _strategy_sequence(fitness.space, seed, proposed_by),
+        clock,
+        bench.candidates_searched,
+        until,
     )
-    best, history, rate = search_loop(on, proposals, 2 * MAX_CANDIDATES, kept, _SearchStatus(clock))  # type: ignore[arg-type]
+    best, history, evaluations_per_minute = search_loop(
+        fitness, proposals, 2 * MAX_CANDIDATES, journal, _SearchStatus(clock)
+    )
     bench.candidates_searched = len(history)
     bench.save_clock()
-    by = kept.processes.run_on_main(lambda: by)
-    final = history[-1]["best"]
-    number = next(e["number"] for e in history if e["complete"] and e["fitness"] == final)
-    return TimedResult(by[number - 1] if number else FIRST_STRATEGY, best, history, rate), ""
+    proposed_by = journal.processes.run_on_main(lambda: proposed_by)
+    best_fitness = history[-1]["best"]
+    number = next(e["number"] for e in history if e["complete"] and e["fitness"] == best_fitness)
+    return TimedResult(
+        proposed_by[number - 1] if number else FIRST_STRATEGY, best, history, evaluations_per_minute
+    ), ""
 
 
-def _strategy_sequence(space: SearchSpace, seed: int, by: list[str]) -> Proposals:
-    """One strategy after the other; notes who proposes what."""
+def _strategy_sequence(space: SearchSpace, seed: int, proposed_by: list[str]) -> Proposals:
+    """Propose by one strategy after the other, and append the name of each proposal's strategy."""
     for name in (FIRST_STRATEGY, SECOND_STRATEGY) if find_spec("optuna") else (FIRST_STRATEGY,):
         proposals = STRATEGIES[name].propose(space, MAX_CANDIDATES, seed)
         candidate = next(proposals, None)
         while candidate is not None:
-            by.append(name)
+            proposed_by.append(name)
             fitness = yield candidate
-            candidate = _next_candidate(proposals, fitness)
+            candidate = next_candidate(proposals, fitness)
 
 
-def _stop_at(proposals: Proposals, clock: TimeBudget, done: int, until: float) -> Proposals:
-    """Ends when so many seconds are left, but not before all that was measured already.
+def _stop_at(proposals: Proposals, clock: TimeBudget, stored: int, reserve: float) -> Proposals:
+    """Stop proposing when `reserve` seconds remain, after replaying stored evaluations.
 
     Args:
-        proposals: Asked by the main process alone.
-        clock: Its own time counts here.
-        done: Evaluations that an earlier run kept, YaRN with them.
-        until: Seconds.
+        proposals: The strategy; only the main process asks it.
+        clock: The time budget, by this process's own clock.
+        stored: Evaluations of an earlier run, including YaRN's.
+        reserve: Seconds that must be left.
     """
     number = 1
     candidate = next(proposals, None)
     while candidate is not None:
         fitness = yield candidate
         number += 1
-        if number >= done and clock.left_in_process() <= until:
+        if number >= stored and clock.left_in_process() <= reserve:
             return
-        candidate = _next_candidate(proposals, fitness)
-
-
-def _next_candidate(proposals: Proposals, fitness: float) -> Candidate | None:
-    try:
-        return proposals.send(fitness)
-    except StopIteration:
-        return None
+        candidate = next_candidate(proposals, fitness)

@@ -1,7 +1,7 @@
-"""What a recommendation chooses from: methods, and by which rotations they have to be measured.
+"""The variants that a recommendation chooses from, and the rotations to measure for each.
 
-A method that follows the length is no other rotation: at the target length it is a static method's,
-and within the trained length the model's own. So nothing is measured for it but what neither has.
+A length-dependent method has no rotation of its own: at the target length it rotates as a static
+method, and within the trained length as the unpatched model. So measurements of those are used.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from rope_patch.exporting import ENGINES, export
 from rope_patch.methods import build, registered_methods
 from rope_patch.patching import check, patch
 from rope_patch.searching.candidates import Candidate, SearchSpace
-from rope_patch.searching.strategies import base
+from rope_patch.searching.strategies.base import KEY_DIGITS
 
 PLAIN = "plain"
-# In the order in which they are measured, should the budget end before all are.
+# In the order of measuring, since the budget may end before all are measured.
 STATIC_METHODS = ("yarn", "ntk-by-parts", "ntk", "llama3", "linear")
 _PREFERRED_ENGINES = ("vllm", "llama.cpp", "transformers")
-_DYNAMIC_NAMES = {"ntk": "dynamic"}  # the others: dynamic- and their name
+_DYNAMIC_NAMES = {"ntk": "dynamic"}  # of other methods: dynamic-NAME
 
 
 @dataclass(frozen=True)
 class VariantRotation:
-    """One rotation of sequences of some length.
+    """The rotation of sequences of some length.
 
     Attributes:
-        candidate: The static method that rotates so; None for the model as it is.
-        factor: That method's.
+        candidate: The static method that rotates so; None for the unpatched model.
+        factor: The method's factor.
     """
 
     candidate: Candidate | None = None
@@ -39,11 +39,11 @@ class VariantRotation:
 
     @property
     def key(self) -> str:
-        """Tells rotations apart."""
+        """Return the rotation's key in the journal: its method, options and factor."""
         if self.candidate is None:
             return PLAIN
-        said = [self.candidate.method, self.candidate.options, self.factor]
-        return json.dumps(said, sort_keys=True)
+        request = [self.candidate.method, self.candidate.options, self.factor]
+        return json.dumps(request, sort_keys=True)
 
 
 UNPATCHED = VariantRotation()
@@ -51,16 +51,16 @@ UNPATCHED = VariantRotation()
 
 @dataclass(frozen=True)
 class Variant:
-    """A method to choose from.
+    """A method with options, to choose from.
 
     Attributes:
-        name: What it is called in tables.
-        method: As `rope_patch.patch` takes it; None for the model as it is.
-        options: Its options, without factor and length.
-        long_rotation: How it rotates sequences of the target length.
-        short_rotation: How it rotates those within the trained length.
+        name: The name in tables.
+        method: As `rope_patch.patch` takes it; None for the unpatched model.
+        options: The method's options, without factor and length.
+        long_rotation: The rotation of sequences of the target length.
+        short_rotation: The rotation of sequences within the trained length.
         dynamic: Whether these differ.
-        from_search: Whether it was found by a search.
+        from_search: Whether it is the result of a search.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Variant:
 
     @property
     def option_count(self) -> int:
-        """How many numbers it needs besides the length; -1 for the plain model."""
+        """Return how many numbers it needs besides the length; -1 for the plain model."""
         if self.method is None:
             return -1
         values = self.options.values()
@@ -81,129 +81,140 @@ class Variant:
 
 
 def standard_variants(space: SearchSpace) -> list[Variant]:
-    """The plain model, the static methods, and these following the length."""
-    found = [Variant(PLAIN)]
-    statics = [name for name in STATIC_METHODS if name != "ntk" or space.pairs > 1]
-    for name in statics:
+    """Return the plain model, the static methods, and their dynamic forms."""
+    variants = [Variant(PLAIN)]
+    names = [name for name in STATIC_METHODS if name != "ntk" or space.pairs > 1]
+    for name in names:
         rotation = VariantRotation(Candidate(name, name), space.factor)
-        found.append(Variant(name, name, {}, rotation, rotation))
-    return found + [_dynamic_variant(space, name, {}) for name in statics]
+        variants.append(Variant(name, name, {}, rotation, rotation))
+    return variants + [_dynamic_variant(space, name, {}) for name in names]
 
 
 def search_variants(space: SearchSpace, strategy: str, candidate: Candidate) -> list[Variant]:
-    """The forms that a candidate of a search can be used in.
+    """Return the variants of a search's best candidate.
 
-    For all lengths alike; for sequences beyond the trained length only, where within it nothing but
-    the attention factor is changed; and following the length, if its method can.
+    One for all lengths alike; one for sequences beyond the trained length, which within it changes
+    only the attention factor; and a dynamic one for YaRN.
+
+    Args:
+        space: The space of the search.
+        strategy: The strategy that proposed the candidate.
+        candidate: The candidate.
     """
     options = dict(candidate.options)
     if candidate.method == "longrope":
         options["short_factor"] = options["long_factor"]
     name = f"searched ({strategy})"
     static = Candidate(candidate.origin, candidate.method, options)
-    everywhere = VariantRotation(static, space.factor)
-    kept = {
+    all_lengths = VariantRotation(static, space.factor)
+    long_only = {
         "long_factor": candidate.stretch(space),
         "attention_factor": candidate.attention_factor(space),
     }
     if start := candidate.options.get("start_tokens"):
-        kept["start_tokens"] = start
-    leaves = kept["attention_factor"] == 1 and not start
-    beyond = VariantRotation(Candidate(candidate.origin, "longrope", kept), space.factor)
-    found = [
-        Variant(name, candidate.method, options, everywhere, everywhere, from_search=True),
-        # Of the same rotation beyond the trained length, so measured there by the first.
+        long_only["start_tokens"] = start
+    leaves_short = long_only["attention_factor"] == 1 and not start
+    beyond_trained = VariantRotation(
+        Candidate(candidate.origin, "longrope", long_only), space.factor
+    )
+    variants = [
+        Variant(name, candidate.method, options, all_lengths, all_lengths, from_search=True),
+        # Its rotation beyond the trained length is the first one's, and measured with it.
         Variant(
             f"{name}, short kept",
             "longrope",
-            kept,
-            everywhere,
-            UNPATCHED if leaves else beyond,
+            long_only,
+            all_lengths,
+            UNPATCHED if leaves_short else beyond_trained,
             dynamic=True,
             from_search=True,
         ),
     ]
     if candidate.method == "yarn":
-        found.append(_dynamic_variant(space, "yarn", options, f"{name}, dynamic", searched=True))
-    return found
+        variants.append(_dynamic_variant(space, "yarn", options, f"{name}, dynamic", searched=True))
+    return variants
 
 
 def rotation_key(space: SearchSpace, rotation: VariantRotation) -> tuple[object, ...]:
-    """What a model would tell rotations apart by, but for rounding."""
+    """Return what a model would tell rotations apart by, up to rounding."""
     if rotation.candidate is None:
         return ()
-    return base.rotation_key(replace(space, factor=rotation.factor), rotation.candidate)
+    return rotation.candidate.rotation_key(replace(space, factor=rotation.factor), KEY_DIGITS)
 
 
 def refusal_reason(
-    model: Any, entry: Variant, space: SearchSpace, asked: Mapping[str, Any]
+    model: Any, variant: Variant, space: SearchSpace, patch_arguments: Mapping[str, Any]
 ) -> str | None:
-    """Why a model cannot have a method, or None."""
-    if entry.method is None:
+    """Return why a model cannot be patched with a variant, or None."""
+    if variant.method is None:
         return None
     try:
-        check(model, entry.method, length=space.length, **asked, **entry.options)
+        check(model, variant.method, length=space.length, **patch_arguments, **variant.options)
     except (ValueError, TypeError) as error:
         return str(error)
     return None
 
 
 def native_engines(
-    model: Any, entry: Variant, space: SearchSpace, asked: Mapping[str, Any]
+    model: Any, variant: Variant, space: SearchSpace, patch_arguments: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Which engines rotate as a method does, without this package."""
-    if entry.method is None:
+    """Return the engines that rotate as a variant does, without this package."""
+    if variant.method is None:
         return _exporting_engines(model)
-    arguments = {**asked, **entry.options}
-    with patch(model, entry.method, length=space.length, kernels="hf", **arguments):
+    arguments = {**patch_arguments, **variant.options}
+    with patch(model, variant.method, length=space.length, kernels="hf", **arguments):
         return _exporting_engines(model)
 
 
 def patch_call(
-    entry: Variant, space: SearchSpace, asked: Mapping[str, Any], folder: str | None
+    variant: Variant, space: SearchSpace, patch_arguments: Mapping[str, Any], folder: str | None
 ) -> str:
-    """The line that applies it."""
-    if entry.method is None:
+    """Return the Python line that applies a variant; empty for the plain model."""
+    if variant.method is None:
         return ""
-    if entry.method == "longrope" and entry.dynamic and folder is not None:
+    if variant.method == "longrope" and variant.dynamic and folder is not None:
         return f"rope_patch.patch(model, 'longrope', **rope_patch.SearchResult.load({folder!r}))"
-    said = {"length": space.length, **_explicit_arguments(asked), **entry.options}
-    written = "".join(f", {name}={value!r}" for name, value in said.items())
-    return f"rope_patch.patch(model, {entry.method!r}{written})"
+    arguments = {"length": space.length, **_explicit_arguments(patch_arguments), **variant.options}
+    written = "".join(f", {name}={value!r}" for name, value in arguments.items())
+    return f"rope_patch.patch(model, {variant.method!r}{written})"
 
 
 def export_command(
-    entry: Variant,
+    variant: Variant,
     space: SearchSpace,
-    asked: Mapping[str, Any],
+    patch_arguments: Mapping[str, Any],
     model: str,
-    runs: tuple[str, ...],
+    engines: tuple[str, ...],
 ) -> str:
-    """The command that says what an engine is to be given; empty where none is needed or fits.
+    """Return the export command for an engine; empty if there is none that fits.
 
     Args:
-        entry: What is to be applied.
-        space: How far.
-        asked: `trained_length`, `layer_types` and `start` of `rope_patch.patch`.
+        variant: The variant to apply.
+        space: The rotation that is extended, and the target.
+        patch_arguments: `trained_length`, `layer_types` and `start` of `rope_patch.patch`.
         model: The model's name.
-        runs: The engines that run it; the command is for the first that people serve with.
+        engines: The engines that run it; the command is for the first that people serve with.
     """
-    engine = next((name for name in _PREFERRED_ENGINES if name in runs), None)
-    if entry.method is None or engine is None:
+    engine = next((name for name in _PREFERRED_ENGINES if name in engines), None)
+    if variant.method is None or engine is None:
         return ""
-    words = ["rope-patch", "export", model, "--engine", engine, "--method", entry.method]
+    words = ["rope-patch", "export", model, "--engine", engine, "--method", variant.method]
     words += ["--length", str(space.length)]
-    for name, value in _explicit_arguments(asked).items():
+    for name, value in _explicit_arguments(patch_arguments).items():
         if name == "layer_types":
             return ""  # the command has no such option
         words += [f"--{name.replace('_', '-')}", str(value)]
-    for name, value in entry.options.items():
+    for name, value in variant.options.items():
         words += ["--option", f"{name}={json.dumps(value)}"]
     return shlex.join(words)
 
 
 def _dynamic_variant(
-    space: SearchSpace, name: str, options: dict[str, Any], called: str = "", searched: bool = False
+    space: SearchSpace,
+    name: str,
+    options: dict[str, Any],
+    display_name: str = "",
+    searched: bool = False,
 ) -> Variant:
     method = _DYNAMIC_NAMES.get(name, f"dynamic-{name}")
     assert method in registered_methods(), method
@@ -213,21 +224,29 @@ def _dynamic_variant(
         factor = space.factor  # a step that ends at the target, but for rounding it to tokens
     rotation = VariantRotation(Candidate(name, name, options), factor)
     return Variant(
-        called or method, method, options, rotation, UNPATCHED, dynamic=True, from_search=searched
+        display_name or method,
+        method,
+        options,
+        rotation,
+        UNPATCHED,
+        dynamic=True,
+        from_search=searched,
     )
 
 
 def _exporting_engines(model: Any) -> tuple[str, ...]:
-    found = []
+    engines = []
     for engine in ENGINES:
         try:
             export(model, engine)
         except ValueError:
             continue
-        found.append(engine)
-    return tuple(found)
+        engines.append(engine)
+    return tuple(engines)
 
 
-def _explicit_arguments(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for and is not what `patch` takes by itself."""
-    return {k: v for k, v in asked.items() if v is not None and (k, v) != ("start", "auto")}
+def _explicit_arguments(patch_arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that differ from the defaults of `patch`."""
+    return {
+        k: v for k, v in patch_arguments.items() if v is not None and (k, v) != ("start", "auto")
+    }

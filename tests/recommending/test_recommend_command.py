@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import typed
-from searches import questions
+from search_fixtures import questions
 from typer.testing import CliRunner
 
 from rope_patch.cli import app

@@ -9,17 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forked import FORK, together
-from searches import ASSETS, load, questions
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from search_fixtures import load, questions
+from transformers import AutoModelForCausalLM
 
 import rope_patch
 from rope_patch.inference.scorer import Scorer
-from rope_patch.methods import build
-from rope_patch.recommending import bench, sample_sets, variants
+from rope_patch.recommending import bench, budget, variants
 from rope_patch.recommending.pipeline import recommend
-from rope_patch.recommending.variants import UNPATCHED, VariantRotation
 from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
-from rope_patch.searching.measure.fitness import make_space
 from rope_patch.searching.result.search_result import SearchResult
 
 LENGTH, TRAINED = 1024, 256
@@ -44,7 +41,8 @@ class Machine:
             return score(scorer, unit)
 
         patch.setattr(Scorer, "score", timed)
-        patch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: self.now))
+        for module in (bench, budget):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 @pytest.fixture
@@ -254,10 +252,7 @@ def test_a_budget_that_is_too_small_says_what_is_enough(model, machine, tmp_path
     assert 0.4 < minutes < 1.0  # three blocks at the length, three within, and a margin
     machine.now = 0.0
     enough = ask(model, budget=minutes, folder=tmp_path)
-    assert {row["name"] for row in enough.rows if row["long"]} >= {
-        "plain",
-        "yarn",
-    }
+    assert {row["name"] for row in enough.rows if row["long"]} >= {"plain", "yarn"}
     late = [row for row in enough.rows if row["long"] is None]
     assert all("budget ended" in row["status"] for row in late)
     assert late
@@ -317,36 +312,6 @@ def test_what_fails_is_out_and_said(model, machine, monkeypatch):
     assert found.method in ("llama3", "ntk-by-parts", "dynamic-llama3", "dynamic-ntk-by-parts")
 
 
-@pytest.mark.parametrize("length", [512, 768, 1357])
-def test_how_a_following_method_rotates(model, length):
-    """At the target as the patched model itself does, and within the trained length not at all."""
-    space = make_space(model, length=length)
-    for entry in variants.standard_variants(space):
-        if entry.method is None:
-            assert (entry.long_rotation, entry.short_rotation) == (UNPATCHED, UNPATCHED)
-            continue
-        with rope_patch.patch(model, entry.method, length=space.length) as handle:
-            (long,) = handle.frequencies_at(space.length).values()
-            (short,) = handle.frequencies_at(TRAINED).values()
-            (plain,) = handle.original_frequencies.values()
-        assert _frequencies(entry.long_rotation, space).close_to(long), entry.name
-        expected = plain if entry.dynamic else long
-        assert short.close_to(expected), entry.name
-        assert (entry.short_rotation == UNPATCHED) == entry.dynamic
-    followed = [
-        entry.long_rotation.key for entry in variants.standard_variants(space) if entry.dynamic
-    ]
-    static = [
-        entry.long_rotation.key for entry in variants.standard_variants(space) if not entry.dynamic
-    ]
-    assert set(followed) <= set(static) if length == 512 else not set(followed) & set(static)
-
-
-def _frequencies(rotation: VariantRotation, space):
-    method = build(rotation.candidate.method, factor=rotation.factor, **rotation.candidate.options)
-    return method.frequencies(space.geometry)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -384,39 +349,6 @@ def test_a_patched_model_and_a_foreign_folder_are_refused(model, machine, tmp_pa
     with pytest.raises(ValueError, match="seed is 42 there and 1 here"):
         ask(model, samples=samples(6, 6), folder=tmp_path, seed=1)
     assert (tmp_path / JOURNAL_FILE).read_bytes() == before
-
-
-@pytest.mark.slow
-def test_samples_are_made_in_blocks_that_share_nothing():
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-llama")
-    made = sample_sets.needle_blocks(tokenizer, 1600, 1500, 12, 42, ["persuasion"]).by_kind
-    blocks = [made[kind][0](n) for kind in (sample_sets.LONG, sample_sets.SEARCH) for n in (0, 1)]
-    assert [len(block) for block in blocks] == [6] * 4
-    assert len({sample.ids for block in blocks for sample in block}) == 24
-    assert len({sample.group for block in blocks for sample in block}) == 24
-    control = made[sample_sets.CONTROL[sample_sets.LONG]][0](1)
-    assert {s.group for s in control} == {s.group for s in blocks[1]}
-    assert not {s.ids for s in control} & {s.ids for s in blocks[1]}
-    prose, count = made[sample_sets.PROSE]
-    assert count == 2
-    assert len({sample.ids for n in (0, 1) for sample in prose(n)}) == 12
-    assert {len(sample.ids) for sample in prose(0)} == {1500}
-
-
-def test_given_samples_are_told_apart_by_length_and_the_search_gets_its_own():
-    long, short = questions(LENGTH, 36, seed=1), questions(TRAINED, 13, seed=2)
-    mixed = [sample for pair in zip(long, short, strict=False) for sample in pair] + long[13:]
-    made = sample_sets.from_user_samples(mixed, TRAINED, None, 128, 96, 42, None)
-    sets = made.by_kind
-    counts = {kind: count for kind, (_, count) in sets.items()}
-    assert counts[sample_sets.LONG] == 4
-    assert counts[sample_sets.SEARCH] == 2
-    assert counts[sample_sets.SHORT] == 2
-    compared = {s.ids for n in range(4) for s in sets[sample_sets.LONG][0](n)}
-    searched = {s.ids for n in range(2) for s in sets[sample_sets.SEARCH][0](n)}
-    assert compared | searched == {sample.ids for sample in long}
-    assert not compared & searched
-    assert "perplexity" in made.not_measured[0]
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def contender(name, long=None, short=None, **more):
     return MeasuredVariant(name, long or scores(), short or scores(seed=1), **more)
 
 
-PLAIN = contender("plain", scores(5.0, 0.1), options=-1)
+PLAIN = contender("plain", scores(5.0, 0.1), option_count=-1)
 
 
 def test_a_method_that_is_told_apart_is_not_chosen():
@@ -68,37 +68,40 @@ def test_among_prices_that_could_be_chance_engines_decide_and_then_simplicity(co
         loss + cost + random.Random(i).gauss(0, 0.05) for i, loss in enumerate(scores(seed=1).nll)
     )}).values())  # fmt: skip
     static = contender("yarn", short=short)
-    following = contender("dynamic-yarn", lost=6, dynamic=True)
-    searched = contender("searched", short=short, options=3)
+    following = contender("dynamic-yarn", engines_lost=6, dynamic=True)
+    searched = contender("searched", short=short, option_count=3)
     found = choose([following, searched, static], PLAIN)
     assert found.name == "yarn"
     assert any("dynamic-yarn, which leaves them as they are" in one for one in found.reasons)
     # What the engines do not run is chosen where nothing else is left.
     assert choose([following], PLAIN).name == "dynamic-yarn"
     # Where as many engines run both, the one with fewer numbers.
-    assert choose([contender("many", options=17), contender("few", options=3)], PLAIN).name == "few"
+    assert (
+        choose([contender("many", option_count=17), contender("few", option_count=3)], PLAIN).name
+        == "few"
+    )
     alike = [contender("follows", dynamic=True), contender("stays")]
     assert choose(alike, PLAIN).name == "stays"
     # Engines come before simplicity, and numbers before staying the same.
     assert choose(
-        [contender("simple", lost=1), contender("everywhere", options=3)], PLAIN
+        [contender("simple", engines_lost=1), contender("everywhere", option_count=3)], PLAIN
     ).name == ("everywhere")
-    mixed = [contender("follows", dynamic=True), contender("many", options=3)]
+    mixed = [contender("follows", dynamic=True), contender("many", option_count=3)]
     assert choose(mixed, PLAIN).name == "follows"
 
 
 def test_the_dearer_static_method_loses_to_the_one_that_follows():
     static = contender("yarn", short=scores(0.3, seed=1))
-    following = contender("dynamic-yarn", lost=6, dynamic=True)
+    following = contender("dynamic-yarn", engines_lost=6, dynamic=True)
     assert choose([static, following], PLAIN).name == "dynamic-yarn"
 
 
 def test_prose_is_a_price_as_well():
     prose = scores(3.0, asked=0, seed=2)
     worse = scores(3.2, asked=0, seed=2)
-    plain = contender("plain", scores(5.0, 0.1), prose=prose, options=-1)
+    plain = contender("plain", scores(5.0, 0.1), prose=prose, option_count=-1)
     static = contender("yarn", prose=worse)
-    following = contender("dynamic-yarn", prose=prose, lost=6, dynamic=True)
+    following = contender("dynamic-yarn", prose=prose, engines_lost=6, dynamic=True)
     found = choose([static, following], plain)
     assert found.name == "dynamic-yarn"
     answer, text = found.price["yarn"]
@@ -122,7 +125,7 @@ def test_fewer_right_answers_are_worse_at_the_same_loss():
 
 
 def test_the_plain_model_is_recommended_where_nothing_beats_it():
-    plain = contender("plain", options=-1)
+    plain = contender("plain", option_count=-1)
     assert choose([contender("yarn", noisy(scores(), 0.2, 5)), plain], plain).name == "plain"
 
 
@@ -150,7 +153,7 @@ def test_a_method_must_know_more_than_the_control():
 
 def test_nothing_to_keep_is_no_reason_against_a_method():
     """Where the plain model has no whole answer right, losses alone decide."""
-    plain = contender("plain", scores(5.0, 0), scores(1.0, 0, seed=1), options=-1)
+    plain = contender("plain", scores(5.0, 0), scores(1.0, 0, seed=1), option_count=-1)
     found = choose([contender("yarn", scores(1.0, 0))], plain, scores(5.0, 0))
     assert (found.name, found.retained_share) == ("yarn", None)
 

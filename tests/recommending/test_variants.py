@@ -1,0 +1,45 @@
+"""Variants: the rotations that stand for methods, static and dynamic."""
+
+import pytest
+from search_fixtures import TRAINED, load
+
+import rope_patch
+from rope_patch.methods import build
+from rope_patch.recommending import variants
+from rope_patch.recommending.variants import UNPATCHED, VariantRotation
+from rope_patch.searching.measure.fitness import make_space
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load()
+
+
+@pytest.mark.parametrize("length", [512, 768, 1357])
+def test_how_a_following_method_rotates(model, length):
+    """At the target as the patched model itself does, and within the trained length not at all."""
+    space = make_space(model, length=length)
+    for entry in variants.standard_variants(space):
+        if entry.method is None:
+            assert (entry.long_rotation, entry.short_rotation) == (UNPATCHED, UNPATCHED)
+            continue
+        with rope_patch.patch(model, entry.method, length=space.length) as handle:
+            (long,) = handle.frequencies_at(space.length).values()
+            (short,) = handle.frequencies_at(TRAINED).values()
+            (plain,) = handle.original_frequencies.values()
+        assert _frequencies(entry.long_rotation, space).close_to(long), entry.name
+        expected = plain if entry.dynamic else long
+        assert short.close_to(expected), entry.name
+        assert (entry.short_rotation == UNPATCHED) == entry.dynamic
+    followed = [
+        entry.long_rotation.key for entry in variants.standard_variants(space) if entry.dynamic
+    ]
+    static = [
+        entry.long_rotation.key for entry in variants.standard_variants(space) if not entry.dynamic
+    ]
+    assert set(followed) <= set(static) if length == 512 else not set(followed) & set(static)
+
+
+def _frequencies(rotation: VariantRotation, space):
+    method = build(rotation.candidate.method, factor=rotation.factor, **rotation.candidate.options)
+    return method.frequencies(space.geometry)
