@@ -1,4 +1,4 @@
-"""The model as lm-eval sees it: nothing cut silently, nothing computed or asked twice."""
+"""LongContextLM: a live model as lm-eval's language model, with prefix sharing and kept answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_BATCH_LOGITS = 2**28  # numbers in the logits of a batch: 1 GB in float32
 
 
 class Response(str):
-    """A generated text that also says how likely the right answer was from the same prompt.
+    """A generated text with the log-likelihood of the right answer after the same prompt.
 
     Attributes:
         target_log_likelihood: Of the target, in nats; None where the sample has no target.
@@ -39,7 +39,7 @@ class Response(str):
 
 @dataclass(frozen=True)
 class _Question:
-    """A question: its key among the answers, its prompt, and what is wanted of it."""
+    """One question: its key among the answers, its prompt, and what to compute for it."""
 
     key: str
     ids: list[int]
@@ -54,7 +54,7 @@ class _Question:
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of the pass: the prompt's, and the target's where nothing is generated."""
+        """Return the pass's tokens: the prompt's, and the target's unless text is generated."""
         return len(self.ids) + (0 if self.max_new_tokens else len(self.target) - 1)
 
 
@@ -115,9 +115,9 @@ class LongContextLM(HFLM):
         self._processes = processes or Processes(alone=True)
         self._quiet = False
         self._last_answers: list[dict[str, Any]] = []
-        kind = input_device(model).type
+        device_type = input_device(model).type
         self._batch_tokens = min(
-            _BATCH_TOKENS.get(kind, _GPU_BATCH_TOKENS),
+            _BATCH_TOKENS.get(device_type, _GPU_BATCH_TOKENS),
             max(
                 _MAX_BATCH_LOGITS // model.config.get_text_config(decoder=True).vocab_size,
                 BATCHABLE_TOKENS,
@@ -125,7 +125,7 @@ class LongContextLM(HFLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes under `config`; its own looks the model up on the Hub."""
+        """Return what lm-eval writes under `config`, without lm-eval's look-up on the Hub."""
         handle = current(self.model)
         text = self.model.config.get_text_config(decoder=True)
         return self._model_info | {
@@ -135,18 +135,18 @@ class LongContextLM(HFLM):
         }
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates greedily.
+        """Generate greedily.
 
         Raises:
             ValueError: A prompt and its answer room do not fit, or a task that wants to sample;
                 nothing is cut silently.
         """
-        jobs = [self._generation_question(request) for request in requests]
+        questions = [self._generation_question(request) for request in requests]
         self._quiet = disable_tqdm
-        self._answer_missing(jobs, self._generate)
+        self._answer_missing(questions, self._generate)
         responses: list[str] = []
-        for job, request in zip(jobs, requests, strict=True):
-            answer = self._answers[job.key]
+        for question, request in zip(questions, requests, strict=True):
+            answer = self._answers[question.key]
             response = Response(answer.get("text", ""))
             response.target_log_likelihood = answer.get("target_log_likelihood")
             response.error = self._record_failure(answer, request)
@@ -154,32 +154,32 @@ class LongContextLM(HFLM):
         return responses
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Log-likelihoods of continuations, and whether greedy decoding would write them."""
+        """Return log-likelihoods of continuations, and whether greedy decoding would write them."""
         self._quiet = disable_tqdm
-        found = super().loglikelihood(requests, disable_tqdm=True)  # its bar is of tokenizing
+        likelihoods = super().loglikelihood(requests, disable_tqdm=True)  # its bar is of tokenizing
         for answer, request in zip(self._last_answers, requests, strict=True):
             self._record_failure(answer, request)
-        return found
+        return likelihoods
 
     def _loglikelihood_tokens(self, requests: list[Any], *_: Any, **__: Any) -> list[Any]:
-        jobs = []
+        questions = []
         for _, context, continuation in requests:
             identity = self._identity(len(context) - 1, len(context) + len(continuation))
             key = answer_key(identity, "loglikelihood", context, continuation)
-            jobs.append(_Question(key, list(context), list(continuation)))
-            self._require_fit(jobs[-1])
-        self._answer_in_batches([job for job in jobs if job.tokens <= BATCHABLE_TOKENS])
+            questions.append(_Question(key, list(context), list(continuation)))
+            self._require_fit(questions[-1])
+        self._answer_in_batches([q for q in questions if q.tokens <= BATCHABLE_TOKENS])
         self._answer_missing(
-            [job for job in jobs if job.tokens > BATCHABLE_TOKENS], self._score_target
+            [q for q in questions if q.tokens > BATCHABLE_TOKENS], self._score_target
         )
-        self._last_answers = [self._answers[job.key] for job in jobs]
+        self._last_answers = [self._answers[question.key] for question in questions]
         nothing = {"log_likelihood": float("nan"), "greedy": False}
         answers = [nothing | answer for answer in self._last_answers]
         return [(answer["log_likelihood"], answer["greedy"]) for answer in answers]
 
     def _generation_question(self, request: Any) -> _Question:
-        context, given = request.args
-        settings = dict(given)
+        context, generation_kwargs = request.args
+        settings = dict(generation_kwargs)
         if settings.get("do_sample", bool(settings.get("temperature"))):
             raise ValueError(
                 f"{request.task_name} wants to sample (do_sample or temperature); answers here are "
@@ -199,87 +199,95 @@ class LongContextLM(HFLM):
         until = (until,) if isinstance(until, str) else tuple(until)
         identity = self._identity(len(ids) - 1, len(ids) + max(room, len(target)))
         key = answer_key(identity, "generate", ids, target, room, until)
-        job = _Question(key, ids, target, room, until, tuple(doc.get("answers", ())))
-        self._require_fit(job, f"{request.task_name}: ")
-        return job
+        question = _Question(key, ids, target, room, until, tuple(doc.get("answers", ())))
+        self._require_fit(question, f"{request.task_name}: ")
+        return question
 
-    def _answer_missing(self, jobs: list[_Question], answer: Callable[..., Any]) -> None:
-        """Answers what has no answer yet, failures included, and shares that between processes."""
-        known = {job.key: job for job in jobs}
+    def _answer_missing(self, questions: list[_Question], answer: Callable[..., Any]) -> None:
+        """Answer the questions that have no answer, divided between processes; record failures."""
+        by_key = {question.key: question for question in questions}
         # The main process says what is missing: others may already see new answers.
         missing = self._processes.broadcast(
-            [key for key in known if not self._answers.is_answered(key)]
+            [key for key in by_key if not self._answers.is_answered(key)]
         )
-        ordered = sorted((known[key] for key in missing), key=lambda job: job.ids)  # alike: near
-        mine = self._processes.own_share(ordered, lambda job: job.tokens)
+        # Sorted, so that questions with a common beginning follow one another.
+        ordered = sorted((by_key[key] for key in missing), key=lambda q: q.ids)
+        mine = self._processes.own_share(ordered, lambda q: q.tokens)
         reader = PrefixReader(self.model, self._share)
-        with self._progress_bar(sum(len(job.ids) for job in mine)) as bar:
-            for job in mine:
-                self._answer_with_retry(job, reader, answer, bar)
+        with self._progress_bar(sum(len(question.ids) for question in mine)) as bar:
+            for question in mine:
+                self._answer_with_retry(question, reader, answer, bar)
         self.prompt_tokens += reader.prompt_tokens
         self.computed_tokens += reader.tokens_read
         self._sync()
 
     def _answer_with_retry(
-        self, job: _Question, reader: PrefixReader, answer: Callable[..., Any], bar: Any
+        self, question: _Question, reader: PrefixReader, compute: Callable[..., Any], bar: Any
     ) -> None:
         while True:
             before = bar.n
             try:
-                found = answer(job, reader(job.ids, bar.update, job.pass_tokens), reader)
+                answer = compute(
+                    question, reader(question.ids, bar.update, question.pass_tokens), reader
+                )
             except Exception as error:
                 bar.update(before - bar.n)
                 if is_out_of_memory(error) and reader.halve_chunk():
                     continue
                 reader.clear()  # whatever it left behind is not to be trusted
-                bar.update(len(job.ids))
-                found = {"error": describe_error(error)}
-            self._answers.put(job.key, found)
+                bar.update(len(question.ids))
+                answer = {"error": describe_error(error)}
+            self._answers.put(question.key, answer)
             return
 
-    def _generate(self, job: _Question, cache: Any, reader: PrefixReader) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if job.target:
-            found["target_log_likelihood"] = self._score_target(job, cache, reader)[
+    def _generate(self, question: _Question, cache: Any, reader: PrefixReader) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        if question.target:
+            answer["target_log_likelihood"] = self._score_target(question, cache, reader)[
                 "log_likelihood"
             ]
-        found["text"] = self._generate_text(job, cache)
-        return found
+        answer["text"] = self._generate_text(question, cache)
+        return answer
 
     @torch.no_grad()
-    def _generate_text(self, job: _Question, cache: Any) -> str:
-        """Greedy text after a prompt; ends early where its score cannot change any more."""
+    def _generate_text(self, question: _Question, cache: Any) -> str:
+        """Generate greedily after a prompt; stop once the score cannot change any more."""
         config = getattr(self.model, "generation_config", None)
         ends = getattr(config, "eos_token_id", None)
         stops = {self.eot_token_id, *(ends if isinstance(ends, list) else [ends])}
-        written: list[int] = []
-        text, token = "", job.ids[-1]
-        while len(written) < job.max_new_tokens:
+        new_ids: list[int] = []
+        text, token = "", question.ids[-1]
+        while len(new_ids) < question.max_new_tokens:
             ids = torch.tensor([[token]], device=input_device(self.model))
             logits = self.model(ids, past_key_values=cache, use_cache=True).logits
             token = int(logits[0, -1].argmax())
             if token in stops:
                 break
-            written.append(token)
-            text = self.tok_decode(written)
-            if any(stop in text for stop in job.until) or _can_stop(text, job.answers):
+            new_ids.append(token)
+            text = self.tok_decode(new_ids)
+            if any(stop in text for stop in question.until) or _can_stop(text, question.answers):
                 break
-        for stop in job.until:
+        for stop in question.until:
             text = text.split(stop)[0]
         return text
 
     @torch.no_grad()
-    def _score_target(self, job: _Question, cache: Any, reader: PrefixReader) -> dict[str, Any]:
-        """Of the target after the prompt; leaves the cache as it was."""
-        fed = torch.tensor([[job.ids[-1], *job.target[:-1]]], device=input_device(self.model))
+    def _score_target(
+        self, question: _Question, cache: Any, reader: PrefixReader
+    ) -> dict[str, Any]:
+        """Score the target after the prompt; leave the cache as it was."""
+        fed = torch.tensor(
+            [[question.ids[-1], *question.target[:-1]]], device=input_device(self.model)
+        )
         scratch = reader.borrow(cache, fed.shape[1])
         logits = self.model(fed, past_key_values=scratch, use_cache=True).logits[0].float()
         reader.give_back(cache, scratch, fed.shape[1])
-        return _target_likelihood(logits, job.target)
+        return _target_likelihood(logits, question.target)
 
-    def _answer_in_batches(self, jobs: list[_Question]) -> None:
-        """Short questions, in batches that are the same whatever is answered already."""
-        ordered = sorted({job.key: job for job in jobs}.values(), key=lambda j: (len(j.ids), j.ids))
+    def _answer_in_batches(self, questions: list[_Question]) -> None:
+        """Answer short questions in batches that do not depend on what is answered already."""
+        by_key = {q.key: q for q in questions}
+        ordered = sorted(by_key.values(), key=lambda q: (len(q.ids), q.ids))
         batches = list(_make_batches(ordered, self._batch_tokens))
         missing = self._processes.broadcast(
             [
@@ -290,58 +298,60 @@ class LongContextLM(HFLM):
         )
         pending = [batches[i] for i in missing]
         mine = self._processes.own_share(pending, lambda batch: len(batch) * batch[-1].tokens)
-        with self._progress_bar(sum(job.tokens for batch in mine for job in batch)) as bar:
+        with self._progress_bar(sum(q.tokens for batch in mine for q in batch)) as bar:
             for batch in mine:
                 self._answer_batch(batch)
-                bar.update(sum(job.tokens for job in batch))
+                bar.update(sum(q.tokens for q in batch))
         self._sync()
 
-    def _answer_batch(self, jobs: list[_Question]) -> None:
-        """A batch, in halves where memory runs out."""
+    def _answer_batch(self, questions: list[_Question]) -> None:
+        """Answer a batch; halve it where memory runs out."""
         try:
-            found = self._score_batch(jobs)
+            answers = self._score_batch(questions)
         except Exception as error:
-            if len(jobs) > 1:  # one of them may be to blame, or their number
+            if len(questions) > 1:  # one of them may be to blame, or their number
                 if is_out_of_memory(error):
                     self._batch_tokens = max(self._batch_tokens // 2, 1)
                     torch.cuda.empty_cache()
-                for half in (jobs[: len(jobs) // 2], jobs[len(jobs) // 2 :]):
+                for half in (questions[: len(questions) // 2], questions[len(questions) // 2 :]):
                     self._answer_batch(half)
                 return
-            found = [{"error": describe_error(error)}]
-        for job, answer in zip(jobs, found, strict=True):
-            if not self._answers.is_answered(job.key):  # in a batch that a kill left half written
-                self._answers.put(job.key, answer)
+            answers = [{"error": describe_error(error)}]
+        for question, answer in zip(questions, answers, strict=True):
+            # A killed run may have left a batch half written.
+            if not self._answers.is_answered(question.key):
+                self._answers.put(question.key, answer)
 
     @torch.no_grad()
-    def _score_batch(self, jobs: list[_Question]) -> list[dict[str, Any]]:
-        """Targets after their prompts, row by row; a prompt that all have is read once.
+    def _score_batch(self, questions: list[_Question]) -> list[dict[str, Any]]:
+        """Score targets after their prompts, row by row; read a prompt that all share once.
 
         Rows are padded on the right, where a causal model does not look, and masked all the same:
         where the rotation follows a row's length, padding must not count.
         """
         at, cache, read = input_device(self.model), None, 0
-        alike = len(jobs) > 1 and jobs[0].ids == jobs[-1].ids and len(jobs[0].ids) > 1
+        first, last = questions[0].ids, questions[-1].ids
+        alike = len(questions) > 1 and first == last and len(first) > 1
         handle = current(self.model)
         if alike and not (handle and handle.method.is_length_dependent(handle.trained_length)):
             # All but the last token, which goes before every target.
-            read = len(jobs[0].ids) - 1
+            read = len(first) - 1
             cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-            prompt = torch.tensor([jobs[0].ids[:-1]], device=at)
+            prompt = torch.tensor([first[:-1]], device=at)
             self.model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache.batch_repeat_interleave(len(jobs))
-        rows = [[*job.ids[read:], *job.target[:-1]] for job in jobs]
+            cache.batch_repeat_interleave(len(questions))
+        rows = [[*q.ids[read:], *q.target[:-1]] for q in questions]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=at)
         seen = [[1] * (read + len(row)) + [0] * (longest - len(row)) for row in rows]
         mask = torch.tensor(seen, device=at)
         given = {"past_key_values": cache, "use_cache": cache is not None}
         logits = self.model(ids, attention_mask=mask, **given).logits
-        found = []
-        for job, row, scores in zip(jobs, rows, logits, strict=True):
-            part = scores[len(row) - len(job.target) : len(row)].float()
-            found.append(_target_likelihood(part, job.target))
-        return found
+        answers = []
+        for question, row, scores in zip(questions, rows, logits, strict=True):
+            part = scores[len(row) - len(question.target) : len(row)].float()
+            answers.append(_target_likelihood(part, question.target))
+        return answers
 
     def _progress_bar(self, tokens: int) -> tqdm[Any]:
         quiet = self._quiet or not tokens or not self._processes.is_main
@@ -349,7 +359,7 @@ class LongContextLM(HFLM):
         return progress_bar(total=tokens, disable=quiet, unit="tok", unit_scale=True, desc=label)
 
     def _sync(self) -> None:
-        """Waits for the other processes, and reads what they found."""
+        """Wait for the other processes, and read their answers."""
         if self._processes.size > 1:
             self._processes.wait()
             self._answers.reload()
@@ -360,42 +370,45 @@ class LongContextLM(HFLM):
             self.failures[request.task_name, request.doc_id] = error
         return error
 
-    def _require_fit(self, job: _Question, place: str = "") -> None:
-        if job.tokens > self.max_length:
+    def _require_fit(self, question: _Question, place: str = "") -> None:
+        if question.tokens > self.max_length:
             raise ValueError(
-                f"{place}a prompt and its answer take {job.tokens:,} tokens, {self.max_length:,} "
-                "were set as the longest: build the samples with this model's tokenizer, or set a "
-                "longer length"
+                f"{place}a prompt and its answer take {question.tokens:,} tokens, "
+                f"{self.max_length:,} were set as the longest: build the samples with this model's "
+                "tokenizer, or set a longer length"
             )
 
 
 def _target_likelihood(logits: torch.Tensor, target: list[int]) -> dict[str, Any]:
-    """Of a target's tokens, given the logits before each, `[T, V]`."""
-    wanted = torch.tensor(target, device=logits.device)
-    found = logits.log_softmax(-1).gather(-1, wanted[:, None]).sum().item()
-    return {"log_likelihood": found, "greedy": bool((logits.argmax(-1) == wanted).all())}
+    """Return a target's log-likelihood from the logits before each token, `[T, V]`."""
+    target_ids = torch.tensor(target, device=logits.device)
+    log_likelihood = logits.log_softmax(-1).gather(-1, target_ids[:, None]).sum().item()
+    return {
+        "log_likelihood": log_likelihood,
+        "greedy": bool((logits.argmax(-1) == target_ids).all()),
+    }
 
 
 def _can_stop(text: str, answers: tuple[str, ...]) -> bool:
-    """Whether all answers are there, with enough after them: `12` may become `125` or `12.5`."""
+    """Return whether all answers are complete: `12` may become `125` or `12.5`."""
     lower = text.lower()
     return bool(answers) and all(a.lower() in lower[:-2] for a in answers)
 
 
-def _make_batches(jobs: list[_Question], tokens: int) -> Iterator[list[_Question]]:
-    """Those of one prompt together, and single ones as many as so many tokens hold, with padding.
+def _make_batches(questions: list[_Question], tokens: int) -> Iterator[list[_Question]]:
+    """Yield questions on one prompt together, and single ones in batches of `tokens` with padding.
 
     Args:
         jobs: Ordered by prompts.
         tokens: Of a batch, if it is of more than one prompt.
     """
     single: list[_Question] = []
-    for _, group in groupby(jobs, key=lambda job: job.ids):
+    for _, group in groupby(questions, key=lambda q: q.ids):
         same = list(group)
         if len(same) > 1:
             yield same
             continue
-        longest = max((job.tokens for job in [*single, *same]), default=0)
+        longest = max((q.tokens for q in [*single, *same]), default=0)
         if single and (len(single) + 1) * longest > tokens:
             yield single
             single = []

@@ -1,4 +1,4 @@
-"""Runs that measured the same samples on the same weights, as one run with all their methods."""
+"""Merging runs that measured the same samples on the same weights into one with all methods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Results = dict[str, Any]
 
 
 def merge_runs(runs: list[Results]) -> list[Results]:
-    """Joins runs whose methods can be compared sample by sample; the others stay as they are.
+    """Merge runs whose methods compare sample by sample; leave the others as they are.
 
     Args:
         runs: Results of evaluations.
@@ -16,22 +16,22 @@ def merge_runs(runs: list[Results]) -> list[Results]:
     Returns:
         Fewer or as many results, in the order of the first of each.
     """
-    found: list[Results] = []
+    merged: list[Results] = []
     for run in runs:
-        same = (i for i, other in enumerate(found) if _comparable(other, run))
+        same = (i for i, other in enumerate(merged) if _comparable(other, run))
         if (i := next(same, None)) is None:
-            found.append(run)
+            merged.append(run)
         else:
-            found[i] = _merge_pair(found[i], run)
-    return found
+            merged[i] = _merge_pair(merged[i], run)
+    return merged
 
 
 def _comparable(first: Results, second: Results) -> bool:
-    """Whether all is the same but the methods, of which only the plain model may be in both."""
+    """Return whether the runs differ in methods alone, and share none but the plain model."""
     shared = _labels(first) & _labels(second)
     plain = {m["label"] for m in first["methods"] if m.get("method") is None}
-    known = first["run"].get("weights") is not None
-    return known and shared <= plain and _comparison_key(first) == _comparison_key(second)
+    has_weights = first["run"].get("weights") is not None
+    return has_weights and shared <= plain and _comparison_key(first) == _comparison_key(second)
 
 
 def _labels(run: Results) -> set[str]:
@@ -39,16 +39,19 @@ def _labels(run: Results) -> set[str]:
 
 
 def _comparison_key(run: Results) -> Any:
-    """What methods must have in common to be compared: weights, texts, tokens, samples."""
-    about, perplexity = run["run"], run.get("perplexity") or {}
+    """Return what methods must have in common to be compared: weights, texts, tokens, samples."""
+    metadata, perplexity = run["run"], run.get("perplexity") or {}
     sliding, key_tokens = (perplexity.get(part) or {} for part in ("sliding", "key_tokens"))
     return (
-        [about.get(key) for key in ("weights", "trained_length", "dtype", "attention", "device")],
+        [
+            metadata.get(key)
+            for key in ("weights", "trained_length", "dtype", "attention", "device")
+        ],
         [perplexity.get(key) for key in ("documents", "block", "window")],
         [sliding.get(key) for key in ("stride", "lengths")],
         [key_tokens.get(key) for key in ("evaluator", "short_context", "positions")],
         {
-            entry["task"]: {s["id"] for found in entry["samples"].values() for s in found}
+            entry["task"]: {s["id"] for rows in entry["samples"].values() for s in rows}
             for entry in run.get("retrieval") or []
         },
         {task["task"]: task["n"] for task in run.get("short") or []},
@@ -58,7 +61,7 @@ def _comparison_key(run: Results) -> Any:
 
 
 def _merge_pair(first: Results, second: Results) -> Results:
-    """The first's results with the second's methods; what both have stays the first's."""
+    """Return the first's results with the second's methods; the first wins where both have one."""
     methods = [m for m in second["methods"] if m["label"] not in _labels(first)]
     commands = [run["run"].get("command") for run in (first, second)]
     perplexity = first.get("perplexity")
@@ -88,7 +91,7 @@ def _merge_dicts(first: Results, second: Results, part: str, what: str) -> Resul
 
 
 def _merge_entries(first: list[Results], second: list[Results], what: str) -> list[Results]:
-    """Entries of tasks, each with both runs' methods."""
+    """Return entries of tasks, each with both runs' methods."""
     others = {entry["task"]: entry for entry in second}
     mine = [
         {**entry, what: {**others.pop(entry["task"], {}).get(what, {}), **entry[what]}}

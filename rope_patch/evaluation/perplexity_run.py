@@ -1,4 +1,4 @@
-"""What is measured on long documents: perplexity in three forms, and its control."""
+"""The measurements on long documents: perplexity in three forms, and its control."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class PerplexityRun:
                 f"the control's context must be longer than the window of {self.window} tokens "
                 f"that is scored, got {self.control_context}"
             )
-        given = request.texts, session.tokenizer
-        self.documents = texts.documents(*given, self.length, request.documents)
+        source = request.texts, session.tokenizer
+        self.documents = texts.documents(*source, self.length, request.documents)
         self.sliding_documents: list[texts.TokenizedDocument] = []
         if SLIDING in self.tasks and min(request.lengths) <= request.stride:
             raise ValueError(
@@ -54,10 +54,10 @@ class PerplexityRun:
             )
         if SLIDING in self.tasks:  # windows of the longest length need room to slide
             room = max(request.lengths) + (request.windows - 1) * request.stride
-            self.sliding_documents = texts.documents(*given, room, request.documents)
+            self.sliding_documents = texts.documents(*source, room, request.documents)
 
     def measure_plain(self) -> None:
-        """The control, and which tokens need the far past: the plain model says that."""
+        """Measure the control and find the key tokens, both with the plain model."""
         if PERPLEXITY in self.tasks:
             with self.session.timer(PERPLEXITY):
                 self._measure_control()
@@ -72,13 +72,13 @@ class PerplexityRun:
                     CachedComputation(what, trained, partial(find, trained, context, d.head))
                 )
             with self.session.timer(KEY_TOKENS):
-                found = self.session.try_compute_cached("the search for key tokens", pieces)
-            if found is None:
+                positions = self.session.try_compute_cached("the search for key tokens", pieces)
+            if positions is None:
                 self.tasks.remove(KEY_TOKENS)
-            self.key_positions = found or []
+            self.key_positions = positions or []
 
     def measure(self, label: str) -> None:
-        """The losses under the method that the model has now."""
+        """Measure the losses under the model's present method."""
         if {PERPLEXITY, KEY_TOKENS} & self.tasks:
             with self.session.timer(PERPLEXITY):
                 self._measure_passes(label)
@@ -87,10 +87,10 @@ class PerplexityRun:
                 self._measure_sliding(label)
 
     def results(self) -> dict[str, Any] | None:
-        """The part `perplexity` of the results; None where nothing of it was asked for."""
+        """Return the part `perplexity` of the results; None where none of it was asked for."""
         if not self.tasks:
             return None
-        found: dict[str, Any] = {
+        record: dict[str, Any] = {
             "documents": [
                 {"name": d.name, "tokens": len(d.tokens), "sha256": d.sha256}
                 for d in self.documents
@@ -103,7 +103,7 @@ class PerplexityRun:
             "sliding": None,
         }
         if KEY_TOKENS in self.tasks:
-            found["key_tokens"] = {
+            record["key_tokens"] = {
                 "evaluator": self.evaluator,
                 "short_context": self.short_context,
                 "positions": self.key_positions,
@@ -111,12 +111,12 @@ class PerplexityRun:
             }
         if SLIDING in self.tasks:
             request = self.session.request
-            found["sliding"] = {
+            record["sliding"] = {
                 "stride": request.stride,
                 "lengths": list(request.lengths),
                 "losses": self.sliding_losses,
             }
-        return found
+        return record
 
     def _measure_control(self) -> None:
         window, context, model = self.window, self.control_context, self.session.model
@@ -127,10 +127,10 @@ class PerplexityRun:
                 what = {"control": [end, window, context], "document": d.sha256}
                 loss = partial(perplexity.control_loss, model, d.tokens, end, window, context)
                 pieces.append(CachedComputation(what, context, partial(loss, d.head)))
-        found = self.session.try_compute_cached("the control of perplexity", pieces)
-        if found:
-            left = iter(found)
-            losses = [{str(end): next(left) for end in ends} for _ in self.documents]
+        values = self.session.try_compute_cached("the control of perplexity", pieces)
+        if values:
+            values_left = iter(values)
+            losses = [{str(end): next(values_left) for end in ends} for _ in self.documents]
             self.control = {"context": context, "losses": losses}
 
     def _measure_passes(self, label: str) -> None:
@@ -146,20 +146,20 @@ class PerplexityRun:
                 what = {"pass": length, "document": d.sha256, "block": self.block, "keys": at}
                 compute = partial(self._pass_losses, d.tokens[:length], label, at)
                 pieces.append(CachedComputation(what, length, compute))
-        found = self.session.try_compute_cached(f"perplexity of {label}", pieces)
-        if not found:
+        passes = self.session.try_compute_cached(f"perplexity of {label}", pieces)
+        if not passes:
             return
-        whole, start = found[:: len(lengths)], found[1 :: len(lengths)]
+        whole, start = passes[:: len(lengths)], passes[1 :: len(lengths)]
         if len(lengths) == 1:
             start = [{"blocks": [], "keys": []} for _ in whole]
-        for name, kept in (("blocks", self.losses), ("keys", self.key_losses)):
-            kept[label] = [
+        for name, losses_by_label in (("blocks", self.losses), ("keys", self.key_losses)):
+            losses_by_label[label] = [
                 [*near[name], *far[name][len(near[name]) :]]
                 for near, far in zip(start, whole, strict=True)
             ]
 
     def _pass_losses(self, tokens: list[int], label: str, at: list[int]) -> dict[str, Any]:
-        """Losses of one pass by blocks, and those of the key tokens in it."""
+        """Return the losses of one pass by blocks, and those of its key tokens."""
         losses = perplexity.document_losses(self.session.model, tokens, label)
         reached = [position for position in at if position < len(tokens)]
         return {
@@ -179,8 +179,10 @@ class PerplexityRun:
                     sliding_window.window_losses, self.session.model, d.tokens, length, stride
                 )
                 pieces.append(CachedComputation(what, length, partial(losses, ends, label, d.head)))
-            found = self.session.try_compute_cached(f"sliding perplexity of {label}", pieces)
-            if found is None:
+            window_losses = self.session.try_compute_cached(
+                f"sliding perplexity of {label}", pieces
+            )
+            if window_losses is None:
                 return
-            by_length[str(length)] = found
+            by_length[str(length)] = window_losses
         self.sliding_losses[label] = by_length

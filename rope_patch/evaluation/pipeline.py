@@ -1,4 +1,4 @@
-"""The evaluation: methods x tasks x lengths on one model, continued where it stopped, reported."""
+"""The evaluation pipeline: methods x tasks x lengths on one model, resumable, with a report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNLIMITED = 10**9  # tokens: lm-eval's own tasks are as long as they are
 
 
 def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) -> dict[str, Any]:
-    """Evaluates and writes the report.
+    """Evaluate, and write the report.
 
     Everything finished is kept in the folder, so the same request continues where it was stopped.
     Under `accelerate launch` all processes take part, each with the whole model.
@@ -85,14 +85,14 @@ def _measure(
     request = session.request
     documents.measure_plain()
     questions.measure_plain()
-    begun = time.monotonic()
+    start = time.monotonic()
     for number, method in enumerate(request.methods, start=1):
         with session.patched(method) as label:
             place = f"{label} ({number} of {len(request.methods)})"
             documents.measure(label)
             questions.measure(label, place)
             others.measure(label, place)
-        _log_progress(number, len(request.methods), time.monotonic() - begun)
+        _log_progress(number, len(request.methods), time.monotonic() - start)
     questions.measure_more()
     others.measure_speed()
 
@@ -135,12 +135,12 @@ class _OtherMeasures:
         self.cost: dict[str, Any] = {}
 
     def measure(self, label: str, place: str) -> None:
-        """Short tasks and lm-eval's under the method that the model has now."""
+        """Measure short tasks and lm-eval's under the model's present method."""
         session = self.session
         for name, task in self.short_tasks.items():
             with session.timer("short tasks"), session.language_model(f"{place}, {name}") as lm:
-                found = lm_eval_tasks.choice_hits(lm_eval_tasks.evaluate(lm, [task]), lm.failures)
-            self.short_scores.setdefault(name, {})[label] = found
+                hits = lm_eval_tasks.choice_hits(lm_eval_tasks.evaluate(lm, [task]), lm.failures)
+            self.short_scores.setdefault(name, {})[label] = hits
             self._note_failures(f"{name}'s samples", label, lm.failures, session.failed)
         if not self.harness_tasks:
             return
@@ -158,7 +158,7 @@ class _OtherMeasures:
         self._note_failures("lm-eval's samples", label, lm.failures, session.not_run)
 
     def measure_speed(self) -> None:
-        """Times and memory, in the main process alone: others would slow it down."""
+        """Measure times and memory in the main process alone, since others would slow it down."""
         session, request = self.session, self.session.request
         if SPEED in request.tasks and session.processes.is_main:
             patches = {
@@ -179,7 +179,7 @@ class _OtherMeasures:
             notes.append(f"{len(failures)} of {of}, {label}: {reason}")
 
     def results(self) -> dict[str, Any]:
-        """The parts `short_tasks`, `cost` and `harness` of the results."""
+        """Return the parts `short`, `cost` and `harness` of the results."""
         return {
             "short": [
                 {
@@ -196,7 +196,7 @@ class _OtherMeasures:
 
 
 def _run_metadata(session: Session, total: float) -> dict[str, Any]:
-    """The part `run` of the results: enough to run it again and to tell two runs apart."""
+    """Return the part `run` of the results: how to run it again, and what tells two runs apart."""
     request, model = session.request, session.model
     return {
         "model": request.model,
@@ -247,8 +247,8 @@ def _warn_failures(results: dict[str, Any]) -> None:
     rows = [
         row
         for entry in results["retrieval"]
-        for found in entry["samples"].values()
-        for row in found
+        for samples in entry["samples"].values()
+        for row in samples
     ]
     failed = [row["error"] for row in rows if row["score"] is None]
     notes = results["run"]["not_run"]
@@ -276,9 +276,11 @@ def _warn_failures(results: dict[str, Any]) -> None:
 
 
 def _has_results(results: dict[str, Any]) -> bool:
-    """Whether there is any result besides retrieval."""
+    """Return whether there is any result besides retrieval."""
     long = results["perplexity"] or {}
-    kinds = (long, long.get("key_tokens") or {}, long.get("sliding") or {})
-    short = [s for entry in results["short"] for found in entry["samples"].values() for s in found]
-    known = any(kind.get("losses") for kind in kinds) or any(s is not None for s in short)
-    return bool(known or results["cost"] or results["harness"])
+    parts = (long, long.get("key_tokens") or {}, long.get("sliding") or {})
+    short = [
+        s for entry in results["short"] for scores in entry["samples"].values() for s in scores
+    ]
+    has_any = any(kind.get("losses") for kind in parts) or any(s is not None for s in short)
+    return bool(has_any or results["cost"] or results["harness"])

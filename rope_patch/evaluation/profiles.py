@@ -1,4 +1,4 @@
-"""How thorough a comparison is, and at which lengths."""
+"""Profiles: how thorough a comparison is, and its default lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("rope_patch")
 
 @dataclass(frozen=True)
 class Profile:
-    """What a comparison runs unless told otherwise.
+    """The defaults of a comparison.
 
     Attributes:
         tasks: See `Request.tasks`.
@@ -55,7 +55,7 @@ PROFILES = {
 
 
 def choose_profile(name: str | None) -> Profile:
-    """The profile of that name, or the one for this machine, which is then logged.
+    """Return the profile of that name, or else the one for this machine, and log it.
 
     Raises:
         ValueError: There is none of that name.
@@ -113,7 +113,7 @@ def default_lengths(
     start: str,
     gguf_file: str | None,
 ) -> tuple[int, ...]:
-    """Half the trained length, the trained length, its doubles up to the target, and the target.
+    """Return half the trained length, its doubles up to the target, and the target.
 
     Without a factor or length (methods that follow the length need none) up to twice of it.
     """
@@ -123,9 +123,9 @@ def default_lengths(
     longest = 2 * trained
     if factor is not None or length is not None:
         _, longest = resolve_factor_and_length(factor, length, trained)
-    found = {trained // 2, trained, longest}
+    lengths = {trained // 2, trained, longest}
     doubled = 2 * trained
     while doubled < longest:
-        found.add(doubled)
+        lengths.add(doubled)
         doubled *= 2
-    return tuple(sorted(found))
+    return tuple(sorted(lengths))

@@ -1,4 +1,4 @@
-"""What to evaluate, and whether that can be done at all."""
+"""The request of an evaluation, and the checks that it can be met."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class EvalRequest:
     command: str = ""
 
     def patch_arguments(self, method: str) -> dict[str, Any]:
-        """What `patch` gets for one of the methods."""
-        known = (
+        """Return what `patch` gets for one of the methods."""
+        fields = (
             registered_methods()[method].__dataclass_fields__
             if method in registered_methods()
             else {}
@@ -113,35 +113,35 @@ class EvalRequest:
             "length": self.length,
             "trained_length": self.trained_length,
             "start": self.start,
-            **{key: value for key, value in self.options.items() if key in known},
+            **{key: value for key, value in self.options.items() if key in fields},
         }
 
     @property
     def retrieval(self) -> list[str]:
-        """The retrieval tasks among `tasks`, groups replaced by theirs."""
+        """Return the retrieval tasks among `tasks`, groups replaced by theirs."""
         return [name for name in tasks.expand(list(self.tasks)) if name in tasks.names()]
 
     @property
     def short(self) -> list[str]:
-        """The ordinary short tasks among `tasks`."""
+        """Return the ordinary short tasks among `tasks`."""
         own = short.names()
         chosen = [own if name == SHORT else [name] for name in self.tasks]
         return list(dict.fromkeys(n for names in chosen for n in names if n in own))
 
     @property
     def harness(self) -> list[str]:
-        """What is left of `tasks` for lm-eval to know."""
+        """Return the names in `tasks` that are left for lm-eval."""
         ours = {*MEASURES, *tasks.names(), *tasks.groups(), SHORT, *short.names()}
         return [name for name in self.tasks if name not in ours]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample or document."""
+        """Return the tokens of the longest sample or document."""
         return max((*self.lengths, self.perplexity_length or 0))
 
 
 def check_request(request: EvalRequest, path: str, config: Any) -> None:
-    """Refuses a request that cannot be met, before anything large is read.
+    """Raise if a request cannot be met, before anything large is read.
 
     Args:
         request: What is asked for.
@@ -195,11 +195,11 @@ def check_methods(request: EvalRequest, path: str, config: Any) -> None:
 
 
 def _check_task(name: str) -> None:
-    """Lets names pass that lm-eval may know; what looks like one of ours must be one."""
+    """Raise if a name resembles a task of this package; let names pass that lm-eval may know."""
     ours = [*MEASURES, *tasks.groups(), *tasks.names(), SHORT, *short.names()]
     close = get_close_matches(name, ours, n=1, cutoff=0.7)
-    found = importlib.util.find_spec("lm_eval") is not None
-    if name.startswith("rp_") or (close and not found):
+    has_lm_eval = importlib.util.find_spec("lm_eval") is not None
+    if name.startswith("rp_") or (close and not has_lm_eval):
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         groups = ", ".join(sorted(tasks.groups()))
         raise ValueError(
@@ -221,7 +221,7 @@ def _check_options(request: EvalRequest) -> None:
 
 
 def _check_saved(request: EvalRequest, saved: dict[str, Any] | None) -> None:
-    """Refuses to patch a saved patch again."""
+    """Raise if the request patches a saved patch again."""
     if saved is None or set(request.methods) == {BASELINE}:
         return
     raise ValueError(

@@ -1,4 +1,4 @@
-"""What is asked of long prompts: retrieval tasks with their controls, as often as it takes."""
+"""Questions on long prompts: retrieval tasks, their controls, more samples for precision."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RetrievalRun:
         self.controls: list[dict[str, Any]] = []
 
     def measure_plain(self) -> None:
-        """Questions to texts without their answer, at the shortest length."""
+        """Ask questions of texts without their answer, at the shortest length."""
         request = self.session.request
         length, depths = min(request.lengths), list(request.depths)
         for name in self.task_names if request.controls else []:
@@ -55,12 +55,12 @@ class RetrievalRun:
             self.controls.append({**entry, "samples": {BASELINE: rows}})
 
     def measure(self, label: str, place: str) -> None:
-        """All samples under the method that the model has now."""
+        """Measure all samples under the model's present method."""
         for length in self.session.request.lengths:
             self._measure([(name, length) for name in self.task_names], label, place)
 
     def measure_more(self) -> None:
-        """More samples, under every method, until intervals are as narrow as was asked for."""
+        """Measure more samples under every method until intervals are narrow enough."""
         request = self.session.request
         while wanting := self.session.processes.broadcast(self._imprecise()):
             for name, length in wanting:
@@ -74,53 +74,53 @@ class RetrievalRun:
                         self._measure(more, label, f"{label}, more samples")
 
     def results(self) -> list[dict[str, Any]]:
-        """The part `retrieval` of the results."""
+        """Return the part `retrieval` of the results."""
         request = self.session.request
-        found = []
+        records = []
         for name, by_label in self.scores.items():
             samples = {
                 label: [row for length in request.lengths for row in rows[length]]
                 for label, rows in by_label.items()
             }
             entry = {"task": name, "lengths": list(request.lengths)}
-            found.append({**entry, "depths": list(request.depths), "samples": samples})
-        return found
+            records.append({**entry, "depths": list(request.depths), "samples": samples})
+        return records
 
     def _build(self, name: str, length: int, count: int, planted: bool = True) -> Any:
         request = self.session.request
-        given: dict[str, Any] = {"seed": request.seed}
+        metadata: dict[str, Any] = {"seed": request.seed}
         if request.per_text:
-            given["per_text"] = request.per_text
+            metadata["per_text"] = request.per_text
         if request.haystacks:
-            given["text"] = list(request.haystacks)
+            metadata["text"] = list(request.haystacks)
         if request.questions:
-            given["questions"] = request.questions
+            metadata["questions"] = request.questions
         if not planted:
-            given["planted"] = False
+            metadata["planted"] = False
         tokenizer, depths = self.session.tokenizer, list(request.depths)
         try:
-            return lm_eval_tasks.build(name, tokenizer, [length], count, depths, **given)[0]
+            return lm_eval_tasks.build(name, tokenizer, [length], count, depths, **metadata)[0]
         except TooShort as error:
             raise ValueError(
                 f"{error}: give --lengths of at least {error.least} each, or other --tasks; "
                 "rp_recall_ll asks for word pairs, which fit into a few dozen tokens"
             ) from error
 
-    def _measure(self, wanted: list[tuple[str, int]], label: str, place: str) -> None:
-        """Tasks at one length, together: some ask the same prompts, which are then read once."""
-        if not wanted:
+    def _measure(self, pairs: list[tuple[str, int]], label: str, place: str) -> None:
+        """Measure tasks at one length together: prompts that some share are read once."""
+        if not pairs:
             return
-        length = wanted[0][1]
-        built = [self.tasks[at] for at in wanted]
+        length = pairs[0][1]
+        built = [self.tasks[at] for at in pairs]
         with self.session.timer("retrieval"):
-            found = self._score_tasks(built, f"{place}, {length:,} tokens", f"{label}-{length}")
-        for (name, _), rows in zip(wanted, found, strict=True):
+            scores = self._score_tasks(built, f"{place}, {length:,} tokens", f"{label}-{length}")
+        for (name, _), rows in zip(pairs, scores, strict=True):
             self.scores.setdefault(name, {}).setdefault(label, {})[length] = rows
 
     def _score_tasks(
         self, built: list[Any], place: str, name: str = ""
     ) -> list[list[dict[str, Any]]]:
-        """Every sample's score by the model as it is now, task by task.
+        """Return every sample's score by the model as it is now, task by task.
 
         Args:
             built: Tasks.
@@ -136,7 +136,7 @@ class RetrievalRun:
         return [lm_eval_tasks.scores(one, lm.failures) for one in each]
 
     def _imprecise(self) -> list[tuple[str, int]]:
-        """Tasks and lengths whose interval is too wide, under any of the methods."""
+        """Return tasks and lengths whose interval is too wide under any of the methods."""
         precision, most = self.session.request.precision, self.session.request.max_samples
         if precision is None:
             return []

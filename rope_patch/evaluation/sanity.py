@@ -1,4 +1,4 @@
-"""Whether the plain model can do within its trained length what it is measured by."""
+"""Sanity check: does the plain model beat chance within its trained length?"""
 
 from __future__ import annotations
 

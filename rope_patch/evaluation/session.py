@@ -1,4 +1,4 @@
-"""The model that is evaluated: patched and unpatched in turns, and what it said kept."""
+"""The session: the evaluated model under one method after another, and cached computations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FORMAT = "rope_patch.eval.piece/1"
 
 @dataclass(frozen=True)
 class CachedComputation:
-    """A piece of results that is computed from passes of one length.
+    """A part of the results that is computed from passes of one length and cached.
 
     Attributes:
         identity: What identifies it, besides the model as it is now.
@@ -45,7 +45,7 @@ class CachedComputation:
 
 
 class Session:
-    """One evaluation's model, its answers so far, and who works on it.
+    """One evaluation's model, its answers so far, and its processes.
 
     Args:
         request: What to evaluate.
@@ -87,7 +87,7 @@ class Session:
         self.failed: list[str] = []
 
     def load(self) -> None:
-        """Reads the weights, and what an earlier run answered."""
+        """Read the weights, and the answers of an earlier run."""
         request = self.request
         where = placement(request.dtype, request.device_map, self.processes.device)
         # A model that was saved with a patch is, as it is, one with that patch.
@@ -102,7 +102,7 @@ class Session:
 
     @contextlib.contextmanager
     def patched(self, method: str) -> Iterator[str]:
-        """The model under a method, and the label that its results get."""
+        """Patch the model with a method; yield the label of its results."""
         undo = method != BASELINE
         if undo:
             patch(self.model, **self.request.patch_arguments(method))
@@ -118,14 +118,14 @@ class Session:
 
     @contextlib.contextmanager
     def timer(self, part: str) -> Iterator[None]:
-        """Counts the time until its end."""
+        """Add the time until the end of the block to `seconds`."""
         started = time.monotonic()
         yield
         self.seconds[part] = self.seconds.get(part, 0) + time.monotonic() - started
 
     @contextlib.contextmanager
     def language_model(self, place: str, longest: int = 0) -> Iterator[LongContextLM]:
-        """The model as it is now, for lm-eval; what it read is counted.
+        """Yield the present model for lm-eval; count the tokens that it reads.
 
         Args:
             place: Says on the progress bar what runs.
@@ -147,20 +147,20 @@ class Session:
         self.tokens["read"] += lm.computed_tokens
 
     def compute_cached(self, pieces: Sequence[CachedComputation]) -> list[Any]:
-        """Pieces of results, computed unless an earlier run left them.
+        """Return parts of results; compute those that no earlier run left.
 
         Returns:
             Each as JSON gives it back.
         """
         keys = [answer_key(self.identity(p.length, p.length), p.identity) for p in pieces]
         paths = [self.request.folder / "cache" / f"piece-{key}.json" for key in keys]
-        known = dict(zip(paths, zip(keys, pieces, strict=True), strict=True))
+        by_path = dict(zip(paths, zip(keys, pieces, strict=True), strict=True))
         missing: list[Path] = []
         if self.processes.is_main:  # others may already see new files
-            missing = [path for path, (key, _) in known.items() if not _is_intact(path, key)]
+            missing = [path for path, (key, _) in by_path.items() if not _is_intact(path, key)]
         missing = self.processes.broadcast(missing)
-        for path in self.processes.own_share(missing, lambda path: known[path][1].length):
-            key, piece = known[path]
+        for path in self.processes.own_share(missing, lambda path: by_path[path][1].length):
+            key, piece = by_path[path]
             body = {"format": _FORMAT, "key": key, "value": piece.compute()}
             atomic_files.write_json(path, checksums.seal(body))
         self.processes.wait()
@@ -172,7 +172,7 @@ class Session:
     def try_compute_cached(
         self, name: str, pieces: Sequence[CachedComputation]
     ) -> list[Any] | None:
-        """The pieces, or None and a note where one of them cannot be had."""
+        """Return the parts, or None and a note where one of them fails."""
         return self.try_measure(name, partial(self.compute_cached, pieces))
 
     def try_measure(self, name: str, measure: Callable[[], Any]) -> Any:
@@ -188,7 +188,7 @@ class Session:
             return None
 
     def identity(self, length: int, end: int) -> dict[str, Any]:
-        """What an answer depends on, besides the prompt: the same for the same rotation.
+        """Return what an answer depends on besides the prompt: the same for the same rotation.
 
         Many methods rotate a prompt alike: all that follow the length are the unpatched model up
         to the trained length, and where they have grown to a factor, as good as all are a method
@@ -223,24 +223,26 @@ def _is_intact(path: Path, key: str) -> bool:
 
 
 def _rotation_identity(handle: Patch, length: int, end: int) -> Any:
-    """What rotates a sequence; None for the model's own rotation."""
+    """Return what rotates a sequence; None for the model's own rotation."""
     if handle.method.valid_until(max(length, 1), handle.trained_length) < end:
         return [handle.method.name, handle.method.options()]  # changes on the way
-    found: dict[str, Any] = {}
-    for kind, frequencies in handle.frequencies_at(length).items():
-        if not frequencies.close_to(handle.original_frequencies[kind]):
+    rotation: dict[str, Any] = {}
+    for layer_type, frequencies in handle.frequencies_at(length).items():
+        if not frequencies.close_to(handle.original_frequencies[layer_type]):
             numbers = [frequencies.attention_factor, *frequencies.inv_freq.tolist()]
-            found[kind or "all"] = numbers
-    if found and handle.method.start_token_count:
-        found["kept tokens"] = handle.method.start_token_count
-    return found or None
+            rotation[layer_type or "all"] = numbers
+    if rotation and handle.method.start_token_count:
+        rotation["kept tokens"] = handle.method.start_token_count
+    return rotation or None
 
 
 def _describe_method(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:
     if handle is None:
         return {"label": label, "method": None}
     # A method that follows the length is shown as it is where the evaluation goes.
-    shown = handle.frequencies_at(longest) if handle.method.is_dynamic else handle.frequencies
+    frequencies_by_type = (
+        handle.frequencies_at(longest) if handle.method.is_dynamic else handle.frequencies
+    )
     return {
         "label": label,
         "method": handle.method.name,
@@ -250,15 +252,15 @@ def _describe_method(label: str, handle: Patch | None, longest: int) -> dict[str
         "follows_length": handle.method.is_length_dependent(handle.trained_length),
         "options": handle.method.options(),
         "rope_parameters": {
-            kind or "all": handle.method.rope_parameters(geometry)
-            for kind, geometry in handle.geometries.items()
+            layer_type or "all": handle.method.rope_parameters(geometry)
+            for layer_type, geometry in handle.geometries.items()
         },
         "frequencies": {
-            kind or "all": {
-                "unscaled": handle.geometries[kind].inv_freq().tolist(),
+            layer_type or "all": {
+                "unscaled": handle.geometries[layer_type].inv_freq().tolist(),
                 "inv_freq": frequencies.inv_freq.tolist(),
                 "attention_factor": frequencies.attention_factor,
             }
-            for kind, frequencies in shown.items()
+            for layer_type, frequencies in frequencies_by_type.items()
         },
     }

@@ -1,4 +1,4 @@
-"""The same tasks on another engine: the commands that run lm-eval there, methods as configs."""
+"""Shell commands that run the same tasks through lm-eval on vLLM, with methods as configs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ALTERNATIVE = "evaluate it with transformers (leave --engine out)"
 
 
 def commands(engine: str, request: EvalRequest) -> list[str]:
-    """The shell commands that run a request's tasks on another engine, through lm-eval.
+    """Return shell commands that run a request's tasks on another engine, through lm-eval.
 
     The model's weights are not read. Each method becomes a config (`hf_overrides`), each length a
     command, as an engine is started for one config and lm-eval builds tasks for one length. Results
@@ -87,14 +87,14 @@ def commands(engine: str, request: EvalRequest) -> list[str]:
         )
         for name, run in runs.items():
             try:
-                changed = config_overrides(config, plan, run["length"])
+                overrides = config_overrides(config, plan, run["length"])
             except ValueError as error:
                 raise ValueError(f"{error}; leave it out, or {_ALTERNATIVE}") from error
             arguments = {
                 "pretrained": path,
                 "dtype": request.dtype,
                 "max_model_len": run["length"],
-                "hf_overrides": changed,
+                "hf_overrides": overrides,
             }
             words = ["lm_eval", "--model", engine, "--model_args", json.dumps(arguments)]
             words += ["--include_path", str(tasks.FOLDER)]
@@ -107,7 +107,7 @@ def commands(engine: str, request: EvalRequest) -> list[str]:
 
 
 def config_overrides(config: Any, plan: PatchPlan | None, length: int) -> dict[str, Any]:
-    """The entries of a model's config that make a method of it, in a form that vLLM reads alike.
+    """Return the config entries that make a method of a model, as vLLM reads them.
 
     transformers reads them alike, too.
 
@@ -133,7 +133,7 @@ def config_overrides(config: Any, plan: PatchPlan | None, length: int) -> dict[s
 
 
 def _require_rotation(plan: PatchPlan) -> None:
-    """Refuses a model whose positions are dropped, which has to be trained without them first."""
+    """Raise if a method drops positions: such a model has to be trained first."""
     if not any(frequencies.inv_freq.any() for frequencies in plan.frequencies().values()):
         raise ValueError(
             f"vllm cannot run {plan.method}: nothing rotates there, which is to be trained first; "
@@ -142,12 +142,14 @@ def _require_rotation(plan: PatchPlan) -> None:
 
 
 def _require_native_patch(path: str) -> None:
-    """Refuses a saved patch that the folder's own config does not say in full."""
+    """Raise if the folder's own config does not express its saved patch in full."""
     saved = read_sidecar(path)
     if saved is None:
         return
-    kind = registered_methods().get(saved["method"])
-    follows = kind is None or kind(**saved["options"]).is_length_dependent(saved["trained_length"])
+    method_class = registered_methods().get(saved["method"])
+    follows = method_class is None or method_class(**saved["options"]).is_length_dependent(
+        saved["trained_length"]
+    )
     if follows or not saved.get("native"):
         raise ValueError(
             f"vllm cannot run {path} as it was saved: it was patched with {saved['method']}, which "
@@ -156,7 +158,7 @@ def _require_native_patch(path: str) -> None:
 
 
 def _lm_eval_runs(request: EvalRequest) -> dict[str, dict[str, Any]]:
-    """What to ask lm-eval for, by the name of the folder that it goes to."""
+    """Return what to ask lm-eval for, by the name of the output folder."""
     own: dict[str, Any] = {
         "samples": request.samples or len(request.depths),
         "depths": list(request.depths),
@@ -189,7 +191,7 @@ def _lm_eval_runs(request: EvalRequest) -> dict[str, dict[str, Any]]:
 
 
 def _omission_notes(request: EvalRequest) -> list[str]:
-    """What lm-eval on another engine does not measure, a comment each."""
+    """Return a comment for each thing that lm-eval on another engine does not measure."""
     notes = [
         f"# {name} is left out: it {_TRANSFORMERS_ONLY[name]}"
         for name in MEASURES

@@ -1,4 +1,4 @@
-"""How sure a measurement is: intervals, lengths that hold, and tests between methods.
+"""Statistics of measurements: intervals, retention and effective length, tests between methods.
 
 Pure functions on numbers. Everything random is drawn from a seed, so a report made twice is the
 same report.

@@ -1,4 +1,4 @@
-"""Intervals by resampling: of means over clusters, of perplexity, of ratios of perplexities."""
+"""Bootstrap intervals: of means over clusters, of perplexity, of ratios of perplexities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bootstrap_mean(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """The weighted mean of values in documents, its interval from resampled documents or runs.
+    """Return the weighted mean of values in documents, with a bootstrap interval.
 
     With at least six documents, whole documents are drawn, and the interval speaks for other
     documents like these. One or a few documents, drawn again, say nothing; then runs of
@@ -53,20 +53,20 @@ def bootstrap_mean(
     Raises:
         ValueError: If there are no values, or weights that do not fit them.
     """
-    held = [np.asarray(document, dtype=float) for document in values if len(document)]
-    if not held:
+    documents = [np.asarray(document, dtype=float) for document in values if len(document)]
+    if not documents:
         raise ValueError("expected at least one block of losses, got none; score some text first")
     shares = _checked_weights(values, weights)
-    products = [value * weight for value, weight in zip(held, shares, strict=True)]
-    count = sum(len(document) for document in held)
+    products = [value * weight for value, weight in zip(documents, shares, strict=True)]
+    count = sum(len(document) for document in documents)
     with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is what it should be
         estimate = float(np.concatenate(products).sum() / np.concatenate(shares).sum())
-        if len(held) >= MIN_DOCUMENTS:
-            unit, n, draws = "documents", len(held), len(held)
+        if len(documents) >= MIN_DOCUMENTS:
+            unit, n, draws = "documents", len(documents), len(documents)
             sums = np.array([product.sum() for product in products])
             sizes = np.array([share.sum() for share in shares])
         else:
-            length = max(1, min(run_length or math.ceil(count ** (1 / 3)), *map(len, held)))
+            length = max(1, min(run_length or math.ceil(count ** (1 / 3)), *map(len, documents)))
             unit, n, draws = "blocks", count, count // length
             sums = np.concatenate([_run_sums(product, length) for product in products])
             sizes = np.concatenate([_run_sums(share, length) for share in shares])
@@ -87,7 +87,7 @@ def perplexity_interval(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Perplexity, `exp` of the mean loss, its interval as in `bootstrap_mean`.
+    """Return perplexity, `exp` of the mean loss, its interval as in `bootstrap_mean`.
 
     Args:
         losses: For each document its blocks' mean losses, nats per token.
@@ -109,7 +109,7 @@ def perplexity_ratio(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Perplexity of a over perplexity of b on the same tokens, below 1 where a is better.
+    """Return perplexity of a over that of b on the same tokens, below 1 where a is better.
 
     Both are drawn together: what makes a passage hard for both cancels, so this interval is much
     narrower than the two perplexities' own (Miller 2024, arXiv:2411.00640).
@@ -148,7 +148,7 @@ def perplexity_ratio(
 def resample_means(
     sums: np.ndarray, sizes: np.ndarray, draws: int, resamples: int, seed: int
 ) -> np.ndarray:
-    """Means of units drawn with replacement, `[resamples]`.
+    """Return means of units drawn with replacement, `[resamples]`.
 
     Args:
         sums: Each unit's summed values, `[units]`.
@@ -168,7 +168,7 @@ def resample_means(
 
 
 def percentile_bounds(means: np.ndarray, units: int, confidence: float) -> tuple[float, float]:
-    """Bounds of resampled means, moved out as Student's quantiles are for few units.
+    """Return percentile bounds of resampled means, widened for few units by Student's t.
 
     Plain percentiles are too narrow for few units, by `sqrt((units - 1) / units)` and for want of
     Student's t; the level is moved so that for a normal mean both are made up (Hesterberg 2015).
@@ -185,17 +185,19 @@ def _checked_weights(values: Losses, weights: Losses | None) -> list[np.ndarray]
     if weights is None:
         return [np.ones(len(document)) for document in values if len(document)]
     shapes = [list(map(len, part)) for part in (values, weights)]
-    held = [np.asarray(document, dtype=float) for document in weights if len(document)]
-    if shapes[0] != shapes[1] or not all((weight > 0).all() for weight in held):
+    weights_of_documents = [
+        np.asarray(document, dtype=float) for document in weights if len(document)
+    ]
+    if shapes[0] != shapes[1] or not all((weight > 0).all() for weight in weights_of_documents):
         raise ValueError(
             f"expected a weight above 0 for every block, got {shapes[1]} weights for {shapes[0]} "
             "blocks in the documents; give every block's number of scored tokens"
         )
-    return held
+    return weights_of_documents
 
 
 def _run_sums(values: np.ndarray, length: int) -> np.ndarray:
-    """Sums of `length` consecutive values from every start, wrapping at the end, `[n]`."""
+    """Return sums of `length` consecutive values from every start, wrapping at the end, `[n]`."""
     wrapped = np.concatenate([values, values[: length - 1]])
     return np.lib.stride_tricks.sliding_window_view(wrapped, length).sum(axis=1)
 

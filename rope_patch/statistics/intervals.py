@@ -34,12 +34,12 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Half the distance of the bounds, which need not lie evenly around the estimate."""
+        """Return half the distance of the bounds, which need not lie evenly around the estimate."""
         return (self.high - self.low) / 2
 
 
 def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
-    """The score interval of a share (Wilson 1927).
+    """Return the score interval of a share (Wilson 1927).
 
     Unlike the mean's standard error it does not vanish where every sample hits: 10 of 10 gives
     [0.72, 1]. For scores between 0 and 1 it is conservative, as no variable on [0, 1] varies more
@@ -72,7 +72,7 @@ def accuracy(
     clusters: Sequence[Hashable] | None = None,
     confidence: float = 0.95,
 ) -> Interval:
-    """The mean score, with an interval that knows which samples share a text.
+    """Return the mean score with an interval that accounts for samples sharing a text.
 
     Samples on one text hit and miss together, so they tell less than as many independent ones
     (Miller 2024, arXiv:2411.00640). The design effect, the variance by clusters (linearised, from
@@ -123,7 +123,7 @@ def accuracy(
 
 
 def required_samples(precision: float, confidence: float = 0.95, expected: float = 0.5) -> int:
-    """How many independent samples bring Wilson's half-width down to `precision`.
+    """Return how many independent samples bring Wilson's half-width down to `precision`.
 
     The half-width, set equal to the precision, is a quadratic equation in n.
 
@@ -151,19 +151,19 @@ def required_samples(precision: float, confidence: float = 0.95, expected: float
 
 
 def is_precise(interval: Interval, precision: float) -> bool:
-    """Whether the interval's half-width is within `precision`; a NaN never is."""
+    """Return whether the interval's half-width is within `precision`; a NaN never is."""
     return interval.half_width <= precision * (1 + 1e-9)
 
 
 def half_alpha(confidence: float) -> float:
-    """The probability left on either side of a two-sided interval."""
+    """Return the probability left on either side of a two-sided interval."""
     if not 0 < confidence < 1:
         raise ValueError(f"expected confidence between 0 and 1, got {confidence}; say 0.95")
     return (1 - confidence) / 2
 
 
 def as_scores(scores: Sequence[float | None]) -> np.ndarray:
-    """Scores as float64 `[n]`.
+    """Return scores as float64 `[n]`.
 
     Raises:
         ValueError: If one is not in 0..1.
@@ -176,14 +176,14 @@ def as_scores(scores: Sequence[float | None]) -> np.ndarray:
 
 
 def cluster_sums(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of values and the number of them in each cluster, both float64 `[clusters]`."""
+    """Return each cluster's sum of values and their number, both float64 `[clusters]`."""
     numbers: dict[Hashable, int] = {}
     index = [numbers.setdefault(cluster, len(numbers)) for cluster in clusters]
     return np.bincount(index, weights=values), np.bincount(index).astype(float)
 
 
 def _effective_n(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> float:
-    """n over the design effect, less what few clusters cost; `inf` if clusters agree exactly."""
+    """Return n over the design effect, less what few clusters cost; `inf` if clusters agree."""
     n, groups = sizes.sum(), len(sizes)
     mean = sums.sum() / n
     independent = n / (n - 1) * n * mean * (1 - mean)

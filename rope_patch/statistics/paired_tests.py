@@ -1,4 +1,4 @@
-"""Two methods on the same samples: is the difference more than chance?"""
+"""Paired tests: do two methods differ on the same samples by more than chance?"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mcnemar(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> PairedTest:
-    """The exact test on pairs of hits and misses (McNemar 1947).
+    """Test pairs of hits and misses exactly (McNemar 1947).
 
     Of the pairs that only one method hit, either method gets each with probability 1/2 if there is
     no difference. That asks for 0/1 scores and independent pairs; for fractional scores, and where
@@ -69,7 +69,7 @@ def paired_difference(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> PairedTest:
-    """The difference of mean scores on the same samples, by clusters (Miller 2024).
+    """Test the difference of mean scores on the same samples, by clusters (Miller 2024).
 
     The p-value is of a randomisation test (Fisher 1935): without a difference a text's scores
     might as well have been the other method's, so every cluster's summed difference may have
@@ -97,7 +97,7 @@ def paired_difference(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted for how many were looked at (Holm 1979), in the order given.
+    """Return p-values adjusted for the number of comparisons (Holm 1979), in the order given.
 
     Several methods compared with one give some small p-value by chance. Calling significant what
     is below the level after the adjustment keeps the chance of any false call below that level,
@@ -133,18 +133,18 @@ def _paired_test(
             f"expected pairs, got {len(a)} and {len(b)} scores and {len(texts)} clusters; "
             "give both methods' scores of the same samples, None where one failed"
         )
-    kept = [i for i in range(len(a)) if a[i] is not None and b[i] is not None]
-    if not kept:
+    scored = [i for i in range(len(a)) if a[i] is not None and b[i] is not None]
+    if not scored:
         raise ValueError(
             f"expected at least one pair of scores, got {len(a)} in which one failed; "
             "leave this comparison out or run it again"
         )
-    ours, theirs = as_scores([a[i] for i in kept]), as_scores([b[i] for i in kept])
+    ours, theirs = as_scores([a[i] for i in scored]), as_scores([b[i] for i in scored])
     differences = ours - theirs
-    sums, sizes = cluster_sums(differences, [texts[i] for i in kept])
+    sums, sizes = cluster_sums(differences, [texts[i] for i in scored])
     wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
     whole = np.isin(np.concatenate([ours, theirs]), (0, 1)).all()
-    if exact and whole and len(sizes) == len(kept):
+    if exact and whole and len(sizes) == len(scored):
         test = "McNemar exact"
         p_value = min(1.0, 2 * float(special.bdtr(min(wins, losses), wins + losses, 0.5)))
     else:
@@ -153,7 +153,7 @@ def _paired_test(
     low, high = _difference_bounds(
         sums, sizes, float((differences**2).sum()), confidence, resamples, seed
     )
-    n, mean = len(kept), float(differences.mean())
+    n, mean = len(scored), float(differences.mean())
     bounds = min(low, mean), max(high, mean)
     interval = Interval(mean, *bounds, n, len(sums), failed=len(a) - n)
     return PairedTest(interval, p_value, wins, losses, n - wins - losses, test)
@@ -167,7 +167,7 @@ def _difference_bounds(
     resamples: int,
     seed: int,
 ) -> tuple[float, float]:
-    """Percentiles of the mean difference with two clusters added, see `paired_difference`."""
+    """Return bounds of the mean difference with two clusters added, see `paired_difference`."""
     size = sizes.mean()
     if squares > 0:
         size = min(max(float((sums**2).sum()) / squares, 1.0), size)
@@ -178,7 +178,7 @@ def _difference_bounds(
 
 
 def _sign_flip_p_value(sums: np.ndarray, resamples: int, seed: int) -> float:
-    """How likely random signs make the total at least as large, either way."""
+    """Return how likely random signs make the total at least as large, either way."""
     least = abs(sums.sum()) - 1e-9  # equal totals count, rounding or not
     if 2 ** len(sums) <= resamples:
         numbers = np.arange(2 ** len(sums))[:, None]

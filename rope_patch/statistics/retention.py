@@ -1,4 +1,4 @@
-"""What a length kept of a base score, and how far it holds."""
+"""Retention of a base score at a length, and the effective length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rope_patch.statistics.intervals import Interval
 
 
 def retention(patched: Interval, base: Interval) -> Interval:
-    """`patched / base` for independent estimates, its interval from their intervals.
+    """Return `patched / base` for independent estimates, with an interval from their intervals.
 
     MOVER-R (Donner & Zou 2012, after Newcombe 1998): each bound of the ratio takes from either
     estimate the distance to the bound that matters, so Wilson's asymmetry is kept. For positively
@@ -53,7 +53,7 @@ def retention(patched: Interval, base: Interval) -> Interval:
 
 
 def effective_length(measured: Mapping[int, Interval], threshold: float) -> tuple[int | None, str]:
-    """The longest length whose lower bound clears the threshold, there and at all shorter ones.
+    """Return the longest length at and below which all lower bounds clear the threshold.
 
     Lengths are tested in a fixed order and the first that does not clear ends the test, so the
     chance of naming too long a length stays that of one bound, however many lengths there are.
@@ -89,5 +89,5 @@ def effective_length(measured: Mapping[int, Interval], threshold: float) -> tupl
 
 
 def _squared_margin(estimate: float, bound: float) -> float:
-    """`estimate² - (estimate - bound)²`, without the cancellation."""
+    """Return `estimate² - (estimate - bound)²`, without the cancellation."""
     return bound * (2 * estimate - bound)

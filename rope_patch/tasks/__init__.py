@@ -1,4 +1,4 @@
-"""The package's lm-eval tasks: one YAML each, and the builders that they name."""
+"""The package's lm-eval tasks: one YAML file each, and the builders that they name."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ CHOICE = "_mc"  # of one whose answers are chosen by it among others
 
 
 def names() -> list[str]:
-    """Names of the tasks."""
+    """Return the names of the tasks."""
     return sorted(name for name, config in _all_configs().items() if "group" not in config)
 
 
 def groups() -> dict[str, list[str]]:
-    """Names of the groups, with the tasks of each."""
+    """Return the names of the groups, with the tasks of each."""
     return {name: config["task"] for name, config in _all_configs().items() if "group" in config}
 
 
 def expand(chosen: list[str]) -> list[str]:
-    """Tasks, where groups are replaced by theirs; each once, in order."""
-    known = groups()
-    return list(dict.fromkeys(task for name in chosen for task in known.get(name, [name])))
+    """Return tasks with groups replaced by theirs; each once, in order."""
+    members = groups()
+    return list(dict.fromkeys(task for name in chosen for task in members.get(name, [name])))
 
 
 def config(name: str) -> dict[str, Any]:
-    """A task's config with its `!function` references resolved, ready for lm-eval as a dict.
+    """Return a task's config for lm-eval, with its `!function` references resolved.
 
     lm-eval reads the same files with `--include_path`; reading them here too lets one file serve
     for one task a length, without a table of all tasks that lm-eval has.

@@ -1,4 +1,4 @@
-"""Copying: the text's words go on from a quotation, one by one, as they stand at some depth.
+"""Copying: continue a quotation word by word, as its words stand at some depth of the text.
 
 "Repeat After Me" (arXiv:2402.01032) takes copying for what tells models with a full memory of the
 text from others. Here the words stand in no order: nobody can guess the next one, nor know it from
@@ -24,7 +24,7 @@ _VOCABULARY = 20_000  # words of a novel, of which the different ones are taken
 
 
 def build(**metadata: Any) -> dict[str, Any]:
-    """Builds rp_copy; the arguments are those of `samples.build` and `span`.
+    """Build rp_copy; the arguments are those of `samples.build` and `span`.
 
     `span` (32 words unless given) is the length of the passage: 8 words are quoted, as the
     beginning of the answer, and the others are wanted.
@@ -33,7 +33,7 @@ def build(**metadata: Any) -> dict[str, Any]:
 
 
 def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
-    """Drafts of samples of one text: each asks for another passage.
+    """Return drafts of samples of one text: each asks for another passage.
 
     Raises:
         ValueError: A span outside of what the quotation and the room allow, or too few words.
@@ -80,12 +80,12 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
 
 
 def copied(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
-    """The share of the target's words that were written in order, up to the first mistake."""
-    wanted, written = doc["target"].split(), str(results[0]).split()
+    """Return the share of the target's words written in order, up to the first mistake."""
+    target, written = doc["target"].split(), str(results[0]).split()
     right = 0
-    while right < min(len(wanted), len(written)) and wanted[right] == written[right]:
+    while right < min(len(target), len(written)) and target[right] == written[right]:
         right += 1
-    return scoring.all_answers(doc, results) | {"score": right / len(wanted)}
+    return scoring.all_answers(doc, results) | {"score": right / len(target)}
 
 
 def _is_plain(word: str) -> bool:

@@ -59,12 +59,12 @@ PLACES = [
 
 
 def build(**metadata: Any) -> dict[str, Any]:
-    """Builds rp_count; the arguments are those of `samples.build`."""
+    """Build rp_count; the arguments are those of `samples.build`."""
     return samples.build(generate, "rp_count", ROOM, **metadata)
 
 
 def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
-    """Drafts of samples of one text: each asks for another kind of things.
+    """Return drafts of samples of one text: each asks for another kind of thing.
 
     One further kind, of which nothing is asked, is in every text, the control's too: to count
     whatever does not belong to the story gives a wrong number.

@@ -49,7 +49,7 @@ _MIN_FREQUENT_WORDS = 144
 
 
 def common_words(**metadata: Any) -> dict[str, Any]:
-    """Samples of rp_cwe (RULER, arXiv:2404.06654), its one-shot example in front.
+    """Return samples of rp_cwe (RULER, arXiv:2404.06654), its one-shot example in front.
 
     `per_text` is 1 whatever the metadata say: RULER's list has one question.
 
@@ -63,7 +63,7 @@ def common_words(**metadata: Any) -> dict[str, Any]:
 
 
 def frequent_words(**metadata: Any) -> dict[str, Any]:
-    """Samples of rp_fwe (RULER, arXiv:2404.06654): frequencies of a zeta distribution, alpha 2.
+    """Return samples of rp_fwe (RULER, arXiv:2404.06654): zeta frequencies with alpha 2.
 
     `per_text` is 1 whatever the metadata say: RULER's text has one question.
 
@@ -103,7 +103,7 @@ def _generate_common(text: samples.TextContext) -> list[samples.SampleDraft]:
 def _shuffle_entries(
     common: list[str], repeats: int, other: list[str], rng: random.Random
 ) -> list[str]:
-    """All of them mixed, where the common words first appear in the order given.
+    """Return all words mixed; the common ones first appear in the order given.
 
     RULER's answers have no order of their own; with this one the target's likelihood has a meaning.
     """
@@ -123,14 +123,14 @@ def _number_words(words: list[str]) -> str:
 
 
 def _other(words: list[str], i: int) -> str:
-    """The i-th word of the list; pairs of words after its end, so that no length is too long."""
+    """Return the i-th word of the list; pairs of words after its end, for texts of any length."""
     again, at = divmod(i, len(words))
     return f"{words[at]}-{words[(at + again) % len(words)]}" if again else words[at]
 
 
 @lru_cache(maxsize=1)
 def _vocabulary() -> list[str]:
-    """RULER's words: the nouns, adjectives and verbs of wonderwords."""
+    """Return RULER's words: the nouns, adjectives and verbs of wonderwords."""
     from wonderwords import RandomWord
 
     source = RandomWord()
@@ -160,7 +160,7 @@ def _generate_frequent(text: samples.TextContext) -> list[samples.SampleDraft]:
 
 
 def _zeta(ranks: int) -> Iterator[int]:
-    """Ranks in the order in which their expected counts reach another whole number.
+    """Yield ranks in the order in which their expected counts reach another whole number.
 
     In a text of n words RULER has rank k int(n / (zeta(2) k^2)) times: its j-th time comes at
     n = zeta(2) j k^2. Taken one by one they make texts of any number of words, not only of RULER's.

@@ -22,7 +22,7 @@ PREFIX = "Corresponding value:"
 
 
 def build(**metadata: Any) -> dict[str, Any]:
-    """Builds rp_json_kv; the arguments are those of `samples.build` and `confusable`.
+    """Build rp_json_kv; the arguments are those of `samples.build` and `confusable`.
 
     `confusable` (0.25 unless given) is the share of the other pairs whose keys differ from a key
     that is asked for in two digits only. Prompts grow by whole pairs, so they end within one pair
@@ -32,7 +32,7 @@ def build(**metadata: Any) -> dict[str, Any]:
 
 
 def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
-    """Drafts of samples of one text: each asks for another key of the same object.
+    """Return drafts of samples of one text: each asks for another key of the same object.
 
     Raises:
         ValueError: `confusable` is no share.
@@ -77,7 +77,7 @@ def _uuid(rng: random.Random) -> str:
 
 
 def _change_two_digits(rng: random.Random, key: str) -> str:
-    """The key with two of its digits changed."""
+    """Return the key with two of its digits changed."""
     digits = list(key)
     for i in rng.sample([i for i, digit in enumerate(key) if digit != "-"], 2):
         digits[i] = rng.choice([digit for digit in "0123456789abcdef" if digit != key[i]])

@@ -40,52 +40,52 @@ _TITLES = {"Mr.", "Mrs.", "Dr.", "St."}
 
 
 def single_1(**metadata: Any) -> dict[str, Any]:
-    """A number in a sentence said again and again; arguments as `samples.build` has them."""
+    """Build a number in repeated noise sentences; arguments as of `samples.build`."""
     return samples.build(
         lambda t: _single_needle(t, "number", _noise), "rp_niah_single_1", ROOM, **metadata
     )
 
 
 def single_2(**metadata: Any) -> dict[str, Any]:
-    """A number in prose; arguments as `samples.build` has them."""
+    """Build a number in prose; arguments as of `samples.build`."""
     return samples.build(
         lambda t: _single_needle(t, "number", _prose), "rp_niah_single_2", ROOM, **metadata
     )
 
 
 def single_3(**metadata: Any) -> dict[str, Any]:
-    """A UUID in prose; arguments as `samples.build` has them."""
+    """Build a UUID in prose; arguments as of `samples.build`."""
     return samples.build(
         lambda t: _single_needle(t, "uuid", _prose), "rp_niah_single_3", ROOM, **metadata
     )
 
 
 def multikey_1(**metadata: Any) -> dict[str, Any]:
-    """One of four needles in prose; arguments as `samples.build` has them."""
+    """Build one of four needles in prose; arguments as of `samples.build`."""
     return samples.build(_one_of_four, "rp_niah_multikey_1", ROOM, **metadata)
 
 
 def multikey_2(**metadata: Any) -> dict[str, Any]:
-    """A number in a text of nothing but needles; arguments as `samples.build` has them."""
+    """Build a number in a text of nothing but needles; arguments as of `samples.build`."""
     return samples.build(
         lambda t: _one_of_all(t, "number", _words), "rp_niah_multikey_2", ROOM, **metadata
     )
 
 
 def multikey_3(**metadata: Any) -> dict[str, Any]:
-    """A UUID with a UUID for a key in such a text; arguments as `samples.build` has them."""
+    """Build a UUID with a UUID as its key in such a text; arguments as of `samples.build`."""
     return samples.build(
         lambda t: _one_of_all(t, "uuid", _uuids), "rp_niah_multikey_3", ROOM, **metadata
     )
 
 
 def multivalue(**metadata: Any) -> dict[str, Any]:
-    """Four numbers of one key, in prose; arguments as `samples.build` has them."""
+    """Build four numbers of one key, in prose; arguments as of `samples.build`."""
     return samples.build(_all_values, "rp_niah_multivalue", ROOM, **metadata)
 
 
 def multiquery(**metadata: Any) -> dict[str, Any]:
-    """Four numbers of four keys, in prose; arguments as `samples.build` has them."""
+    """Build four numbers of four keys, in prose; arguments as of `samples.build`."""
     return samples.build(_all_keys, "rp_niah_multiquery", ROOM, **metadata)
 
 
@@ -102,63 +102,63 @@ _Haystack = Callable[[int, list[tuple[int, str]]], str]
 def _single_needle(
     text: TextContext, kind: str, haystack: Callable[[TextContext], _Haystack]
 ) -> list[SampleDraft]:
-    """Samples of one text are the same words, each with a needle of its own at its own depth.
+    """Return samples with the same words, each with its own needle at its own depth.
 
     So they share what stands before the shallowest needle, and none says another's answer.
     """
-    fill, found = haystack(text), _needles(text.depths, _words(text.rng), _values(text.rng, kind))
-    return [_draft(kind, fill, [one] if text.planted else [], [one], one.depth) for one in found]
+    fill, needles = haystack(text), _needles(text.depths, _words(text.rng), _values(text.rng, kind))
+    return [_draft(kind, fill, [one] if text.planted else [], [one], one.depth) for one in needles]
 
 
 def _one_of_four(text: TextContext) -> list[SampleDraft]:
-    """Samples of one text ask for its needles in turn: all but the question is the same.
+    """Return samples that ask for a text's needles in turn: only the question differs.
 
     More samples than four have as many needles as samples, so each asks for another one.
     """
-    found = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
-    return _ask_in_turn(text, "number", _prose(text), found)
+    needles = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
+    return _ask_in_turn(text, "number", _prose(text), needles)
 
 
 def _one_of_all(
     text: TextContext, kind: str, keys: Callable[[random.Random], Iterator[str]]
 ) -> list[SampleDraft]:
-    """As `_one_of_four`, with nothing but needles around those asked for, however many."""
+    """Return samples as `_one_of_four`, in a text of nothing but needles."""
     names, values = keys(text.rng), _values(text.rng, kind)
-    found = _needles(text.depths, names, values)
+    needles = _needles(text.depths, names, values)
     # The further needles go on where those asked for end, so no key comes twice.
     others = (
         NEEDLE.format(kind=f"{kind}s", key=k, value=v) for k, v in zip(names, values, strict=True)
     )
-    return _ask_in_turn(text, kind, _lines(others), found)
+    return _ask_in_turn(text, kind, _lines(others), needles)
 
 
 def _ask_in_turn(
-    text: TextContext, kind: str, fill: _Haystack, found: list[_Needle]
+    text: TextContext, kind: str, fill: _Haystack, needles: list[_Needle]
 ) -> list[SampleDraft]:
-    asked, others = found[: len(text.depths)], found[len(text.depths) :]
-    inside = found if text.planted else others
+    asked, others = needles[: len(text.depths)], needles[len(text.depths) :]
+    inside = needles if text.planted else others
     decoys = tuple(one.value for one in others)
     drafts = [_draft(kind, fill, inside, [one], one.depth) for one in asked]
     return [replace(draft, decoys=decoys) for draft in drafts]
 
 
 def _all_keys(text: TextContext) -> list[SampleDraft]:
-    """Samples of one text ask for the same four needles, each for another one first.
+    """Return samples that ask for the same four needles, each for another one first.
 
     The order asked for is the order to answer in, so each sample has another answer to a text that
     all of them share up to the question; its depth is that of the needle asked for first. More
     samples than four have as many needles as samples, and each asks for four of them.
     """
-    found = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
-    fill, inside = _prose(text), found if text.planted else []
+    needles = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
+    fill, inside = _prose(text), needles if text.planted else []
     return [
-        _draft("number", fill, inside, (found[i:] + found[:i])[:SEVERAL], depth)
+        _draft("number", fill, inside, (needles[i:] + needles[:i])[:SEVERAL], depth)
         for i, depth in enumerate(text.depths)
     ]
 
 
 def _all_values(text: TextContext) -> list[SampleDraft]:
-    """Samples of one text differ in one of the key's four values and in where it stands.
+    """Return samples that differ in one of the key's four values and in its depth.
 
     Another key with four more values would make the task harder the more samples share a text, and
     the same values could be asked for but once. So three of them stay in their random places, and
@@ -167,10 +167,10 @@ def _all_values(text: TextContext) -> list[SampleDraft]:
     """
     key, values, fill = next(_words(text.rng)), _values(text.rng, "number"), _prose(text)
     others = [text.rng.randint(0, 100) for _ in range(SEVERAL - 1)]
-    found = [_Needle(key, next(values), depth) for depth in [*text.depths, *others]]
+    needles = [_Needle(key, next(values), depth) for depth in [*text.depths, *others]]
     drafts = []
-    for own in found[: len(text.depths)]:
-        four = sorted([own, *found[len(text.depths) :]], key=lambda needle: needle.depth)
+    for own in needles[: len(text.depths)]:
+        four = sorted([own, *needles[len(text.depths) :]], key=lambda needle: needle.depth)
         drafts.append(_draft("number", fill, four if text.planted else [], four, own.depth))
     return drafts
 
@@ -178,7 +178,7 @@ def _all_values(text: TextContext) -> list[SampleDraft]:
 def _draft(
     kind: str, fill: _Haystack, inside: list[_Needle], asked: list[_Needle], depth: int
 ) -> SampleDraft:
-    """The question for some needles, of a text with the needles `inside`."""
+    """Return the question for some needles, of a text with the needles `inside`."""
     prompt, prefix = (PROMPT_ONE, PREFIX_ONE) if len(asked) == 1 else (PROMPT_MANY, PREFIX_MANY)
     keys = _join_words(list(dict.fromkeys(needle.key for needle in asked)))
     answers = [needle.value for needle in asked]
@@ -200,7 +200,7 @@ def _join_words(items: list[str]) -> str:
 
 
 def _depths(text: TextContext) -> list[int]:
-    """One for each sample, and random ones up to four."""
+    """Return one depth for each sample, and random ones up to four."""
     further = max(SEVERAL - len(text.depths), 0)
     return [*text.depths, *(text.rng.randint(0, 100) for _ in range(further))]
 
@@ -225,30 +225,30 @@ def _values(rng: random.Random, kind: str) -> Iterator[str]:
 
 
 def _without_repeats(draw: Callable[[], str]) -> Iterator[str]:
-    """What is drawn, without end and nothing twice: a question has one answer."""
+    """Yield draws without end and without repetition: a question has one answer."""
     seen: set[str] = set()
     while True:
-        if (found := draw()) not in seen:
-            seen.add(found)
-            yield found
+        if (value := draw()) not in seen:
+            seen.add(value)
+            yield value
 
 
 @lru_cache(maxsize=1)
 def _vocabulary() -> tuple[list[str], list[str]]:
     from wonderwords import RandomWord
 
-    known = RandomWord(enhanced_prefixes=False)
-    return tuple(known.filter(include_categories=[kind]) for kind in ("adjective", "noun"))
+    random_word = RandomWord(enhanced_prefixes=False)
+    return tuple(random_word.filter(include_categories=[kind]) for kind in ("adjective", "noun"))
 
 
 def _prose(text: TextContext) -> _Haystack:
-    """Words of a novel; a needle goes to the end of a sentence."""
+    """Return the words of a novel as a haystack; needles go to the ends of sentences."""
     words = text.word_source()
 
     def fill(units: int, needles: list[tuple[int, str]]) -> str:
-        taken = words(units)
-        ends = [at for at, word in enumerate(taken, start=1) if _ends_sentence(word)]
-        return " ".join(_plant(taken, needles, [0, *ends]))
+        chosen = words(units)
+        ends = [at for at, word in enumerate(chosen, start=1) if _ends_sentence(word)]
+        return " ".join(_plant(chosen, needles, [0, *ends]))
 
     return fill
 
@@ -262,7 +262,7 @@ def _noise(_: TextContext) -> _Haystack:
 
 
 def _lines(source: Iterator[str]) -> _Haystack:
-    """Lines of a source that is asked for each line once; a needle is a line among them."""
+    """Return lines of a source, read once each, as a haystack; a needle is a line among them."""
     lines: list[str] = []
 
     def fill(units: int, needles: list[tuple[int, str]]) -> str:
@@ -273,7 +273,7 @@ def _lines(source: Iterator[str]) -> _Haystack:
 
 
 def _plant(units: list[str], needles: list[tuple[int, str]], places: Sequence[int]) -> list[str]:
-    """Puts each needle at the one of `places` that is nearest to its depth.
+    """Put each needle at the one of `places` that is nearest to its depth.
 
     Args:
         units: What the text is made of.

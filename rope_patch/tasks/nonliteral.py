@@ -28,7 +28,7 @@ _ABBREVIATIONS = ("Mr.", "Mrs.", "Dr.", "St.")
 
 
 def build(**metadata: Any) -> dict[str, Any]:
-    """Builds rp_nonliteral; the arguments are those of `samples.build` and `distractors`.
+    """Build rp_nonliteral; the arguments are those of `samples.build` and `distractors`.
 
     `distractors` (2 unless given) are sentences about further strangers, of whom nothing is asked:
     that a sentence does not belong to the story says too little then. The control keeps them.
@@ -37,7 +37,7 @@ def build(**metadata: Any) -> dict[str, Any]:
 
 
 def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
-    """Drafts of samples of one text: each asks for another of the strangers in it.
+    """Return drafts of samples of one text: each asks for another of the strangers in it.
 
     Raises:
         ValueError: More strangers than there are facts or names that the story does not have.
@@ -82,13 +82,13 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
 
 @lru_cache(maxsize=1)
 def facts() -> dict[str, Any]:
-    """`names`, and `facts`: pairs of what is said of a stranger and what is asked."""
+    """Return `names`, and `facts`: pairs of a statement on a stranger and its question."""
     path = files(__package__) / "nonliteral.json"
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def between_sentences(words: list[str], sentences: list[tuple[float, str]]) -> str:
-    """Puts sentences between those of a text.
+    """Put sentences between those of a text.
 
     Args:
         words: The text's.
@@ -109,6 +109,6 @@ def between_sentences(words: list[str], sentences: list[tuple[float, str]]) -> s
 
 @lru_cache(maxsize=8)
 def _names_not_in(names: tuple[str, ...], sources: tuple[str, ...]) -> list[str]:
-    """The names that stand nowhere in the texts, not even inside a word."""
-    told = "\n".join(texts.read_text(source) for source in sources).lower()
-    return [name for name in names if name.lower() not in told]
+    """Return the names that occur nowhere in the texts, not even inside a word."""
+    content = "\n".join(texts.read_text(source) for source in sources).lower()
+    return [name for name in names if name.lower() not in content]

@@ -32,7 +32,7 @@ _FIELDS = '{"question": "...", "answers": ["..."], "context": "..."}'
 
 
 def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
-    """Samples of rp_qa_1: a question that one document answers (RULER, arXiv:2404.06654).
+    """Return samples of rp_qa_1: one document answers the question (RULER, arXiv:2404.06654).
 
     Samples of one text have the same documents and ask other questions.
 
@@ -50,7 +50,7 @@ def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
 
 
 def two_hops(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
-    """Samples of rp_qa_2: a question whose answer takes two documents (RULER, arXiv:2404.06654).
+    """Return samples of rp_qa_2: the answer takes two documents (RULER, arXiv:2404.06654).
 
     Depth is where the second document stands, which holds the answer; the first is anywhere.
 
@@ -66,7 +66,7 @@ def two_hops(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
 
 
 def read_questions(path: str) -> list[DocumentQuestion]:
-    """The questions of a file that have an answer.
+    """Return the questions of a file that have an answer.
 
     Raises:
         ValueError: No such file, neither SQuAD's format nor lines of JSON, a field missing or of
@@ -81,12 +81,12 @@ def read_questions(path: str) -> list[DocumentQuestion]:
     except ValueError:
         whole = None
     if isinstance(whole, dict) and "data" in whole:
-        found = list(_read_squad(whole, path))
+        questions = list(_read_squad(whole, path))
     else:
-        found = list(_read_json_lines(raw, path))
-    if not found:
+        questions = list(_read_json_lines(raw, path))
+    if not questions:
         raise ValueError(f"{path} has no question with an answer: expected one at least")
-    return found
+    return questions
 
 
 def _read_squad(whole: dict[str, Any], path: str) -> Iterator[DocumentQuestion]:
@@ -153,15 +153,15 @@ def _make_question(
 
 
 def _generate(
-    text: samples.TextContext, hops: int, known: list[DocumentQuestion] | None
+    text: samples.TextContext, hops: int, questions: list[DocumentQuestion] | None
 ) -> list[samples.SampleDraft]:
     rng = text.rng
-    if known:
-        chosen, others = _choose_questions(known, len(text.depths), rng)
+    if questions:
+        chosen, others = _choose_questions(questions, len(text.depths), rng)
     else:
-        made = Encyclopaedia(rng)
-        ask = made.one_hop if hops == 1 else made.two_hops
-        chosen, others = [ask() for _ in text.depths], made.distractors()
+        encyclopaedia = Encyclopaedia(rng)
+        ask = encyclopaedia.one_hop if hops == 1 else encyclopaedia.two_hops
+        chosen, others = [ask() for _ in text.depths], encyclopaedia.distractors()
     places: dict[str, float] = {}
     if text.planted:
         for question, depth in zip(chosen, text.depths, strict=True):
@@ -193,11 +193,11 @@ def _generate(
 
 
 def _choose_questions(
-    known: list[DocumentQuestion], count: int, rng: random.Random
+    questions: list[DocumentQuestion], count: int, rng: random.Random
 ) -> tuple[list[DocumentQuestion], Iterator[str]]:
-    """So many questions of different documents, and the documents that none of them needs."""
+    """Return `count` questions on different documents, and the documents that none needs."""
     by_document: dict[str, list[DocumentQuestion]] = defaultdict(list)
-    for question in known:
+    for question in questions:
         by_document[question.documents[-1]].append(question)
     if count > len(by_document):
         raise ValueError(
@@ -206,7 +206,7 @@ def _choose_questions(
         )
     chosen = [rng.choice(by_document[d]) for d in rng.sample(list(by_document), count)]
     needed = {document for question in chosen for document in question.documents}
-    every = dict.fromkeys(document for question in known for document in question.documents)
+    every = dict.fromkeys(document for question in questions for document in question.documents)
     others = [document for document in every if document not in needed]
     if not others:
         raise ValueError(

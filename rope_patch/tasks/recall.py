@@ -53,11 +53,11 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
 def _generate_all_keys(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Return drafts that ask for all keys of a text, each in another order."""
     asked, prompt = _pairs(text, [])
-    made = []
+    drafts = []
     for depth in text.depths:
         order = text.rng.sample(asked, len(asked))
         words = [word for pair in order for word in pair]
-        made.append(
+        drafts.append(
             samples.SampleDraft(
                 prompt=prompt,
                 prefix=words[0],
@@ -66,7 +66,7 @@ def _generate_all_keys(text: samples.TextContext) -> list[samples.SampleDraft]:
                 depth=depth,
             )
         )
-    return made
+    return drafts
 
 
 def _pairs(
@@ -108,7 +108,7 @@ def single_token_words(tokenizer: Any) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: The tokenizer has too few of them.
     """
-    found: list[str] = []
+    words: list[str] = []
     before = tokenizer("x", add_special_tokens=False).input_ids
     for number in range(len(tokenizer)):
         token = tokenizer.convert_ids_to_tokens(number)
@@ -117,13 +117,13 @@ def single_token_words(tokenizer: Any) -> tuple[list[str], list[str]]:
         if token[:1].isascii() or not re.fullmatch("[a-z]{2,}", word):
             continue
         if tokenizer(f"x {word}", add_special_tokens=False).input_ids == [*before, number]:
-            found.append(word)
-        if len(found) == _WORDS:
+            words.append(word)
+        if len(words) == _WORDS:
             break
-    if len(found) < _LEAST_WORDS:
+    if len(words) < _LEAST_WORDS:
         raise ValueError(
             f"rp_recall is made of words that are one token each, at least {_LEAST_WORDS}; this "
-            f"tokenizer has {len(found)} of them: give samples of your own"
+            f"tokenizer has {len(words)} of them: give samples of your own"
         )
-    half = len(found) // 2
-    return found[:half], found[half : 2 * half]
+    half = len(words) // 2
+    return words[:half], words[half : 2 * half]

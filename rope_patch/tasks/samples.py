@@ -18,7 +18,7 @@ DEPTHS = (10, 50, 90)
 
 
 class TooShort(ValueError):
-    """A length has no room for a task's own words.
+    """Error: a length has no room for a task's own words.
 
     Attributes:
         least: Tokens that they take, with the answer.
@@ -80,11 +80,11 @@ class TextContext:
     tokenizer: Any = None
 
     def word_source(self) -> Callable[[int], list[str]]:
-        """The first n words from some place in some text on, repeated where it is too short."""
+        """Return a function of n: n words from a random place in a random text, cyclic."""
         words = texts.split_words(self.rng.choice(self.texts))
         start = self.rng.randrange(len(words))
-        turned = words[start:] + words[:start]
-        return lambda n: (turned * (1 + n // len(turned)))[:n]
+        rotated = words[start:] + words[:start]
+        return lambda n: (rotated * (1 + n // len(rotated)))[:n]
 
 
 def build(
@@ -104,7 +104,7 @@ def build(
     pretrained: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Builds the samples of one task and length, as lm-eval's `custom_dataset`.
+    """Build the samples of one task and length, as lm-eval's `custom_dataset`.
 
     Args:
         draw: The task's: drafts of as many samples as `TextContext.depths` has, all of one text.
@@ -180,20 +180,20 @@ def build(
 
 
 def _choices(draft: SampleDraft, drafts: list[SampleDraft], task: str) -> dict[str, Any]:
-    """The answers to all questions of a text, sorted, so that places say nothing."""
-    found = sorted({*(other.target for other in drafts), *draft.decoys})
-    if len(found) < 2:
+    """Return the answers to all questions of a text, sorted, so that places say nothing."""
+    answers = sorted({*(other.target for other in drafts), *draft.decoys})
+    if len(answers) < 2:
         raise ValueError(
             f"{task} chooses among the answers to several questions of a text, got one question: "
             "give per_text of at least 2"
         )
-    return {"choices": found, "gold": found.index(draft.target)}
+    return {"choices": answers, "gold": answers.index(draft.target)}
 
 
 def _fit_to_length(
     tokenizer: Any, draft: SampleDraft, room: int, length: int, task: str, most: int | None
 ) -> int:
-    """Units of filler with which a prompt fits, where one more does not or is more than `most`."""
+    """Return the most units of filler, up to `most`, with which a prompt fits."""
     available = length - room
     smallest = _prompt_tokens(tokenizer, draft, 0)
     if smallest > available:

@@ -1,4 +1,4 @@
-"""How answers are scored; RULER's two rules for generated text, and likelihood."""
+"""Scoring of answers: RULER's two rules for generated text, and likelihood."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NUMBER = re.compile(rf"\d+(?:[.,]\d+)*|\b(?:{'|'.join(NUMBERS)}|{_TENS})\b(?:-[
 
 
 def all_answers(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
-    """The share of the references that the text contains, in any case (string_match_all)."""
+    """Return the share of references that the text contains, in any case (string_match_all)."""
     written = str(results[0]).lower()
-    found = [answer.lower() in written for answer in doc["answers"]]
-    return _with_target_likelihood(sum(found) / len(found), results[0])
+    hits = [answer.lower() in written for answer in doc["answers"]]
+    return _with_target_likelihood(sum(hits) / len(hits), results[0])
 
 
 def any_answer(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
-    """1 if the text contains one of the references, in any case (string_match_part)."""
+    """Return 1 if the text contains one of the references, in any case (string_match_part)."""
     written = str(results[0]).lower()
     return _with_target_likelihood(
         float(any(a.lower() in written for a in doc["answers"])), results[0]
@@ -33,26 +33,28 @@ def any_answer(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
 
 
 def first_number(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
-    """1 if the first number in the text is the reference (digits); it may be written as a word."""
-    found = _NUMBER.search(str(results[0]).lower())
-    number = found.group() if found else None
+    """Return 1 if the first number in the text, in digits or words, is the reference."""
+    match = _NUMBER.search(str(results[0]).lower())
+    number = match.group() if match else None
     if number in NUMBERS:
         number = str(NUMBERS.index(number))
     return _with_target_likelihood(float(number in doc["answers"]), results[0])
 
 
 def likelihood(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
-    """1 if greedy decoding begins with the target, and the target's log-likelihood in nats."""
+    """Return 1 if greedy decoding begins with the target, and its log-likelihood in nats."""
     log_likelihood, greedy = results[0]
     return {"score": float(greedy), "target_log_likelihood": float(log_likelihood)}
 
 
 def choice(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
-    """1 if the right choice is the likeliest, and its log-likelihood in nats."""
-    found = [float(log_likelihood) for log_likelihood, _ in results]
+    """Return 1 if the right choice is the likeliest, and its log-likelihood in nats."""
+    log_likelihoods = [float(log_likelihood) for log_likelihood, _ in results]
     gold = int(doc["gold"])
-    right = all(found[gold] > other for i, other in enumerate(found) if i != gold)
-    return {"score": float(right), "target_log_likelihood": found[gold]}
+    right = all(
+        log_likelihoods[gold] > other for i, other in enumerate(log_likelihoods) if i != gold
+    )
+    return {"score": float(right), "target_log_likelihood": log_likelihoods[gold]}
 
 
 def _with_target_likelihood(score: float, response: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Made-up encyclopaedia: people and towns of which no model has read, as many as are wanted.
+"""Synthetic encyclopaedia: articles on people and towns that no model has read, without end.
 
 After the synthetic biographies of Allen-Zhu and Li (Physics of Language Models 3.1,
 arXiv:2309.14316): attributes drawn at random, in sentences of varied wording and order.
@@ -160,7 +160,7 @@ class Encyclopaedia:
         self._towns = _scattered_combinations(rng, _TOWN, "")
 
     def one_hop(self) -> DocumentQuestion:
-        """Asks for one attribute of a new person."""
+        """Return a question for one attribute of a new person."""
         person = self._person()
         asked = self._rng.choice(list(_QUESTIONS))
         answers = [person[asked]]
@@ -175,14 +175,14 @@ class Encyclopaedia:
         )
 
     def two_hops(self) -> DocumentQuestion:
-        """Asks for the county of a new person's birth town, which has an article of its own."""
+        """Return a question for the county of a new person's birth town, described elsewhere."""
         person, county = self._person(), self._rng.choice(_COUNTY)
         documents = [self._biography(person), self._about_town(person["town"], county)]
         question = _COUNTY_QUESTION.format(**person)
         return DocumentQuestion(question=question, answers=[county], documents=documents)
 
     def distractors(self) -> Iterator[str]:
-        """Articles of people and towns that no question is about, without end."""
+        """Yield articles of people and towns that no question is about, without end."""
         while True:
             yield self._biography(self._person())
             yield self._about_town(next(self._towns), self._rng.choice(_COUNTY))
@@ -217,7 +217,7 @@ class Encyclopaedia:
 def _scattered_combinations(
     rng: random.Random, parts: list[list[str]], joint: str
 ) -> Iterator[str]:
-    """Every combination of the parts once, in a scattered order, before any comes again."""
+    """Yield every combination of the parts once, in a scattered order, before any repeats."""
     count = math.prod(map(len, parts))
     # A step without a common factor visits all; near the golden section it scatters them.
     step = next(s for s in range(int(count * 0.618), count) if math.gcd(s, count) == 1)

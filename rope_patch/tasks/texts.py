@@ -1,4 +1,4 @@
-"""Long documents: Jane Austen's novels, shipped with the package, or a file of the user's."""
+"""Long documents: Jane Austen's novels, shipped with the package, or a user's file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NOVELS = resource_folder("eval/data")
 
 
 def names() -> list[str]:
-    """Names of the texts that come with the package."""
-    found = (entry.name for entry in _NOVELS.iterdir())
-    return sorted(name.removesuffix(".txt.xz") for name in found if name.endswith(".txt.xz"))
+    """Return the names of the texts that come with the package."""
+    files = (entry.name for entry in _NOVELS.iterdir())
+    return sorted(name.removesuffix(".txt.xz") for name in files if name.endswith(".txt.xz"))
 
 
 def read_text(text: str) -> str:
-    """Reads a text.
+    """Read a text.
 
     Args:
         text: One of `names()`, or the path of a UTF-8 file, plain or compressed with xz.
@@ -52,15 +52,15 @@ def read_text(text: str) -> str:
 
 @lru_cache(maxsize=8)
 def split_words(text: str) -> list[str]:
-    """The words of a text, each with its punctuation.
+    """Return the words of a text, each with its punctuation.
 
     Raises:
         ValueError: As `read_text`, or a text without any words.
     """
-    found = read_text(text).split()
-    if not found:
+    words = read_text(text).split()
+    if not words:
         raise ValueError(f"the text {text!r} is empty")
-    return found
+    return words
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class TokenizedDocument:
 
     @property
     def sha256(self) -> str:
-        """Of the tokens, as JSON."""
+        """Return the digest of the tokens, as JSON."""
         return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()
 
 
 def documents(
     texts: Sequence[str], tokenizer: Any, length: int, count: int | None = None
 ) -> list[TokenizedDocument]:
-    """Documents of `length` tokens each: the start of every text, then further excerpts.
+    """Return documents of `length` tokens: the start of every text, then further excerpts.
 
     Excerpts of a text follow one another without overlap, and start in the middle of a sentence
     more often than not. Those of one novel share its author, its people and its manner: they are
@@ -125,7 +125,7 @@ def documents(
 
 
 def _tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before a text, and the text's own tokens."""
+    """Return what the tokenizer puts before a text, and the text's own tokens."""
     raw = read_text(text)
     own = tokenizer(raw[:100], verbose=False, add_special_tokens=False).input_ids
     both = tokenizer(raw[:100], verbose=False).input_ids

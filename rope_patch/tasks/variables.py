@@ -1,4 +1,4 @@
-"""RULER's variable tracking: one chain of assignments, spread over noise, to be followed."""
+"""RULER's variable tracking: follow one chain of assignments, spread over noise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EXAMPLE_NOISE = 10 * len(NOISE)
 
 
 def variable_tracking(**metadata: Any) -> dict[str, Any]:
-    """Samples of rp_vt (RULER, arXiv:2404.06654).
+    """Return samples of rp_vt (RULER, arXiv:2404.06654).
 
     RULER's prompt has one chain and so one question: samples never share a text, and `per_text` is
     1 whatever the metadata say.
@@ -71,7 +71,7 @@ def _generate(text: samples.TextContext) -> list[samples.SampleDraft]:
 
 
 def _variable_names(rng: random.Random, letters: int) -> list[str]:
-    """Names of the chain's variables, no two the same."""
+    """Return names of the chain's variables, no two the same."""
     names: dict[str, None] = {}
     while len(names) <= HOPS:
         names["".join(rng.choices(ascii_uppercase, k=letters))] = None
@@ -79,12 +79,12 @@ def _variable_names(rng: random.Random, letters: int) -> list[str]:
 
 
 def _assignment_places(rng: random.Random) -> list[float]:
-    """Where the assignments go, from 0 to 1, in their order."""
+    """Return the places of the assignments, from 0 to 1, in their order."""
     return sorted(rng.random() for _ in range(HOPS + 1))
 
 
 def _hide_chain(names: list[str], value: str, spread: list[float], sentences: int) -> str:
-    """Noise of so many sentences with the chain in it."""
+    """Return noise of `sentences` sentences with the chain in it."""
     noise = [NOISE[i % len(NOISE)] for i in range(sentences)]
     lines = [" ".join(noise[i : i + len(NOISE)]) + "\n" for i in range(0, sentences, len(NOISE))]
     # Assignments stand between lines, or between sentences where there are too few lines.

@@ -1,1 +1,1 @@
-"""Files, errors, progress and processes: what every part of the package uses."""
+"""Helpers for the whole package: files, errors, checksums, progress and processes."""

@@ -1,4 +1,4 @@
-"""The disk: files written whole or not at all, and what to say of one that cannot be."""
+"""Atomic writes, and errors that say why a file could not be written and what to do."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rope_patch.utils.errors import one_line
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Writes JSON; what JSON has no form for is written as its text."""
+    """Write JSON; what JSON has no form for is written as its text."""
     atomic_write(path, json.dumps(data, indent=1, default=str) + "\n")
 
 
 def safe_filename(name: str) -> str:
-    """A file's name for something with any characters in its name."""
+    """Return a file name for a name with any characters."""
     return re.sub(r"[^\w.@-]+", "_", name).strip("_.") or "unnamed"
 
 

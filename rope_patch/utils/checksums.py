@@ -1,4 +1,4 @@
-"""Seal what is read again, so that accidents and edits are found out before it is.
+"""Checksums of files that are read again, to detect damage and edits by hand.
 
 A digest beside the data tells that the data is what was written. It detects damage and changes by
 hand; it is no signature: whoever forges results can compute the digest of the forgery.
@@ -35,7 +35,7 @@ def add_checksum(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_checksum(loaded: Any, where: str) -> dict[str, Any]:
-    """Check what was read from a report's JSON.
+    """Return the results of a report's JSON, if it is intact.
 
     Args:
         loaded: The file's text or bytes, or what `json.loads` made of it.
@@ -54,10 +54,10 @@ def verify_checksum(loaded: Any, where: str) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{where} is not JSON ({error}); expected a report.json") from error
     if not isinstance(loaded, dict) or not _is_own_report(loaded):
-        found = loaded.get("format") if isinstance(loaded, dict) else type(loaded).__name__
+        actual = loaded.get("format") if isinstance(loaded, dict) else type(loaded).__name__
         raise ValueError(
             f"{where} is not a report of rope-patch eval: expected format {FORMAT!r}, got "
-            f"{found!r}; give the report.json that an evaluation wrote"
+            f"{actual!r}; give the report.json that an evaluation wrote"
         )
     if loaded.get("format") != FORMAT:
         raise ValueError(

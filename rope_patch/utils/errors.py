@@ -1,4 +1,4 @@
-"""Why something failed, in one line: for reports, logs and the text of other errors."""
+"""Errors in one line, for reports, logs and the texts of other errors."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this object holds the lock."""
+        """Return whether this object holds the lock."""
         return self._lock is not None
 
     def acquire(self) -> None:

@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, and settings for matplotlib, which stays unloaded."""
+"""The style of all pictures: colours and matplotlib settings, without importing matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes on one evaluation: who does what, and waiting for one another."""
+"""The processes of one run: how they divide work and wait for one another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 class Processes:
-    """The processes that `accelerate launch` or torchrun started; one where nobody did.
+    """The processes that `accelerate launch` or torchrun started, or a single one.
 
     Each holds the whole model, and they share the work, not the results: what one finds out it
     writes to a file that the others read.
@@ -25,8 +25,11 @@ class Processes:
     """
 
     def __init__(self, alone: bool = False) -> None:
-        given = {} if alone else os.environ
-        self.rank, self.size = int(given.get("RANK", 0)), int(given.get("WORLD_SIZE", 1))
+        environment = {} if alone else os.environ
+        self.rank, self.size = (
+            int(environment.get("RANK", 0)),
+            int(environment.get("WORLD_SIZE", 1)),
+        )
         self._state: Any = None
         if self.size > 1:
             import torch
@@ -45,21 +48,21 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one that writes reports."""
+        """Return whether this is the main process, which writes reports."""
         return self.rank == 0
 
     @property
     def device(self) -> Any:
-        """This process's own device, or None where there is only one process."""
+        """Return this process's own device, or None where there is only one process."""
         return None if self._state is None else self._state.device
 
     def wait(self) -> None:
-        """Returns when all have come here."""
+        """Wait until all processes have come here."""
         if self._state is not None:
             self._state.wait_for_everyone()
 
     def own_share(self, items: Sequence[Item], cost: Callable[[Item], float]) -> list[Item]:
-        """This process's part of a list: neighbours stay together, parts cost about the same.
+        """Return this process's part of a list: neighbours stay together, costs are about equal.
 
         Args:
             items: All items, in the same order in every process.
@@ -74,7 +77,7 @@ class Processes:
         return mine
 
     def broadcast(self, value: Item) -> Item:
-        """What the main process has, in every process."""
+        """Return the main process's value in every process."""
         if self._state is None:
             return value
         from accelerate.utils import broadcast_object_list

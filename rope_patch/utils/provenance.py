@@ -1,4 +1,4 @@
-"""What was run, on what, with what: enough to run it again and to tell two runs apart."""
+"""Provenance of a run: weights, versions, hardware and time, to repeat it and tell runs apart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAMPLED_ELEMENTS = 256  # elements of each tensor that the fingerprint looks at
 
 
 def fingerprint(model: Any) -> str:
-    """Tells weights apart, in a second even for large models.
+    """Return a digest that tells weights apart, in a second even for large models.
 
     Every tensor's name, shape, dtype and some of its elements, evenly spread; tensors that are
     offloaded to disk count by name and shape alone.
@@ -35,31 +35,31 @@ def fingerprint(model: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the results depend on."""
-    found = {"python": platform.python_version()}
+    """Return the versions of what the results depend on."""
+    result = {"python": platform.python_version()}
     for package in ("rope-patch", "transformers", "torch", "lm-eval"):
-        found[package.replace("-", "_")] = version(package)
-    return found
+        result[package.replace("-", "_")] = version(package)
+    return result
 
 
 def git_revision() -> str | None:
-    """The commit of this package's own source, where it runs from a checkout; `+` if changed."""
+    """Return the commit of this package's source in a checkout, with `+` if changed."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / "pyproject.toml").is_file():
         return None
     git = ["git", "-C", str(folder)]
     try:
-        done = [
+        outputs = [
             subprocess.run([*git, *command], capture_output=True, text=True, timeout=10, check=True)
             for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
         ]
     except (OSError, subprocess.SubprocessError):
         return None
-    return done[0].stdout.strip() + ("+" if done[1].stdout.strip() else "")
+    return outputs[0].stdout.strip() + ("+" if outputs[1].stdout.strip() else "")
 
 
 def hardware() -> dict[str, Any]:
-    """The processor, its cores that we may use, memory in bytes, and the GPUs."""
+    """Return the processor, the cores this process may use, memory in bytes, and the GPUs."""
     memory = None
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -75,7 +75,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    """The processor's name, where Linux tells it."""
+    """Return the processor's name, where Linux tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -84,12 +84,12 @@ def _cpu_name() -> str:
 
 
 def now() -> str:
-    """The time, in UTC, to the second."""
+    """Return the time, in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def peak_memory() -> int:
-    """The most memory that was held at once, in bytes: the GPU's if there is one, else ours."""
+    """Return the peak memory in bytes: the GPU's if there is one, else this process's."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     try:

@@ -1,4 +1,4 @@
-"""The files that come with the package: tasks, texts, recipes."""
+"""Files that come with the package: tasks, texts, recipes."""
 
 from __future__ import annotations
 

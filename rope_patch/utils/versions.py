@@ -1,4 +1,4 @@
-"""Versions of installed packages, for what is written about a run."""
+"""Versions of installed packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def version(package: str) -> str:
-    """A package's version, or "not installed", as when working in a bare checkout."""
+    """Return a package's version, or "not installed", as in a bare checkout."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""lm-eval's own tasks by name, such as `ruler`, `longbench` or `babilong`, where their data is."""
+"""lm-eval's own tasks by name, such as `ruler`, `longbench` or `babilong`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TIMEOUT = 60  # seconds without an answer from a server, where a builder sets n
 def load(
     names: list[str], lengths: list[int], tokenizer: str, **metadata: Any
 ) -> list[tuple[str, Any]]:
-    """Loads tasks of lm-eval, which reads their data from its cache or downloads it as set up.
+    """Load tasks of lm-eval, which reads their data from its cache or downloads it as set up.
 
     RULER's are built here: 500 samples a length, however few are wanted, which takes lm-eval up to
     two minutes for some of them at 4,096 tokens. Ours of the same kind build what is wanted.
@@ -51,20 +51,20 @@ def load(
     """
     if not names:
         return []  # listing all that lm-eval has takes seconds
-    given = {"tokenizer": tokenizer, "pretrained": tokenizer, **metadata}
+    full_metadata = {"tokenizer": tokenizer, "pretrained": tokenizer, **metadata}
     loaded: dict[str, Any] = {}
     for name in names:
         for length in lengths if accepts_length(name) else [None]:
             suffix = "" if length is None else f"{lm_eval_tasks.SUFFIX}{length}"
-            found = _load_one(name, length, given)
-            loaded |= {f"{task}{suffix}": found[task] for task in found}
+            task_objects = _load_one(name, length, full_metadata)
+            loaded |= {f"{task}{suffix}": task_objects[task] for task in task_objects}
     for name, task in loaded.items():
         _require_greedy(name, task)
     return list(loaded.items())
 
 
 def accepts_length(name: str) -> bool:
-    """Whether lm-eval makes a task, or those of a group or tag, at a length that one asks for.
+    """Return whether lm-eval makes a task, or those of a group or tag, at a given length.
 
     Raises:
         ValueError: lm-eval has no such task.
@@ -73,14 +73,14 @@ def accepts_length(name: str) -> bool:
 
 
 def length_metadata(name: str, length: int) -> dict[str, Any]:
-    """The metadata with which lm-eval makes such a task at a length, in tokens."""
+    """Return the metadata with which lm-eval makes such a task at a length, in tokens."""
     return {"max_seq_lengths": _LENGTH_SPELLING[_task_folder(name).name](length)}
 
 
 def evaluate(
     lm: LongContextLM, loaded: list[tuple[str, Any]], limit: int | None
 ) -> dict[str, dict[str, Any]]:
-    """Runs loaded tasks.
+    """Run loaded tasks.
 
     Args:
         lm: The model.
@@ -95,9 +95,9 @@ def evaluate(
     measured = {}
     for name, task in loaded:
         results = lm_eval_tasks.evaluate(lm, [task], limit=limit)
-        for key, found in results.get("results", {}).items():
+        for key, row in results.get("results", {}).items():
             metrics = {}
-            for spelled, value in found.items():
+            for spelled, value in row.items():
                 metric, _, kind = spelled.partition(",")
                 if kind and not metric.endswith("_stderr") and value != -1:
                     error = _standard_error(results["samples"].get(key, []), metric, value)
@@ -107,7 +107,7 @@ def evaluate(
 
 
 def _standard_error(samples: list[dict[str, Any]], metric: str, value: Any) -> float | None:
-    """Of a mean over samples; -1 is RULER's mark of samples of another length."""
+    """Return the standard error of a mean; -1 is RULER's mark of samples of another length."""
     scores = [sample.get(metric, -1) for sample in samples]
     if not all(isinstance(score, int | float) for score in scores):
         return None
@@ -126,7 +126,7 @@ def _task_index() -> Any:
 
 
 def _task_folder(name: str) -> Path:
-    """Where lm-eval keeps a task, or the tasks of a group or tag."""
+    """Return lm-eval's folder of a task, or of the tasks of a group or tag."""
     entry = _task_index().task_index.get(name)
     if entry is None:
         close = get_close_matches(name, _task_index().all_tasks, n=1)
@@ -140,7 +140,7 @@ def _task_folder(name: str) -> Path:
 
 
 def _member_tasks(name: str) -> list[str]:
-    """The tasks of a task that is made at a length, of a group of them or of a tag."""
+    """Return the tasks of a group or tag, or the task itself."""
     entry = _task_index().task_index[name]
     below = (entry.cfg or {}).get("task") if entry.yaml_path else sorted(entry.tags)
     if below is None or isinstance(below, str):
@@ -149,7 +149,7 @@ def _member_tasks(name: str) -> list[str]:
 
 
 def _load_one(name: str, length: int | None, metadata: dict[str, Any]) -> dict[str, Any]:
-    """What a name stands for, at one length: task objects by their names."""
+    """Return the task objects of a name at one length, by their names."""
     from lm_eval.tasks import TaskManager
 
     if length is None and "group" in (_task_index().task_index[name].cfg or {"group": name}):
@@ -159,24 +159,24 @@ def _load_one(name: str, length: int | None, metadata: dict[str, Any]) -> dict[s
         return _load_with(TaskManager(metadata=metadata, **where), name)
     metadata = metadata | length_metadata(name, length)
     manager = TaskManager(metadata=metadata, **where)
-    found: dict[str, Any] = {}
+    task_objects: dict[str, Any] = {}
     for member in _member_tasks(name):  # one at a time, to say which of them cannot be had
         if member == "ruler_vt":
             _require_feasible_length(length, metadata["tokenizer"])
-        found |= _load_with(manager, member)
-    for task, made in found.items():
-        if any(doc.get("outputs") == [] for doc in made.eval_docs):
+        task_objects |= _load_with(manager, member)
+    for task, task_object in task_objects.items():
+        if any(doc.get("outputs") == [] for doc in task_object.eval_docs):
             raise ValueError(
                 f"lm-eval's {task} makes samples without an answer at {length:,} tokens: expected "
                 "a longer length, such as 4096, or our task of the same kind"
             )
-    return found
+    return task_objects
 
 
 def _load_with(manager: Any, name: str) -> dict[str, Any]:
     try:
         with _network_timeouts():
-            found: dict[str, Any] = manager.load([name])["tasks"]
+            task_objects: dict[str, Any] = manager.load([name])["tasks"]
     except ImportError as error:
         raise ValueError(
             f"lm-eval's task {name!r} needs a package that is not installed: {error}; "
@@ -184,16 +184,16 @@ def _load_with(manager: Any, name: str) -> dict[str, Any]:
         ) from error
     except Exception as error:
         raise ValueError(
-            f"the data of lm-eval's task {name!r} cannot be had: {describe_error(error)}. What comes from "
-            "a server must be there once: let it be downloaded (unset HF_HUB_OFFLINE), or leave "
-            "the task out; our own tasks (rp_ruler, rp_hard) need no data"
+            f"the data of lm-eval's task {name!r} cannot be had: {describe_error(error)}. "
+            "What comes from a server must be there once: let it be downloaded (unset "
+            "HF_HUB_OFFLINE), or leave the task out; our own tasks (rp_ruler, rp_hard) need no data"
         ) from error
-    return found
+    return task_objects
 
 
 @contextlib.contextmanager
 def _network_timeouts() -> Iterator[None]:
-    """Bounds what lm-eval's builders do on the network by themselves.
+    """Bound the time of what lm-eval's builders do on the network by themselves.
 
     Some ask servers that know nothing of HF_HUB_OFFLINE: RULER's import downloads a tokenizer of
     sentences for nltk, with no limit of time, and its questions come by plain HTTP.
@@ -202,9 +202,9 @@ def _network_timeouts() -> Iterator[None]:
 
     swaps, before = UndoLog(), socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT)
-    said: Any = sys.stderr  # standard output is for results
+    output: Any = sys.stderr  # standard output is for results
     if constants.HF_HUB_OFFLINE:
-        said = io.StringIO()  # RULER says that it downloaded, whether it did or not
+        output = io.StringIO()  # RULER says that it downloaded, whether it did or not
         import requests
 
         swaps.set(requests, "get", _offline_error)
@@ -214,7 +214,7 @@ def _network_timeouts() -> Iterator[None]:
             # What needs no sentences works without, so this must not raise.
             swaps.set(nltk, "download", lambda *_, **__: False)
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output):
             yield
     finally:
         swaps.undo()
@@ -226,7 +226,7 @@ def _offline_error(url: str, **_: Any) -> None:
 
 
 def _require_feasible_length(length: int, tokenizer: str) -> None:
-    """Refuses a length at which lm-eval's variable tracking would be built for ever.
+    """Raise if lm-eval's variable tracking would never finish building at this length.
 
     It tries until a sample fits, which never happens where its smallest is too long: its example is
     made for 500 tokens, and the least noise is 10 sentences.
@@ -251,7 +251,7 @@ def _require_feasible_length(length: int, tokenizer: str) -> None:
 
 
 def _require_greedy(name: str, task: Any) -> None:
-    """Refuses tasks that sample; others say do_sample: false beside a temperature, and mean it."""
+    """Raise if a task samples; where do_sample is false, ignore its temperature."""
     settings = getattr(task.config, "generation_kwargs", None) or {}
     if settings.get("do_sample") is False:
         settings["temperature"] = 0.0

@@ -1,4 +1,4 @@
-"""Tasks through lm-eval: one for each length, every sample's score kept."""
+"""The package's tasks in lm-eval: one task object for each length, and the scores of samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUFFIX = "@"  # rp_vt@4096 is the task rp_vt at 4,096 tokens
 def build(
     name: str, tokenizer: Any, lengths: list[int], samples: int, depths: list[int], **metadata: Any
 ) -> list[Any]:
-    """Builds a task once for each length; they serve for every method.
+    """Build a task once for each length; the task objects serve every method.
 
     Args:
         name: One of `tasks.names()`.
@@ -34,20 +34,20 @@ def build(
     from lm_eval.api.task import ConfigurableTask
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it tells how to give what is given here
-    built = []
+    task_objects = []
     for length in lengths:
         config = tasks.config(name)
-        given = {"tokenizer": tokenizer, "length": length, "samples": samples, "depths": depths}
+        details = {"tokenizer": tokenizer, "length": length, "samples": samples, "depths": depths}
         config |= {"task": f"{name}{SUFFIX}{length}"}
-        config |= {"metadata": {**config["metadata"], **given, **metadata}}
-        built.append(ConfigurableTask(config=config))
-    return built
+        config |= {"metadata": {**config["metadata"], **details, **metadata}}
+        task_objects.append(ConfigurableTask(config=config))
+    return task_objects
 
 
 def evaluate(
     lm: LongContextLM, built: list[Any], path: Path | None = None, limit: int | None = None
 ) -> dict[str, Any]:
-    """Runs tasks on a model through lm-eval.
+    """Run tasks on a model through lm-eval.
 
     Args:
         lm: The model; it keeps its answers and goes on where an earlier run stopped.
@@ -87,7 +87,7 @@ def evaluate(
 
 
 def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[dict[str, Any]]:
-    """Every sample's score.
+    """Return the score of every sample.
 
     Args:
         results: From `evaluate`, of one task at one length or several.
@@ -115,28 +115,28 @@ def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> lis
 
 
 def choice_hits(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[int | None]:
-    """1 or 0 for each sample of a multiple-choice task, None where it failed."""
-    found: list[int | None] = []
+    """Return 1 or 0 for each sample of a multiple-choice task, None where it failed."""
+    hits: list[int | None] = []
     for task, samples in results.get("samples", {}).items():
         for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
             failed = (task, sample["doc_id"]) in failures
-            found.append(None if failed else round(sample[sample["metrics"][0]]))
-    return found
+            hits.append(None if failed else round(sample[sample["metrics"][0]]))
+    return hits
 
 
 def answer_probability(rows: list[dict[str, Any]]) -> float | None:
-    """The probability per token of the right answers: geometric mean over tokens and samples.
+    """Return the right answers' probability per token: geometric mean over tokens and samples.
 
     Args:
         rows: From `scores`.
     """
-    known = [row for row in rows if row["log_likelihood"] is not None]
-    tokens = sum(row["target_tokens"] for row in known)
-    return math.exp(sum(row["log_likelihood"] for row in known) / tokens) if tokens else None
+    scored = [row for row in rows if row["log_likelihood"] is not None]
+    tokens = sum(row["target_tokens"] for row in scored)
+    return math.exp(sum(row["log_likelihood"] for row in scored) / tokens) if tokens else None
 
 
 def _drop_bulky_fields(results: dict[str, Any]) -> None:
-    """Drops what JSON would carry twice or cannot carry: prompts, builders, tokenizers."""
+    """Drop what JSON would carry twice or cannot carry: prompts, builders, tokenizers."""
     for samples in results["samples"].values():
         for sample in samples:
             if isinstance(sample["doc"], dict):

@@ -23,14 +23,14 @@ MAX_LONG_LOSS = 2.0  # nats of loss given the long context, at most: the paper's
 
 
 def default_short_context(trained_length: int) -> int:
-    """An eighth of the trained length, as the paper's 4,096 tokens of 32k; 32 for tiny models."""
+    """Return an eighth of the trained length, as the paper's 4,096 of 32k; 32 for tiny models."""
     return max(trained_length // 8, min(32, trained_length // 4))
 
 
 def find_key_tokens(
     evaluator: Any, ids: list[int], trained_length: int, short_context: int, head: int = 0
 ) -> list[int]:
-    """Positions of the tokens that the evaluator expects only if it sees far back.
+    """Return the positions of tokens that the evaluator expects only with a long context.
 
     The long context is all of the past, and beyond the trained length its last half to whole; the
     short one is `short_context` tokens to twice as many. A document costs a pass over the trained
@@ -62,24 +62,24 @@ def find_key_tokens(
 
 
 def losses_at(losses: torch.Tensor, positions: list[int]) -> list[float]:
-    """The losses of tokens at `positions`, from what `perplexity.document_losses` returns."""
+    """Return the losses of tokens at `positions`, from those of `perplexity.document_losses`."""
     return [losses[position - 1].item() for position in positions]
 
 
 def longppl(losses: list[float]) -> float:
-    """Perplexity of the key tokens of all documents together; NaN where there are none."""
+    """Return the perplexity of the key tokens of all documents; NaN without any."""
     return perplexity.perplexity(sum(losses) / len(losses)) if losses else math.nan
 
 
 def _losses_given(model: Any, ids: list[int], context: int, head: int, label: str) -> torch.Tensor:
-    """Losses of all tokens but the first, `[S - 1]`, each given the last `context` tokens or more.
+    """Return losses of all tokens but the first, `[S - 1]`, each after `context` tokens or more.
 
     Windows of `2 * context` tokens overlap by half; all but the first score their second half.
     """
-    found = []
+    losses = []
     starts = range(0, max(len(ids) - context, 1), context)
     for start in progress_bar(starts, desc=f"key tokens, {label} context", unit="pass"):
         window = perplexity.excerpt(ids, start, min(start + 2 * context, len(ids)), head)
         scored = len(window) - (context if start else 1)
-        found.append(perplexity.token_losses(model, window, scored, label=f"from {start:,}"))
-    return torch.cat(found)
+        losses.append(perplexity.token_losses(model, window, scored, label=f"from {start:,}"))
+    return torch.cat(losses)

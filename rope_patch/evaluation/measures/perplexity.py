@@ -22,12 +22,12 @@ PREFILL_CHUNK = 2048  # tokens that models with windows read at once
 
 
 def default_window(length: int) -> int:
-    """The power of two nearest below a twelfth of the length: some sixteen points on a curve."""
+    """Return the power of two nearest below a twelfth of the length: some sixteen points."""
     return max(16, 2 ** int(math.log2(max(length // 12, 1))))
 
 
 def block_size(window: int) -> int:
-    """Tokens of a block, where points of `window` tokens are to be made of blocks.
+    """Return the tokens of a block, for points of `window` tokens made of whole blocks.
 
     Raises:
         ValueError: The window is not made of whole blocks.
@@ -42,7 +42,7 @@ def block_size(window: int) -> int:
 
 
 def document_losses(model: Any, ids: list[int], label: str) -> torch.Tensor:
-    """Losses of a document's tokens, each given all tokens before it.
+    """Return the losses of a document's tokens, each given all tokens before it.
 
     Args:
         model: A transformers model, patched or not.
@@ -57,7 +57,7 @@ def document_losses(model: Any, ids: list[int], label: str) -> torch.Tensor:
 
 
 def block_losses(losses: torch.Tensor, block: int) -> list[float]:
-    """Means over blocks of positions, to be kept in place of the losses of single tokens.
+    """Return means over blocks of positions, which are kept instead of single tokens' losses.
 
     Args:
         losses: What `document_losses` returns, `[S - 1]`.
@@ -74,7 +74,7 @@ def block_losses(losses: torch.Tensor, block: int) -> list[float]:
 def curve_points(
     documents: Sequence[Sequence[float]], block: int, window: int
 ) -> list[dict[str, int | float]]:
-    """A curve of perplexity against position, pooled over documents.
+    """Return a curve of perplexity against position, pooled over documents.
 
     Every token counts the same, whichever document it is from; a document that ends early counts in
     the windows that it fills.
@@ -89,7 +89,7 @@ def curve_points(
         perplexity.
     """
     size = window // block
-    found: list[dict[str, int | float]] = []
+    points: list[dict[str, int | float]] = []
     for stop in range(size, max(map(len, documents), default=0) + 1, size):
         means = [
             (block if k else block - 1, document[k])
@@ -99,26 +99,26 @@ def curve_points(
         ]
         tokens = sum(count for count, _ in means)
         nll = sum(count * mean for count, mean in means) / tokens
-        found.append(
+        points.append(
             {"end": stop * block, "tokens": tokens, "nll": nll, "perplexity": perplexity(nll)}
         )
-    return found
+    return points
 
 
 def perplexity(nll: float) -> float:
-    """`exp(nll)`, infinite where a float cannot hold it."""
+    """Return `exp(nll)`, infinite where a float cannot hold it."""
     return math.inf if nll >= 700 else math.exp(nll)
 
 
 def control_positions(length: int, window: int, context: int) -> list[int]:
-    """Where the control is measured: every second window beyond the first context."""
+    """Return where the control is measured: every second window beyond the first context."""
     return [e for e in range(2 * window, length + 1, 2 * window) if e > context]
 
 
 def control_loss(
     model: Any, ids: list[int], end: int, window: int, context: int, head: int = 0
 ) -> float:
-    """Mean loss of the window that ends at `end`, given only the last `context` tokens.
+    """Return the mean loss of the window that ends at `end`, given the last `context` tokens.
 
     One pass over `context` tokens, of which the last `window` are scored: what a model within its
     trained length would say of the same text without the far past.
@@ -139,7 +139,7 @@ def control_loss(
 
 
 def excerpt(ids: list[int], start: int, stop: int, head: int) -> list[int]:
-    """`stop - start` tokens of a document, as a text of their own.
+    """Return `stop - start` tokens of a document, as a text of their own.
 
     Args:
         ids: The document's tokens.
@@ -153,7 +153,7 @@ def excerpt(ids: list[int], start: int, stop: int, head: int) -> list[int]:
 
 
 def token_losses(model: Any, ids: list[int], scored: int, label: str) -> torch.Tensor:
-    """Negative log-likelihoods of the last `scored` tokens, from one pass, `[scored]`, float32.
+    """Return losses of the last `scored` tokens, in nats, from one pass, `[scored]`, float32.
 
     The decoder runs over everything once; the head, and whatever the model does to its logits, runs
     over a few hundred positions at a time, so memory does not grow with length x vocabulary.
@@ -179,7 +179,7 @@ def token_losses(model: Any, ids: list[int], scored: int, label: str) -> torch.T
 
 
 def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor:
-    """The decoder's output `[1, S, hidden]`, with a progress bar that counts layers.
+    """Return the decoder's output `[1, S, hidden]`; show a progress bar that counts layers.
 
     Where layers have a window, tokens are read in parts, so that such a layer only ever looks at
     what its window holds: most of the time that a long text takes in one part is masked away.
@@ -201,8 +201,8 @@ def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor
             for start in starts:
                 part = tokens[:, start : start + starts.step]
                 with torch.no_grad():
-                    given = {"past_key_values": cache, "use_cache": cache is not None}
-                    parts.append(model.base_model(part, **given).last_hidden_state)
+                    cache_arguments = {"past_key_values": cache, "use_cache": cache is not None}
+                    parts.append(model.base_model(part, **cache_arguments).last_hidden_state)
             return torch.cat(parts, dim=1)
         finally:
             if handle is not None:
@@ -212,7 +212,7 @@ def _hidden_states(model: Any, tokens: torch.Tensor, label: str) -> torch.Tensor
 
 
 def _lm_head_logits(model: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The model's own logits for hidden states, `[1, n, vocabulary]`.
+    """Return the model's own logits for hidden states, `[1, n, vocabulary]`.
 
     The model's forward runs whole, with a decoder that hands out what it computed before: so soft
     caps and scales of logits are the model's own, in every architecture.

@@ -1,4 +1,4 @@
-"""Perplexity by sliding windows: the same tokens, given more and more of what stands before them.
+"""Perplexity by sliding windows: the same tokens after more and more context.
 
 The protocol of Press et al. (arXiv:2108.12409) as YaRN uses it (arXiv:2309.00071), with a stride of
 256 tokens, of which only some windows, spread evenly, are run.
@@ -15,7 +15,7 @@ STRIDE = 256
 
 
 def window_ends(total: int, longest: int, stride: int, windows: int) -> list[int]:
-    """Where windows end, the same for every length so that lengths compare.
+    """Return where windows end: the same places for every length, so that lengths compare.
 
     Args:
         total: Tokens of the document.
@@ -48,7 +48,7 @@ def window_losses(
     label: str,
     head: int = 0,
 ) -> list[float]:
-    """Mean loss of the last `stride` tokens of each window, given the rest of the window.
+    """Return the mean loss of the last `stride` tokens of each window, given the rest of it.
 
     The first token scored has `length - stride` tokens before it, the last `length - 1`. Every
     window has `stride` tokens, so the plain mean of windows is the mean of tokens.

@@ -1,4 +1,4 @@
-"""What a method costs in time and memory, measured beside another one in the same run.
+"""Time and memory of methods, measured in turns in the same run.
 
 A time says as much about a machine and its other users as about a method; the ratio of two times
 taken in turns, milliseconds apart, says it about the method. So every method gets an instance of
@@ -82,31 +82,31 @@ class TimedMethod:
     growth_times: list[list[float]] = field(default_factory=list)
 
     def valid_until(self, length: int) -> float:
-        """Up to which length in tokens keys stay as they were cached at `length`."""
+        """Return up to which length in tokens keys stay as they were cached at `length`."""
         if self.handle is None or not self.handle.method.is_dynamic:
             return math.inf
         return self.handle.method.valid_until(length, self.handle.trained_length)
 
     def read(self, ids: torch.Tensor) -> Any:
-        """Reads tokens at once into a new cache."""
+        """Read tokens at once into a new cache."""
         cache = DynamicCache(config=self.model.config)
         self._forward(ids, 0, cache)()
         return cache
 
     def decode(self, ids: torch.Tensor, cache: Any) -> Iterator[Callable[[], Any]]:
-        """Calls that read one token each, of all that the cache does not hold yet."""
+        """Yield calls that read one token each, of all that the cache does not hold yet."""
         for at in range(cache.get_seq_length(), ids.shape[1]):
             yield self._forward(ids[:, at : at + 1], at, cache)
 
     def _forward(self, ids: torch.Tensor, start: int, cache: Any) -> Callable[[], Any]:
         at = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        given = {"position_ids": at, "past_key_values": cache}  # what generate gives
-        return partial(self.model, ids, **given, use_cache=True, logits_to_keep=1)
+        cache_arguments = {"position_ids": at, "past_key_values": cache}  # what generate gives
+        return partial(self.model, ids, **cache_arguments, use_cache=True, logits_to_keep=1)
 
 
 @torch.no_grad()
 def bench(request: SpeedRequest) -> dict[str, Any]:
-    """Measures prompts, decoding, growth and memory of all methods side by side.
+    """Measure prompts, decoding, growth and memory of all methods side by side.
 
     Args:
         request: What to measure.
@@ -156,7 +156,7 @@ def bench(request: SpeedRequest) -> dict[str, Any]:
 def compare_methods(
     model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, repeats: int = 3
 ) -> dict[str, Any]:
-    """What methods cost on a model that is there already, as the first one's multiples.
+    """Measure what methods cost on a loaded model, as multiples of the first one's cost.
 
     Args:
         model: The model, unpatched; it is left as it is.
@@ -187,12 +187,15 @@ def compare_methods(
 def _measure_rows(
     model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, request: SpeedRequest
 ) -> tuple[list[dict[str, Any]], int]:
-    """A row for each method, and the length that they decoded from."""
-    contenders = [_make_timed_method(name, model, asked) for name, asked in patches.items()]
+    """Return a row for each method, and the length that they decoded from."""
+    contenders = [
+        _make_timed_method(name, model, patch_arguments)
+        for name, patch_arguments in patches.items()
+    ]
     start = decode_start_length(contenders, prompt, request.decode)
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(vocabulary, (1, prompt + 1 + request.decode), generator=drawn)
+    ids = torch.randint(vocabulary, (1, prompt + 1 + request.decode), generator=generator)
     ids = ids.to(model.device)
     until = start + 1 + request.decode
     for c in progress_bar(contenders, desc="warming up", unit="method"):
@@ -215,7 +218,7 @@ def _measure_rows(
 
 
 def decode_start_length(contenders: list[TimedMethod], prompt: int, decode: int) -> int:
-    """The longest length in tokens, up to the prompt's, after which one more makes keys turn.
+    """Return the longest length up to the prompt's after which one more token re-rotates keys.
 
     Where no method's do, the prompt's own length.
 
@@ -237,30 +240,30 @@ def decode_start_length(contenders: list[TimedMethod], prompt: int, decode: int)
 
 
 def time_decoding(contenders: list[TimedMethod], ids: torch.Tensor) -> None:
-    """One repeat of decoding, in turns: the lead, the token that makes keys turn, and the rest."""
+    """Time one repeat of decoding, in turns: warm-up, the re-rotating token, and the rest."""
     calls = [c.decode(ids, copy.deepcopy(c.cache)) for c in contenders]
-    taken: list[list[float]] = [[] for _ in contenders]
+    times_of_methods: list[list[float]] = [[] for _ in contenders]
     for turn, steps in enumerate(zip(*calls, strict=True)):
-        for times, step in _rotate_order(list(zip(taken, steps, strict=True)), turn):
+        for times, step in _rotate_order(list(zip(times_of_methods, steps, strict=True)), turn):
             times.append(time_call(step))
-    for contender, times in zip(contenders, taken, strict=True):
+    for contender, times in zip(contenders, times_of_methods, strict=True):
         first, *steady = times[_WARMUP_TOKENS:]
         contender.token_times.append(steady)
         contender.growth_times.append([first - median(steady)])
 
 
 def time_call(call: Callable[[], Any]) -> float:
-    """How long a call takes, with the work that it queues on a GPU."""
+    """Return how long a call takes, with the work that it queues on a GPU."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else bool
     wait()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     call()
     wait()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def timing_row(contender: TimedMethod, baseline: TimedMethod, start: int) -> dict[str, Any]:
-    """What is reported of the times, in milliseconds and ratios to the baseline's.
+    """Return the times to report, in milliseconds and as ratios to the baseline's.
 
     `growth_times` is what turning all cached keys at `start` tokens adds to a step, also as a share
     of the time of the tokens that are decoded until they turn again; None where they do not turn.
@@ -277,15 +280,15 @@ def timing_row(contender: TimedMethod, baseline: TimedMethod, start: int) -> dic
     }
 
 
-def compare_times(taken: list[list[float]], baseline: list[list[float]]) -> dict[str, float]:
-    """Median milliseconds, and the ratios of the repeats: each the median over what took turns."""
-    ratios = [median(map(truediv, *repeat)) for repeat in zip(taken, baseline, strict=True)]
-    ms = 1e3 * median(chain.from_iterable(taken))
+def compare_times(times: list[list[float]], baseline: list[list[float]]) -> dict[str, float]:
+    """Return median milliseconds and the ratios of the repeats, each the median over its turns."""
+    ratios = [median(map(truediv, *repeat)) for repeat in zip(times, baseline, strict=True)]
+    ms = 1e3 * median(chain.from_iterable(times))
     return {"ms": ms, "ratio": median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 def measure_memory(contender: TimedMethod, ids: torch.Tensor, start: int) -> dict[str, Any]:
-    """Bytes of the cache and of its record at `start` tokens, and the most while keys turn there.
+    """Return bytes of the cache and its record at `start` tokens, and the peak of re-rotation.
 
     That peak is of the cache and of what decoding one token more holds for a moment.
     """
@@ -295,24 +298,26 @@ def measure_memory(contender: TimedMethod, ids: torch.Tensor, start: int) -> dic
         for step in contender.decode(ids[:, :start], cache):
             step()
         record = getattr(cache, "rotation", None)
-        kept = vars(record) if isinstance(record, RotationRecord) else {}
-        held = {
+        record_fields = vars(record) if isinstance(record, RotationRecord) else {}
+        sizes = {
             "cache": sum(
                 _storage_bytes(t) for layer in cache.layers for t in (layer.keys, layer.values)
             ),
             "record": {
-                k: _storage_bytes(t) for k, t in kept.items() if isinstance(t, torch.Tensor)
+                k: _storage_bytes(t)
+                for k, t in record_fields.items()
+                if isinstance(t, torch.Tensor)
             },
         }
         for step in contender.decode(ids[:, : start + 1], cache):
             step()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return {**held, "peak": max(accumulate(event.nbytes() for event in events))}
+    return {**sizes, "peak": max(accumulate(event.nbytes() for event in events))}
 
 
 def count_recompilations(contender: TimedMethod, ids: torch.Tensor) -> dict[str, int]:
-    """How often torch.compile breaks the graph of decoding, and traces it again after the first.
+    """Count graph breaks of compiled decoding, and recompilations after the first token.
 
     Cached keys turn on the way. The graphs run as they are traced: making them fast takes a backend
     minutes and changes neither number.
@@ -336,7 +341,7 @@ def count_recompilations(contender: TimedMethod, ids: torch.Tensor) -> dict[str,
 
 
 def format_table(results: dict[str, Any]) -> str:
-    """The results as lines of text, a column for each method."""
+    """Return the results as lines of text, a column for each method."""
     r, rows = results, results["methods"]
     lines = {
         "": [row["method"] for row in rows],
@@ -378,23 +383,25 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def _rotate_order(items: list[Any], turn: int) -> list[Any]:
-    """Who goes first changes, so that none always follows the same one."""
+    """Return the items in alternating order, so that none always follows the same one."""
     return items[:: -1 if turn % 2 else 1]
 
 
 def _patch_arguments(request: SpeedRequest, name: str, trained: int) -> dict[str, Any]:
-    """What `patch` gets, the same reach for all."""
-    said = {"method": name, "trained_length": request.trained_length}
+    """Return what `patch` gets, so that all methods reach the same length."""
+    arguments = {"method": name, "trained_length": request.trained_length}
     if get_method(name).is_dynamic:
-        return {**said, "length": round(request.factor * trained)}
-    return {**said, "factor": request.factor}
+        return {**arguments, "length": round(request.factor * trained)}
+    return {**arguments, "factor": request.factor}
 
 
-def _make_timed_method(name: str, model: Any, asked: dict[str, Any] | None) -> TimedMethod:
+def _make_timed_method(
+    name: str, model: Any, patch_arguments: dict[str, Any] | None
+) -> TimedMethod:
     weights = {id(parameter): parameter for parameter in model.parameters()}
-    own = copy.deepcopy(model, weights)  # which takes the weights for copied already
-    handle = None if asked is None else patch(own, **asked)
-    return TimedMethod(name=name, model=own, handle=handle)
+    instance = copy.deepcopy(model, weights)  # which takes the weights for copied already
+    handle = None if patch_arguments is None else patch(instance, **patch_arguments)
+    return TimedMethod(name=name, model=instance, handle=handle)
 
 
 def _load_model(request: SpeedRequest, path: str, config: Any) -> Any:
@@ -410,10 +417,10 @@ def _load_model(request: SpeedRequest, path: str, config: Any) -> Any:
 
 
 def _validate_request(request: SpeedRequest) -> None:
-    """Refuses what no model could meet."""
+    """Raise if no model could meet the request."""
     if not request.methods or len(set(request.methods)) < len(request.methods):
-        named = ", ".join(request.methods) or "none"
-        raise ValueError(f"expected at least one method, and each named once, got {named}")
+        names = ", ".join(request.methods) or "none"
+        raise ValueError(f"expected at least one method, and each named once, got {names}")
     for name in ("prompt", "decode", "repeats"):
         value = getattr(request, name)
         if value is not None and value < 1:

@@ -1,4 +1,4 @@
-"""What a longer context costs, and what shows that the measurement holds, as tables."""
+"""Tables of costs (short context, time, memory) and of controls."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ from rope_patch.evaluation.report.table import (
 _MAX_FAILURES = 50  # failures that are listed one by one
 
 
-def short_table(found: RunStatistics) -> Table | None:
-    """Perplexity up to the trained length and ordinary short tasks, against the plain model."""
-    tasks = found.results.get("short") or []
+def short_table(stats: RunStatistics) -> Table | None:
+    """Return short tasks and perplexity within the trained length, against the plain model."""
+    tasks = stats.results.get("short") or []
     columns = [Cell(text=one_line(task["task"])) for task in tasks]
     if len(tasks) > 1:
         columns.append(Cell(text="all tasks"))
-    priced = found.plain in found.losses and len(found.losses) > 1
+    priced = stats.plain in stats.losses and len(stats.losses) > 1
     if priced:
-        columns.append(Cell(text=f"perplexity up to {found.trained_length:,}"))
+        columns.append(Cell(text=f"perplexity up to {stats.trained_length:,}"))
     rows = []
-    for label in found.labels:
-        cells = [_short_cell(found, task, label) for task in tasks]
+    for label in stats.labels:
+        cells = [_short_cell(stats, task, label) for task in tasks]
         if len(tasks) > 1:
-            cells.append(_overall_cell(found, label))
-        if priced and found.plain is not None:
-            plain = label == found.plain
+            cells.append(_overall_cell(stats, label))
+        if priced and stats.plain is not None:
+            plain = label == stats.plain
             cells.append(
-                ratio_cell(None if plain else found.ratio(label, found.plain, beyond=False))
+                ratio_cell(None if plain else stats.ratio(label, stats.plain, beyond=False))
             )
         if any(cell.text != NOTHING for cell in cells):
-            rows.append(_method_row(found, label, cells))
+            rows.append(_method_row(stats, label, cells))
     if not rows:
         return None
     name = "The price within the trained length"
     return Table(name=name, corner="method", columns=columns, rows=rows, groups=[])
 
 
-def chance_text(found: RunStatistics) -> str:
-    """What guessing gets at the ordinary tasks."""
-    tasks = [task for task in found.results.get("short") or [] if task.get("chance") is not None]
+def chance_text(stats: RunStatistics) -> str:
+    """Return the accuracy of guessing at the ordinary tasks, as a sentence."""
+    tasks = [task for task in stats.results.get("short") or [] if task.get("chance") is not None]
     texts = [f"{one_line(t['task'])} {percent(float(t['chance']))}" for t in tasks]
     return f"By chance: {', '.join(texts)}." if texts else ""
 
 
-def cost_table(found: RunStatistics) -> Table | None:
-    """Time and memory of each method."""
+def cost_table(stats: RunStatistics) -> Table | None:
+    """Return time and memory of each method."""
     rows = []
-    costs = found.results.get("cost") or {}
-    for label in found.labels:
+    costs = stats.results.get("cost") or {}
+    for label in stats.labels:
         if cost := costs.get(label):
             cells = [
                 _time_cell(cost.get("prompt_seconds"), cost.get("prompt_tokens")),
@@ -75,11 +75,11 @@ def cost_table(found: RunStatistics) -> Table | None:
                 Cell(text=size_text(cost.get("cache_bytes"))),
                 Cell(text=size_text(cost.get("peak_bytes"))),
             ]
-            rows.append(_method_row(found, label, cells))
+            rows.append(_method_row(stats, label, cells))
     if not rows:
         return None
-    first = next(label for label in found.labels if costs.get(label))
-    heads = ("time", f"of {found.names[first]}", "time", f"of {found.names[first]}")
+    first = next(label for label in stats.labels if costs.get(label))
+    heads = ("time", f"of {stats.names[first]}", "time", f"of {stats.names[first]}")
     return Table(
         name="Medians of time, and bytes",
         corner="method",
@@ -93,19 +93,19 @@ def cost_table(found: RunStatistics) -> Table | None:
     )
 
 
-def harness_table(found: RunStatistics) -> Table | None:
-    """Tasks of lm-eval's own, with the standard errors that it gives."""
-    entries = found.results.get("harness") or []
+def harness_table(stats: RunStatistics) -> Table | None:
+    """Return lm-eval's own tasks, with the standard errors that it gives."""
+    entries = stats.results.get("harness") or []
     columns = [
         (entry, metric)
         for entry in entries
         for metric in dict.fromkeys(m for values in entry["metrics"].values() for m in values)
     ]
     rows = []
-    for label in found.labels:
+    for label in stats.labels:
         values = [(entry["metrics"].get(label) or {}).get(metric) for entry, metric in columns]
         if any(values):
-            rows.append(_method_row(found, label, [_harness_cell(value) for value in values]))
+            rows.append(_method_row(stats, label, [_harness_cell(value) for value in values]))
     if not rows:
         return None
     return Table(
@@ -119,16 +119,16 @@ def harness_table(found: RunStatistics) -> Table | None:
     )
 
 
-def control_table(found: RunStatistics) -> Table | None:
-    """What must fail: the plain model beyond its length, and questions without their needle."""
+def control_table(stats: RunStatistics) -> Table | None:
+    """Return what must fail: the plain model beyond its length, and texts without a needle."""
     rows = []
-    for label in found.labels:
-        if label == found.plain and found.lengths_beyond_training:
-            far = found.accuracy(label, lengths=found.lengths_beyond_training)
+    for label in stats.labels:
+        if label == stats.plain and stats.lengths_beyond_training:
+            far = stats.accuracy(label, lengths=stats.lengths_beyond_training)
             if far is not None:
-                name = f"plain model beyond {found.trained_length:,} tokens"
+                name = f"plain model beyond {stats.trained_length:,} tokens"
                 rows.append(Row(name=name, cells=_control_cells(far, "falls"), key="plain"))
-    for task, length, interval, chance in found.controls:
+    for task, length, interval, chance in stats.controls:
         expected = f"about {chance:.0%}"
         name = f"{task_name(task)} without its needle, {length:,} tokens"
         rows.append(
@@ -146,17 +146,17 @@ def control_table(found: RunStatistics) -> Table | None:
     )
 
 
-def failure_lines(found: RunStatistics) -> list[str]:
-    """The samples that failed, with the reason; the same reason once."""
+def failure_lines(stats: RunStatistics) -> list[str]:
+    """Return a line for each reason why samples failed."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
-    for task, label, sample, reason in found.failures:
+    for task, label, sample, reason in stats.failures:
         grouped.setdefault((task, label, reason), []).append(sample)
     lines = []
     for (task, label, reason), samples in grouped.items():
         count = f"{len(samples)} sample{'s' if len(samples) > 1 else ''}"
         shown = ", ".join(samples[:3]) + (", …" if len(samples) > 3 else "")
         lines.append(
-            one_line(f"{task_name(task)}, {found.names[label]}: {count} ({shown}): {reason}")
+            one_line(f"{task_name(task)}, {stats.names[label]}: {count} ({shown}): {reason}")
         )
     return lines[:_MAX_FAILURES] + [f"{len(lines) - _MAX_FAILURES} more"] * (
         len(lines) > _MAX_FAILURES
@@ -164,23 +164,23 @@ def failure_lines(found: RunStatistics) -> list[str]:
 
 
 def size_text(size: Any) -> str:
-    """A number of bytes."""
+    """Return a number of bytes as text."""
     if not size:
         return NOTHING
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def _method_row(found: RunStatistics, label: str, cells: list[Cell]) -> Row:
+def _method_row(stats: RunStatistics, label: str, cells: list[Cell]) -> Row:
     return Row(
-        name=found.names[label],
-        key=found.colour_names[label],
+        name=stats.names[label],
+        key=stats.colour_names[label],
         cells=cells,
         method=filter_mark(label),
     )
 
 
-def _short_cell(found: RunStatistics, task: dict[str, Any], label: str) -> Cell:
-    measured = found.short(task, label)
+def _short_cell(stats: RunStatistics, task: dict[str, Any], label: str) -> Cell:
+    measured = stats.short(task, label)
     if measured is None:
         return Cell(text=NOTHING, tip="not measured")
     accuracy, against = measured
@@ -194,8 +194,8 @@ def _short_cell(found: RunStatistics, task: dict[str, Any], label: str) -> Cell:
     return Cell(text=text, note=span, tip=tip)
 
 
-def _overall_cell(found: RunStatistics, label: str) -> Cell:
-    against = found.short_overall(label)
+def _overall_cell(stats: RunStatistics, label: str) -> Cell:
+    against = stats.short_overall(label)
     if against is None:
         return Cell(text=NOTHING)
     change, p = against.difference, against.p_value
@@ -218,7 +218,7 @@ def _time_cell(seconds: Any, tokens: Any) -> Cell:
 
 
 def time_ratio_cell(ratio: Iterable[float] | None) -> Cell:
-    """A ratio of times: the smallest, the median and the largest over the repeats."""
+    """Return a ratio of times: the smallest, the median and the largest over the repeats."""
     if not ratio:
         return Cell(text=NOTHING)
     low, middle, high = (float(value) for value in ratio)

@@ -77,8 +77,8 @@ class _Panel:
     ticks: list[float] = field(default_factory=list)  # of x; chosen where there are none
 
 
-def draw_figures(found: RunStatistics, prefix: str = "") -> dict[str, Picture]:
-    """Draws what was measured, by name.
+def draw_figures(stats: RunStatistics, prefix: str = "") -> dict[str, Picture]:
+    """Draw what was measured, by name.
 
     Args:
         found: One run's findings.
@@ -87,70 +87,70 @@ def draw_figures(found: RunStatistics, prefix: str = "") -> dict[str, Picture]:
     Returns:
         Some of `accuracy`, `answers`, `perplexity`, `sliding` and `stretch`.
     """
-    drawn = {
-        "accuracy": _accuracy_figure(found),
-        "answers": _answers_figure(found),
-        "perplexity": _perplexity_figure(found),
-        "sliding": _sliding_figure(found),
-        "stretch": _stretch_figure(found),
+    figures_by_name = {
+        "accuracy": _accuracy_figure(stats),
+        "answers": _answers_figure(stats),
+        "perplexity": _perplexity_figure(stats),
+        "sliding": _sliding_figure(stats),
+        "stretch": _stretch_figure(stats),
     }
     return {
         name: _draw_panels(f"{prefix}{name}", alt, panels)
-        for name, (alt, panels) in drawn.items()
+        for name, (alt, panels) in figures_by_name.items()
         if panels
     }
 
 
-def _accuracy_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
+def _accuracy_figure(stats: RunStatistics) -> tuple[str, list[_Panel]]:
     curves: dict[Any, Curve] = {}
-    for label in found.labels:
-        at = {length: found.accuracy(label, lengths=(length,)) for length in found.lengths}
+    for label in stats.labels:
+        at = {length: stats.accuracy(label, lengths=(length,)) for length in stats.lengths}
         curves[label] = {length: interval for length, interval in at.items() if interval}
     alt = "Accuracy against length with 95% intervals, all tasks together, a line per method"
     y = "accuracy, all tasks"
-    panels = _make_panels(found, curves, "length (tokens)", y, shares=True)
+    panels = _make_panels(stats, curves, "length (tokens)", y, shares=True)
     return alt, [_log2_axis(panel) for panel in panels]
 
 
-def _answers_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
+def _answers_figure(stats: RunStatistics) -> tuple[str, list[_Panel]]:
     values = {}
-    for label in found.labels:
-        at = [(n, found.answer_nll(label, (n,))) for n in found.lengths]
+    for label in stats.labels:
+        at = [(n, stats.answer_nll(label, (n,))) for n in stats.lengths]
         values[label] = [(float(n), nll) for n, nll in at if nll is not None]
     alt = "Negative log-likelihood of the right answers against length, a line per method"
-    lines = _make_lines(found, values)
-    panel = _Panel(lines, found.trained_length, "length (tokens)", "nats per answer token")
+    lines = _make_lines(stats, values)
+    panel = _Panel(lines, stats.trained_length, "length (tokens)", "nats per answer token")
     return alt, [_log2_axis(panel)] if lines else []
 
 
-def _perplexity_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
-    curves = {label: found.curve(label) for label in found.losses}
+def _perplexity_figure(stats: RunStatistics) -> tuple[str, list[_Panel]]:
+    curves = {label: stats.curve(label) for label in stats.losses}
     alt = "Perplexity by position in the text with 95% intervals, a line per method"
-    panels = _make_panels(found, curves, "position in the text (tokens)", "perplexity")
-    if panels and found.control:
-        held = [(float(end), interval.estimate) for end, interval in found.control.items()]
+    panels = _make_panels(stats, curves, "position in the text (tokens)", "perplexity")
+    if panels and stats.control:
+        held = [(float(end), interval.estimate) for end, interval in stats.control.items()]
         panels[0].lines.append(_Line("control", table.CONTROL, held, "o", (0, (1, 2))))
     return alt, panels
 
 
-def _sliding_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
-    curves = {label: found.sliding(label) for label in found.labels}
+def _sliding_figure(stats: RunStatistics) -> tuple[str, list[_Panel]]:
+    curves = {label: stats.sliding(label) for label in stats.labels}
     alt = "Perplexity of the same tokens against the length of context before them"
-    panels = _make_panels(found, curves, "context (tokens)", "perplexity")
+    panels = _make_panels(stats, curves, "context (tokens)", "perplexity")
     return alt, [_log2_axis(panel) for panel in panels]
 
 
 def _log2_axis(panel: _Panel) -> _Panel:
-    """Lengths that double are as far apart as others that do."""
+    """Return a panel with a logarithmic axis where lengths span a factor of eight."""
     lengths = sorted({x for line in panel.lines for x, _ in line.points})
     wide = lengths[-1] >= 8 * lengths[0]
     return replace(panel, log_x=True, ticks=lengths) if wide else panel
 
 
 def _make_panels(
-    found: RunStatistics, curves: dict[Any, Curve], x: str, y: str, *, shares: bool = False
+    stats: RunStatistics, curves: dict[Any, Curve], x: str, y: str, *, shares: bool = False
 ) -> list[_Panel]:
-    """One panel of curves with their intervals as bands; none without a curve."""
+    """Return one panel of curves with their intervals as bands; none without a curve."""
     points = {
         label: [(float(at), i.estimate) for at, i in sorted(curve.items())]
         for label, curve in curves.items()
@@ -159,13 +159,13 @@ def _make_panels(
         label: [(float(at), i.low, i.high) for at, i in sorted(curve.items())]
         for label, curve in curves.items()
     }
-    lines = _make_lines(found, points, bands)
-    return [_Panel(lines, found.trained_length, x, y, as_percent=shares)] * bool(lines)
+    lines = _make_lines(stats, points, bands)
+    return [_Panel(lines, stats.trained_length, x, y, as_percent=shares)] * bool(lines)
 
 
-def _stretch_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
+def _stretch_figure(stats: RunStatistics) -> tuple[str, list[_Panel]]:
     layers: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for method in found.results["methods"]:
+    for method in stats.results["methods"]:
         for layer, f in (method.get("frequencies") or {}).items():
             layers.setdefault(layer, {})[method["label"]] = [
                 (2 * math.pi / old, old / new if new else math.inf)
@@ -175,36 +175,36 @@ def _stretch_figure(found: RunStatistics) -> tuple[str, list[_Panel]]:
     panels = []
     x = "trained wavelength of the pair (tokens per turn)"
     for layer, points in layers.items():
-        geometry = (found.run.get("geometry") or {}).get(layer) or found.run
+        geometry = (stats.run.get("geometry") or {}).get(layer) or stats.run
         title = "" if layer == "all" else table.one_line(layer).replace("_", " ")
-        if lines := _make_lines(found, points):
+        if lines := _make_lines(stats, points):
             trained = geometry["trained_length"]
             panels.append(_Panel(lines, trained, x, "stretch factor", title, log_x=True))
     return "Stretch of each pair by its wavelength", panels
 
 
 def heat_colours(share: float) -> tuple[str, str]:
-    """A heat map cell's background, and a text colour that stands out from it."""
+    """Return a heat map cell's background, and a text colour that stands out from it."""
     return to_hex(_HEAT(share)), "#ffffff" if share > 0.925 else "#000000"
 
 
 def _make_lines(
-    found: RunStatistics,
+    stats: RunStatistics,
     points: Mapping[str, list[tuple[float, float]]],
     bands: Mapping[str, list[tuple[float, float, float]]] | None = None,
 ) -> list[_Line]:
     lines = []
-    for i, (label, name) in enumerate(found.names.items()):
+    for i, (label, name) in enumerate(stats.names.items()):
         if points.get(label):
             dash = _DASHES[i // len(_MARKERS) % len(_DASHES)]
-            key, marker = found.colour_names[label], _MARKERS[i % len(_MARKERS)]
+            key, marker = stats.colour_names[label], _MARKERS[i % len(_MARKERS)]
             method, band = table.filter_mark(label), (bands or {}).get(label, [])
             lines.append(_Line(name, key, points[label], marker, dash, method, band))
     return lines
 
 
 def _draw_panels(name: str, alt: str, panels: list[_Panel]) -> Picture:
-    """Draws panels below one another; lines are named at their ends, or below if names are long."""
+    """Draw panels below one another; label lines at their ends, or below if labels are long."""
     most = max(len(panel.lines) for panel in panels)
     longest = max(len(line.label) for panel in panels for line in panel.lines)
 
@@ -268,7 +268,7 @@ def _plot_lines(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
 
 
 def _tag_method(line: _Line, drawn: list[Any]) -> None:
-    """Says in the SVG which method a part of it belongs to."""
+    """Mark in the SVG which method a part of it belongs to."""
     for artist in drawn:
         if line.method:
             artist.set_gid(f"{_METHOD}{line.method}")
@@ -303,7 +303,7 @@ def _scale_x(axes: Axes, panel: _Panel, ticks: int) -> None:
 
 
 def _scale_y(axes: Axes, panel: _Panel) -> float:
-    """Sets the y axis, logarithmic over a factor of 5; returns where larger values are drawn."""
+    """Set the y axis, logarithmic over a factor of 5; return where larger values are drawn."""
     if panel.as_percent:
         axes.set_ylim(-0.03, 1.05)
         axes.yaxis.set_major_locator(MultipleLocator(0.2))
@@ -329,7 +329,7 @@ def _scale_y(axes: Axes, panel: _Panel) -> float:
 
 
 def _label_line_ends(axes: Axes, lines: list[_Line], roof: float, high: float) -> None:
-    """Writes each line's name to the right of its last point, kept apart from one another."""
+    """Write each line's name to the right of its last point, without overlaps."""
     gap, at = 1.35 * FONT / high, -1.0
     ends = []
     for line in lines:
@@ -350,7 +350,7 @@ def _abbreviate(text: str, length: int) -> str:
 
 
 def render_picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Picture:
-    """Draws a figure as PNG and, in two widths in inches, as SVG for a page.
+    """Draw a figure as PNG and, in two widths in pixels, as SVG for a page.
 
     Args:
         name: What its file is called.
@@ -372,12 +372,12 @@ def render_picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Pictu
 
 
 def _add_aria_label(svg: str, alt: str) -> str:
-    """Tells screen readers what a drawing shows."""
+    """Tell screen readers what a drawing shows."""
     return re.sub(r"<svg([^>]*)>", rf'<svg role="img"\1><title>{escape(alt)}</title>', svg, count=1)
 
 
 def _adapt_svg_to_page(svg: str, prefix: str) -> str:
-    """Fits a drawing into a page: no ids that meet others, no fonts, the page's own colours."""
+    """Fit a drawing into a page: unique ids, no fonts, the page's own colours."""
     variables = {colour: f"var(--{name})" for name, colour in PAPER.items()}
 
     def fit(tag: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a run was asked for and has no number for."""
+"""Gaps: what a run was asked for and has no number for."""
 
 from __future__ import annotations
 

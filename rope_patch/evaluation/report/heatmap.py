@@ -18,14 +18,14 @@ _INK, _MUTED = PALETTE["ink"][0], PALETTE["muted"][0]
 _CELL, _ROW = 0.85, 0.5  # inches
 
 
-def draw_heat_maps(found: RunStatistics) -> dict[str, bytes]:
-    """One PNG for each task with depths, by file name without ending: a panel for each method."""
-    maps = {task: heat_maps(found, task) for task in found.tasks}
+def draw_heat_maps(stats: RunStatistics) -> dict[str, bytes]:
+    """Return a PNG for each task with depths, by file name without ending; a panel a method."""
+    maps = {task: heat_maps(stats, task) for task in stats.tasks}
     return {picture_name(task): _png(tables) for task, tables in maps.items() if tables}
 
 
 def picture_name(task: str) -> str:
-    """The name of a task's picture, whatever characters the task's own name has."""
+    """Return the file name of a task's picture, safe for any task name."""
     return "retrieval-" + re.sub(r"[^\w-]", "_", str(task))
 
 

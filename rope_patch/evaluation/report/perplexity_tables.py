@@ -23,43 +23,43 @@ from rope_patch.evaluation.report.table import (
 from rope_patch.statistics import Interval
 
 
-def tables(found: RunStatistics) -> list[Table]:
-    """What was measured of perplexity over whole documents."""
-    if not found.losses:
+def tables(stats: RunStatistics) -> list[Table]:
+    """Return the tables of perplexity over whole documents."""
+    if not stats.losses:
         return []
-    return [_by_position(found), _averages(found)]
+    return [_by_position(stats), _averages(stats)]
 
 
-def key_token_table(found: RunStatistics) -> Table | None:
-    """LongPPL up to and beyond the trained length."""
+def key_token_table(stats: RunStatistics) -> Table | None:
+    """Return LongPPL within and beyond the trained length."""
     return _within_and_beyond(
-        found,
+        stats,
         "LongPPL: perplexity of the tokens that need far context",
-        lambda label, beyond: found.key_tokens(label, beyond=beyond),
+        lambda label, beyond: stats.key_tokens(label, beyond=beyond),
     )
 
 
-def sliding_table(found: RunStatistics) -> Table | None:
-    """Perplexity of the same tokens by the length of context before them."""
-    curves = {label: found.sliding(label) for label in found.labels}
+def sliding_table(stats: RunStatistics) -> Table | None:
+    """Return perplexity of the same tokens by the length of context before them."""
+    curves = {label: stats.sliding(label) for label in stats.labels}
     if not any(curves.values()):
         return None
-    lengths = found.sliding_lengths
-    return _by_length(found, "Perplexity by length of context, sliding", lengths, curves)
+    lengths = stats.sliding_lengths
+    return _by_length(stats, "Perplexity by length of context, sliding", lengths, curves)
 
 
-def answer_table(found: RunStatistics) -> Table | None:
-    """How probable the right answers are, as perplexity."""
+def answer_table(stats: RunStatistics) -> Table | None:
+    """Return how probable the right answers are, as perplexity."""
     rows = []
-    columns = length_heads(found.lengths, found.trained_length)
-    for label in found.labels:
-        nlls = [found.answer_nll(label, (length,)) for length in found.lengths]
+    columns = length_heads(stats.lengths, stats.trained_length)
+    for label in stats.labels:
+        nlls = [stats.answer_nll(label, (length,)) for length in stats.lengths]
         if any(nll is not None for nll in nlls):
             cells = [
                 Cell(text=NOTHING if nll is None else _exp_text(nll), beyond=head.beyond)
                 for nll, head in zip(nlls, columns, strict=True)
             ]
-            rows.append(_method_row(found, label, cells))
+            rows.append(_method_row(stats, label, cells))
     if not rows:
         return None
     return Table(
@@ -67,54 +67,54 @@ def answer_table(found: RunStatistics) -> Table | None:
         corner="method",
         columns=columns,
         rows=rows,
-        groups=length_groups(columns, found.trained_length),
+        groups=length_groups(columns, stats.trained_length),
     )
 
 
-def representative_positions(found: RunStatistics) -> list[int]:
-    """A few positions that every method has: around the trained length and on to the end."""
-    curves = [set(found.curve(label)) for label in found.losses]
+def representative_positions(stats: RunStatistics) -> list[int]:
+    """Return positions that every method has: around the trained length and on to the end."""
+    curves = [set(stats.curve(label)) for label in stats.losses]
     ends = sorted(set.intersection(*curves) or set.union(*curves))
-    far = [end for end in ends if end > found.trained_length]
-    wanted = [ends[-1] * k / 4 for k in range(1, 5)]
+    far = [end for end in ends if end > stats.trained_length]
+    targets = [ends[-1] * k / 4 for k in range(1, 5)]
     if far:  # quarters of the way from the trained length to the last position
-        step = (far[-1] - found.trained_length) / 4
-        wanted = [found.trained_length / 2, found.trained_length]
-        wanted += [found.trained_length + step * k for k in range(1, 5)]
-    return sorted({min(ends, key=lambda end: abs(end - want)) for want in wanted})
+        step = (far[-1] - stats.trained_length) / 4
+        targets = [stats.trained_length / 2, stats.trained_length]
+        targets += [stats.trained_length + step * k for k in range(1, 5)]
+    return sorted({min(ends, key=lambda end: abs(end - target)) for target in targets})
 
 
 def _exp_text(nll: float) -> str:
     return perplexity_text(math.exp(nll) if nll < 700 else math.inf)
 
 
-def _method_row(found: RunStatistics, label: str, cells: list[Cell]) -> Row:
+def _method_row(stats: RunStatistics, label: str, cells: list[Cell]) -> Row:
     return Row(
-        name=found.names[label],
-        key=found.colour_names[label],
+        name=stats.names[label],
+        key=stats.colour_names[label],
         cells=cells,
         method=filter_mark(label),
     )
 
 
-def _control_name(found: RunStatistics) -> str:
-    return f"control (last {found.perplexity['control']['context']:,} tokens)"
+def _control_name(stats: RunStatistics) -> str:
+    return f"control (last {stats.perplexity['control']['context']:,} tokens)"
 
 
-def _by_position(found: RunStatistics) -> Table:
-    curves = {label: found.curve(label) for label in found.losses}
+def _by_position(stats: RunStatistics) -> Table:
+    curves = {label: stats.curve(label) for label in stats.losses}
     name = "Perplexity of the window that ends at a position"
-    return _by_length(found, name, representative_positions(found), curves, found.control)
+    return _by_length(stats, name, representative_positions(stats), curves, stats.control)
 
 
 def _by_length(
-    found: RunStatistics,
+    stats: RunStatistics,
     name: str,
     lengths: list[int],
     curves: dict[str, Curve],
     control: Curve | None = None,
 ) -> Table:
-    columns = length_heads(lengths, found.trained_length)
+    columns = length_heads(lengths, stats.trained_length)
 
     def cells(curve: Curve) -> list[Cell]:
         return [
@@ -122,55 +122,55 @@ def _by_length(
             for length, head in zip(lengths, columns, strict=True)
         ]
 
-    rows = [_method_row(found, label, cells(curve)) for label, curve in curves.items() if curve]
+    rows = [_method_row(stats, label, cells(curve)) for label, curve in curves.items() if curve]
     if control:
-        rows.append(Row(name=_control_name(found), key=CONTROL, cells=cells(control)))
-    groups = length_groups(columns, found.trained_length)
+        rows.append(Row(name=_control_name(stats), key=CONTROL, cells=cells(control)))
+    groups = length_groups(columns, stats.trained_length)
     return Table(name=name, corner="tokens", columns=columns, rows=rows, groups=groups)
 
 
-def _averages(found: RunStatistics) -> Table:
+def _averages(stats: RunStatistics) -> Table:
     columns: list[Cell] = []
-    rows = {label: _method_row(found, label, []) for label in found.losses}
+    rows = {label: _method_row(stats, label, []) for label in stats.losses}
     for beyond in (False, True):
-        averages = {label: found.average(label, beyond=beyond) for label in rows}
+        averages = {label: stats.average(label, beyond=beyond) for label in rows}
         if not any(averages.values()):
             continue
         columns.append(Cell(text="perplexity", beyond=beyond))
         for label, row in rows.items():
             row.cells.append(perplexity_cell(averages[label], beyond=beyond))
-        if found.plain in rows:
+        if stats.plain in rows:
             columns.append(Cell(text="vs plain", beyond=beyond))
             for label, row in rows.items():
-                ratio = None if label == found.plain else _ratio_to_plain(found, label, beyond)
+                ratio = None if label == stats.plain else _ratio_to_plain(stats, label, beyond)
                 row.cells.append(ratio_cell(ratio, beyond=beyond))
-        if beyond and found.control:
+        if beyond and stats.control:
             columns.append(Cell(text="vs control", beyond=True))
             for label, row in rows.items():
-                row.cells.append(ratio_cell(found.ratio_to_control(label), beyond=True))
+                row.cells.append(ratio_cell(stats.ratio_to_control(label), beyond=True))
     return Table(
         name="Perplexity averaged over all blocks",
         corner="average",
         columns=columns,
         rows=list(rows.values()),
-        groups=length_groups(columns, found.trained_length),
+        groups=length_groups(columns, stats.trained_length),
     )
 
 
-def _ratio_to_plain(found: RunStatistics, label: str, beyond: bool) -> Interval | None:
-    return None if found.plain is None else found.ratio(label, found.plain, beyond=beyond)
+def _ratio_to_plain(stats: RunStatistics, label: str, beyond: bool) -> Interval | None:
+    return None if stats.plain is None else stats.ratio(label, stats.plain, beyond=beyond)
 
 
 def _within_and_beyond(
-    found: RunStatistics, name: str, measure: Callable[[str, bool], Interval | None]
+    stats: RunStatistics, name: str, measure: Callable[[str, bool], Interval | None]
 ) -> Table | None:
     measured = {
-        label: [measure(label, beyond) for beyond in (False, True)] for label in found.labels
+        label: [measure(label, beyond) for beyond in (False, True)] for label in stats.labels
     }
     columns = [Cell(text="perplexity"), Cell(text="perplexity", beyond=True)]
     rows = [
         _method_row(
-            found,
+            stats,
             label,
             [perplexity_cell(v, beyond=c.beyond) for v, c in zip(values, columns, strict=True)],
         )
@@ -179,5 +179,5 @@ def _within_and_beyond(
     ]
     if not rows:
         return None
-    groups = length_groups(columns, found.trained_length)
+    groups = length_groups(columns, stats.trained_length)
     return Table(name=name, corner="method", columns=columns, rows=rows, groups=groups)

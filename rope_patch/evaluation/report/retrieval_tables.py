@@ -29,80 +29,81 @@ SIGNIFICANCE_LEVEL = 0.05
 BETTER, WORSE, BEST, PASSED = "▲", "▼", "◆", "✓"
 
 
-def tables(found: RunStatistics) -> list[Table]:
-    """Averages over all tasks, and every task by itself."""
-    if not found.tasks:
+def tables(stats: RunStatistics) -> list[Table]:
+    """Return averages over all tasks, and every task by itself."""
+    if not stats.tasks:
         return []
-    return [*([_averages(found)] if len(found.tasks) > 1 else []), _by_task(found)]
+    return [*([_averages(stats)] if len(stats.tasks) > 1 else []), _by_task(stats)]
 
 
-def retention_table(found: RunStatistics) -> Table | None:
-    """Accuracy at each length over the plain model's within its trained length."""
+def retention_table(stats: RunStatistics) -> Table | None:
+    """Return accuracy at each length over the plain model's within its trained length."""
     rows = []
-    for label in found.labels:
-        kept = [found.retention(label, length) for length in found.lengths]
-        if any(kept):
+    for label in stats.labels:
+        retentions = [stats.retention(label, length) for length in stats.lengths]
+        if any(retentions):
             cells = [
-                _retention_cell(interval, length > found.trained_length)
-                for interval, length in zip(kept, found.lengths, strict=True)
+                _retention_cell(interval, length > stats.trained_length)
+                for interval, length in zip(retentions, stats.lengths, strict=True)
             ]
-            rows.append(_method_row(found, label, cells))
+            rows.append(_method_row(stats, label, cells))
     if not rows:
         return None
-    columns = length_heads(found.lengths, found.trained_length)
+    columns = length_heads(stats.lengths, stats.trained_length)
     return Table(
-        name=f"Retention by length: accuracy over the plain model's up to {found.trained_length:,} tokens",
+        name="Retention by length: accuracy over the plain model's up to "
+        f"{stats.trained_length:,} tokens",
         corner="method",
         columns=columns,
         rows=rows,
-        groups=length_groups(columns, found.trained_length),
+        groups=length_groups(columns, stats.trained_length),
     )
 
 
-def heat_maps(found: RunStatistics, task: str) -> list[Table]:
-    """One depth x length heat map a method; none for a task whose answers are everywhere."""
+def heat_maps(stats: RunStatistics, task: str) -> list[Table]:
+    """Return a depth x length heat map for each method; none for a task without depths."""
     depths, heads = (
-        found.depths(task),
-        length_heads(_task_lengths(found, task), found.trained_length),
+        stats.depths(task),
+        length_heads(_task_lengths(stats, task), stats.trained_length),
     )
     maps = []
-    for label in found.labels if depths else []:
-        if not found.samples(label, task):
+    for label in stats.labels if depths else []:
+        if not stats.samples(label, task):
             continue
         rows = [
             Row(
                 name=f"{depth:g}%",
                 cells=[
-                    _heat_cell(found, label, task, length, depth)
-                    for length in _task_lengths(found, task)
+                    _heat_cell(stats, label, task, length, depth)
+                    for length in _task_lengths(stats, task)
                 ],
             )
             for depth in depths
         ]
         maps.append(
             Table(
-                name=found.names[label],
+                name=stats.names[label],
                 corner="depth",
                 columns=heads,
                 rows=rows,
-                groups=length_groups(heads, found.trained_length),
-                key=found.colour_names[label],
+                groups=length_groups(heads, stats.trained_length),
+                key=stats.colour_names[label],
                 method=filter_mark(label),
             )
         )
     return maps
 
 
-def _task_lengths(found: RunStatistics, task: str) -> list[int]:
-    return sorted({s["length"] for label in found.labels for s in found.samples(label, task)})
+def _task_lengths(stats: RunStatistics, task: str) -> list[int]:
+    return sorted({s["length"] for label in stats.labels for s in stats.samples(label, task)})
 
 
 def _method_row(
-    found: RunStatistics, label: str, cells: list[Cell], group: str = "", task: str = ""
+    stats: RunStatistics, label: str, cells: list[Cell], group: str = "", task: str = ""
 ) -> Row:
     return Row(
-        name=found.names[label],
-        key=found.colour_names[label],
+        name=stats.names[label],
+        key=stats.colour_names[label],
         cells=cells,
         group=group,
         method=filter_mark(label),
@@ -110,34 +111,34 @@ def _method_row(
     )
 
 
-def _by_task(found: RunStatistics) -> Table:
-    columns = length_heads(found.lengths, found.trained_length)
-    rows = [row for task in found.tasks for row in _task_rows(found, task, task_name(task))]
+def _by_task(stats: RunStatistics) -> Table:
+    columns = length_heads(stats.lengths, stats.trained_length)
+    rows = [row for task in stats.tasks for row in _task_rows(stats, task, task_name(task))]
     return Table(
         name="Accuracy by task and length",
         corner="task, method",
         columns=columns,
         rows=rows,
-        groups=length_groups(columns, found.trained_length),
+        groups=length_groups(columns, stats.trained_length),
     )
 
 
-def _averages(found: RunStatistics) -> Table:
-    columns = length_heads(found.lengths, found.trained_length)
-    rows = list(_task_rows(found, None, ""))
-    groups = length_groups(columns, found.trained_length)
-    if len(found.lengths) > 1:
+def _averages(stats: RunStatistics) -> Table:
+    columns = length_heads(stats.lengths, stats.trained_length)
+    rows = list(_task_rows(stats, None, ""))
+    groups = length_groups(columns, stats.trained_length)
+    if len(stats.lengths) > 1:
         columns = [*columns, Cell(text="increasing"), Cell(text="decreasing")]
         groups.append((Cell(text="weighted average"), 2))
-        for label, row in zip(_measured_labels(found, None), rows, strict=True):
+        for label, row in zip(_measured_labels(stats, None), rows, strict=True):
             for increasing in (True, False):
-                value = found.ruler_weighted_average(label, increasing=increasing)
+                value = stats.ruler_weighted_average(label, increasing=increasing)
                 text = NOTHING if value is None else percent(value)
                 more = "more" if increasing else "less"
                 tip = f"{text} if longer lengths weigh {more} (RULER's weighted average)"
                 row.cells.append(Cell(text=text, tip=tip))
     return Table(
-        name=f"Accuracy by length, all {len(found.tasks)} tasks together",
+        name=f"Accuracy by length, all {len(stats.tasks)} tasks together",
         corner="method",
         columns=columns,
         rows=rows,
@@ -145,19 +146,19 @@ def _averages(found: RunStatistics) -> Table:
     )
 
 
-def _measured_labels(found: RunStatistics, task: str | None) -> list[str]:
-    return [label for label in found.labels if found.samples(label, task)]
+def _measured_labels(stats: RunStatistics, task: str | None) -> list[str]:
+    return [label for label in stats.labels if stats.samples(label, task)]
 
 
-def _task_rows(found: RunStatistics, task: str | None, group: str) -> Iterator[Row]:
-    against, duels = found.significance(task), found.best_against_second(task)
-    for label in _measured_labels(found, task):
+def _task_rows(stats: RunStatistics, task: str | None, group: str) -> Iterator[Row]:
+    against, duels = stats.significance(task), stats.best_against_second(task)
+    for label in _measured_labels(stats, task):
         cells = []
-        for length in found.lengths:
-            accuracy = found.accuracy(label, task, (length,))
+        for length in stats.lengths:
+            accuracy = stats.accuracy(label, task, (length,))
             marks, more = "", ""
-            if (p := against.get((label, length))) is not None and found.plain is not None:
-                pair = found.difference(label, found.plain, task, (length,))
+            if (p := against.get((label, length))) is not None and stats.plain is not None:
+                pair = stats.difference(label, stats.plain, task, (length,))
                 if pair is not None:
                     marks += _significance_mark(pair.difference, p)
                     more = (
@@ -171,9 +172,9 @@ def _task_rows(found: RunStatistics, task: str | None, group: str) -> Iterator[R
             ):
                 marks += BEST
                 second, p = duels[length][1:]
-                more += f"; better than {found.names[second]}, {p_text(p)} after Holm"
-            cells.append(_accuracy_cell(accuracy, marks, more, length > found.trained_length))
-        yield _method_row(found, label, cells, group, task or "")
+                more += f"; better than {stats.names[second]}, {p_text(p)} after Holm"
+            cells.append(_accuracy_cell(accuracy, marks, more, length > stats.trained_length))
+        yield _method_row(stats, label, cells, group, task or "")
 
 
 def _significance_mark(difference: Interval, p: float) -> str:
@@ -190,30 +191,32 @@ def _accuracy_cell(accuracy: Interval | None, marks: str, more: str, beyond: boo
     return Cell(text=f"{marks} {text}".strip(), note=span, tip=tip, beyond=beyond)
 
 
-def _retention_cell(kept: Interval | None, beyond: bool) -> Cell:
-    if kept is None:
+def _retention_cell(retention: Interval | None, beyond: bool) -> Cell:
+    if retention is None:
         return Cell(text=NOTHING, tip="not measured", beyond=beyond)
-    text, span = percent(kept.estimate), percent_range(kept)
-    sure = kept.low >= THRESHOLD
-    verdict = "surely above" if sure else "surely below" if kept.high < THRESHOLD else "unsure if"
-    tip = f"{text} kept, 95% interval {span}, {n_text(kept)}: {verdict} {THRESHOLD:.0%}"
+    text, span = percent(retention.estimate), percent_range(retention)
+    sure = retention.low >= THRESHOLD
+    verdict = (
+        "surely above" if sure else "surely below" if retention.high < THRESHOLD else "unsure if"
+    )
+    tip = f"{text} kept, 95% interval {span}, {n_text(retention)}: {verdict} {THRESHOLD:.0%}"
     return Cell(text=f"{PASSED} {text}" if sure else text, note=span, tip=tip, beyond=beyond)
 
 
-def _heat_cell(found: RunStatistics, label: str, task: str, length: int, depth: int) -> Cell:
-    beyond = length > found.trained_length
-    samples = found.samples(label, task, (length,), depth)
-    accuracy = found.accuracy(label, task, (length,), depth)
+def _heat_cell(stats: RunStatistics, label: str, task: str, length: int, depth: int) -> Cell:
+    beyond = length > stats.trained_length
+    samples = stats.samples(label, task, (length,), depth)
+    accuracy = stats.accuracy(label, task, (length,), depth)
     if accuracy is None:
         return Cell(text=NOTHING, beyond=beyond, tip="not measured")
     hits = math.fsum(float(sample["score"]) for sample in samples)
     text = f"{hits:.0f}/{len(samples)}" if hits == int(hits) else percent(accuracy.estimate)
     span = percent_range(accuracy)
     tip = (
-        f"{found.names[label]}: {hits:.3g} of {len(samples)} right at depth {depth:g}% of "
+        f"{stats.names[label]}: {hits:.3g} of {len(samples)} right at depth {depth:g}% of "
         f"{length:,} tokens, 95% interval {span}, {n_text(accuracy)}"
     )
-    nll = found.answer_nll(label, (length,), task, depth)
+    nll = stats.answer_nll(label, (length,), task, depth)
     if nll is not None:
         tip += f"; the right answer's perplexity is {perplexity_text(math.exp(min(nll, 700)))}"
     return Cell(text=text, note=span, tip=tip, beyond=beyond, share=accuracy.estimate)

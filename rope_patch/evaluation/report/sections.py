@@ -1,4 +1,4 @@
-"""The sections of one run's report: headings, words, figures and tables, for either form."""
+"""The sections of one run's report: headings, notes, figures and tables, for HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -106,37 +106,37 @@ class Section:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was measured of it."""
+        """Return whether nothing was measured for the section."""
         return not (self.picture or self.tables or self.heat_maps or self.lines)
 
 
-def sections(found: RunStatistics, pictures: dict[str, Picture], prefix: str = "") -> list[Section]:
-    """The sections of what was measured, in order.
+def sections(stats: RunStatistics, pictures: dict[str, Picture], prefix: str = "") -> list[Section]:
+    """Return the sections of what was measured, in order.
 
     Args:
         found: One run's findings.
         pictures: From `figures.draw`.
         prefix: Begins the file names of heat maps.
     """
-    retention = _if_any(retrieval_tables.retention_table(found))
-    prices = _if_any(cost_tables.short_table(found), cost_tables.harness_table(found))
-    answers = _if_any(perplexity_tables.answer_table(found))
-    costs, controls = cost_tables.cost_table(found), cost_tables.control_table(found)
-    cautions = [one_line(line) for line in found.run.get("cautions") or []]
-    failed = [one_line(line) for line in found.run.get("failed") or []]
-    chance = _if_any(cost_tables.chance_text(found))
+    retention = _if_any(retrieval_tables.retention_table(stats))
+    prices = _if_any(cost_tables.short_table(stats), cost_tables.harness_table(stats))
+    answers = _if_any(perplexity_tables.answer_table(stats))
+    costs, controls = cost_tables.cost_table(stats), cost_tables.control_table(stats)
+    cautions = [one_line(line) for line in stats.run.get("cautions") or []]
+    failed = [one_line(line) for line in stats.run.get("failed") or []]
+    chance = _if_any(cost_tables.chance_text(stats))
     parts = [
         Section(heading="Cautions", lines=cautions),
         Section(heading="Retention", notes=[_RETENTION], tables=retention),
-        _accuracy_figure(found, pictures),
+        _accuracy_section(stats, pictures),
         Section(
             heading="Accuracy by depth",
-            notes=_heat_notes(found),
-            heat_maps=_heat_maps(found, prefix),
+            notes=_heat_notes(stats),
+            heat_maps=_heat_maps(stats, prefix),
         ),
-        _perplexity_figure(found, pictures),
-        _key_tokens_section(found),
-        _sliding_figure(found, pictures),
+        _perplexity_section(stats, pictures),
+        _key_tokens_section(stats),
+        _sliding_section(stats, pictures),
         Section(
             heading="Likelihood of the right answers",
             notes=[_ANSWERS],
@@ -149,28 +149,28 @@ def sections(found: RunStatistics, pictures: dict[str, Picture], prefix: str = "
         Section(heading="The price at short context", notes=[_SHORT, *chance], tables=prices),
         Section(heading="Time and memory", notes=[_COST], tables=_if_any(costs)),
         Section(heading="Controls", notes=[_CONTROLS], tables=_if_any(controls)),
-        Section(heading="Samples that failed", lines=[*cost_tables.failure_lines(found), *failed]),
-        Section(heading="Not run", lines=find_gaps(found.results)),
+        Section(heading="Samples that failed", lines=[*cost_tables.failure_lines(stats), *failed]),
+        Section(heading="Not run", lines=find_gaps(stats.results)),
     ]
     return [part for part in parts if not part.is_empty]
 
 
-def _if_any(*found: Any) -> list[Any]:
-    return [thing for thing in found if thing]
+def _if_any(*parts: Any) -> list[Any]:
+    return [thing for thing in parts if thing]
 
 
-def _accuracy_figure(found: RunStatistics, pictures: dict[str, Picture]) -> Section:
-    likelihood = any(task.endswith(LIKELIHOOD) for task in found.tasks)
-    choice = any(task.endswith(CHOICE) for task in found.tasks)
+def _accuracy_section(stats: RunStatistics, pictures: dict[str, Picture]) -> Section:
+    likelihood = any(task.endswith(LIKELIHOOD) for task in stats.tasks)
+    choice = any(task.endswith(CHOICE) for task in stats.tasks)
     return Section(
         heading="Accuracy by task and length",
         notes=[_ACCURACY, *_if_any(likelihood and _LIKELIHOOD, choice and _CHOICE_NOTE)],
         picture=pictures.get("accuracy"),
-        tables=retrieval_tables.tables(found),
+        tables=retrieval_tables.tables(stats),
     )
 
 
-def _heat_maps(found: RunStatistics, prefix: str) -> list[HeatMap]:
+def _heat_maps(stats: RunStatistics, prefix: str) -> list[HeatMap]:
     return [
         HeatMap(
             task=task_name(task),
@@ -179,24 +179,24 @@ def _heat_maps(found: RunStatistics, prefix: str) -> list[HeatMap]:
             mark=filter_mark(task),
             tables=maps,
         )
-        for task in found.tasks
-        if (maps := retrieval_tables.heat_maps(found, task))
+        for task in stats.tasks
+        if (maps := retrieval_tables.heat_maps(stats, task))
     ]
 
 
-def _heat_notes(found: RunStatistics) -> list[str]:
+def _heat_notes(stats: RunStatistics) -> list[str]:
     counts = [
-        len(found.samples(label, task, (length,), depth))
-        for task in found.tasks
-        for depth in found.depths(task)
-        for length in found.lengths
-        for label in found.labels
+        len(stats.samples(label, task, (length,), depth))
+        for task in stats.tasks
+        for depth in stats.depths(task)
+        for length in stats.lengths
+        for label in stats.labels
     ]
     return [_HEAT] + [_FEW] * any(0 < count < 10 for count in counts)
 
 
 def _task_description(task: str) -> str:
-    """What a task of ours is, as the comment at the start of its file says."""
+    """Return the comment at the start of a task's file, for a task of this package."""
     path = tasks.FOLDER / f"{task}.yaml"
     if not re.fullmatch(r"\w+", task) or not path.is_file():
         return ""
@@ -204,42 +204,42 @@ def _task_description(task: str) -> str:
     return one_line(re.sub(r"^# ?", "", comment[0], flags=re.M)) if comment else ""
 
 
-def _perplexity_figure(found: RunStatistics, pictures: dict[str, Picture]) -> Section:
-    if not found.losses:
+def _perplexity_section(stats: RunStatistics, pictures: dict[str, Picture]) -> Section:
+    if not stats.losses:
         return Section(heading="Perplexity by position")
-    texts = ", ".join(one_line(d["name"]) for d in found.perplexity.get("documents") or [])
-    notes = [_CURVES.format(window=found.window, texts=texts or "the documents")]
-    if found.control:
-        notes.append(_CONTROL.format(context=found.perplexity["control"]["context"]))
-    following = [m["label"] for m in found.results["methods"] if m.get("follows_length")]
-    if following:
-        names = ", ".join(found.names[label] for label in following)
-        notes.append(_LENGTH_DEPENDENT.format(names=names, trained=found.trained_length))
+    texts = ", ".join(one_line(d["name"]) for d in stats.perplexity.get("documents") or [])
+    notes = [_CURVES.format(window=stats.window, texts=texts or "the documents")]
+    if stats.control:
+        notes.append(_CONTROL.format(context=stats.perplexity["control"]["context"]))
+    length_dependent = [m["label"] for m in stats.results["methods"] if m.get("follows_length")]
+    if length_dependent:
+        names = ", ".join(stats.names[label] for label in length_dependent)
+        notes.append(_LENGTH_DEPENDENT.format(names=names, trained=stats.trained_length))
     return Section(
         heading="Perplexity by position",
         notes=notes,
         picture=pictures.get("perplexity"),
-        tables=perplexity_tables.tables(found),
+        tables=perplexity_tables.tables(stats),
     )
 
 
-def _key_tokens_section(found: RunStatistics) -> Section:
-    key = found.perplexity.get("key_tokens") or {}
+def _key_tokens_section(stats: RunStatistics) -> Section:
+    key = stats.perplexity.get("key_tokens") or {}
     evaluator = key.get("evaluator")
-    plain = evaluator in (None, found.plain)
+    plain = evaluator in (None, stats.plain)
     note = _KEY_TOKENS.format(
         evaluator="the plain model" if plain else one_line(evaluator),
         context=key.get("short_context") or 0,
     )
-    table = perplexity_tables.key_token_table(found)
+    table = perplexity_tables.key_token_table(stats)
     return Section(heading="LongPPL", notes=[note], tables=_if_any(table))
 
 
-def _sliding_figure(found: RunStatistics, pictures: dict[str, Picture]) -> Section:
-    stride = (found.perplexity.get("sliding") or {}).get("stride") or 0
+def _sliding_section(stats: RunStatistics, pictures: dict[str, Picture]) -> Section:
+    stride = (stats.perplexity.get("sliding") or {}).get("stride") or 0
     return Section(
         heading="Perplexity by length of context",
         notes=[_SLIDING.format(stride=stride)],
         picture=pictures.get("sliding"),
-        tables=_if_any(perplexity_tables.sliding_table(found)),
+        tables=_if_any(perplexity_tables.sliding_table(stats)),
     )

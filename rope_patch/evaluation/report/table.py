@@ -1,4 +1,4 @@
-"""Tables and how numbers are written in them, once for HTML and Markdown: both show the same."""
+"""Tables for HTML, Markdown and terminals alike."""
 
 from __future__ import annotations
 
@@ -83,25 +83,25 @@ def one_line(text: Any) -> str:
 
 
 def filter_mark(text: str) -> str:
-    """A name as filters know it, whatever characters it has."""
+    """Return a name as filters know it, whatever characters it has."""
     return f"f{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:8]}"
 
 
 def percent(share: float) -> str:
-    """A share as people say it: 92%; never 100% or 0% where a little is missing."""
+    """Return a share as a percentage: 92%; never 100% or 0% where a little is missing."""
     whole = 100 * share
     digits = 0 if round(whole) not in (0, 100) or math.isclose(whole, round(whole)) else 1
     return f"{whole:.{digits}f}%"
 
 
 def percent_range(interval: Interval) -> str:
-    """An interval of shares: 84–96%."""
+    """Return an interval of shares: 84–96%."""
     high = f"{100 * interval.high:.0f}%" if math.isfinite(interval.high) else "∞"
     return f"{100 * interval.low:.0f}–{high}"
 
 
 def n_text(interval: Interval) -> str:
-    """How many samples an interval rests on, and as how many they count."""
+    """Return how many samples an interval rests on, and as how many they count."""
     unit = "" if interval.unit == "samples" else interval.unit
     text = f"n = {interval.n:,.0f}{' ' * bool(unit)}{unit}"
     if interval.effective_n < 0.95 * interval.n:
@@ -110,7 +110,7 @@ def n_text(interval: Interval) -> str:
 
 
 def perplexity_text(value: Any) -> str:
-    """A perplexity to three digits or so: 8.03, 15.2, 397."""
+    """Return a perplexity to three digits or so: 8.03, 15.2, 397."""
     if value is None:
         return NOTHING
     value = float(value)
@@ -123,14 +123,14 @@ def perplexity_text(value: Any) -> str:
 
 
 def perplexity_range(interval: Interval) -> str:
-    """An interval of perplexities: 14.8–15.9; nothing where too little was measured for one."""
+    """Return an interval of perplexities: 14.8–15.9; nothing without bounds."""
     if interval.low <= 0 and interval.high == math.inf:
         return ""
     return f"{perplexity_text(interval.low)}–{perplexity_text(interval.high)}"
 
 
 def change_text(change: float | None) -> str:
-    """A ratio as people say it: +0.7%, −3.0%, and ×3.0 from a factor of two on."""
+    """Return a ratio as a change: +0.7%, −3.0%, and ×3.0 from a factor of two on."""
     if change is None or math.isnan(change):
         return NOTHING
     if not math.isfinite(change):
@@ -143,7 +143,7 @@ def change_text(change: float | None) -> str:
 
 
 def change_range(interval: Interval) -> str:
-    """An interval of ratios: −0.2 to +1.6%; nothing where too little was measured for one."""
+    """Return an interval of ratios: −0.2 to +1.6%; nothing without bounds."""
     if interval.low <= 0 and interval.high == math.inf:
         return ""
     low, high = change_text(interval.low), change_text(interval.high)
@@ -151,23 +151,23 @@ def change_range(interval: Interval) -> str:
 
 
 def points_text(difference: float) -> str:
-    """A difference of shares in points: +1.2, −3.0."""
+    """Return a difference of shares in points: +1.2, −3.0."""
     text = f"{abs(100 * difference):.1f}"
     return ("±" if text == "0.0" else "+" if difference > 0 else "−") + text
 
 
 def points_range(interval: Interval) -> str:
-    """An interval of differences in points: −1.0 to +3.2."""
+    """Return an interval of differences in points: −1.0 to +3.2."""
     return f"{points_text(interval.low)} to {points_text(interval.high)}"
 
 
 def p_text(p: float) -> str:
-    """A p-value: p = 0.03, p < 0.001."""
+    """Return a p-value: p = 0.03, p < 0.001."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
 
 
 def perplexity_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
-    """A perplexity with its interval."""
+    """Return a perplexity with its interval."""
     if interval is None:
         return Cell(text=NOTHING, tip="not measured", beyond=beyond)
     text, span = perplexity_text(interval.estimate), perplexity_range(interval)
@@ -176,7 +176,7 @@ def perplexity_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
 
 
 def ratio_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
-    """A ratio of perplexities with its interval."""
+    """Return a ratio of perplexities with its interval."""
     if interval is None:
         return Cell(text=NOTHING, beyond=beyond)
     text, span = change_text(interval.estimate), change_range(interval)
@@ -186,7 +186,7 @@ def ratio_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
 
 
 def length_groups(columns: list[Cell], trained: int) -> list[tuple[Cell, int]]:
-    """Heads above columns: up to the trained length, and beyond it."""
+    """Return heads above columns: up to the trained length, and beyond it."""
     groups = []
     for beyond, text in ((False, f"up to {trained:,}"), (True, f"beyond {trained:,}")):
         if count := sum(column.beyond == beyond for column in columns):
@@ -195,5 +195,5 @@ def length_groups(columns: list[Cell], trained: int) -> list[tuple[Cell, int]]:
 
 
 def length_heads(lengths: list[int], trained: int) -> list[Cell]:
-    """A column head for each length."""
+    """Return a column head for each length."""
     return [Cell(text=f"{length:,}", beyond=length > trained) for length in lengths]

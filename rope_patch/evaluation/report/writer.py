@@ -1,4 +1,4 @@
-"""The report: a verdict in words, one page that needs nothing else, Markdown, JSON and figures."""
+"""The report: a self-contained HTML page, Markdown, JSON and figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_report(
     folder: Path,
     show: Callable[[str], object] | None = None,
 ) -> Path:
-    """Writes `report.html`, `report.md`, `report.json` and `figures/*.png`.
+    """Write `report.html`, `report.md`, `report.json` and `figures/*.png`.
 
     Everything is rendered before anything is written, so a failure leaves an earlier report as it
     was, and each file is replaced at once.
@@ -89,9 +89,9 @@ def check_results(results: dict[str, Any], where: str) -> None:
         ValueError: They are not what an evaluation measures, although their digest fits.
     """
     try:
-        found = RunStatistics(results)
-        _run_page(found, "", sections(found, {}))
-        summary.summary_table([("", found)])
+        stats = RunStatistics(results)
+        _run_page(stats, "", sections(stats, {}))
+        summary.summary_table([("", stats)])
         find_gaps(results)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
@@ -104,34 +104,32 @@ _FIGURE = re.compile(r"(run\d+-)?(accuracy|answers|perplexity|sliding|stretch|re
 
 
 def _page_and_pictures(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What both templates show, and the pictures' files."""
-    found = [RunStatistics(results) for results in runs]
-    titles = [one_line(f.run.get("name") or f.run.get("model")) for f in found]
+    """Return the data of both templates, and the pictures' files."""
+    all_stats = [RunStatistics(results) for results in runs]
+    titles = [one_line(f.run.get("name") or f.run.get("model")) for f in all_stats]
     contents: list[dict[str, Any]] = []
     pictures: dict[str, bytes] = {}
-    for i, (title, findings) in enumerate(zip(titles, found, strict=True), 1):
+    for i, (title, stats) in enumerate(zip(titles, all_stats, strict=True), 1):
         prefix = f"run{i}-" if len(runs) > 1 else ""
-        drawn = figures.draw_figures(findings, prefix)
-        pictures |= {picture.name: picture.png for picture in drawn.values()}
-        pictures |= {
-            f"{prefix}{name}": png for name, png in heatmap.draw_heat_maps(findings).items()
-        }
-        contents.append(_run_page(findings, title, sections(findings, drawn, prefix)))
+        pictures_of_run = figures.draw_figures(stats, prefix)
+        pictures |= {picture.name: picture.png for picture in pictures_of_run.values()}
+        pictures |= {f"{prefix}{name}": png for name, png in heatmap.draw_heat_maps(stats).items()}
+        contents.append(_run_page(stats, title, sections(stats, pictures_of_run, prefix)))
     if len(set(titles)) < len(titles):
         titles = [f"{title} ({i})" for i, title in enumerate(titles, 1)]
         for content, title in zip(contents, titles, strict=True):
             content["title"] = title
     missing = [
         f"{title}: {gap}" if len(runs) > 1 else gap
-        for title, findings in zip(titles, found, strict=True)
-        for gap in find_gaps(findings.results)
+        for title, stats in zip(titles, all_stats, strict=True)
+        for gap in find_gaps(stats.results)
     ]
     page = {
         "incomplete": gap_sentence(missing) if missing else None,
-        "title": _title(titles[0], found[0]) if len(runs) == 1 else _join_titles(titles),
+        "title": _title(titles[0], all_stats[0]) if len(runs) == 1 else _join_titles(titles),
         "runs": contents,
-        "summary": summary.summary_table(list(zip(titles, found, strict=True))),
-        "filters": _filters(found),
+        "summary": summary.summary_table(list(zip(titles, all_stats, strict=True))),
+        "filters": _filters(all_stats),
         "limits": _LIMITS,
     }
     return page, pictures
@@ -157,42 +155,42 @@ def _terminal_overview(page: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _title(title: str, found: RunStatistics) -> str:
-    ends = [end for label in found.losses for end in found.curve(label)]
-    farthest = max([*ends, *found.lengths], default=0)
-    where = "beyond" if farthest > found.trained_length else "within"
-    return f"{title} {where} {found.trained_length:,} tokens"
+def _title(title: str, stats: RunStatistics) -> str:
+    ends = [end for label in stats.losses for end in stats.curve(label)]
+    farthest = max([*ends, *stats.lengths], default=0)
+    where = "beyond" if farthest > stats.trained_length else "within"
+    return f"{title} {where} {stats.trained_length:,} tokens"
 
 
 def _join_titles(titles: list[str]) -> str:
     return f"{len(titles)} evaluations: {', '.join(titles)}"
 
 
-def _run_page(found: RunStatistics, title: str, parts: list[Any]) -> dict[str, Any]:
+def _run_page(stats: RunStatistics, title: str, parts: list[Any]) -> dict[str, Any]:
     unpatched = dict.fromkeys(("method", "paper", "options", "rope_parameters"))
     return {
         "title": title,
-        "verdict": summary.sentences(found),
+        "verdict": summary.sentences(stats),
         "parts": parts,
-        "cautions": [one_line(line) for line in found.run.get("cautions") or []],
-        "facts": _run_facts_table(found),
-        "command": found.run.get("command"),
+        "cautions": [one_line(line) for line in stats.run.get("cautions") or []],
+        "facts": _run_facts_table(stats),
+        "command": stats.run.get("command"),
         "methods": [
             unpatched
             | method
             | {
-                "name": found.names[method["label"]],
-                "key": found.colour_names[method["label"]],
+                "name": stats.names[method["label"]],
+                "key": stats.colour_names[method["label"]],
             }
-            for method in found.results["methods"]
+            for method in stats.results["methods"]
         ],
     }
 
 
-def _filters(found: list[RunStatistics]) -> dict[str, list[tuple[str, str]]]:
-    """What can be hidden: names and marks by kind, where there is a choice."""
-    methods = {filter_mark(label): name for f in found for label, name in f.names.items()}
-    tasks = {filter_mark(task): task_name(task) for f in found for task in f.tasks}
+def _filters(all_stats: list[RunStatistics]) -> dict[str, list[tuple[str, str]]]:
+    """Return what a reader can hide: names and marks by kind, where there is a choice."""
+    methods = {filter_mark(label): name for f in all_stats for label, name in f.names.items()}
+    tasks = {filter_mark(task): task_name(task) for f in all_stats for task in f.tasks}
     kinds = {"method": methods, "task": tasks}
     return {
         kind: [(name, value) for value, name in names.items()]
@@ -201,9 +199,9 @@ def _filters(found: list[RunStatistics]) -> dict[str, list[tuple[str, str]]]:
     }
 
 
-def _run_facts_table(found: RunStatistics) -> list[tuple[str, str]]:
-    """The rows of "What was run"; those without a value are left out."""
-    run = found.run
+def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
+    """Return the rows of "What was run"; leave out those without a value."""
+    run = stats.run
     count, memory = run.get("parameters"), run.get("peak_memory")
     hardware = run.get("hardware") or {}
     seconds = dict(run.get("seconds") or {})
@@ -222,7 +220,7 @@ def _run_facts_table(found: RunStatistics) -> list[tuple[str, str]]:
         "Attention kernel": run.get("attention"),
         "Device": run.get("device"),
         "Hardware": _hardware_text(hardware),
-        "Texts": "; ".join(_document_text(d) for d in found.perplexity.get("documents") or []),
+        "Texts": "; ".join(_document_text(d) for d in stats.perplexity.get("documents") or []),
         "Samples a text": per_text if per_text and per_text > 1 else None,
         "Precision wanted": f"intervals of ±{precision:.1%}" if precision else None,
         "Seed": run.get("seed"),
@@ -293,20 +291,20 @@ def render(template: Path, page: dict[str, Any]) -> str:
 
 
 def _rows_by_group(rows: list[Row]) -> list[list[Row]]:
-    """Rows by the head that they stand below."""
+    """Return rows by the head that they stand below."""
     return [list(group) for _, group in groupby(rows, key=lambda row: row.group)]
 
 
 def _markdown(text: Any) -> str:
-    """Text that Markdown shows as it is, also in a table."""
+    """Return text that Markdown shows as it is, also in a table."""
     return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", one_line(text))
 
 
 def _arxiv_url(paper: Any) -> str | None:
-    found = re.search(r"arXiv:(\d{4}\.\d{4,5})", str(paper))
-    return f"https://arxiv.org/abs/{found[1]}" if found else None
+    match = re.search(r"arXiv:(\d{4}\.\d{4,5})", str(paper))
+    return f"https://arxiv.org/abs/{match[1]}" if match else None
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON, which other programs read too."""
+    """Return strict JSON, which other programs read too."""
     return json.dumps(json_safe(value), indent=indent, ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Ordinary short tasks: what a method for long contexts costs where none is needed.
+"""Ordinary short tasks: what a method for long contexts costs at short ones.
 
 Multiple choice by likelihood, for lm-eval, built offline from the package's own tables, templates
 and novels. They resemble known benchmarks and are none of them: scores compare between methods on
@@ -16,12 +16,12 @@ FOLDER = tasks.FOLDER / "short"
 
 
 def names() -> list[str]:
-    """Names of the short tasks."""
+    """Return the names of the short tasks."""
     return list(config(GROUP)["task"])
 
 
 def config(name: str) -> dict[str, Any]:
-    """The config of a task or of the group, its `!function` references resolved, for lm-eval.
+    """Return the config of a task or of the group for lm-eval, `!function` references resolved.
 
     Raises:
         ValueError: There is no such short task.

@@ -14,12 +14,12 @@ _MISSES = (-10, -2, -1, 1, 2, 10)  # a digit wrong, or one carried wrongly
 
 
 def build(**metadata: Any) -> dict[str, Any]:
-    """lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
+    """Build lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
     return choices.build(questions, "rp_short_arithmetic", **metadata)
 
 
 def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
-    """Endless questions; no result is negative."""
+    """Yield questions without end; no result is negative."""
     while True:
         solved = [_problem(rng) for _ in range(EXAMPLES)]
         asked, result = _problem(rng)

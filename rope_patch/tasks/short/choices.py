@@ -1,4 +1,4 @@
-"""Rows of the short tasks: questions whose right answer is one of a few choices."""
+"""Rows of the short tasks: questions with a few choices, of which one is right."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(
     seed: int = 42,
     **_: Any,
 ) -> dict[str, Any]:
-    """Builds the rows of a task, as lm-eval's `custom_dataset`.
+    """Build the rows of a task, as lm-eval's `custom_dataset`.
 
     Args:
         questions: The task's: as many questions as are asked for, all chance from its argument.

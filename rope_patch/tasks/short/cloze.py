@@ -19,12 +19,12 @@ _STOPS = ",;:.!?"
 
 
 def build(**metadata: Any) -> dict[str, Any]:
-    """lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
+    """Build lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
     return choices.build(questions, "rp_short_cloze", **metadata)
 
 
 def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
-    """Endless questions, each from some place in some novel."""
+    """Yield questions without end, each from some place in some novel."""
     names = texts.names()
     asked: set[tuple[str, int]] = set()
     while True:
@@ -57,7 +57,7 @@ def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
 
 
 def _from_a_sentence(words: list[str]) -> list[str]:
-    """The words after the first end of a sentence."""
+    """Return the words after the first end of a sentence."""
     ends = (i for i, word in enumerate(words) if word.endswith(_SENTENCE_ENDS))
     return words[next(ends, len(words)) + 1 :]
 
@@ -67,7 +67,7 @@ def _without_stops(word: str) -> str:
 
 
 def _word_before_stop(word: str) -> str:
-    """The word before its stop, if it has one and may be asked for; otherwise nothing."""
+    """Return the word before its stop, if it has one and may be asked for; otherwise nothing."""
     bare = _without_stops(word)
     usable = bare.isalpha() and bare.islower() and len(bare) >= _MIN_LETTERS
     return bare if usable and bare != word else ""

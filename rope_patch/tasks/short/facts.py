@@ -21,12 +21,12 @@ WORDING = {
 
 
 def build(**metadata: Any) -> dict[str, Any]:
-    """lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
+    """Build lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
     return choices.build(questions, "rp_short_facts", **metadata)
 
 
 def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
-    """Endless questions: every fact once, then every fact again in other company."""
+    """Yield questions without end: every fact once, then again with other examples."""
     table = tables.read_table("facts")
     while True:
         for relation, subject, answer in tables.shuffled_rows(table, rng):

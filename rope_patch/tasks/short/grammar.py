@@ -42,12 +42,12 @@ PARTICIPLES = {  # of the past tense, where the two differ
 
 
 def build(**metadata: Any) -> dict[str, Any]:
-    """lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
+    """Build lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
     return choices.build(questions, "rp_short_grammar", **metadata)
 
 
 def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
-    """Endless questions; phenomena take turns, no pair comes twice."""
+    """Yield questions without end; phenomena take turns, no pair comes twice."""
     asked: set[Pair] = set()
     for phenomenon in cycle(PHENOMENA):
         pair = phenomenon(rng)
@@ -59,7 +59,7 @@ def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
 
 
 def agreement_past_a_phrase(rng: random.Random) -> Pair:
-    """The verb agrees with the subject, not with the noun of the other number beside it."""
+    """Return a verb that agrees with the subject, past a noun of the other number."""
     plural = rng.random() < 0.5
     subject, beside = _inflect(rng.choice(THINGS), plural), _inflect(rng.choice(PEOPLE), not plural)
     start = f"The {subject} that belonged to the {beside} from the {rng.choice(PLACES)}"
@@ -67,7 +67,7 @@ def agreement_past_a_phrase(rng: random.Random) -> Pair:
 
 
 def agreement_past_a_clause(rng: random.Random) -> Pair:
-    """The same, past a relative clause with a subject of the other number."""
+    """Return the same past a relative clause with a subject of the other number."""
     plural = rng.random() < 0.5
     subject, other = rng.sample(PEOPLE, 2)
     start = f"The {_inflect(subject, plural)} that the {_inflect(other, not plural)} "
@@ -76,7 +76,7 @@ def agreement_past_a_clause(rng: random.Random) -> Pair:
 
 
 def reflexive_gender(rng: random.Random) -> Pair:
-    """A reflexive has the gender of its own clause's subject, not of the one outside."""
+    """Return a reflexive that has the gender of its own clause's subject."""
     woman, man = rng.choice(WOMEN), rng.choice(MEN)
     female = rng.random() < 0.5
     outer, inner = (man, woman) if female else (woman, man)
@@ -86,18 +86,18 @@ def reflexive_gender(rng: random.Random) -> Pair:
 
 
 def reflexive_number(rng: random.Random) -> Pair:
-    """A reflexive has the number of its subject."""
+    """Return a reflexive that has the number of its subject."""
     plural = rng.random() < 0.5
     subject, beside = rng.sample(PEOPLE, 2)
     name, reflexive = rng.choice([(rng.choice(WOMEN), "herself"), (rng.choice(MEN), "himself")])
-    known = name if not plural else f"The {_inflect(subject, True)}"
-    start = f"{known}, who {rng.choice(LIKED)} the {_inflect(beside, not plural)} at the "
+    whole_subject = name if not plural else f"The {_inflect(subject, True)}"
+    start = f"{whole_subject}, who {rng.choice(LIKED)} the {_inflect(beside, not plural)} at the "
     start += f"{rng.choice(PLACES)}, {rng.choice(TO_SELF)}"
     return _sentence_pair(f"{start} {{}}.", (reflexive, "themselves"), plural)
 
 
 def determiner(rng: random.Random) -> Pair:
-    """A noun has the number of its determiner, past adjectives."""
+    """Return a noun that has the number of its determiner, past adjectives."""
     plural = rng.random() < 0.5
     word = rng.choice(["these", "those"] if plural else ["this", "that"])
     first, second = rng.sample(QUALITIES, 2)
@@ -107,14 +107,14 @@ def determiner(rng: random.Random) -> Pair:
 
 
 def polarity(rng: random.Random) -> Pair:
-    """`ever` wants a negative subject."""
+    """Return a sentence with `ever`, which needs a negative subject."""
     verb = rng.choice(sorted(PARTICIPLES.values()))
     rest = f"in the {rng.choice(PLACES)} has ever {verb} the {rng.choice(THINGS)}."
     return f"Nobody {rest}", f"Somebody {rest}"
 
 
 def participle(rng: random.Random) -> Pair:
-    """`had` wants the participle, the past tense stands alone."""
+    """Return a verb form: the participle after `had`, else the past tense."""
     past, perfect = rng.choice(sorted(PARTICIPLES.items()))
     helped = rng.random() < 0.5
     subject, other = rng.sample(PEOPLE, 2)
@@ -125,7 +125,7 @@ def participle(rng: random.Random) -> Pair:
 
 
 def quantity(rng: random.Random) -> Pair:
-    """`many` counts things, `much` measures stuff."""
+    """Return a quantity: `many` counts things, `much` measures stuff."""
     counted = rng.random() < 0.5
     noun = _inflect(rng.choice(THINGS), True) if counted else rng.choice(STUFF)
     start = f"The {rng.choice(PEOPLE)} did not see {{}} {noun} in the {rng.choice(PLACES)}."
@@ -145,7 +145,7 @@ PHENOMENA: tuple[Callable[[random.Random], Pair], ...] = (
 
 
 def _sentence_pair(sentence: str, forms: tuple[str, str], second: bool) -> Pair:
-    """The sentence with one form and with the other; the second one is right if so said."""
+    """Return the sentence with the right and with the wrong form; `second` picks the right one."""
     right, wrong = reversed(forms) if second else forms
     return sentence.format(right), sentence.format(wrong)
 

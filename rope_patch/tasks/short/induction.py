@@ -1,4 +1,4 @@
-"""Relations between words, to be seen from examples."""
+"""Relations between words, to be learnt from examples in the prompt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ EXAMPLES = 8
 
 
 def build(**metadata: Any) -> dict[str, Any]:
-    """lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
+    """Build lm-eval's `custom_dataset`; its metadata is what `choices.build` takes."""
     return choices.build(questions, "rp_short_induction", **metadata)
 
 
 def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
-    """Endless questions: every pair once, then every pair again in other company.
+    """Yield questions without end: every pair once, then again with other examples.
 
     Wrong choices are the word itself, the answer to an example and an answer to a pair not shown:
     copying, or naming any word of the right kind, is not enough.

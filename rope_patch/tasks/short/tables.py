@@ -1,4 +1,4 @@
-"""Tables of pairs that stand in some relation."""
+"""Tables of word pairs, by relation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.resources import files
 
 @lru_cache(maxsize=2)
 def read_table(name: str) -> dict[str, dict[str, str]]:
-    """Relations of a table of this package, each with the second words of its first ones."""
+    """Return the relations of a table of this package, each a dict of first to second words."""
     relations: dict[str, dict[str, str]] = {}
     with (files(__package__) / f"{name}.csv").open(encoding="utf-8") as stream:
         _, *rows = csv.reader(stream)
@@ -22,6 +22,6 @@ def read_table(name: str) -> dict[str, dict[str, str]]:
 def shuffled_rows(
     table: dict[str, dict[str, str]], rng: random.Random
 ) -> list[tuple[str, str, str]]:
-    """All rows of a table shuffled: relation, first word, second word."""
+    """Return all rows of a table shuffled: relation, first word, second word."""
     rows = [(name, *pair) for name, pairs in table.items() for pair in pairs.items()]
     return rng.sample(rows, len(rows))

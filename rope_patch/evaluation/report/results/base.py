@@ -1,4 +1,4 @@
-"""What every part of a report starts from: one run's results, its methods and their names."""
+"""RunResults: one run's results, its methods and their names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunResults:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """How each label reads in a sentence."""
+        """Return how each label reads in a sentence."""
         return {
             label: "plain model" if label == self.plain else one_line(label)
             for label in self.labels
@@ -40,6 +40,6 @@ class RunResults:
 
     @cached_property
     def colour_names(self) -> dict[str, str]:
-        """The colour's name of each label: `plain` without a method, else m0, m1, ..."""
-        found = {label: f"m{i % COLOURS}" for i, label in enumerate(self.patched)}
-        return {label: found.get(label, PLAIN) for label in self.labels}
+        """Return the colour's name of each label: `plain` without a method, else m0, m1, ..."""
+        colours = {label: f"m{i % COLOURS}" for i, label in enumerate(self.patched)}
+        return {label: colours.get(label, PLAIN) for label in self.labels}

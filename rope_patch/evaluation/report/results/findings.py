@@ -1,4 +1,4 @@
-"""What one run's raw samples say: every number of the report, with its interval.
+"""RunStatistics: every number of the report with its interval, from one run's raw samples.
 
 Results hold samples; nothing here is stored, so a better statistic needs no new run.
 """
@@ -28,7 +28,7 @@ class RunStatistics(RetrievalStatistics, PerplexityStatistics):
             setattr(self, name, cache(getattr(self, name)))
 
     def short(self, task: dict[str, Any], label: str) -> tuple[Interval, PairedTest | None] | None:
-        """Accuracy at an ordinary task, and its difference from the plain model's."""
+        """Return accuracy at an ordinary task, and its difference from the plain model's."""
         scores = _numbers(task["samples"].get(label))
         if all(score is None for score in scores):
             return None
@@ -38,7 +38,7 @@ class RunStatistics(RetrievalStatistics, PerplexityStatistics):
         return statistics.accuracy(scores), paired
 
     def short_overall(self, label: str) -> PairedTest | None:
-        """All ordinary tasks together against the plain model."""
+        """Compare all ordinary tasks together with the plain model."""
         mine: list[float | None] = []
         base: list[float | None] = []
         for task in self.results.get("short") or []:
@@ -50,7 +50,7 @@ class RunStatistics(RetrievalStatistics, PerplexityStatistics):
 
 
 def task_name(task: str) -> str:
-    """A task's name to read: without the package's prefix."""
+    """Return a task's name to read: without the package's prefix."""
     return one_line(re.sub(r"^rp_", "", str(task)))
 
 
@@ -59,6 +59,6 @@ def _numbers(scores: list[Any] | None) -> list[float | None]:
 
 
 def _have_common_scores(mine: list[float | None], base: list[float | None]) -> bool:
-    """Whether two methods have scores of the same samples."""
+    """Return whether two methods have scores of the same samples."""
     both = zip(mine, base, strict=False)
     return len(mine) == len(base) and any(None not in pair for pair in both)

@@ -1,4 +1,4 @@
-"""Perplexities with their intervals, from the losses of blocks, windows and key tokens."""
+"""PerplexityStatistics: perplexities with intervals, from losses of blocks, windows, key tokens."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Curve = dict[int, Interval]
 
 
 class PerplexityStatistics(RunResults):
-    """What one run's losses say."""
+    """Perplexities of one run."""
 
     @cached_property
     def perplexity(self) -> dict[str, Any]:
-        """The results' own entry, empty where none was measured."""
+        """Return the results' own entry, empty where none was measured."""
         return self.results.get("perplexity") or {}
 
     @cached_property
     def losses(self) -> dict[str, list[list[float]]]:
-        """Mean nats of each block of each document, by label."""
+        """Return mean nats of each block of each document, by label."""
         measured = self.perplexity.get("losses") or {}
         return {
             label: [[float(nll) for nll in document] for document in measured[label]]
@@ -34,25 +34,25 @@ class PerplexityStatistics(RunResults):
 
     @cached_property
     def window(self) -> int:
-        """Tokens averaged into one point of a curve: whole blocks."""
+        """Return the tokens averaged into one point of a curve: whole blocks."""
         block = int(self.perplexity["block"])
         return max(block, int(self.perplexity["window"]) // block * block)
 
     def curve(self, label: str) -> Curve:
-        """Perplexity of each window by the position where it ends, over all documents."""
+        """Return perplexity of each window by the position where it ends, over all documents."""
         block = int(self.perplexity["block"])
         losses = self.losses[label]
-        found = {}
+        curve = {}
         for point in perplexity.curve_points(losses, block, self.window):
             end = int(point["end"])
             first, last = (end - self.window) // block, end // block
             pieces = [d[first:last] for d in losses if len(d) >= last]
-            found[end] = self._interval(pieces, first)
-        return found
+            curve[end] = self._interval(pieces, first)
+        return curve
 
     @cached_property
     def control(self) -> Curve:
-        """The plain model given only the near past: perplexity of windows by where they end."""
+        """Return perplexity of windows under the control, by where the windows end."""
         ends = sorted({end for document in self._control_losses for end in document})
         return {
             end: _perplexity([[d[end]] for d in self._control_losses if end in d]) for end in ends
@@ -65,7 +65,7 @@ class PerplexityStatistics(RunResults):
         return [{int(end): float(nll) for end, nll in d.items()} for d in measured]
 
     def _blocks_in_range(self, label: str, *, beyond: bool) -> tuple[list[list[float]], int]:
-        """The blocks that lie wholly up to, or wholly beyond, the trained length; the first's k."""
+        """Return the blocks wholly within, or beyond, the trained length, and the first's index."""
         edge = self.trained_length / int(self.perplexity["block"])
         if beyond:
             first = math.ceil(edge)
@@ -73,7 +73,7 @@ class PerplexityStatistics(RunResults):
         return [d[: math.floor(edge)] for d in self.losses[label]], 0
 
     def _block_tokens(self, pieces: list[list[float]], first: int) -> list[list[int]]:
-        """Tokens of blocks, of which block `first` is the first: a text's first token has none."""
+        """Return tokens of blocks from block `first` on: a text's first token has no loss."""
         block = int(self.perplexity["block"])
         return [[block - (first + i == 0) for i in range(len(piece))] for piece in pieces]
 
@@ -81,14 +81,14 @@ class PerplexityStatistics(RunResults):
         return statistics.perplexity_interval(pieces, self._block_tokens(pieces, first))
 
     def average(self, label: str, *, beyond: bool) -> Interval | None:
-        """Perplexity up to, or beyond, the trained length."""
+        """Return perplexity within, or beyond, the trained length."""
         if label not in self.losses:
             return None
         pieces, first = self._blocks_in_range(label, beyond=beyond)
         return self._interval(pieces, first) if any(pieces) else None
 
     def ratio(self, label: str, other: str, *, beyond: bool) -> Interval | None:
-        """Perplexity over another method's, paired by block."""
+        """Return perplexity over another method's, paired by block."""
         if label not in self.losses or other not in self.losses:
             return None
         (a, first), (b, _) = (self._blocks_in_range(name, beyond=beyond) for name in (label, other))
@@ -97,26 +97,26 @@ class PerplexityStatistics(RunResults):
         return statistics.perplexity_ratio(a, b, self._block_tokens(a, first))
 
     def ratio_to_control(self, label: str) -> Interval | None:
-        """Perplexity over the control's, over the windows beyond the trained length it has."""
+        """Return perplexity over the control's, on the windows beyond the trained length."""
         if label not in self.losses:
             return None
         block = int(self.perplexity["block"])
         mine: list[list[float]] = []
-        held: list[list[float]] = []
+        controls: list[list[float]] = []
         for document, control in zip(self.losses[label], self._control_losses, strict=False):
             ends = [e for e in sorted(control) if self.trained_length < e <= len(document) * block]
             windows = [document[(e - self.window) // block : e // block] for e in ends]
             mine.append([sum(window) / len(window) for window in windows])
-            held.append([control[e] for e in ends])
-        return statistics.perplexity_ratio(mine, held) if any(mine) else None
+            controls.append([control[e] for e in ends])
+        return statistics.perplexity_ratio(mine, controls) if any(mine) else None
 
     @cached_property
     def sliding_lengths(self) -> list[int]:
-        """Context lengths of the sliding windows."""
+        """Return the context lengths of the sliding windows."""
         return [int(n) for n in (self.perplexity.get("sliding") or {}).get("lengths") or []]
 
     def sliding(self, label: str) -> Curve:
-        """Perplexity by length of context, of the same tokens each time."""
+        """Return perplexity by length of context, of the same tokens each time."""
         measured = (self.perplexity.get("sliding") or {}).get("losses") or {}
         by_length = measured.get(label) or {}
         return {
@@ -128,7 +128,7 @@ class PerplexityStatistics(RunResults):
         }
 
     def key_tokens(self, label: str, *, beyond: bool) -> Interval | None:
-        """LongPPL: perplexity of the tokens that need far context."""
+        """Return LongPPL: perplexity of the tokens that need far context."""
         key = self.perplexity.get("key_tokens") or {}
         losses = (key.get("losses") or {}).get(label)
         if not losses:

@@ -1,4 +1,4 @@
-"""Accuracy, retention and tests between methods, from the scores of single samples."""
+"""RetrievalStatistics: accuracy, retention and tests between methods, from samples' scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sample = dict[str, Any]
 
 
 class RetrievalStatistics(RunResults):
-    """What one run's retrieval samples say.
+    """Accuracies of one run.
 
     Attributes:
         tasks: Names of the tasks that have samples.
@@ -42,12 +42,16 @@ class RetrievalStatistics(RunResults):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Every length that some task was run at."""
+        """Return every length that some task was run at."""
         return sorted({int(n) for task in self._tasks.values() for n in task["lengths"]})
 
     def depths(self, task: str) -> list[int]:
-        """Where a task's answers stand, in percent; none where they are everywhere."""
-        samples = [s for found in self._tasks[task]["samples"].values() for s in found]
+        """Return a task's answer depths, in percent; none where answers are everywhere."""
+        samples = [
+            s
+            for samples_of_label in self._tasks[task]["samples"].values()
+            for s in samples_of_label
+        ]
         return sorted({s["depth"] for s in samples if s.get("depth") is not None})
 
     def samples(
@@ -57,14 +61,14 @@ class RetrievalStatistics(RunResults):
         lengths: tuple[int, ...] | None = None,
         depth: int | None = None,
     ) -> list[Sample]:
-        """A method's samples that were scored, of one task or all, at some lengths or all."""
-        found = []
+        """Return a method's scored samples, of one task or all, at some lengths or all."""
+        rows = []
         for name in self.tasks if task is None else [task]:
             for sample in self._tasks[name]["samples"].get(label) or []:
                 chosen = lengths is None or sample["length"] in lengths
                 if chosen and depth in (None, sample.get("depth")) and _score(sample) is not None:
-                    found.append({**sample, "task": name})
-        return found
+                    rows.append({**sample, "task": name})
+        return rows
 
     def accuracy(
         self,
@@ -73,21 +77,21 @@ class RetrievalStatistics(RunResults):
         lengths: tuple[int, ...] | None = None,
         depth: int | None = None,
     ) -> Interval | None:
-        """The mean score; samples of one text are a cluster. None without samples."""
+        """Return the mean score; samples of one text are a cluster. None without samples."""
         return _accuracy(self.samples(label, task, lengths, depth))
 
     @cached_property
     def lengths_within_training(self) -> tuple[int, ...]:
-        """The lengths up to the trained one."""
+        """Return the lengths up to the trained one."""
         return tuple(length for length in self.lengths if length <= self.trained_length)
 
     @cached_property
     def lengths_beyond_training(self) -> tuple[int, ...]:
-        """The lengths beyond."""
+        """Return the lengths beyond the trained one."""
         return tuple(length for length in self.lengths if length > self.trained_length)
 
     def retention(self, label: str, length: int) -> Interval | None:
-        """Accuracy at a length over the plain model's within its trained length.
+        """Return accuracy at a length over the plain model's within its trained length.
 
         None where one of them was not measured or the plain model gets nothing right.
         """
@@ -100,24 +104,26 @@ class RetrievalStatistics(RunResults):
         return statistics.retention(patched, base)
 
     def effective_length(self, label: str) -> tuple[int | None, str]:
-        """The longest length up to which retention is sure to be above 85%, or why there is none.
+        """Return the longest length with retention surely above 85%, and why it is no longer.
 
         "Sure" is the interval's lower bound, at this length and at every shorter one.
         """
-        kept = {length: self.retention(label, length) for length in self.lengths}
-        known = {length: interval for length, interval in kept.items() if interval is not None}
-        if not known:
+        retentions = {length: self.retention(label, length) for length in self.lengths}
+        defined = {
+            length: interval for length, interval in retentions.items() if interval is not None
+        }
+        if not defined:
             reason = (
                 "not measured"
                 if self.plain and self.lengths_within_training
                 else "no plain model to compare to"
             )
             return None, reason
-        return statistics.effective_length(known, THRESHOLD)
+        return statistics.effective_length(defined, THRESHOLD)
 
     @cached_property
     def has_ruler(self) -> bool:
-        """Whether all of RULER's 13 tasks ran, in one way of scoring."""
+        """Return whether all of RULER's 13 tasks ran, in one way of scoring."""
         return any(self._ruler_tasks)
 
     @cached_property
@@ -129,22 +135,22 @@ class RetrievalStatistics(RunResults):
         return []
 
     def ruler_effective_length(self, label: str) -> tuple[int | None, str]:
-        """RULER's own effective length: its average over all 13 tasks is at least 85.6%."""
+        """Return RULER's effective length: its average over all 13 tasks is at least 85.6%."""
         averages: dict[int, Interval] = {}
         for length in self.lengths:
-            found = [s for name in self._ruler_tasks for s in self.samples(label, name, (length,))]
-            if (average := _accuracy(found)) is not None:
+            rows = [s for name in self._ruler_tasks for s in self.samples(label, name, (length,))]
+            if (average := _accuracy(rows)) is not None:
                 averages[length] = average
         return statistics.effective_length(averages, RULER_THRESHOLD)
 
     def ruler_weighted_average(self, label: str, *, increasing: bool) -> float | None:
-        """RULER's weighted average: lengths weigh 1, 2, 3, ... or the other way around."""
-        found = [self.accuracy(label, lengths=(length,)) for length in self.lengths]
-        if len(found) < 2 or any(interval is None for interval in found):
+        """Return RULER's weighted average: lengths weigh 1, 2, 3, ... or the other way around."""
+        accuracies = [self.accuracy(label, lengths=(length,)) for length in self.lengths]
+        if len(accuracies) < 2 or any(interval is None for interval in accuracies):
             return None
-        weights = range(1, len(found) + 1) if increasing else range(len(found), 0, -1)
+        weights = range(1, len(accuracies) + 1) if increasing else range(len(accuracies), 0, -1)
         return sum(
-            w * i.estimate for w, i in zip(weights, found, strict=True) if i is not None
+            w * i.estimate for w, i in zip(weights, accuracies, strict=True) if i is not None
         ) / sum(weights)
 
     def paired_scores(
@@ -154,7 +160,7 @@ class RetrievalStatistics(RunResults):
         task: str | None = None,
         lengths: tuple[int, ...] | None = None,
     ) -> tuple[list[float], list[float], list[Any]]:
-        """Scores of the samples that both methods have, in the same order, and their texts."""
+        """Return scores of the samples that both methods have, in one order, and their texts."""
         mine = {(s["task"], s["id"]): s for s in self.samples(label, task, lengths)}
         theirs = {(s["task"], s["id"]): s for s in self.samples(other, task, lengths)}
         shared = [key for key in mine if key in theirs]
@@ -169,26 +175,26 @@ class RetrievalStatistics(RunResults):
         task: str | None = None,
         lengths: tuple[int, ...] | None = None,
     ) -> PairedTest | None:
-        """PairedTest difference of accuracy with its test; None without shared samples."""
+        """Return the difference of accuracy with its test; None without shared samples."""
         a, b, clusters = self.paired_scores(label, other, task, lengths)
         return statistics.mcnemar(a, b, clusters) if a else None
 
     def significance(self, task: str | None) -> dict[tuple[str, int], float]:
-        """p against the plain model of each patched method at each length, Holm-corrected.
+        """Return each patched method's p against the plain model by length, Holm-corrected.
 
         The family is what one block of the table shows: a task's methods x lengths.
         """
         if self.plain is None:
             return {}
-        found = {
+        differences = {
             (label, length): self.difference(label, self.plain, task, (length,))
             for label in self.patched
             for length in self.lengths
         }
-        return _holm({key: pair.p_value for key, pair in found.items() if pair is not None})
+        return _holm({key: pair.p_value for key, pair in differences.items() if pair is not None})
 
     def best_against_second(self, task: str | None) -> dict[int, tuple[str, str, float]]:
-        """The best two patched methods at each length, and Holm's p that they differ."""
+        """Return the best two patched methods at each length, and Holm's p that they differ."""
         duels = {}
         for length in self.lengths:
             scores = {
@@ -212,15 +218,15 @@ class RetrievalStatistics(RunResults):
         task: str | None = None,
         depth: int | None = None,
     ) -> float | None:
-        """Nats per token of the right answers, where they were measured."""
+        """Return nats per token of the right answers; None where they were not measured."""
         samples = self.samples(label, task, lengths, depth)
-        found = [s for s in samples if s.get("log_likelihood") is not None]
-        tokens = sum(s.get("target_tokens") or 0 for s in found)
-        return -sum(float(s["log_likelihood"]) for s in found) / tokens if tokens else None
+        scored = [s for s in samples if s.get("log_likelihood") is not None]
+        tokens = sum(s.get("target_tokens") or 0 for s in scored)
+        return -sum(float(s["log_likelihood"]) for s in scored) / tokens if tokens else None
 
     @cached_property
     def failures(self) -> list[tuple[str, str, str, str]]:
-        """Samples without a score: task, method, sample and the reason."""
+        """Return the samples without a score: task, method, sample and the reason."""
         return [
             (name, label, str(sample.get("id", "")), str(sample.get("error") or "no score"))
             for name, entry in self._tasks.items()
@@ -231,16 +237,16 @@ class RetrievalStatistics(RunResults):
 
     @cached_property
     def controls(self) -> list[tuple[str, int, Interval, float]]:
-        """Questions whose text lacks the answer: task, length, accuracy, and that of chance."""
-        found = []
+        """Return questions on texts without the answer: task, length, accuracy, chance."""
+        rows = []
         for entry in self.results.get("control") or []:
             samples = [s for ss in (entry.get("samples") or {}).values() for s in ss]
             for length in sorted({s["length"] for s in samples}):
                 chosen = [s for s in samples if s["length"] == length and _score(s) is not None]
                 if (interval := _accuracy(chosen)) is not None:
                     chance = sum(s.get("chance") or 0.0 for s in chosen) / len(chosen)
-                    found.append((entry["task"], length, interval, chance))
-        return found
+                    rows.append((entry["task"], length, interval, chance))
+        return rows
 
 
 def _score(sample: Sample) -> float | None:
@@ -249,14 +255,14 @@ def _score(sample: Sample) -> float | None:
 
 
 def _clusters(samples: list[Sample]) -> list[int]:
-    """Numbers that samples of the same text share, also where twin tasks ask the same samples."""
+    """Return numbers that samples of the same text share, also across twin tasks."""
     texts = [(_question_id(s), s["length"], s.get("text", s["id"])) for s in samples]
     number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     return [number[text] for text in texts]
 
 
 def _question_id(sample: Sample) -> str:
-    """What a sample's task asks, however the answer is scored."""
+    """Return what a sample's task asks, however the answer is scored."""
     return str(sample.get("task")).removesuffix(LIKELIHOOD).removesuffix(CHOICE)
 
 
