@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 from transformers import DynamicCache
 
+from rope_patch.evaluation.question import Question, make_batches
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_out_of_memory
 from rope_patch.patching import current
@@ -35,27 +34,6 @@ class Response(str):
 
     target_log_likelihood: float | None = None
     error: str | None = None
-
-
-@dataclass(frozen=True)
-class _Question:
-    """One question: its key among the answers, its prompt, and what to compute for it."""
-
-    key: str
-    ids: list[int]
-    target: list[int]
-    max_new_tokens: int = 0
-    until: tuple[str, ...] = ()
-    answers: tuple[str, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids) + max(len(self.target), self.max_new_tokens)
-
-    @property
-    def pass_tokens(self) -> int:
-        """Return the pass's tokens: the prompt's, and the target's unless text is generated."""
-        return len(self.ids) + (0 if self.max_new_tokens else len(self.target) - 1)
 
 
 class LongContextLM(HFLM):
@@ -166,7 +144,7 @@ class LongContextLM(HFLM):
         for _, context, continuation in requests:
             identity = self._identity(len(context) - 1, len(context) + len(continuation))
             key = answer_key(identity, "loglikelihood", context, continuation)
-            questions.append(_Question(key, list(context), list(continuation)))
+            questions.append(Question(key, list(context), list(continuation)))
             self._require_fit(questions[-1])
         self._answer_in_batches([q for q in questions if q.tokens <= BATCHABLE_TOKENS])
         self._answer_missing(
@@ -177,7 +155,7 @@ class LongContextLM(HFLM):
         answers = [nothing | answer for answer in self._last_answers]
         return [(answer["log_likelihood"], answer["greedy"]) for answer in answers]
 
-    def _generation_question(self, request: Any) -> _Question:
+    def _generation_question(self, request: Any) -> Question:
         context, generation_kwargs = request.args
         settings = dict(generation_kwargs)
         if settings.get("do_sample", bool(settings.get("temperature"))):
@@ -199,11 +177,11 @@ class LongContextLM(HFLM):
         until = (until,) if isinstance(until, str) else tuple(until)
         identity = self._identity(len(ids) - 1, len(ids) + max(room, len(target)))
         key = answer_key(identity, "generate", ids, target, room, until)
-        question = _Question(key, ids, target, room, until, tuple(doc.get("answers", ())))
+        question = Question(key, ids, target, room, until, tuple(doc.get("answers", ())))
         self._require_fit(question, f"{request.task_name}: ")
         return question
 
-    def _answer_missing(self, questions: list[_Question], answer: Callable[..., Any]) -> None:
+    def _answer_missing(self, questions: list[Question], answer: Callable[..., Any]) -> None:
         """Answer the questions that have no answer, divided between processes; record failures."""
         by_key = {question.key: question for question in questions}
         # The main process says what is missing: others may already see new answers.
@@ -222,7 +200,7 @@ class LongContextLM(HFLM):
         self._sync()
 
     def _answer_with_retry(
-        self, question: _Question, reader: PrefixReader, compute: Callable[..., Any], bar: Any
+        self, question: Question, reader: PrefixReader, compute: Callable[..., Any], bar: Any
     ) -> None:
         while True:
             before = bar.n
@@ -240,7 +218,7 @@ class LongContextLM(HFLM):
             self._answers.put(question.key, answer)
             return
 
-    def _generate(self, question: _Question, cache: Any, reader: PrefixReader) -> dict[str, Any]:
+    def _generate(self, question: Question, cache: Any, reader: PrefixReader) -> dict[str, Any]:
         answer: dict[str, Any] = {}
         if question.target:
             answer["target_log_likelihood"] = self._score_target(question, cache, reader)[
@@ -250,7 +228,7 @@ class LongContextLM(HFLM):
         return answer
 
     @torch.no_grad()
-    def _generate_text(self, question: _Question, cache: Any) -> str:
+    def _generate_text(self, question: Question, cache: Any) -> str:
         """Generate greedily after a prompt; stop once the score cannot change any more."""
         config = getattr(self.model, "generation_config", None)
         ends = getattr(config, "eos_token_id", None)
@@ -265,16 +243,14 @@ class LongContextLM(HFLM):
                 break
             new_ids.append(token)
             text = self.tok_decode(new_ids)
-            if any(stop in text for stop in question.until) or _can_stop(text, question.answers):
+            if any(stop in text for stop in question.until) or question.is_settled_by(text):
                 break
         for stop in question.until:
             text = text.split(stop)[0]
         return text
 
     @torch.no_grad()
-    def _score_target(
-        self, question: _Question, cache: Any, reader: PrefixReader
-    ) -> dict[str, Any]:
+    def _score_target(self, question: Question, cache: Any, reader: PrefixReader) -> dict[str, Any]:
         """Score the target after the prompt; leave the cache as it was."""
         fed = torch.tensor(
             [[question.ids[-1], *question.target[:-1]]], device=input_device(self.model)
@@ -284,11 +260,11 @@ class LongContextLM(HFLM):
         reader.give_back(cache, scratch, fed.shape[1])
         return _target_likelihood(logits, question.target)
 
-    def _answer_in_batches(self, questions: list[_Question]) -> None:
+    def _answer_in_batches(self, questions: list[Question]) -> None:
         """Answer short questions in batches that do not depend on what is answered already."""
         by_key = {q.key: q for q in questions}
         ordered = sorted(by_key.values(), key=lambda q: (len(q.ids), q.ids))
-        batches = list(_make_batches(ordered, self._batch_tokens))
+        batches = list(make_batches(ordered, self._batch_tokens))
         missing = self._processes.broadcast(
             [
                 i
@@ -304,7 +280,7 @@ class LongContextLM(HFLM):
                 bar.update(sum(q.tokens for q in batch))
         self._sync()
 
-    def _answer_batch(self, questions: list[_Question]) -> None:
+    def _answer_batch(self, questions: list[Question]) -> None:
         """Answer a batch; halve it where memory runs out."""
         try:
             answers = self._score_batch(questions)
@@ -323,7 +299,7 @@ class LongContextLM(HFLM):
                 self._answers.put(question.key, answer)
 
     @torch.no_grad()
-    def _score_batch(self, questions: list[_Question]) -> list[dict[str, Any]]:
+    def _score_batch(self, questions: list[Question]) -> list[dict[str, Any]]:
         """Score targets after their prompts, row by row; read a prompt that all share once.
 
         Rows are padded on the right, where a causal model does not look, and masked all the same:
@@ -370,7 +346,7 @@ class LongContextLM(HFLM):
             self.failures[request.task_name, request.doc_id] = error
         return error
 
-    def _require_fit(self, question: _Question, place: str = "") -> None:
+    def _require_fit(self, question: Question, place: str = "") -> None:
         if question.tokens > self.max_length:
             raise ValueError(
                 f"{place}a prompt and its answer take {question.tokens:,} tokens, "
@@ -387,31 +363,3 @@ def _target_likelihood(logits: torch.Tensor, target: list[int]) -> dict[str, Any
         "log_likelihood": log_likelihood,
         "greedy": bool((logits.argmax(-1) == target_ids).all()),
     }
-
-
-def _can_stop(text: str, answers: tuple[str, ...]) -> bool:
-    """Return whether all answers are complete: `12` may become `125` or `12.5`."""
-    lower = text.lower()
-    return bool(answers) and all(a.lower() in lower[:-2] for a in answers)
-
-
-def _make_batches(questions: list[_Question], tokens: int) -> Iterator[list[_Question]]:
-    """Yield questions on one prompt together, and single ones in batches of `tokens` with padding.
-
-    Args:
-        jobs: Ordered by prompts.
-        tokens: Of a batch, if it is of more than one prompt.
-    """
-    single: list[_Question] = []
-    for _, group in groupby(questions, key=lambda q: q.ids):
-        same = list(group)
-        if len(same) > 1:
-            yield same
-            continue
-        longest = max((q.tokens for q in [*single, *same]), default=0)
-        if single and (len(single) + 1) * longest > tokens:
-            yield single
-            single = []
-        single += same
-    if single:
-        yield single

@@ -45,7 +45,7 @@ def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     Raises:
         ValueError: As `samples.build`, or a file that is not of that kind or has too few contexts.
     """
-    draw = partial(_generate, hops=1, known=read_questions(questions) if questions else None)
+    draw = partial(_generate, hops=1, questions=read_questions(questions) if questions else None)
     return samples.build(draw, "rp_qa_1", ROOM, **metadata)
 
 
@@ -61,7 +61,7 @@ def two_hops(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     Raises:
         ValueError: As `one_hop`.
     """
-    draw = partial(_generate, hops=2, known=read_questions(questions) if questions else None)
+    draw = partial(_generate, hops=2, questions=read_questions(questions) if questions else None)
     return samples.build(draw, "rp_qa_2", ROOM, **metadata)
 
 

@@ -44,7 +44,7 @@ from rope_patch.benchmarks.kernels.workers import (
     ImplementationRun,
     TimedCalls,
 )
-from rope_patch.evaluation.measures.speed import compare_times
+from rope_patch.evaluation.measures.timed_method import compare_times
 from rope_patch.ops.dispatch import is_interpreted
 from rope_patch.utils import provenance
 from rope_patch.utils.progress import progress_bar

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rope_patch.benchmarks.kernels import timing
 from rope_patch.benchmarks.kernels.implementations import describe_error
-from rope_patch.evaluation.measures.speed import (
+from rope_patch.evaluation.measures.timed_method import (
     TimedMethod,
     compare_times,
     time_call,

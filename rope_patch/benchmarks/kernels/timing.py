@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rope_patch.evaluation.measures.speed import time_call
+from rope_patch.evaluation.measures.timed_method import time_call
 
 Thunk = Callable[[], Any]
 

@@ -8,25 +8,27 @@ medians of ratios, with the smallest and the largest beside them.
 
 from __future__ import annotations
 
-import copy
 import math
-import os
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate, chain
-from operator import truediv
-from statistics import median
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
+from rope_patch.evaluation.measures.timed_method import (
+    WARMUP_TOKENS,
+    count_recompilations,
+    decode_start_length,
+    make_timed_method,
+    measure_memory,
+    rotate_order,
+    time_call,
+    time_decoding,
+    timing_row,
+)
 from rope_patch.methods.registry import get_method
-from rope_patch.patching import Patch, check, patch
-from rope_patch.patching.dynamic.cache_record import RotationRecord
+from rope_patch.patching import check
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config, read_model, require_dtype
 from rope_patch.rope_config import read_geometries
@@ -34,9 +36,6 @@ from rope_patch.utils import provenance
 from rope_patch.utils.progress import progress_bar
 
 PLAIN = "none"
-_WARMUP_TOKENS = (
-    4  # tokens decoded before any that counts: allocator and compiler have settled by then
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,41 +66,6 @@ class SpeedRequest:
     dtype: str = "auto"
     compiled: bool = False
     random_weights: bool = False
-
-
-@dataclass(kw_only=True)
-class TimedMethod:
-    """A method on its own instance of the model, with its times in seconds, a list a repeat."""
-
-    name: str
-    model: Any
-    handle: Patch | None
-    cache: Any = None
-    prompt_times: list[list[float]] = field(default_factory=list)
-    token_times: list[list[float]] = field(default_factory=list)
-    growth_times: list[list[float]] = field(default_factory=list)
-
-    def valid_until(self, length: int) -> float:
-        """Return up to which length in tokens keys stay as they were cached at `length`."""
-        if self.handle is None or not self.handle.method.is_dynamic:
-            return math.inf
-        return self.handle.method.valid_until(length, self.handle.trained_length)
-
-    def read(self, ids: torch.Tensor) -> Any:
-        """Read tokens at once into a new cache."""
-        cache = DynamicCache(config=self.model.config)
-        self._forward(ids, 0, cache)()
-        return cache
-
-    def decode(self, ids: torch.Tensor, cache: Any) -> Iterator[Callable[[], Any]]:
-        """Yield calls that read one token each, of all that the cache does not hold yet."""
-        for at in range(cache.get_seq_length(), ids.shape[1]):
-            yield self._forward(ids[:, at : at + 1], at, cache)
-
-    def _forward(self, ids: torch.Tensor, start: int, cache: Any) -> Callable[[], Any]:
-        at = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        cache_arguments = {"position_ids": at, "past_key_values": cache}  # what generate gives
-        return partial(self.model, ids, **cache_arguments, use_cache=True, logits_to_keep=1)
 
 
 @torch.no_grad()
@@ -188,156 +152,32 @@ def _measure_rows(
     model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, request: SpeedRequest
 ) -> tuple[list[dict[str, Any]], int]:
     """Return a row for each method, and the length that they decoded from."""
-    contenders = [
-        _make_timed_method(name, model, patch_arguments)
-        for name, patch_arguments in patches.items()
+    methods = [
+        make_timed_method(name, model, patch_arguments) for name, patch_arguments in patches.items()
     ]
-    start = decode_start_length(contenders, prompt, request.decode)
+    start = decode_start_length(methods, prompt, request.decode)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (1, prompt + 1 + request.decode), generator=generator)
     ids = ids.to(model.device)
     until = start + 1 + request.decode
-    for c in progress_bar(contenders, desc="warming up", unit="method"):
-        c.cache = c.read(ids[:, : start - _WARMUP_TOKENS])
+    for c in progress_bar(methods, desc="warming up", unit="method"):
+        c.cache = c.read(ids[:, : start - WARMUP_TOKENS])
     for repeat in progress_bar(range(request.repeats), desc="timing", unit="repeat"):
-        for c in _rotate_order(contenders, repeat):
-            c.prompt.append([time_call(partial(c.read, ids[:, :prompt]))])
-        time_decoding(contenders, ids[:, :until])
+        for c in rotate_order(methods, repeat):
+            c.prompt_times.append([time_call(partial(c.read, ids[:, :prompt]))])
+        time_decoding(methods, ids[:, :until])
     rows = []
-    for c in progress_bar(contenders, desc="weighing", unit="method"):
+    for c in progress_bar(methods, desc="weighing", unit="method"):
         row = {
             "method": c.name,
-            **timing_row(c, contenders[0], start),
+            **timing_row(c, methods[0], start),
             "memory": measure_memory(c, ids, start),
         }
         if request.compiled:
             row["compile"] = count_recompilations(c, ids[:, :until])
         rows.append(row)
     return rows, start
-
-
-def decode_start_length(contenders: list[TimedMethod], prompt: int, decode: int) -> int:
-    """Return the longest length up to the prompt's after which one more token re-rotates keys.
-
-    Where no method's do, the prompt's own length.
-
-    Raises:
-        ValueError: There is no room for the lead before it, or keys would turn again after it.
-    """
-    followers = [c for c in contenders if c.valid_until(1) < math.inf]
-    ends = (n for n in range(prompt, 0, -1) if all(c.valid_until(n) < n + 1 for c in followers))
-    start = next(ends, prompt)
-    if start <= _WARMUP_TOKENS:
-        raise ValueError(f"the prompt must be longer than {_WARMUP_TOKENS} tokens, got {prompt}")
-    room = min((int(c.valid_until(start + 1)) - start - 1 for c in followers), default=decode)
-    if decode > room:
-        raise ValueError(
-            f"decode must be at most {room} tokens, because after {start + 1 + room:,} the cached "
-            f"keys turn again, got {decode}: decode fewer, or give a longer prompt"
-        )
-    return start
-
-
-def time_decoding(contenders: list[TimedMethod], ids: torch.Tensor) -> None:
-    """Time one repeat of decoding, in turns: warm-up, the re-rotating token, and the rest."""
-    calls = [c.decode(ids, copy.deepcopy(c.cache)) for c in contenders]
-    times_of_methods: list[list[float]] = [[] for _ in contenders]
-    for turn, steps in enumerate(zip(*calls, strict=True)):
-        for times, step in _rotate_order(list(zip(times_of_methods, steps, strict=True)), turn):
-            times.append(time_call(step))
-    for contender, times in zip(contenders, times_of_methods, strict=True):
-        first, *steady = times[_WARMUP_TOKENS:]
-        contender.token_times.append(steady)
-        contender.growth_times.append([first - median(steady)])
-
-
-def time_call(call: Callable[[], Any]) -> float:
-    """Return how long a call takes, with the work that it queues on a GPU."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else bool
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start
-
-
-def timing_row(contender: TimedMethod, baseline: TimedMethod, start: int) -> dict[str, Any]:
-    """Return the times to report, in milliseconds and as ratios to the baseline's.
-
-    `growth_times` is what turning all cached keys at `start` tokens adds to a step, also as a share
-    of the time of the tokens that are decoded until they turn again; None where they do not turn.
-    """
-    token, growth = compare_times(contender.token_times, baseline.token_times), None
-    if contender.valid_until(start) < start + 1:
-        ms = 1e3 * median(chain.from_iterable(contender.growth_times))
-        tokens = int(contender.valid_until(start + 1)) - start
-        growth = {"ms": ms, "tokens": tokens, "share": ms / (tokens * token["ms"])}
-    return {
-        "prompt": compare_times(contender.prompt_times, baseline.prompt_times),
-        "token": token,
-        "growth": growth,
-    }
-
-
-def compare_times(times: list[list[float]], baseline: list[list[float]]) -> dict[str, float]:
-    """Return median milliseconds and the ratios of the repeats, each the median over its turns."""
-    ratios = [median(map(truediv, *repeat)) for repeat in zip(times, baseline, strict=True)]
-    ms = 1e3 * median(chain.from_iterable(times))
-    return {"ms": ms, "ratio": median(ratios), "min": min(ratios), "max": max(ratios)}
-
-
-def measure_memory(contender: TimedMethod, ids: torch.Tensor, start: int) -> dict[str, Any]:
-    """Return bytes of the cache and its record at `start` tokens, and the peak of re-rotation.
-
-    That peak is of the cache and of what decoding one token more holds for a moment.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or some builds of torch report on stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        cache = copy.deepcopy(contender.cache)
-        for step in contender.decode(ids[:, :start], cache):
-            step()
-        record = getattr(cache, "rotation", None)
-        record_fields = vars(record) if isinstance(record, RotationRecord) else {}
-        sizes = {
-            "cache": sum(
-                _storage_bytes(t) for layer in cache.layers for t in (layer.keys, layer.values)
-            ),
-            "record": {
-                k: _storage_bytes(t)
-                for k, t in record_fields.items()
-                if isinstance(t, torch.Tensor)
-            },
-        }
-        for step in contender.decode(ids[:, : start + 1], cache):
-            step()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return {**sizes, "peak": max(accumulate(event.nbytes() for event in events))}
-
-
-def count_recompilations(contender: TimedMethod, ids: torch.Tensor) -> dict[str, int]:
-    """Count graph breaks of compiled decoding, and recompilations after the first token.
-
-    Cached keys turn on the way. The graphs run as they are traced: making them fast takes a backend
-    minutes and changes neither number.
-    """
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    breaks = torch._dynamo.utils.counters["graph_break"]
-    breaks.clear()
-    compiled = replace(contender, model=torch.compile(contender.model, backend=backend))
-    traced = []
-    for step in compiled.decode(ids, copy.deepcopy(contender.cache)):
-        step()
-        traced.append(len(graphs))
-    torch._dynamo.reset()
-    return {"graph_breaks": sum(breaks.values()), "recompilations": traced[-1] - traced[0]}
 
 
 def format_table(results: dict[str, Any]) -> str:
@@ -378,30 +218,12 @@ def _kilobytes(size: int) -> str:
     return f"{size / 1e3:,.1f} kB"
 
 
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
-def _rotate_order(items: list[Any], turn: int) -> list[Any]:
-    """Return the items in alternating order, so that none always follows the same one."""
-    return items[:: -1 if turn % 2 else 1]
-
-
 def _patch_arguments(request: SpeedRequest, name: str, trained: int) -> dict[str, Any]:
     """Return what `patch` gets, so that all methods reach the same length."""
     arguments = {"method": name, "trained_length": request.trained_length}
     if get_method(name).is_dynamic:
         return {**arguments, "length": round(request.factor * trained)}
     return {**arguments, "factor": request.factor}
-
-
-def _make_timed_method(
-    name: str, model: Any, patch_arguments: dict[str, Any] | None
-) -> TimedMethod:
-    weights = {id(parameter): parameter for parameter in model.parameters()}
-    instance = copy.deepcopy(model, weights)  # which takes the weights for copied already
-    handle = None if patch_arguments is None else patch(instance, **patch_arguments)
-    return TimedMethod(name=name, model=instance, handle=handle)
 
 
 def _load_model(request: SpeedRequest, path: str, config: Any) -> Any:

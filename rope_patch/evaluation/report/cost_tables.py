@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rope_patch.evaluation.report.results.findings import RunStatistics, task_name
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.table import (
     NOTHING,

@@ -26,8 +26,8 @@ from matplotlib.ticker import (
 )
 
 from rope_patch.evaluation.report import table
-from rope_patch.evaluation.report.results.findings import RunStatistics
 from rope_patch.evaluation.report.results.perplexity import Curve
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.utils.plot_style import FONT, PAPER, STYLE
 from rope_patch.utils.plot_style import PALETTE as PALETTE
 

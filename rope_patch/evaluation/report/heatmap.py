@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from rope_patch.evaluation.report.figures import PALETTE, heat_colours
-from rope_patch.evaluation.report.results.findings import RunStatistics
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.retrieval_tables import heat_maps
 from rope_patch.evaluation.report.table import Table
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from rope_patch.evaluation.report.results.findings import RunStatistics
 from rope_patch.evaluation.report.results.perplexity import Curve
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.table import (
     CONTROL,
     NOTHING,

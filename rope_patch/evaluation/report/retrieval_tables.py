@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rope_patch.evaluation.report.results.findings import RunStatistics, task_name
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import (
     NOTHING,
     Cell,

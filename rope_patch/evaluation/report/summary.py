@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from rope_patch.evaluation.report.cost_tables import size_text, time_ratio_cell
-from rope_patch.evaluation.report.results.findings import RunStatistics, task_name
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import (
     NOTHING,
     Cell,

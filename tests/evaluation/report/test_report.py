@@ -19,7 +19,7 @@ image = pytest.importorskip("matplotlib.image")
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from rope_patch.evaluation.report.results.findings import RunStatistics  # noqa: E402
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics  # noqa: E402
 from rope_patch.evaluation.report.retrieval_tables import heat_maps, tables  # noqa: E402
 from rope_patch.evaluation.report.writer import write_report  # noqa: E402
 from rope_patch.utils.checksums import verify_checksum  # noqa: E402

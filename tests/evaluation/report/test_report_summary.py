@@ -10,7 +10,7 @@ import pytest
 from report_results import results, retrieval, samples
 
 from rope_patch.evaluation.report import summary
-from rope_patch.evaluation.report.results.findings import RunStatistics
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 
 
 def told(measured: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.measures import external_tasks
 
-LLAMA = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
+LLAMA = str(Path(__file__).parents[2] / "assets" / "tiny-llama")
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import rope_patch
 from rope_patch.cli import app
-from rope_patch.evaluation.measures import speed
+from rope_patch.evaluation.measures import speed, timed_method
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"  # trained on 256 tokens
+TINY = Path(__file__).parents[2] / "assets" / "tiny-llama"  # trained on 256 tokens
 SETTING = {"model": str(TINY), "decode": 4, "repeats": 2}
 
 
@@ -32,7 +32,7 @@ def contender(method="dynamic-yarn", **options):
     """One method on a tiny random model that says it was trained on 64 tokens."""
     model = make_model()
     handle = rope_patch.patch(model, method, **options) if method != "none" else None
-    return speed.TimedMethod(name=method, model=model, handle=handle)
+    return timed_method.TimedMethod(name=method, model=model, handle=handle)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_graph_breaks_and_recompilations_are_counted(rows):
     made.model.register_forward_pre_hook(lambda *_: steps.append(0))
     made.model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     made.model.model.norm.register_forward_hook(lambda _, __, out: out * (1 + len(steps)))
-    counted, usual = speed.count_recompilations(made, ids), rows["none"]["compile"]
+    counted, usual = timed_method.count_recompilations(made, ids), rows["none"]["compile"]
     assert counted["graph_breaks"] > usual["graph_breaks"]
     assert counted["recompilations"] > usual["recompilations"]
 
@@ -107,7 +107,7 @@ def test_graph_breaks_and_recompilations_are_counted(rows):
 )
 def test_keys_turn_once_and_at_once(prompt, start):
     made, decode = contender(), 7
-    assert speed.decode_start_length([made, contender("none")], prompt, decode) == start
+    assert timed_method.decode_start_length([made, contender("none")], prompt, decode) == start
     at = made.handle.frequencies_at
     after = at(start + 1)[None].inv_freq
     assert torch.equal(after, at(start + 1 + decode)[None].inv_freq)
@@ -116,14 +116,15 @@ def test_keys_turn_once_and_at_once(prompt, start):
 
 def test_where_nothing_turns_decoding_starts_at_the_prompt():
     assert (
-        speed.decode_start_length([contender("none"), contender("yarn", factor=4)], 77, 500) == 77
+        timed_method.decode_start_length([contender("none"), contender("yarn", factor=4)], 77, 500)
+        == 77
     )
 
 
 def test_methods_share_weights_and_nothing_else():
     model = make_model()
     yarn = {"method": "yarn", "factor": 4, "trained_length": 64}
-    plain, patched = (speed._make_timed_method("", model, asked) for asked in (None, yarn))
+    plain, patched = (timed_method.make_timed_method("", model, asked) for asked in (None, yarn))
     ids = tokens(100)
     with torch.no_grad():
         before = model(ids).logits
@@ -137,14 +138,14 @@ def test_ratios_are_of_what_took_turns():
     """A machine that is ten times slower for a while is so for both."""
     slow = [1.0, 1.0, 10.0, 10.0, 10.0]
     taken, baseline = [[1.1 * s for s in slow], [2.2, 2.2]], [slow, [1.0, 2.0]]
-    got = speed.compare_times(taken, baseline)
+    got = timed_method.compare_times(taken, baseline)
     assert got == pytest.approx({"ms": 2200, "ratio": 1.375, "min": 1.1, "max": 1.65})
 
 
 def test_growth_is_a_share_of_the_tokens_until_the_next(monkeypatch):
     made = contender()
     made.prompt_times, made.token_times, made.growth_times = [[1.0]], [[0.002, 0.002]], [[0.03]]
-    growth = speed.timing_row(made, made, 256)["growth"]
+    growth = timed_method.timing_row(made, made, 256)["growth"]
     assert growth == pytest.approx({"ms": 30, "tokens": 48, "share": 0.03 / (48 * 0.002)})
 
 

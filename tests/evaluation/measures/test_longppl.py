@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch.evaluation.measures import longppl, perplexity
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 TRAINED, SHORT, PAIRS = train_tiny.TRAINED_LENGTH, 32, 8
 
 

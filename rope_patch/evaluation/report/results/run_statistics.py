@@ -24,7 +24,7 @@ class RunStatistics(RetrievalStatistics, PerplexityStatistics):
         # Bootstraps take a while and are asked for by tables, figures and sentences alike.
         for name in ("accuracy", "retention", "difference", "curve", "sliding", "key_tokens"):
             setattr(self, name, cache(getattr(self, name)))
-        for name in ("average", "ratio", "against_control", "short_overall"):
+        for name in ("average", "ratio", "ratio_to_control", "short_overall"):
             setattr(self, name, cache(getattr(self, name)))
 
     def short(self, task: dict[str, Any], label: str) -> tuple[Interval, PairedTest | None] | None:

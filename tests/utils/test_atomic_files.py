@@ -25,7 +25,7 @@ from rope_patch.utils.atomic_files import (
     require_writable_folder,
 )
 
-TINY = Path(__file__).parent / "assets" / "tiny-llama"
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 NONE = "/no/such/model"  # what says so has looked for the model already
 
 
