@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints."""
+"""The command line `rope-patch`."""
 
 from __future__ import annotations
 

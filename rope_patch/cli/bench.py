@@ -20,7 +20,7 @@ from rope_patch.cli.options import (
 )
 from rope_patch.cli.runtime import command_line
 
-# Options of the one form of `bench` that the other has no use for.
+# Options that only one of `bench`'s two forms takes.
 _MODEL_OPTIONS = ["method", "factor", "prompt", "decode", "trained_length", "compiled"]
 _MODEL_OPTIONS += ["random_weights"]
 _KERNEL_OPTIONS = ["shapes", "lengths", "batch", "contenders", "rivals", "model_steps"]
@@ -155,7 +155,7 @@ def bench(
             random_weights=random_weights,
         )
     )
-    # Printed first, so that a disk that is full by now costs no measurement.
+    # Print first, so that a full disk loses no measurement.
     print(json.dumps(results, indent=1) if as_json else speed.format_table(results))
     if out is not None:
         with atomic_files.add_write_advice("The results are printed above"):
@@ -167,12 +167,12 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
     from rope_patch.utils import atomic_files
 
     atomic_files.require_writable_folder(folder, "the report")
-    given = {name: value for name, value in request.items() if value is not None}
-    results = benchmark.bench(benchmark.KernelBenchRequest(**given))
+    settings = {name: value for name, value in request.items() if value is not None}
+    results = benchmark.bench(benchmark.KernelBenchRequest(**settings))
     results["command"] = command_line()
     try:
         from rope_patch.benchmarks.kernels import report
-    except ImportError as error:  # numbers need less than pages do, and took longer
+    except ImportError as error:  # keep the numbers even if no page can be made
         atomic_files.write_json(folder / "bench.json", results)
         print(
             f"{folder / 'bench.json'}: no page, because {error.name} is not installed: pip install "
@@ -182,7 +182,7 @@ def _bench_kernels(as_json: bool, folder: Path, **request: Any) -> None:
         if as_json:
             print((folder / "bench.json").read_text(encoding="utf-8"), end="")
         return
-    # Printed first, so that a disk that is full by now costs no measurement.
+    # Print first, so that a full disk loses no measurement.
     print(report.as_json(results) if as_json else f"{report.as_text(results)}\n")
     with atomic_files.add_write_advice("The results are printed above"):
         page = report.write_all(results, folder)

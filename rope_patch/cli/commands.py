@@ -1,4 +1,4 @@
-"""The commands of `rope-patch`, and what all of them have in common."""
+"""The app of `rope-patch`: all commands, and the options that they share."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from typer.core import TyperCommand
 
 from rope_patch.cli import (
     bench,
+    compare,
+    diagnose,
     env,
     evaluate,
     export,
     finetune,
-    info,
+    methods,
+    recipes,
     recommend,
+    report,
     search,
     tasks,
     verbosity,
 )
 from rope_patch.cli.interrupt import EXIT_CODE
 
-# Options' other names, which go on working: by command, the other name and the one in the help.
+# Aliases of options by command: the alias, and the name shown in the help.
 _ALIASES = {
     "eval": {"--report": "--out", "--methods": "--method"},
     "compare": {"--report": "--out", "--methods": "--method"},
@@ -139,18 +143,18 @@ def rope_patch(
     """Take a pretrained RoPE decoder to a longer context, and prove what that gained and cost."""
 
 
-app.command(cls=Command)(info.methods)
-app.command(cls=Command)(info.diagnose)
+app.command(cls=Command)(methods.methods)
+app.command(cls=Command)(diagnose.diagnose)
 app.command("eval", cls=Command)(evaluate.evaluate)
-app.command(cls=Command)(evaluate.compare)
-app.command(cls=Command)(evaluate.report)
+app.command(cls=Command)(compare.compare)
+app.command(cls=Command)(report.report)
 app.command(cls=Command)(tasks.tasks)
 app.command(cls=Command)(recommend.recommend)
 app.command(cls=Command)(search.search)
 app.command(
     cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(finetune.finetune)
-app.command(cls=Command)(finetune.recipes)
+app.command(cls=Command)(recipes.recipes)
 app.command(cls=Command)(export.export)
 app.command(cls=Command)(bench.bench)
 app.command(cls=Command)(env.env)

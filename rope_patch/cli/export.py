@@ -1,4 +1,4 @@
-"""`export`: what another engine is to be given."""
+"""The command `export`."""
 
 from __future__ import annotations
 
@@ -77,36 +77,42 @@ def export(
     if write is not None:
         require_new_folder(write)
     path = demo.resolve_model_path(model)
-    asked: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
-    asked |= parse_options(option)
-    given = [name for name, value in asked.items() if value is not None]
-    if found is not None and (method is not None or given):
+    request: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
+    request |= parse_options(option)
+    method_keywords = [name for name, value in request.items() if value is not None]
+    if found is not None and (method is not None or method_keywords):
         raise ValueError("--found says it all: leave --method and what goes with it out")
-    searched = None if found is None else SearchResult.load(found)
-    empty = _meta_model(path, engine, patched=method is None and found is None)
+    search_result = None if found is None else SearchResult.load(found)
+    meta_model = _meta_model(path, engine, patched=method is None and found is None)
     if method is not None:
-        patch(empty, method, start=start, kernels="hf", **asked)
-    elif given:
-        raise ValueError(f"{', '.join(given)} goes with a method: name it too, with --method")
-    said = export(empty, engine) if searched is None else export_for(searched, engine, empty.config)
+        patch(meta_model, method, start=start, kernels="hf", **request)
+    elif method_keywords:
+        raise ValueError(
+            f"{', '.join(method_keywords)} goes with a method: name it too, with --method"
+        )
+    exported_form = (
+        export(meta_model, engine)
+        if search_result is None
+        else export_for(search_result, engine, meta_model.config)
+    )
     if write is not None:
-        write_folder(said, path, write)
+        write_folder(exported_form, path, write)
         logger.info("for llama.cpp's converter: %s", write)
-    print(json.dumps(said.to_dict(), indent=1) if as_json else said)
+    print(json.dumps(exported_form.to_dict(), indent=1) if as_json else exported_form)
     if engine == "vllm" and not as_json:
-        print(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *said.arguments])}")
+        print(f"  to type:\n    {shlex.join(['vllm', 'serve', path, *exported_form.arguments])}")
 
 
 def _meta_model(path: str, engine: str, patched: bool) -> Any:
-    """The model without weights.
+    """Return a model without weights.
 
     Args:
-        path: Its folder or name.
-        engine: What it is for, for the error.
-        patched: Whether a patch that a folder was saved with is wanted, or the model before it.
+        path: The model's folder or name.
+        engine: The engine, for the error.
+        patched: Whether to keep the patch that a folder was saved with, or to undo it.
 
     Raises:
-        ValueError: The folder was saved with a patch that its config does not say.
+        ValueError: The folder was saved with a patch that its config cannot express.
     """
     from rope_patch.pretrained.loading import empty_model, read_config
     from rope_patch.pretrained.saving import SIDECAR, read_sidecar

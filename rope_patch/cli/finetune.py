@@ -1,4 +1,4 @@
-"""The commands `finetune` and `recipes`."""
+"""The command `finetune`."""
 
 from __future__ import annotations
 
@@ -51,43 +51,14 @@ def finetune(
         from rope_patch.training.identity import MAY_CHANGE
         from rope_patch.training.settings import usable_keys
     if keys:
-        listed = usable_keys()
-        width = max(map(len, listed))
-        for key, about in listed.items():
+        keys_with_help = usable_keys()
+        width = max(map(len, keys_with_help))
+        for key, about in keys_with_help.items():
             change = " (may change when a run goes on)" if key in MAY_CHANGE else ""
             print(f"{key:<{width}}  {about}{change}")
         return
-    given = [] if config is None else ["--config", str(config)]
+    words = [] if config is None else ["--config", str(config)]
     flags = {"--plan": plan, "--loop": loop, "--json": as_json}
-    given += [flag for flag, on in flags.items() if on]
+    words += [flag for flag, on in flags.items() if on]
     with handle_interrupt("--resume auto goes on from the last checkpoint"):
-        recipe.main([*given, *context.args])
-
-
-def recipes(
-    name: Annotated[
-        str | None, typer.Argument(help="Print this file, to be changed: NAME > my.yaml.")
-    ] = None,
-) -> None:
-    """List or print the recipes and launch files that come along.
-
-    \b
-    Examples:
-      rope-patch recipes
-      rope-patch recipes yarn_64k > my.yaml; rope-patch finetune --config my.yaml
-      rope-patch recipes fsdp2 > fsdp2.yaml; accelerate launch --config_file fsdp2.yaml ...
-    """
-    from rope_patch.training import recipe_files
-
-    if name is not None:
-        print(recipe_files.read_file(name), end="")
-        return
-    groups = {
-        "What to train (rope-patch finetune --config NAME):": recipe_files.recipes(),
-        "Where (accelerate launch --config_file FILE):": recipe_files.launches(),
-    }
-    width = max(len(name) for files in groups.values() for name in files)
-    for heading, files in groups.items():
-        print(heading)
-        for name, path in files.items():
-            print(f"  {name:<{width}}  {recipe_files.summary(path)}")
+        recipe.main([*words, *context.args])

@@ -1,4 +1,4 @@
-"""Ctrl-C: one line on stderr and exit code 130, whatever runs at that moment."""
+"""Handling of Ctrl-C: one line on stderr and exit code 130 at any moment."""
 
 from __future__ import annotations
 

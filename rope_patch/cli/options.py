@@ -1,4 +1,4 @@
-"""What commands have in common: options, and how lists of things are read."""
+"""Options that commands share, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -43,50 +43,50 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto is 
 GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
 
 
-def parse_names(listed: str | None) -> tuple[str, ...] | None:
-    """Names separated by commas; None stays None."""
-    return None if listed is None else tuple(split_commas(listed))
+def parse_names(text: str | None) -> tuple[str, ...] | None:
+    """Return names separated by commas; None stays None."""
+    return None if text is None else tuple(split_commas(text))
 
 
-def split_commas(listed: str) -> list[str]:
-    """What stands between commas."""
-    return [part.strip() for part in listed.split(",") if part.strip()]
+def split_commas(text: str) -> list[str]:
+    """Return the parts between commas, without empty ones."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def parse_ints(name: str, listed: str, minimum: int) -> list[int]:
-    """Whole numbers separated by commas, sorted, each once.
+def parse_ints(name: str, text: str, minimum: int) -> list[int]:
+    """Return whole numbers separated by commas, sorted, without duplicates.
 
     Raises:
-        ValueError: Anything else, or below the minimum.
+        ValueError: A part is no whole number, or is below the minimum.
     """
     try:
-        found = [int(part) for part in split_commas(listed)]
+        values = [int(part) for part in split_commas(text)]
     except ValueError:
-        found = []
-    if not found or min(found) < minimum:
+        values = []
+    if not values or min(values) < minimum:
         raise ValueError(
             f"--{name} must be whole numbers of at least {minimum}, separated by commas, got "
-            f"{listed!r}"
+            f"{text!r}"
         )
-    return sorted(set(found))
+    return sorted(set(values))
 
 
-def parse_options(given: list[str] | None) -> dict[str, Any]:
-    """A method's options from KEY=VALUE pairs, values read as YAML.
+def parse_options(pairs: list[str] | None) -> dict[str, Any]:
+    """Return a method's options from KEY=VALUE pairs with YAML values.
 
     Raises:
-        ValueError: Something is no such pair, or its value no plain YAML.
+        ValueError: A pair has no `=`, or its value is not plain YAML.
     """
-    found = {}
-    for pair in given or []:
+    parsed = {}
+    for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--option takes KEY=VALUE, got {pair!r}")
         try:
-            found[key] = yaml.safe_load(value)
+            parsed[key] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"--option {one_line(pair, 60)}: expected a number, true, false, a word or a list "
                 f"in YAML; {describe_error(error)}"
             ) from error
-    return found
+    return parsed

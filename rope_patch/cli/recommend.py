@@ -90,7 +90,7 @@ def recommend(
         from rope_patch.recommending import recommend
         from rope_patch.recommending.result import MARKDOWN_FILE
 
-        found = recommend(
+        result = recommend(
             model,
             length=length,
             budget=minutes,
@@ -110,6 +110,6 @@ def recommend(
             command=command_line(),
         )
     if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
+        print(json.dumps(result.to_dict(), indent=1))
     else:
-        print(f"{found}\n\n{out / MARKDOWN_FILE}")
+        print(f"{result}\n\n{out / MARKDOWN_FILE}")

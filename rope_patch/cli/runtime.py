@@ -1,4 +1,4 @@
-"""How long commands run: what they need installed, what they say, how they are stopped."""
+"""Runtime helpers of commands: missing packages, Ctrl-C, the command line as typed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rope_patch.cli.interrupt import EXIT_CODE
 
 
 @contextlib.contextmanager
-def requires_extra(what: str, extra: str) -> Iterator[None]:
-    """Turns a missing package into what to install.
+def requires_extra(subject: str, extra: str) -> Iterator[None]:
+    """Turn an ImportError into a hint at what to install.
 
     Args:
-        what: Which needs it, with its verb: "searching needs".
-        extra: Of this package.
+        subject: Subject and verb of the message, such as "searching needs".
+        extra: The extra of rope-patch to install.
 
     Raises:
         ValueError: A package is missing.
@@ -27,20 +27,20 @@ def requires_extra(what: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ValueError(
-            f"{error.name} is not installed, which {what}: pip install 'rope-patch[{extra}]'"
+            f"{error.name} is not installed, which {subject}: pip install 'rope-patch[{extra}]'"
         ) from error
 
 
 @contextlib.contextmanager
-def handle_interrupt(how: str = "the same command continues from here") -> Iterator[None]:
-    """Ends at Ctrl-C with how to go on, and the exit code that shells expect of it."""
+def handle_interrupt(hint: str = "the same command continues from here") -> Iterator[None]:
+    """Exit on Ctrl-C with a hint how to continue and the exit code that shells expect."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"stopped; {how}", file=sys.stderr)
+        print(f"stopped; {hint}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
 
 
 def command_line() -> str:
-    """The command as it was typed, for results to carry."""
+    """Return the command as typed, to record in results."""
     return shlex.join(["rope-patch", *sys.argv[1:]])

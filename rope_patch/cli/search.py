@@ -134,7 +134,7 @@ def search(
         from rope_patch.searching import search
         from rope_patch.searching.measure.sample_sets import DEFAULT_COUNT
 
-        found = search(
+        result = search(
             model,
             length=length,
             factor=factor,
@@ -159,13 +159,13 @@ def search(
             **parse_options(option),
         )
     if as_json:
-        print(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+        print(json.dumps(result.to_dict(), indent=1, allow_nan=False))
     else:
-        print(f"{found}\n\n{out / 'found.json'}")
+        print(f"{result}\n\n{out / 'found.json'}")
 
 
-def _parse_held_out(given: str | None) -> int | str | None:
-    """A number of samples, or a file of them."""
-    if given is None or not given.lstrip("+-").isdigit():
-        return given
-    return int(given)
+def _parse_held_out(value: str | None) -> int | str | None:
+    """Return a number of samples, or the path of a file of them."""
+    if value is None or not value.lstrip("+-").isdigit():
+        return value
+    return int(value)

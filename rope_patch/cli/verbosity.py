@@ -1,4 +1,4 @@
-"""How much commands write to stderr: messages of the logger `rope_patch`, and progress bars."""
+"""Verbosity of commands on stderr: messages of the logger `rope_patch`, progress bars."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def messages() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             yield
-    finally:  # for whoever calls `main` within a process of their own
+    finally:  # for callers of `main` within their own process
         root.setLevel(levels[0])
         logger.setLevel(levels[1])
         for name, value in variables.items():
@@ -57,7 +57,7 @@ def be_quiet(on: bool = True) -> None:
 
 
 def silence_patch_log() -> None:
-    """Hide what the package says of each patch, where each of hundreds of candidates is one."""
+    """Hide the log of each patch, for commands that patch hundreds of candidates."""
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)
 

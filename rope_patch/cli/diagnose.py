@@ -1,13 +1,12 @@
-"""Commands that read no weights: `methods` and `diagnose`."""
+"""The command `diagnose`."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shlex
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,52 +24,6 @@ from rope_patch.cli.options import (
 )
 
 logger = logging.getLogger("rope_patch")
-
-
-def methods(
-    name: Annotated[str | None, typer.Argument(help="Show one method with its options.")] = None,
-    as_json: Json = False,
-) -> None:
-    """List the methods, or show one with its paper and options.
-
-    \b
-    Examples:
-      rope-patch methods
-      rope-patch methods yarn
-    """
-    from rope_patch.methods import list_methods, registered_methods
-    from rope_patch.methods.registry import get_method
-
-    chosen = registered_methods() if name is None else {name: get_method(name)}
-    rows: list[dict[str, Any]] = [
-        {
-            "name": key,
-            "description": list_methods()[key],
-            "paper": cls.paper,
-            "training": cls.training,
-            "options": {
-                f.name: {
-                    "help": f.metadata["help"],
-                    "default": "required" if f.default is MISSING else f.default,
-                }
-                for f in fields(cls)
-            },
-        }
-        for key, cls in chosen.items()
-    ]
-    if as_json:
-        print(json.dumps(rows, indent=1))
-        return
-    width = max(len(row["name"]) for row in rows)
-    for row in rows:
-        print(f"{row['name']:<{width}}  {row['description']}")
-    if name is None:
-        print("\n`rope-patch methods NAME` shows a method's paper and options.")
-        return
-    (row,) = rows
-    print(f"{'':<{width}}  {row['paper']}; fine-tuning: {row['training']}")
-    for key, about in row["options"].items():
-        print(f"{'':<{width}}    {key} (default: {about['default']}): {about['help']}")
 
 
 def diagnose(
