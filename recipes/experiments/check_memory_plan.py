@@ -1,8 +1,8 @@
-"""Planned memory beside what a real step takes on a CPU, where every allocation can be seen.
+"""Compare planned memory with the peak of a real step on a CPU.
 
-torch's profiler reports each allocation and release of its CPU allocator, so that the running sum
-is exact, other than a process's resident memory. A GPU's allocator rounds and fragments on top of
-the same tensors; its attention and its loss in 16 bits have other temporaries than a CPU's.
+torch's profiler reports each allocation and release of the CPU allocator, so the running sum is
+exact, unlike a process's resident memory. A GPU's allocator rounds and fragments on top of the same
+tensors; its attention and its loss in 16 bits have other temporaries than a CPU's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rope_patch.training import chunked_loss
-from rope_patch.training.memory.model import MemoryNeed, TrainingSetup, memory_need
+from rope_patch.training.memory.model import MemoryNeed, memory_need
+from rope_patch.training.memory.setup import TrainingSetup
 from rope_patch.training.model_setup import add_lora
 from rope_patch.training.settings import ExtensionArguments
 
@@ -28,7 +29,7 @@ MIB = 2**20
 def llama(
     hidden: int = 512, layers: int = 8, vocab: int = 32000, tied: bool = False, **others: Any
 ) -> LlamaConfig:
-    """A small Llama's config: four query heads for each key head, MLPs three times as wide."""
+    """Return a small Llama's config: four query heads per key head, MLPs three times as wide."""
     sizes = {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
@@ -46,7 +47,7 @@ def llama(
 
 
 def smollm2() -> LlamaConfig:
-    """SmolLM2-135M's shape."""
+    """Return a config of SmolLM2-135M's shape."""
     return llama(
         hidden=576,
         layers=30,
@@ -58,38 +59,38 @@ def smollm2() -> LlamaConfig:
     )
 
 
-def measured_peak(config: Any, *, length: int, **how: Any) -> int:
-    """Bytes that the second optimizer step of a model with random weights has allocated at most.
+def measured_peak(config: Any, *, length: int, **setup_fields: Any) -> int:
+    """Return the peak bytes of a random model's second optimizer step.
 
     Args:
-        config: A causal language model's.
-        length: Tokens of a row.
+        config: Config of a causal language model.
+        length: Tokens per row.
         **how: See `TrainingSetup`; on one device.
     """
-    asked = TrainingSetup(**how)
-    model = _model(config, asked)
+    setup = TrainingSetup(**setup_fields)
+    model = _model(config, setup)
     trained = [p for p in model.parameters() if p.requires_grad]
-    fused = asked.optimizer != "adamw_torch"
+    fused = setup.optimizer != "adamw_torch"
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=fused, foreach=not fused)
-    ids = torch.randint(0, config.vocab_size, (asked.rows, length))
+    ids = torch.randint(0, config.vocab_size, (setup.rows, length))
     batch = {"input_ids": ids, "labels": ids}
-    if asked.packed_masks:
+    if setup.packed_masks:
         batch["position_ids"] = torch.arange(length).remainder(length // 2).expand_as(ids)
 
     def step() -> None:
-        autocast = asked.compute_dtype not in (None, asked.dtype)
-        with torch.autocast("cpu", dtype=asked.compute_dtype, enabled=autocast):
+        autocast = setup.compute_dtype not in (None, setup.dtype)
+        with torch.autocast("cpu", dtype=setup.compute_dtype, enabled=autocast):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # the optimizer's states are made in the first one
+    step()  # the first step creates the optimizer's states
     states = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    held = [*model.parameters(), *model.buffers(), *states, *batch.values()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or some builds of torch report on stderr
+    tensors = [*model.parameters(), *model.buffers(), *states, *batch.values()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else some builds of torch log to stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -97,28 +98,28 @@ def measured_peak(config: Any, *, length: int, **how: Any) -> int:
     return sum(storages.values()) + max(accumulate(event.nbytes() for event in events))
 
 
-def _model(config: Any, how: TrainingSetup) -> Any:
+def _model(config: Any, setup: TrainingSetup) -> Any:
     torch.manual_seed(0)
-    attention = {"attn_implementation": how.attention}
-    model = AutoModelForCausalLM.from_config(config, dtype=how.dtype, **attention)
-    if how.lora_rank:
-        said = ExtensionArguments(
-            lora_rank=how.lora_rank,
-            lora_targets=list(how.lora_targets),
-            lora_trains=list(how.lora_trains),
+    attention = {"attn_implementation": setup.attention}
+    model = AutoModelForCausalLM.from_config(config, dtype=setup.dtype, **attention)
+    if setup.lora_rank:
+        extension = ExtensionArguments(
+            lora_rank=setup.lora_rank,
+            lora_targets=list(setup.lora_targets),
+            lora_trains=list(setup.lora_trains),
         )
-        asked: Any = SimpleNamespace(extension=said)
-        model = add_lora(model, asked)
-    chunked_loss.install_loss(model, how.loss)
-    if how.checkpointing:
+        settings: Any = SimpleNamespace(extension=extension)
+        model = add_lora(model, settings)
+    chunked_loss.install_loss(model, setup.loss)
+    if setup.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if how.lora_rank and "embeddings" not in how.lora_trains:
+        if setup.lora_rank and "embeddings" not in setup.lora_trains:
             model.enable_input_require_grads()
     return model.train()
 
 
 def small_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Names, configs and arguments of `memory_need` that take a few seconds each."""
+    """Return cases that take a few seconds each: config and arguments of `memory_need` by name."""
     few, narrow = llama(layers=4, vocab=8000), llama(layers=4, vocab=2000)
     bf16 = {"compute_dtype": torch.bfloat16, "loss": "full"}
     every = {"checkpointing": False}
@@ -146,28 +147,28 @@ def small_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def large_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """The same with a vocabulary of 32k and longer rows, minutes in all."""
+    """Return cases with a vocabulary of 32k and longer rows, minutes in all."""
     model = llama()
     cases: dict[str, tuple[Any, dict[str, Any]]] = {}
     for length in (1024, 4096):
         for loss in ("torch", "full"):
-            for kept in (True, False):
+            for checkpointing in (True, False):
                 name = f"hidden 512, {length:,} tokens, {loss} loss"
-                how = {"length": length, "loss": loss, "checkpointing": kept}
-                cases[name if kept else f"{name}, all kept"] = (model, how)
+                arguments = {"length": length, "loss": loss, "checkpointing": checkpointing}
+                cases[name if checkpointing else f"{name}, all kept"] = (model, arguments)
     cases["hidden 512, 4,096 tokens, LoRA"] = (model, {"length": 4096, "lora_rank": 8})
     cases["SmolLM2-135M, 2,048 tokens"] = (smollm2(), {"length": 2048})
     return cases
 
 
 def compared(cases: dict[str, tuple[Any, dict[str, Any]]]) -> Iterator[tuple[str, MemoryNeed, int]]:
-    """What is planned and what is measured, case by case."""
-    for name, (config, how) in cases.items():
-        yield name, memory_need(config, **how), measured_peak(config, **how)
+    """Yield the name, the planned need and the measured peak of each case."""
+    for name, (config, arguments) in cases.items():
+        yield name, memory_need(config, **arguments), measured_peak(config, **arguments)
 
 
 def check() -> Iterator[str]:
-    """A Markdown table's lines of planned and measured peaks."""
+    """Yield the lines of a Markdown table of planned and measured peaks."""
     yield "| step on a CPU | planned, MiB | measured, MiB | planned / measured | most in |"
     yield "|---|---|---|---|---|"
     for name, need, peak in compared({**small_cases(), **large_cases()}):

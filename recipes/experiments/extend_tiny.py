@@ -48,7 +48,7 @@ TOKENS_PER_PAIR = 32  # as in pretraining: 8 pairs in 256 tokens
 LEARNING_RATE = 1e-3
 SEQUENCES, SEED = 48, 1234
 
-# What each recipe says of its own; `rows` are as long as the method asks for.
+# Settings of each recipe.
 RECIPES: dict[str, dict[str, Any]] = {
     "control: as it is": {"method": "none"},
     "position interpolation": {"method": "linear", "factor": FACTOR},
@@ -60,7 +60,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def documents(length: int, count: int, seed: int) -> Iterator[dict[str, list[int]]]:
-    """Recall and repetition in turns, `length` tokens with the end token, as in pretraining."""
+    """Yield recall and repetition documents alternately, of `length` tokens with the end token."""
     generator = torch.Generator().manual_seed(seed)
     for number in range(count):
         if number % 2:
@@ -72,7 +72,7 @@ def documents(length: int, count: int, seed: int) -> Iterator[dict[str, list[int
 
 
 def write_documents(path: Path, length: int, count: int, seed: int) -> Path:
-    """Writes documents as JSON lines, once."""
+    """Write documents as JSON lines, unless the file exists."""
     if not path.is_file():
         lines = (json.dumps(record) + "\n" for record in documents(length, count, seed))
         atomic_files.atomic_write(path, "".join(lines))
@@ -80,22 +80,22 @@ def write_documents(path: Path, length: int, count: int, seed: int) -> Path:
 
 
 def run(name: str, folder: Path, steps: int) -> tuple[Path, float]:
-    """Runs a recipe; a finished one is not run again.
+    """Run a recipe, unless it is finished already.
 
     Returns:
-        The model's folder, and the minutes that its training took.
+        The model's folder, and the minutes of training.
     """
     began = time.monotonic()
-    said = {"train_length": TARGET, **RECIPES[name]}
-    length = said["train_length"]
+    recipe = {"train_length": TARGET, **RECIPES[name]}
+    length = recipe["train_length"]
     rows = TOKENS_PER_STEP // length
-    # Two documents more than rows, so that nobody reads one twice.
+    # Two documents more than rows, so that no process reads one twice.
     long = write_documents(folder / f"long-{length}.jsonl", length, steps * rows + 2, SEED)
-    if "short_share" in said:
+    if "short_share" in recipe:
         short = steps * TOKENS_PER_STEP // TRAINED
         path = write_documents(folder / f"long-{TRAINED}.jsonl", TRAINED, short + 2, SEED)
-        said |= {"short_data": path, "short_length": TRAINED}
-    said |= {
+        recipe |= {"short_data": path, "short_length": TRAINED}
+    recipe |= {
         "model": MODEL,
         "data": long,
         "per_device_train_batch_size": rows,
@@ -109,31 +109,35 @@ def run(name: str, folder: Path, steps: int) -> tuple[Path, float]:
         "resume": "auto",
         "output_dir": folder / name.split(" (")[0].replace(" ", "-").replace(":", ""),
     }
-    settings, _ = parse([word for key, value in said.items() for word in (f"--{key}", str(value))])
-    made = finetune(settings)
-    assert made is not None
-    took = made.parent / "minutes"
+    settings, _ = parse(
+        [word for key, value in recipe.items() for word in (f"--{key}", str(value))]
+    )
+    model_folder = finetune(settings)
+    assert model_folder is not None
+    took = model_folder.parent / "minutes"
     if not took.is_file():
         atomic_files.atomic_write(took, f"{(time.monotonic() - began) / 60:.1f}\n")
-    return made, float(took.read_text())
+    return model_folder, float(took.read_text())
 
 
 @torch.no_grad()
 def repeat_perplexity(model: PreTrainedModel, length: int, sequences: int) -> float:
-    """Of the second occurrence of a segment of a third of the length, given all before it."""
+    """Return the perplexity of a segment's second occurrence, a third of the length."""
     generator = torch.Generator().manual_seed(SEED)
     input_ids, labels = tiny.repeat_batch(generator, sequences, length)
     total, count = 0.0, 0
     for ids, truth in zip(input_ids, labels, strict=True):
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        asked = truth[1:] != -100
-        losses = torch.nn.functional.cross_entropy(logits[asked], truth[1:][asked], reduction="sum")
-        total, count = total + losses.item(), count + int(asked.sum())
+        scored = truth[1:] != -100
+        losses = torch.nn.functional.cross_entropy(
+            logits[scored], truth[1:][scored], reduction="sum"
+        )
+        total, count = total + losses.item(), count + int(scored.sum())
     return math.exp(total / count)
 
 
 def measure(model: PreTrainedModel, sequences: int) -> dict[str, dict[int, float]]:
-    """Recall and perplexity at all lengths."""
+    """Return recall and perplexity at all lengths."""
     return {
         "recall": {n: tiny.recall_accuracy(model, n, sequences, seed=SEED) for n in LENGTHS},
         "perplexity": {n: repeat_perplexity(model, n, sequences // 4) for n in LENGTHS},
@@ -141,43 +145,45 @@ def measure(model: PreTrainedModel, sequences: int) -> dict[str, dict[int, float
 
 
 def before(name: str) -> PreTrainedModel:
-    """The model that a recipe starts from: patched, not trained."""
+    """Return the model that a recipe starts from: patched, untrained."""
     model = AutoModelForCausalLM.from_pretrained(MODEL)
-    said = {key: RECIPES[name][key] for key in ("method", "factor") if key in RECIPES[name]}
-    if said["method"] != "none":
-        rope_patch.patch(model, **said)
+    request = {key: RECIPES[name][key] for key in ("method", "factor") if key in RECIPES[name]}
+    if request["method"] != "none":
+        rope_patch.patch(model, **request)
     return model.eval()
 
 
 def after(folder: Path) -> PreTrainedModel:
-    """What it made: with its patch where it has one."""
+    """Return a fine-tuned model, with its patch if it has one."""
     if (folder / "rope_patch.json").is_file():
         return rope_patch.load(folder)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Before and after, as Markdown."""
+    """Return the results before and after training, as Markdown."""
     columns = [("recall", n) for n in LENGTHS] + [("perplexity", n) for n in LENGTHS]
     lines = [
-        "| | " + " | ".join(f"{what}, {n:,}" for what, n in columns) + " |",
+        "| | " + " | ".join(f"{measure_name}, {n:,}" for measure_name, n in columns) + " |",
         "|:--|" + "--:|" * len(columns),
     ]
     for name, result in results.items():
         for when in ("before", "after"):
             if when not in result:
                 continue
-            numbers = [_short(what, result[when][what][n]) for what, n in columns]
+            numbers = [
+                _short(measure_name, result[when][measure_name][n]) for measure_name, n in columns
+            ]
             lines.append(f"| {name}, {when} | " + " | ".join(numbers) + " |")
     return "\n".join(lines)
 
 
-def _short(what: str, number: float) -> str:
-    return f"{number:.3f}" if what == "recall" else f"{number:.3g}"
+def _short(measure_name: str, number: float) -> str:
+    return f"{number:.3f}" if measure_name == "recall" else f"{number:.3g}"
 
 
 def readme(results: dict[str, dict[str, Any]], command: str, steps: int, sequences: int) -> str:
-    """The table, and what its words mean."""
+    """Return the README: the table and its definitions."""
     minutes = [result["minutes"] for result in results.values() if "minutes" in result]
     return f"""# A tiny Llama, extended eight times by each kind of recipe
 
@@ -206,7 +212,7 @@ results.json has the numbers, NAME.jsonl the loss curves.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, runs what is missing, measures, writes, prints the table."""
+    """Parse the command line; run missing recipes, measure, write, and print the table."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("eval/results/tiny-extended"))
@@ -219,14 +225,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plain = AutoModelForCausalLM.from_pretrained(MODEL).eval()
     results: dict[str, dict[str, Any]] = {"as it is": {"before": measure(plain, options.sequences)}}
     for name in options.recipes:
-        made, minutes = run(name, options.work, options.steps)
+        model_folder, minutes = run(name, options.work, options.steps)
         print(f"{name}: {minutes:.1f} minutes", file=sys.stderr)
-        result = {"minutes": minutes, "after": measure(after(made), options.sequences)}
+        result = {"minutes": minutes, "after": measure(after(model_folder), options.sequences)}
         if RECIPES[name]["method"] != "none":
             result = {"before": measure(before(name), options.sequences), **result}
         results[name] = result
         options.out.mkdir(parents=True, exist_ok=True)
-        shutil.copy(made.parent / LOG, options.out / f"{made.parent.name}.jsonl")
+        shutil.copy(model_folder.parent / LOG, options.out / f"{model_folder.parent.name}.jsonl")
     command = shlex.join(["python", "recipes/experiments/extend_tiny.py", *arguments])
     text = readme(results, command, options.steps, options.sequences)
     atomic_files.write_json(options.out / "results.json", {"command": command, "results": results})

@@ -36,9 +36,9 @@ from rope_patch.utils import atomic_files
 from rope_patch.utils.versions import version
 
 DECODED_LENGTHS = (512, 1024)
-STEP = 4  # tokens decoded at once; the true ones are fed, whatever the model would have said
+STEP = 4  # tokens decoded at once, teacher forced
 PAIRS, SEED = 8, 1234
-GOOD = 0.9  # recall of a method that is not at its limit
+GOOD = 0.9  # recall that counts as good
 STATIC = ("linear", "ntk", "ntk-by-parts", "yarn", "llama3")
 DYNAMIC = ("dynamic-linear", "dynamic-ntk-by-parts", "dynamic-yarn", "dynamic-llama3")
 LONGROPE, EXACT = "longrope", "dynamic, growth exact"
@@ -49,14 +49,14 @@ Row = dict[str, dict[int, float]]  # group of columns: length: number
 
 
 def requests(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
-    """What `rope_patch.patch` is asked for in each row of the tables; nothing for the plain model.
+    """Return the keywords of `rope_patch.patch` per table row; none for the plain model.
 
-    LongRoPE gets the stretches of YaRN beyond the trained length and none below, and no attention
-    factor: what it shows is the switch between two sets alone.
+    LongRoPE gets YaRN's stretches beyond the trained length, none below, and no attention factor,
+    so that it shows only the effect of the switch between two sets.
     """
     with rope_patch.patch(model, "yarn", factor=tiny.FACTOR) as yarn:
-        ((kind, geometry),) = yarn.geometries.items()
-        stretch = (geometry.inv_freq() / yarn.frequencies[kind].inv_freq).tolist()
+        ((layer_type, geometry),) = yarn.geometries.items()
+        stretch = (geometry.inv_freq() / yarn.frequencies[layer_type].inv_freq).tolist()
     longrope = {"factor": tiny.FACTOR, "long_factor": stretch, "attention_factor": 1.0}
     return {
         "plain": {},
@@ -70,14 +70,14 @@ def requests(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def stale_keys(model: PreTrainedModel, native: bool) -> Iterator[PreTrainedModel]:
-    """A patched model, or transformers' own like it, that leaves cached keys as they came.
+    """Yield a patched model, or transformers' equivalent, that does not re-rotate cached keys.
 
-    Transformers has only two methods to compare with. For the others all of a patch works as ever,
-    but for the turning of keys.
+    Transformers has only two of the methods. For the others the patch stays, without the
+    re-rotation of keys.
     """
     if native:
-        # Without any patch, of the config that the patched one shows. A new one each time: what
-        # transformers' dynamic has read before changes what it makes of the next sequence.
+        # Unpatched, with the patched model's config. A new one each time, because transformers'
+        # dynamic scaling keeps state from one sequence to the next.
         twin = type(model)(copy.deepcopy(model.config))
         twin.load_state_dict(model.state_dict())
         yield twin.eval()
@@ -88,7 +88,7 @@ def stale_keys(model: PreTrainedModel, native: bool) -> Iterator[PreTrainedModel
 
 @torch.no_grad()
 def decode(model: PreTrainedModel, input_ids: torch.Tensor, step: int = STEP) -> torch.Tensor:
-    """Logits `[B, S, V]`: of the trained length in one pass, of the rest step by step, cached."""
+    """Return logits `[B, S, V]`: the trained length in one pass, the rest in cached steps."""
     prompt, rest = input_ids[:, : tiny.TRAINED_LENGTH], input_ids[:, tiny.TRAINED_LENGTH :]
     cache = DynamicCache(config=model.config)
     parts = [model(part, past_key_values=cache).logits for part in [prompt, *rest.split(step, 1)]]
@@ -96,15 +96,15 @@ def decode(model: PreTrainedModel, input_ids: torch.Tensor, step: int = STEP) ->
 
 
 def answers(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """The share of labelled tokens that are recalled, and log-likelihoods of all of them, `[N]`."""
+    """Return the share of labelled tokens recalled, and all their log-likelihoods, `[N]`."""
     values = labels[:, 1:]
-    asked = values != -100
-    likely = logits[:, :-1][asked].log_softmax(-1).gather(1, values[asked][:, None])[:, 0]
+    scored = values != -100
+    likely = logits[:, :-1][scored].log_softmax(-1).gather(1, values[scored][:, None])[:, 0]
     return tiny.hits(logits, labels).float().mean().item(), likely
 
 
 def measure(model: PreTrainedModel, row: str, request: dict[str, Any], sequences: int) -> Row:
-    """One row of a table."""
+    """Return one row of a table."""
     result: Row = collections.defaultdict(dict)
     with rope_patch.patch(model, **request) if request else contextlib.nullcontext() as handle:
         for length in tiny.TABLE_LENGTHS:
@@ -125,7 +125,7 @@ def measure(model: PreTrainedModel, row: str, request: dict[str, Any], sequences
 
 
 def table(rows: dict[str, Row]) -> str:
-    """One model's rows as Markdown."""
+    """Return one model's rows as a Markdown table."""
     columns = [("one pass", length) for length in tiny.TABLE_LENGTHS]
     columns += [(g, length) for g in ("cached", "stale", "change") for length in DECODED_LENGTHS]
     lines = [["", *(f"{group}, {n:,}" for group, n in columns)], [":--"] + ["--:"] * len(columns)]
@@ -135,7 +135,7 @@ def table(rows: dict[str, Row]) -> str:
 
 
 def comparison(results: dict[str, dict[str, Row]]) -> str:
-    """Stale keys against right ones, over all models, rows and lengths."""
+    """Return a comparison of stale with re-rotated keys over all models, rows and lengths."""
     cases = [
         (
             stale - row["cached"][n],
@@ -147,8 +147,8 @@ def comparison(results: dict[str, dict[str, Row]]) -> str:
         for n, stale in row.get("stale", {}).items()
     ]
     lines = []
-    for limit, right in (("at least", True), ("less than", False)):
-        gains = [gain for gain, cached, _ in cases if (cached >= GOOD) == right]
+    for limit, is_good in (("at least", True), ("less than", False)):
+        gains = [gain for gain, cached, _ in cases if (cached >= GOOD) == is_good]
         less, more = sum(gain < -0.02 for gain in gains), sum(gain > 0.02 for gain in gains)
         lines.append(
             f"- Where right keys recall {limit} {GOOD}, {len(gains)} cases, stale keys recall less "
@@ -160,7 +160,7 @@ def comparison(results: dict[str, dict[str, Row]]) -> str:
 
 
 def readme(results: dict[str, dict[str, Row]], sequences: int, command: str) -> str:
-    """Tables, and what their words mean."""
+    """Return the README: tables and definitions."""
     tables = (
         f"## {tiny.ARCHITECTURES[name].title}\n\n{table(rows)}" for name, rows in results.items()
     )
@@ -201,7 +201,7 @@ Made by `{command}` with torch {torch.__version__} and transformers {version("tr
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes, prints the tables."""
+    """Parse the command line; measure, write and print the tables."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("eval/results/tiny"))
@@ -215,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.models:
         model = AutoModelForCausalLM.from_pretrained(f"tests/assets/tiny-{name}")
         rows = tqdm(requests(model).items(), desc=name, unit="row", file=sys.stderr)
-        results[name] = {row: measure(model, row, asked, options.sequences) for row, asked in rows}
+        results[name] = {
+            row: measure(model, row, request, options.sequences) for row, request in rows
+        }
     command = shlex.join(["python", "recipes/experiments/measure_tiny.py", *arguments])
     text = readme(results, options.sequences, command)
     everything = {

@@ -49,7 +49,7 @@ from rope_patch.utils.processes import Processes
 
 
 class Sizes(NamedTuple):
-    """How many sequences a length is measured on."""
+    """Numbers of sequences per length."""
 
     search: int
     held_out: int
@@ -67,12 +67,12 @@ REFERENCES = {name: Candidate(name, name) for name in comparison.REFERENCES}
 
 
 class Case(NamedTuple):
-    """What is searched for.
+    """One search problem.
 
     Attributes:
-        name: Of a tiny model.
-        length: Tokens of a sequence.
-        keys: Of a sequence, all asked for.
+        name: Name of a tiny model.
+        length: Tokens per sequence.
+        keys: Keys per sequence, all queried.
     """
 
     name: str
@@ -81,22 +81,22 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """In tables."""
+        """The case's name in tables."""
         return f"{tiny.ARCHITECTURES[self.name].title}, {self.length:,}"
 
     @property
     def sizes(self) -> Sizes:
-        """How many sequences."""
+        """The numbers of sequences."""
         return SIZES[self.keys][self.length]
 
     def questions(self, count: int, seed: int) -> list[Sample]:
-        """Recall sequences as samples; only the values that are asked for are scored."""
+        """Return recall sequences as samples that score only the queried values."""
         generator = torch.Generator().manual_seed(seed)
         return from_labelled_tensors(*tiny.recall_batch(generator, count, self.length, self.keys))
 
     def settings(self) -> dict[str, Any]:
-        """What its numbers depend on besides its model."""
-        found = {
+        """Return everything the numbers depend on besides the model."""
+        facts = {
             "length": self.length,
             "sizes": self.sizes._asdict(),
             "keys": self.keys,
@@ -106,29 +106,29 @@ class Case(NamedTuple):
             "seeds": [SEED, HELD_OUT_SEED],
             "versions": opening.dependency_versions(),
         }
-        return json.loads(json.dumps(found))
+        return json.loads(json.dumps(facts))
 
 
-def kept(folder: Path, on: Fitness, more: dict[str, Any]) -> SharedJournal:
-    """The memory of measurements on some sequences."""
+def kept(folder: Path, on: Fitness, settings: dict[str, Any]) -> SharedJournal:
+    """Return the journal of measurements on a set of sequences."""
     depends = opening.run_identity(on.model, on.space) | {"samples": samples_digest(on.samples)}
     return SharedJournal(
         folder,
-        {**more, **depends, "versions": opening.dependency_versions()},
+        {**settings, **depends, "versions": opening.dependency_versions()},
         Processes(),
     )
 
 
 def searched(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[dict[str, Any]]]:
-    """What one strategy finds, and each of its evaluations; entry 0 is YaRN, to hold others to."""
+    """Return a strategy's result and its evaluations; entry 0 is YaRN, the baseline."""
     options, budget = OPTIONS.get(strategy, {}), BUDGETS[strategy]
-    asked = {"strategy": strategy, "options": options, "seed": SEED, "budget": budget}
-    with kept(folder, on, asked) as known:
-        known.lock()
+    settings = {"strategy": strategy, "options": options, "seed": SEED, "budget": budget}
+    with kept(folder, on, settings) as journal:
+        journal.lock()
         watch = SearchProgress(on.space, budget, title=strategy)
         try:
             proposals = STRATEGIES[strategy].propose(on.space, budget, SEED, **options)
-            best, history, _ = search_loop(on, proposals, budget, known, watch)
+            best, history, _ = search_loop(on, proposals, budget, journal, watch)
         finally:
             watch.close()
     return best, history
@@ -137,38 +137,38 @@ def searched(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[
 def judged(
     on: Fitness, candidates: dict[str, Candidate | None], folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """By label: loss and recall on held-out sequences, and `against yarn` and others, paired."""
-    with kept(folder, on, {}) as known:
-        found = {
-            label: known.held_out_evaluation(on, candidate)
+    """Return held-out loss and recall by label, with paired comparisons `against yarn` etc."""
+    with kept(folder, on, {}) as journal:
+        evaluations = {
+            label: journal.held_out_evaluation(on, candidate)
             for label, candidate in candidates.items()
         }
-    others = {label: found[label] for label in ("yarn", *tables.EVOLUTIONS)}
-    return {label: beside(one, others, on.samples) for label, one in found.items()}
+    others = {label: evaluations[label] for label in ("yarn", *tables.EVOLUTIONS)}
+    return {label: beside(one, others, on.samples) for label, one in evaluations.items()}
 
 
 def beside(
-    one: Evaluation, others: dict[str, Evaluation], samples: Sequence[Sample]
+    evaluation: Evaluation, others: dict[str, Evaluation], samples: Sequence[Sample]
 ) -> dict[str, Any]:
-    """An evaluation's own numbers, and how it compares with others'."""
-    numbers = comparison.compare({comparison.FOUND: one, **others}, samples)
+    """Return an evaluation's numbers and its comparisons with others."""
+    numbers = comparison.compare({comparison.FOUND: evaluation, **others}, samples)
     against = {f"against {label}": numbers.get(f"against {label}") for label in others}
     return {**numbers[comparison.FOUND], **against}
 
 
 def early() -> int:
-    """The evaluations after which curve is compared with an evolution's end."""
+    """Return the evaluations after which curve is compared with a finished evolution."""
     return min(BUDGETS[name] for name in tables.EVOLUTIONS) // tables.SHARE
 
 
 def best_of(history: list[dict[str, Any]]) -> Candidate:
-    """What a search would have returned, had it ended here."""
+    """Return the best candidate of a history, the result of a search that ended there."""
     best = min((e for e in history if e["complete"]), key=lambda e: e["fitness"])
     return Candidate(best["origin"], best["method"], best["options"])
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """All searches of one model at one length, and what they are worth on other sequences."""
+    """Run all searches of one model at one length, and evaluate them on held-out sequences."""
     model = AutoModelForCausalLM.from_pretrained(f"tests/assets/tiny-{case.name}").eval()
     on = Fitness(model, case.questions(case.sizes.search, SEED), length=case.length)
     judge = Fitness(model, case.questions(case.sizes.held_out, HELD_OUT_SEED), length=case.length)
@@ -187,29 +187,29 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def finished(case: Case, file: Path) -> dict[str, Any] | None:
-    """What was measured, if all of the case was, with these settings."""
+    """Return a case's measurements if it is finished with these settings, else None."""
     if not file.exists():
         return None
-    known = json.loads(file.read_text(encoding="utf-8"))
-    if known["settings"] != case.settings():
+    case_data = json.loads(file.read_text(encoding="utf-8"))
+    if case_data["settings"] != case.settings():
         return None
-    for history in known["history"].values():
+    for history in case_data["history"].values():
         for entry in history:  # JSON has no infinities
             entry |= {k: math.inf for k in ("fitness", "best") if entry[k] is None}
-    return known
+    return case_data
 
 
 def finite(value: Any) -> Any:
-    """With None for infinities, which JSON does not have."""
+    """Replace infinities, which JSON lacks, with None."""
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(each) for each in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def without_options(case: dict[str, Any]) -> dict[str, Any]:
-    """A case without the stretches of every candidate, which are most of its size."""
+    """Return a case without the candidates' stretches, which are most of its size."""
     short = {
         strategy: [{k: v for k, v in entry.items() if k != "options"} for entry in history]
         for strategy, history in case["history"].items()
@@ -218,7 +218,7 @@ def without_options(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, measures, writes, prints the tables."""
+    """Parse the command line; measure, write and print the tables."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="eval/results/tiny-search/KEYS-keys if left out")
@@ -239,12 +239,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if case.name not in options.models or case.length not in options.lengths:
             continue
         folder = options.work / f"{case.name}-{case.length}-{case.keys}"
-        found = finished(case, folder / "case.json")
-        if found is None and not options.report:
-            found = measure(case, folder)
-            atomic_files.write_json(folder / "case.json", finite(found))
-        if found is not None:
-            cases[case.title] = found
+        case_data = finished(case, folder / "case.json")
+        if case_data is None and not options.report:
+            case_data = measure(case, folder)
+            atomic_files.write_json(folder / "case.json", finite(case_data))
+        if case_data is not None:
+            cases[case.title] = case_data
     if not cases:
         sys.exit(f"error: no finished case in {options.work}: run without --report")
     measuring = [argument for argument in arguments if argument != "--report"]

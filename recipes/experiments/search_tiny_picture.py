@@ -1,4 +1,4 @@
-"""What search_tiny.py measured, as a picture: best so far against evaluations, a panel a case."""
+"""Plot of search_tiny.py's results: best so far against evaluations, a panel per case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOK = {"curve": "m0", "longrope2": "m1", "longrope": "m2", "yarn-rcd": "m3", "n
 
 
 def draw(path: Path, cases: dict[str, Case]) -> None:
-    """Best so far against evaluations, a panel a case."""
+    """Draw the best so far against evaluations, a panel per case."""
     from io import BytesIO
 
     from matplotlib import rc_context
@@ -38,9 +38,9 @@ def draw(path: Path, cases: dict[str, Case]) -> None:
         figure.legend(
             [*handles.values()], [*handles], loc="outside lower center", ncols=2 * columns
         )
-        written = BytesIO()
-        figure.savefig(written, format="png", dpi=110, facecolor=PAPER["paper"])
-    atomic_files.atomic_write(path, written.getvalue())
+        buffer = BytesIO()
+        figure.savefig(buffer, format="png", dpi=110, facecolor=PAPER["paper"])
+    atomic_files.atomic_write(path, buffer.getvalue())
 
 
 def _panel(axes: Any, title: str, case: Case) -> dict[str, Any]:

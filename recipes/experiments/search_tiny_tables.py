@@ -1,4 +1,4 @@
-"""What search_tiny.py measured, as tables and statements; all computed from the numbers."""
+"""Tables and statements about search_tiny.py's results, all computed from the numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rope_patch.methods.ntk_by_parts import yarn_mscale
 
 AFTER = (10, 20, 40, 100, 200)  # evaluations
 EVOLUTIONS = ("longrope2", "longrope")
-SHARE = 5  # curve is to need at most a fifth of an evolution's evaluations
-EARLY = "curve early"  # its best of so many
+SHARE = 5  # curve should need at most a fifth of an evolution's evaluations
+EARLY = "curve early"  # curve's best after a fifth of the evaluations
 LEVEL = 0.05
 
 Case = dict[str, Any]
@@ -20,30 +20,30 @@ History = list[dict[str, Any]]
 
 
 def best_after(history: History, count: int) -> float | None:
-    """The best fitness of a strategy's first evaluations; None where all of them were given up.
+    """Return the best fitness of a strategy's first evaluations; None if all were stopped early.
 
-    Entry 0 is YaRN, which the search measures for every strategy: it is left out.
+    Entry 0, YaRN, is excluded: the search measures it for every strategy.
     """
     whole = [e["fitness"] for e in history[1 : count + 1] if e["complete"]]
     return min(whole, default=None)
 
 
 def reached(history: History, fitness: float | None) -> int | None:
-    """After how many evaluations a strategy was as good as that; None where it never was."""
+    """Return the number of evaluations until a strategy reached a fitness; None if never."""
     if fitness is None:
         return None
     good = (e["number"] for e in history[1:] if e["complete"] and e["fitness"] <= fitness)
     return next(good, None)
 
 
-def verdict(against: dict[str, Any] | None, kind: str) -> str:
-    """Whether something is "better" or "worse" than YaRN with 95% confidence, "same" or "open"."""
+def verdict(against: dict[str, Any] | None, metric: str) -> str:
+    """Return "better" or "worse" than YaRN with 95% confidence, "same", "open" or "failed"."""
     if against is None:
         return "failed"
     low, high = against["interval"]
-    if kind == "nll" and low == high == 0:
+    if metric == "nll" and low == high == 0:
         return "same"
-    if kind == "nll":
+    if metric == "nll":
         return "better" if high < 0 else "worse" if low > 0 else "open"
     if against["p"] >= LEVEL:
         return "open"
@@ -51,65 +51,65 @@ def verdict(against: dict[str, Any] | None, kind: str) -> str:
 
 
 def summary(cases: dict[str, Case]) -> dict[str, Any]:
-    """By case: what the tables and statements are made of."""
-    found = {}
+    """Return the numbers of the tables and statements by case."""
+    summaries = {}
     for title, case in cases.items():
         strategies = {}
         for name, history in case["history"].items():
-            own = len(history) - 1
-            best = best_after(history, own)
-            ended = next((n for n in AFTER if n >= own), own)
+            count_all = len(history) - 1
+            best = best_after(history, count_all)
+            ended = next((n for n in AFTER if n >= count_all), count_all)
             strategies[name] = {
-                "evaluations": own,
+                "evaluations": count_all,
                 "given up": sum(not entry["complete"] for entry in history[1:]),
                 "best after": {n: best_after(history, n) for n in AFTER if n <= ended},
                 "best": best,
                 "best at": reached(history, best),
             }
-        needed = {}
+        needs = {}
         for name in EVOLUTIONS:
             theirs = strategies[name]
             count = reached(case["history"]["curve"], theirs["best"])
             fifth = count is not None and SHARE * count <= theirs["evaluations"]
-            needed[name] = {"evaluations": count, "at most a fifth": fifth}
-        found[title] = {
+            needs[name] = {"evaluations": count, "at most a fifth": fifth}
+        summaries[title] = {
             "yarn": case["history"]["curve"][0]["fitness"],
             "strategies": strategies,
-            "curve needs": needed,
+            "curve needs": needs,
             "against yarn": {
                 name: {kind: verdict(row["against yarn"], kind) for kind in ("nll", "recall")}
                 for name, row in case["held_out"].items()
                 if name != "yarn"
             },
         }
-    return found
+    return summaries
 
 
 def number(value: float | None) -> str:
-    """Nats."""
+    """Format nats."""
     return "given up" if value is None else f"{value:.4f}"
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table; the first row is its head."""
+    """Return a Markdown table; the first row is its head."""
     lines = [rows[0], [":--"] + ["--:"] * (len(rows[0]) - 1), *rows[1:]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def progress(said: dict[str, Any]) -> str:
-    """The best so far of each strategy, and how soon curve was as good."""
+def progress(case_summary: dict[str, Any]) -> str:
+    """Return the table of each strategy's best so far, and how soon curve was as good."""
     rows = [["", *(f"after {n}" for n in AFTER), "best", "at", "of", "given up", "curve needs"]]
-    for name, one in said["strategies"].items():
+    for name, one in case_summary["strategies"].items():
         after = [number(one["best after"][n]) if n in one["best after"] else "" for n in AFTER]
-        needs = said["curve needs"].get(name)
-        needed = "" if needs is None else str(needs["evaluations"] or "not reached")
+        needs = case_summary["curve needs"].get(name)
+        needed_text = "" if needs is None else str(needs["evaluations"] or "not reached")
         counts = [one["best at"] or "", one["evaluations"], one["given up"]]
-        rows.append([name, *after, number(one["best"]), *map(str, counts), needed])
+        rows.append([name, *after, number(one["best"]), *map(str, counts), needed_text])
     return markdown(rows)
 
 
 def judged(case: Case) -> str:
-    """Held-out numbers of what each strategy found, and of the methods that are not searched."""
+    """Return the table of held-out results of the strategies and of unsearched methods."""
     rows = [
         ["", "nats", "95%", "right", "recall", "from YaRN, nats", "95%", "from YaRN, recall", "p"]
     ]
@@ -131,20 +131,20 @@ def judged(case: Case) -> str:
     return markdown(rows)
 
 
-def statements(cases: dict[str, Case], said: dict[str, Any]) -> str:
-    """What holds and what does not."""
+def statements(cases: dict[str, Case], summaries: dict[str, Any]) -> str:
+    """Return statements about what holds and what does not."""
     lines = ["With 95% confidence, each comparison by itself:", ""]
     for title, case in cases.items():
         yarn = case["held_out"]["yarn"]
         missed = yarn["answers"] - yarn["hits"]
         parts = [f"YaRN misses {missed} of {yarn['answers']} held-out answers"]
         for kind, name in (("nll", "loss"), ("recall", "recall")):
-            of = {s: said[title]["against yarn"][s][kind] for s in case["history"]}
+            of = {s: summaries[title]["against yarn"][s][kind] for s in case["history"]}
             for word in ("better", "worse"):
                 who = [s for s, one in of.items() if one == word]
                 parts.append(f"{name} {word} than YaRN's: {', '.join(who) or 'none'}")
         lines.append(f"- **{title}**: {'; '.join(parts)}.")
-    curve = [said[title]["against yarn"]["curve"] for title in cases]
+    curve = [summaries[title]["against yarn"]["curve"] for title in cases]
     both = sum(set(one.values()) == {"better"} for one in curve)
     lines.append(
         f"- What curve found beats YaRN in loss and in recall, both with 95% confidence, in {both} "
@@ -153,13 +153,13 @@ def statements(cases: dict[str, Case], said: dict[str, Any]) -> str:
     pairs = [(title, name) for title, case in cases.items() for name in case["history"]]
     ahead = []
     for title, name in pairs:
-        best = said[title]["strategies"][name]["best"]
-        if best is not None and best < said[title]["yarn"]:
+        best = summaries[title]["strategies"][name]["best"]
+        if best is not None and best < summaries[title]["yarn"]:
             ahead.append((title, name))
     against = [cases[title]["held_out"][name]["against yarn"] for title, name in ahead]
     still = sum(one is not None and one["nll"] < 0 for one in against)
     count = {
-        word: sum(said[title]["against yarn"][name]["nll"] == word for title, name in ahead)
+        word: sum(summaries[title]["against yarn"][name]["nll"] == word for title, name in ahead)
         for word in ("better", "worse")
     }
     lines.append(
@@ -168,7 +168,7 @@ def statements(cases: dict[str, Case], said: dict[str, Any]) -> str:
         f"{count['better']} with 95% confidence; {count['worse']} have more with 95% confidence."
     )
     for name in EVOLUTIONS:
-        needs = [said[title]["curve needs"][name] for title in cases]
+        needs = [summaries[title]["curve needs"][name] for title in cases]
         counts = [
             f"{one['evaluations'] or 'not reached'} ({title})"
             for title, one in zip(cases, needs, strict=True)
@@ -184,42 +184,42 @@ def statements(cases: dict[str, Case], said: dict[str, Any]) -> str:
 
 
 def early(cases: dict[str, Case], evolution: str) -> str:
-    """What a fifth of an evolution's evaluations found, beside what all of the evolution's did."""
-    who: dict[str, list[str]] = {"better": [], "worse": [], "open": [], "same": [], "failed": []}
+    """Return a comparison of curve's early result with a finished evolution."""
+    titles: dict[str, list[str]] = {"better": [], "worse": [], "open": [], "same": [], "failed": []}
     for title, case in cases.items():
-        who[verdict(case["held_out"][EARLY][f"against {evolution}"], "nll")].append(title)
+        titles[verdict(case["held_out"][EARLY][f"against {evolution}"], "nll")].append(title)
     some = next(iter(cases.values()))["settings"]
     return (
         f"On held-out sequences, what curve found in its first {some['early']} evaluations has "
         f"less loss than what {evolution} found in {some['budgets'][evolution]}, with 95% "
-        f"confidence: {listed(who['better'])}; more: {listed(who['worse'])}."
+        f"confidence: {listed(titles['better'])}; more: {listed(titles['worse'])}."
     )
 
 
 def listed(titles: list[str]) -> str:
-    """Cases, or that there is none."""
+    """Join cases, or say that there is none."""
     return "; ".join(titles) or "in no case"
 
 
 def attention(cases: dict[str, Case]) -> str:
-    """The one number that only curve searches, beside the laws that the others follow."""
-    found = []
+    """Return curve's attention factors beside the formulas that the others follow."""
+    factors = []
     for title, case in cases.items():
         factor = case["settings"]["length"] / TRAINED_LENGTH
         yarn = yarn_mscale(factor)
         longrope = math.sqrt(1 + math.log(factor) / math.log(TRAINED_LENGTH))
         ours = case["found"]["curve"]["options"].get("attention_factor", yarn)
-        found.append(f"{title}: {ours:.3f} ({yarn:.3f}, {longrope:.3f})")
+        factors.append(f"{title}: {ours:.3f} ({yarn:.3f}, {longrope:.3f})")
     return (
         "Only curve searches the attention factor, so a part of its lead may be that number's. In "
         "brackets YaRN's law, which the yarn scan takes, and LongRoPE's, which both evolutions "
-        f"take: {'; '.join(found)}."
+        f"take: {'; '.join(factors)}."
     )
 
 
 def readme(cases: dict[str, Case], missing: list[str], command: str) -> str:
-    """Tables, statements, and what their words mean."""
-    said = summary(cases)
+    """Return the README: tables, statements and definitions."""
+    summaries = summary(cases)
     by_length = {case["settings"]["length"]: case["settings"] for case in cases.values()}
     some = next(iter(by_length.values()))
     trained = STAGES[-1][1]
@@ -232,8 +232,8 @@ def readme(cases: dict[str, Case], missing: list[str], command: str) -> str:
     budgets = ", ".join(f"{name} {budget}" for name, budget in some["budgets"].items())
     sections = [
         f"## {title} tokens\n\n"
-        f"YaRN on the sequences searched on: {said[title]['yarn']:.4f} nats.\n\n"
-        f"{progress(said[title])}\n\nOn held-out sequences:\n\n{judged(case)}"
+        f"YaRN on the sequences searched on: {summaries[title]['yarn']:.4f} nats.\n\n"
+        f"{progress(summaries[title])}\n\nOn held-out sequences:\n\n{judged(case)}"
         for title, case in cases.items()
     ]
     absent = f" Not measured here: {'; '.join(missing)}." if missing else ""
@@ -268,7 +268,7 @@ may go otherwise.{absent}
 
 ## What holds
 
-{statements(cases, said)}
+{statements(cases, summaries)}
 
 {(chr(10) * 2).join(sections)}
 

@@ -67,7 +67,7 @@ TABLE_LENGTHS = (128, 256, 512, 1024)
 
 
 class Architecture(NamedTuple):
-    """What the tiny models do not share.
+    """The differences between the tiny models.
 
     Attributes:
         title: the name in the model card.
@@ -83,7 +83,7 @@ class Architecture(NamedTuple):
 
 
 def rope(theta: float) -> dict[str, Any]:
-    """The rope_parameters of plain RoPE."""
+    """Return the rope_parameters of plain RoPE."""
     return {"rope_type": "default", "rope_theta": theta}
 
 
@@ -124,16 +124,16 @@ ARCHITECTURES = {
 
 
 def build_config(architecture: str = "llama") -> PreTrainedConfig:
-    """The config of a plain model: SETTINGS and what its architecture has of its own."""
-    chosen = ARCHITECTURES[architecture]
-    return chosen.model_class.config_class(**copy.deepcopy(SETTINGS | chosen.settings))
+    """Return the config of a plain model: SETTINGS and those of its architecture."""
+    spec = ARCHITECTURES[architecture]
+    return spec.model_class.config_class(**copy.deepcopy(SETTINGS | spec.settings))
 
 
 def scaled(model: PreTrainedModel, rope_type: str) -> PreTrainedModel:
-    """The same weights under transformers' own scaling by FACTOR ("linear" or "yarn").
+    """Return the same weights under transformers' own scaling by FACTOR ("linear" or "yarn").
 
-    Where layer types have frequencies of their own, only full attention is scaled: a sliding window
-    never sees further than in training.
+    With frequencies per layer type only full attention is scaled: a sliding window never sees
+    further than in training.
     """
     config = copy.deepcopy(model.config)
     config.max_position_embeddings = int(FACTOR * TRAINED_LENGTH)
@@ -147,21 +147,21 @@ def scaled(model: PreTrainedModel, rope_type: str) -> PreTrainedModel:
 
 
 def draw(generator: torch.Generator, ids: range, batch: int, count: int) -> torch.Tensor:
-    """Draws `count` different ids a row, uniformly, `[B, count]`."""
+    """Draw `count` different ids per row, uniformly, `[B, count]`."""
     return ids[0] + torch.rand(batch, len(ids), generator=generator).argsort(-1)[:, :count]
 
 
 def filler(generator: torch.Generator, batch: int, length: int) -> torch.Tensor:
-    """Filler tokens by Zipf's law, the n-th id n times rarer than the first, `[B, S]`."""
+    """Draw filler tokens by Zipf's law, the n-th id n times rarer than the first, `[B, S]`."""
     zipf = 1.0 / torch.arange(1, len(FILLER_IDS) + 1)
-    drawn = torch.multinomial(zipf, batch * length, replacement=True, generator=generator)
-    return FILLER_IDS[0] + drawn.view(batch, length)
+    indices = torch.multinomial(zipf, batch * length, replacement=True, generator=generator)
+    return FILLER_IDS[0] + indices.view(batch, length)
 
 
 def recall_batch(
     generator: torch.Generator, batch: int, length: int, pairs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences of filler with key-value pairs in it, and the keys with their values at the end.
+    """Return sequences of filler with key-value pairs in it, and queries at the end.
 
     Args:
         generator: torch.Generator that all random choices come from.
@@ -197,10 +197,10 @@ def recall_batch(
 def repeat_batch(
     generator: torch.Generator, batch: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens in which a segment of S // 3 comes twice, at another distance in each row.
+    """Return random tokens with a repeated segment of S // 3, at a different distance per row.
 
-    Four rows in five consist of filler ids alone: keys and values then stay the recall task's own,
-    and its lesson is not drowned.
+    Four rows in five consist of filler ids only, so that keys and values mostly occur in the recall
+    task.
 
     Returns:
         `(input_ids [B, S], labels [B, S])`; labels on the second occurrence after its first token
@@ -208,8 +208,8 @@ def repeat_batch(
     """
     size, low = length // 3, FILLER_IDS[0]
     whole = torch.rand(batch, 1, generator=generator) < WHOLE_SHARE
-    kinds = torch.where(whole, VOCAB_SIZE - low, len(FILLER_IDS))
-    input_ids = low + (torch.rand(batch, length, generator=generator) * kinds).long()
+    id_counts = torch.where(whole, VOCAB_SIZE - low, len(FILLER_IDS))
+    input_ids = low + (torch.rand(batch, length, generator=generator) * id_counts).long()
     labels = torch.full_like(input_ids, -100)
     starts = draw(generator, range(length - 2 * size + 1), batch, 2).sort(-1).values
     first = starts[:, :1] + torch.arange(size)
@@ -221,17 +221,17 @@ def repeat_batch(
 
 
 def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Which labelled tokens the argmax gets right: `[B, S, V]`, `[B, S]` -> bool `[N]`."""
+    """Return which labelled tokens the argmax gets right: `[B, S, V]`, `[B, S]` -> bool `[N]`."""
     labels = labels[:, 1:]
-    asked = labels != -100
-    return logits[:, :-1][asked].argmax(-1) == labels[asked]
+    scored = labels != -100
+    return logits[:, :-1][scored].argmax(-1) == labels[scored]
 
 
 @torch.no_grad()
 def recall_accuracy(
     model: torch.nn.Module, length: int, sequences: int = 48, pairs: int = 8, seed: int = 1234
 ) -> float:
-    """The share of values recalled, teacher forced: each query sees the true earlier answers.
+    """Return the share of values recalled, teacher forced.
 
     Args:
         model: a causal language model on this vocabulary, on the CPU.
@@ -246,15 +246,15 @@ def recall_accuracy(
     generator = torch.Generator().manual_seed(seed)
     input_ids, labels = recall_batch(generator, sequences, length, pairs)
     rows = max(1, 8192 // length)
-    right = [
+    correct = [
         hits(model(input_ids=x, use_cache=False).logits, y)
         for x, y in zip(input_ids.split(rows), labels.split(rows), strict=True)
     ]
-    return torch.cat(right).float().mean().item()
+    return torch.cat(correct).float().mean().item()
 
 
 def train(seed: int = SEED, max_steps: int = 2000, architecture: str = "llama") -> PreTrainedModel:
-    """Trains a model.
+    """Train a model.
 
     Args:
         seed: of the weights and of everything drawn; the same seed trains the same model.
@@ -270,10 +270,10 @@ def train(seed: int = SEED, max_steps: int = 2000, architecture: str = "llama") 
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
     recent: collections.deque[float] = collections.deque(maxlen=20)
-    stage, passed = 0, None
+    stage, passed_at = 0, None
     with tqdm(desc="training", unit="step", mininterval=2, file=sys.stderr) as bar:
         for step in range(max_steps):
-            remaining = 1.0 if passed is None else 1 - (step - passed) / FINAL_STEPS
+            remaining = 1.0 if passed_at is None else 1 - (step - passed_at) / FINAL_STEPS
             if remaining <= 0:
                 return model.eval()
             for group in optimizer.param_groups:
@@ -295,17 +295,17 @@ def train(seed: int = SEED, max_steps: int = 2000, architecture: str = "llama") 
             bar.update()
             state = {"length": length, "loss": f"{loss.item():.3f}", "recall": f"{accuracy:.3f}"}
             bar.set_postfix(state, refresh=False)
-            if passed is None and len(recent) == recent.maxlen and accuracy > PASS_ACCURACY:
+            if passed_at is None and len(recent) == recent.maxlen and accuracy > PASS_ACCURACY:
                 if stage + 1 < len(STAGES):
                     stage += 1
                     recent.clear()
                 else:
-                    passed = step
+                    passed_at = step
     raise RuntimeError(f"recall was not learned in {max_steps} steps; try another seed than {seed}")
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of VOCAB_SIZE ids with the special ids first; any text round-trips."""
+    """Train a byte-level BPE of VOCAB_SIZE ids with the special ids first; any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -326,7 +326,7 @@ def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
 
 
 def accuracy_table(model: PreTrainedModel) -> str:
-    """Recall at several lengths, plain and under transformers' own scalings, as Markdown."""
+    """Return recall at several lengths, plain and under transformers' scalings, as Markdown."""
     rows = {"plain": model}
     rows |= {
         f"native {kind}, factor {FACTOR:g}": scaled(model, kind) for kind in ("linear", "yarn")
@@ -340,7 +340,7 @@ def accuracy_table(model: PreTrainedModel) -> str:
 
 
 def card(model: PreTrainedModel, architecture: str, seed: int) -> str:
-    """The model card, with the model's table."""
+    """Return the model card with the model's table."""
     title, *_, note = ARCHITECTURES[architecture]
     size = f"{model.num_parameters() / 1000:.0f}k"
     return f"""# Tiny {title}
@@ -359,7 +359,7 @@ model knows no English: on text it only exercises code.
 
 
 def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, readme: str):
-    """Writes model, tokenizer and card; each file is replaced at once."""
+    """Write model, tokenizer and card; each file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         new = Path(temporary)
@@ -372,7 +372,7 @@ def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFa
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line, trains, writes, prints the card."""
+    """Parse the command line; train, write and print the card."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="llama")
     parser.add_argument("--out", type=Path, help="default: tests/assets/tiny-ARCHITECTURE")

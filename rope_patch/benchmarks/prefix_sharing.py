@@ -1,10 +1,10 @@
-"""How much faster the same samples are here than in plain lm-eval: both, side by side, timed.
+"""Benchmark of prefix sharing: the same samples in plain lm-eval and here, timed alternately.
 
     python -m rope_patch.benchmarks.prefix_sharing demo --lengths 4096,8192,12288
 
-Plain lm-eval reads every sample's whole prompt and makes logits for all of it; here, what samples
-begin with in common is read once, and logits are made where they are scored. Both answer the same
-lm-eval tasks on the same weights, and must agree.
+Plain lm-eval reads every sample's whole prompt and computes logits for all of it. Here the common
+prefix of samples is read once, and logits are computed only where they are scored. Both answer the
+same lm-eval tasks with the same weights, and must agree.
 """
 
 from __future__ import annotations
@@ -39,25 +39,28 @@ def main(
 ) -> None:
     """Times plain lm-eval and this package's evaluation on the same samples."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    path, asked = demo.resolve_model_path(model), [int(length) for length in lengths.split(",")]
+    path, token_lengths = (
+        demo.resolve_model_path(model),
+        [int(length) for length in lengths.split(",")],
+    )
     tokenizer = read_tokenizer(path)
     tokenizer.model_max_length = 10**9
     dtype: Any = "auto" if torch.cuda.is_available() else torch.float32
     weights = read_model(path, dtype=dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
-    for length in asked:
-        built = lm_eval_tasks.build(task, tokenizer, [length], samples, DEPTHS, per_text=per_text)
+    for length in token_lengths:
+        tasks = lm_eval_tasks.build(task, tokenizer, [length], samples, DEPTHS, per_text=per_text)
         plain = HFLM(pretrained=weights, tokenizer=tokenizer, batch_size=1, max_length=length)
         ours = LongContextLM(weights, tokenizer, length, {}, label=f"ours at {length:,}")
-        seconds, cpu, found = {}, {}, {}
+        seconds, cpu, scores = {}, {}, {}
         for name, lm in (("ours", ours), ("lm_eval", plain)):
-            started, used = time.perf_counter(), time.process_time()
-            results = lm_eval_tasks.evaluate(lm, built)
-            seconds[name] = time.perf_counter() - started
-            cpu[name] = time.process_time() - used
-            found[name] = lm_eval_tasks.scores(results, {})
-        pairs = list(zip(found["ours"], found["lm_eval"], strict=True))
-        apart = max(abs(a["log_likelihood"] - b["log_likelihood"]) for a, b in pairs)
+            before, cpu_before = time.perf_counter(), time.process_time()
+            results = lm_eval_tasks.evaluate(lm, tasks)
+            seconds[name] = time.perf_counter() - before
+            cpu[name] = time.process_time() - cpu_before
+            scores[name] = lm_eval_tasks.scores(results, {})
+        pairs = list(zip(scores["ours"], scores["lm_eval"], strict=True))
+        largest_difference = max(abs(a["log_likelihood"] - b["log_likelihood"]) for a, b in pairs)
         rows.append(
             {
                 "length": length,
@@ -69,17 +72,17 @@ def main(
                 "tokens_asked": ours.prompt_tokens,
                 "tokens_read": ours.computed_tokens,
                 "same_hits": all(a["score"] == b["score"] for a, b in pairs),
-                "largest_difference_nats": apart,
+                "largest_difference_nats": largest_difference,
             }
         )
         print(_line(rows[-1]))
     total = {name: sum(row["cpu_seconds"][name] for row in rows) for name in ("ours", "lm_eval")}
     print(f"all: {total['lm_eval'] / total['ours']:.2f} times less CPU time")
     if out is not None:
-        about = {"model": model, "task": task, "per_text": per_text, "rows": rows}
-        about |= {"cpu_seconds": total, "cpu_ratio": total["lm_eval"] / total["ours"]}
-        about |= {"versions": provenance.versions(), "hardware": provenance.hardware()}
-        atomic_files.write_json(out, {**about, "date": provenance.now()})
+        report = {"model": model, "task": task, "per_text": per_text, "rows": rows}
+        report |= {"cpu_seconds": total, "cpu_ratio": total["lm_eval"] / total["ours"]}
+        report |= {"versions": provenance.versions(), "hardware": provenance.hardware()}
+        atomic_files.write_json(out, {**report, "date": provenance.now()})
 
 
 def _line(row: dict[str, Any]) -> str:

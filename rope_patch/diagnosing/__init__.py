@@ -1,4 +1,4 @@
-"""What a model's rotation can reach, whether transformers does what the config says, what to do."""
+"""Diagnosis of a model's rotation: config against reality, reachable length, recommendation."""
 
 from rope_patch.diagnosing.advice import Advice, Reason
 from rope_patch.diagnosing.diagnosis import Diagnosis

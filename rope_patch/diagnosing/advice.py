@@ -1,4 +1,4 @@
-"""What to do for a target length: few rules, each with its source, and lines that were tried."""
+"""Recommendation for a target length: a few sourced rules, and lines of code checked by `check`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rope_patch.diagnosing.pairs import PairTable
 from rope_patch.patching import check
 from rope_patch.patching.architecture.attention_source import inspect_forward, undecorated_forward
 
-# Up to here methods are recommended without training: that is what this project measured without
-# it (SmolLM2, README). The YaRN paper's own models, x16 and x32, were trained.
+# Largest factor recommended without training: what this project measured (SmolLM2, README). The
+# YaRN paper's own models, x16 and x32, were trained.
 MAX_UNTRAINED_FACTOR = 2.0
 
-# How attentions say that only those with a sliding window rotate (Cohere 2, EXAONE 4, ...).
+# Source of attentions that rotate only with a sliding window (Cohere 2, EXAONE 4, ...).
 _IN_WINDOWS = re.compile(
     r"if self\.(?:sliding_window is not None|sliding_window is None or self\.is_sliding"
     r"|is_local_attention)\b[^\n]*:\n(?:[^\n]*\n)?[^\n]*apply_rotary_pos_emb"
@@ -29,7 +29,7 @@ _MEASURED = "README, SmolLM2-135M-Instruct Q4_1 at factor 2"
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something is recommended, and who says so; some reasons are facts of the config."""
+    """A reason for a recommendation, and its source; facts of the config have none."""
 
     text: str
     source: str = ""
@@ -37,14 +37,14 @@ class Reason:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do for a target length.
+    """The recommendation for a target length.
 
     Attributes:
-        method: The method to use; None where none is needed or none can be had.
+        method: The method to use; None if none is needed or none is possible.
         summary: What to do, in a sentence.
-        reasons: Why.
-        python: The line to type; empty where nothing is to be done. It was tried on the model,
-            or on one without weights.
+        reasons: The reasons.
+        python: The line to type; empty if nothing is to be done. It was checked on the model, or
+            on one without weights.
         shell: The command that measures or trains it.
     """
 
@@ -64,19 +64,19 @@ def advise(
     findings: list[Finding],
     request: dict[str, Any],
 ) -> Advice:
-    """Recommends.
+    """Return the recommendation for the target length.
 
     Args:
-        facts: What is known.
-        rotations: The layer types that a method would change, at the start it would take.
-        findings: What was found.
-        request: `trained_length`, `layer_types` and `start` of `patch`, where they are given.
+        facts: Facts about the layer types.
+        rotations: Tables of pairs of the layer types that a method would change.
+        findings: Findings of the checks.
+        request: `trained_length`, `layer_types` and `start` for `patch`.
     """
     trained = next(iter(rotations.values())).geometry.trained_length
     length, reasons = facts.target_length, []
-    if wrong := [found for found in findings if found.severity == "error"]:
-        named = ", ".join(dict.fromkeys(found.code for found in wrong))
-        reasons.append(Reason(f"first put right what is found above ({named})"))
+    if errors := [found for found in findings if found.severity == "error"]:
+        codes = ", ".join(dict.fromkeys(found.code for found in errors))
+        reasons.append(Reason(f"first put right what is found above ({codes})"))
     if length <= trained:
         reasons.append(Reason(f"training went to {trained:,} tokens, {length:,} are within"))
         return Advice(None, "no extension is needed", tuple(reasons))
@@ -94,15 +94,15 @@ def advise(
             tuple(reasons),
             shell=_compare_command(facts, "none", request),
         )
-    standing = [layer for layer in facts.layers.values() if layer.scaling != "default"]
-    if standing and length <= facts.promised_length:
+    scaled_layers = [layer for layer in facts.layers.values() if layer.scaling != "default"]
+    if scaled_layers and length <= facts.promised_length:
         return _already_long_enough(facts, trained, reasons, request)
     ratio = length / trained
-    wanted = ("dynamic-yarn", "yarn") if ratio <= MAX_UNTRAINED_FACTOR else ("yarn",)
-    refusal = facts.subject.problem
-    for method in wanted:
-        refusal = _patch_error(facts, method, request)
-        if refusal is None:
+    candidates = ("dynamic-yarn", "yarn") if ratio <= MAX_UNTRAINED_FACTOR else ("yarn",)
+    patch_error = facts.subject.problem
+    for method in candidates:
+        patch_error = _patch_error(facts, method, request)
+        if patch_error is None:
             reasons += _method_reasons(method, ratio, trained) + _model_reasons(facts, rotations)
             arguments = _python_arguments(length, request)
             return Advice(
@@ -113,25 +113,30 @@ def advise(
                 facts.subject.patch_call(method, arguments),
                 _shell_command(facts, method, ratio, request),
             )
-        reasons.append(Reason(f"{method} is refused here: {refusal}"))
+        reasons.append(Reason(f"{method} is refused here: {patch_error}"))
     return Advice(None, "this model cannot be extended as it is", tuple(reasons))
 
 
 def _already_long_enough(
     facts: Facts, trained: int, reasons: list[Reason], request: dict[str, Any]
 ) -> Advice:
-    """The config's own scaling goes as far as is asked for."""
-    own = sorted({x.scaling for x in facts.layers.values()} - {"default"})
-    named = ", ".join(own)
+    """Return the advice if the config's own scaling already reaches the length."""
+    scalings = sorted({x.scaling for x in facts.layers.values()} - {"default"})
+    scaling_names = ", ".join(scalings)
     reasons.append(
         Reason(
-            f"the config's own {named} reaches {facts.promised_length:,} tokens, from {trained:,} trained"
+            f"the config's own {scaling_names} reaches {facts.promised_length:,} tokens, from "
+            f"{trained:,} trained"
         )
     )
     advice = Advice(None, "the config already does it", tuple(reasons))
-    if own == ["dynamic"] or "yarn" not in own or _patch_error(facts, "dynamic-yarn", request):
+    if (
+        scalings == ["dynamic"]
+        or "yarn" not in scalings
+        or _patch_error(facts, "dynamic-yarn", request)
+    ):
         return advice
-    price = Reason(
+    trade_off = Reason(
         f"it also stretches texts that fit into {trained:,} tokens, which dynamic-yarn leaves "
         "unscaled; which is better depends on what the model was trained under: measure both",
         f"{_YARN} section 3.3",
@@ -141,7 +146,7 @@ def _already_long_enough(
     return Advice(
         None,
         "the config already does it; if most texts are short, try dynamic-yarn",
-        (*reasons, price),
+        (*reasons, trade_off),
         line,
         shell,
     )
@@ -176,32 +181,38 @@ def _method_reasons(method: str, ratio: float, trained: int) -> list[Reason]:
 
 
 def _model_reasons(facts: Facts, rotations: dict[str | None, PairTable]) -> list[Reason]:
-    """What this model is like."""
+    """Return the reasons that follow from this model's architecture and config."""
     reasons = []
-    for kind, rotation in rotations.items():
+    for layer_type, rotation in rotations.items():
         geometry, bound = rotation.geometry, rotation.base_bound
-        where = "" if kind is None else f" of {kind}"
+        where = "" if layer_type is None else f" of {layer_type}"
         if bound is not None and not geometry.base and geometry.theta < bound:
             reasons.append(
                 Reason(
                     f"theta {geometry.theta:,.0f}{where} is below {bound:,.0f}, a bound for "
-                    f"{facts.target_length:,} tokens, below which models were found to retrieve badly at "
+                    f"{facts.target_length:,} tokens, below which models were found to retrieve "
+                    "badly at "
                     'a fine perplexity: test retrieval; "abf" and training raise theta',
                     "arXiv:2405.14591",
                 )
             )
-        if facts.layers[kind].scaling != "default":
-            reasons.append(_base_reason(rotation, facts.layers[kind].scaling, where))
-    left = [str(kind) for kind in facts.layers if kind not in rotations]
-    if left:
-        windows = all("sliding" in kind or "chunked" in kind for kind in left)
+        if facts.layers[layer_type].scaling != "default":
+            reasons.append(_base_reason(rotation, facts.layers[layer_type].scaling, where))
+    unchanged_types = [
+        str(layer_type) for layer_type in facts.layers if layer_type not in rotations
+    ]
+    if unchanged_types:
+        windows = all(
+            "sliding" in layer_type or "chunked" in layer_type for layer_type in unchanged_types
+        )
         stay = "see a window only, and stay as they are" if windows else "stay as they are"
-        reasons.append(Reason(f"{', '.join(left)} layers {stay}"))
-    rotating = getattr(facts.subject.config, "no_rope_layers", None)
-    if isinstance(rotating, list) and 0 in rotating:
+        reasons.append(Reason(f"{', '.join(unchanged_types)} layers {stay}"))
+    rotates_by_layer = getattr(facts.subject.config, "no_rope_layers", None)
+    if isinstance(rotates_by_layer, list) and 0 in rotates_by_layer:
         reasons.append(
             Reason(
-                f"{rotating.count(0)} of {len(rotating)} layers do not rotate at all, and no "
+                f"{rotates_by_layer.count(0)} of {len(rotates_by_layer)} layers do not rotate at "
+                "all, and no "
                 "method changes them; how far they carry is not known"
             )
         )
@@ -210,12 +221,17 @@ def _model_reasons(facts: Facts, rotations: dict[str | None, PairTable]) -> list
 
 
 def _window_if_only_windows_rotate(facts: Facts) -> int | None:
-    """The window in tokens, of an architecture that rotates nowhere else; None of others."""
+    """Return the sliding window in tokens if only windowed layers rotate, else None."""
     window = getattr(facts.subject.config, "sliding_window", None)
     if facts.subject.model is None or not isinstance(window, int):
         return None
-    kinds = {type(m) for m in facts.subject.model.modules() if inspect_forward(type(m)).rotates}
-    sources = [inspect.getsource(undecorated_forward(kind)) for kind in kinds]
+    attention_classes = {
+        type(m) for m in facts.subject.model.modules() if inspect_forward(type(m)).rotates
+    }
+    sources = [
+        inspect.getsource(undecorated_forward(attention_class))
+        for attention_class in attention_classes
+    ]
     return window if sources and all(_IN_WINDOWS.search(source) for source in sources) else None
 
 
@@ -233,7 +249,7 @@ def _base_reason(rotation: PairTable, scaling: str, where: str) -> Reason:
 
 
 def _patch_error(facts: Facts, method: str, request: dict[str, Any]) -> str | None:
-    """Why `patch` would not do it; None where it would."""
+    """Return the error that `patch` would raise, or None."""
     if facts.subject.model is None:
         return facts.subject.problem
     try:
@@ -244,21 +260,21 @@ def _patch_error(facts: Facts, method: str, request: dict[str, Any]) -> str | No
 
 
 def _python_arguments(length: int, request: dict[str, Any]) -> str:
-    said = [f"length={length}"]
-    said += [
+    arguments = [f"length={length}"]
+    arguments += [
         f"{key}={value!r}".replace("'", '"')
         for key, value in request.items()
         if value is not None and not (key == "start" and value == "auto")
     ]
-    return ", ".join(said)
+    return ", ".join(arguments)
 
 
 def _shell_command(facts: Facts, method: str, ratio: float, request: dict[str, Any]) -> str:
     if not facts.subject.is_loadable:
-        return ""  # the commands load models that only generate text
+        return ""  # the commands load text-only models
     if ratio <= MAX_UNTRAINED_FACTOR:
-        others = "yarn,dynamic-yarn" if method == "dynamic-yarn" else method
-        return _compare_command(facts, f"none,{others}", request)
+        methods = "yarn,dynamic-yarn" if method == "dynamic-yarn" else method
+        return _compare_command(facts, f"none,{methods}", request)
     return (
         f"rope-patch finetune --config yarn_64k --model {facts.subject.display_name} "
         f"--factor {ratio:g} --train_length {facts.target_length}"
@@ -268,6 +284,6 @@ def _shell_command(facts: Facts, method: str, ratio: float, request: dict[str, A
 def _compare_command(facts: Facts, methods: str, request: dict[str, Any]) -> str:
     trained = request.get("trained_length")
     return (
-        f"rope-patch compare {facts.subject.display_name} --method {methods} --length {facts.target_length}"
-        + (f" --trained-length {trained}" if trained else "")
+        f"rope-patch compare {facts.subject.display_name} --method {methods} --length "
+        f"{facts.target_length}" + (f" --trained-length {trained}" if trained else "")
     )

@@ -1,4 +1,4 @@
-"""How large a rope base has to be for a length: what two papers derive, computed in float64."""
+"""Lower bounds on the RoPE base for a length, after two papers, in float64."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import math
 
 import torch
 
-MAX_LENGTH = 2**20  # tokens; these take seconds already
+MAX_LENGTH = 2**20  # tokens; takes seconds
 
-_BASE_RATIO = 1.003  # between bases that are tried; the paper's values come out at such steps only
+_BASE_RATIO = 1.003  # between tested bases; only such steps reproduce the paper's values
 _MAX_BASE = 1e12
-_BLOCK = 512  # distances in one block of the product of angles
+_BLOCK = 512  # distances per block of the matrix product
 
 
 def failing_distance(inv_freq: torch.Tensor, length: int, near: int = 0) -> int | None:
-    """A distance at which a similar key is expected to score less than a random one.
+    """Return a distance at which a similar key is expected to score below a random one.
 
-    That is where sum_i cos(m f_i) < 0 (Men et al. 2024, arXiv:2405.14591, theorem 1: queries and
+    There sum_i cos(m f_i) < 0 (Men et al. 2024, arXiv:2405.14591, theorem 1: queries and
     keys with independent, equally distributed components).
 
     Args:
         inv_freq: Radians per token of each pair, `[R / 2]`.
         length: The largest distance m, in tokens.
-        near: Where to look first.
+        near: Distance to test first.
 
     Returns:
-        The distance; None where there is none up to the length.
+        The distance; None if there is none up to the length.
     """
     f = inv_freq.double().cpu()
     if near:
@@ -51,46 +51,46 @@ def failing_distance(inv_freq: torch.Tensor, length: int, near: int = 0) -> int 
 
 @functools.lru_cache(maxsize=64)
 def base_bound(rotary_dim: int, length: int) -> float | None:
-    """The smallest base whose attention still tells similar tokens from random ones at a length.
+    """Return the smallest base whose attention separates similar from random tokens at a length.
 
     "Base of RoPE bounds context length" (Men et al. 2024, arXiv:2405.14591): below it a
     model trained to the length may have a fine perplexity and not retrieve. Bases 0.3% apart are
-    tried from small to large. Just above the first that holds there are some that do not, so this
-    is a bound and no recommendation.
+    tested from small to large. Some bases just above the first success fail again, so this is a
+    bound, not a recommendation.
 
     Args:
-        rotary_dim: Dimensions of a head that rotate.
-        length: Tokens.
+        rotary_dim: Rotated dimensions of a head.
+        length: Length in tokens.
 
     Returns:
-        The base; None where no base up to 1e12 does it (one or two pairs never do), or the length
-        is above `MAX_LENGTH`.
+        The base; None if no base up to 1e12 works (one or two pairs never do), or the length is
+        above `MAX_LENGTH`.
     """
     if length > MAX_LENGTH:
         return None
     exponent = -torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
-    base, fails = 2.0, 0
+    base, near = 2.0, 0
     while base < _MAX_BASE:
-        found = failing_distance(base**exponent, length, fails)
-        if found is None:
+        distance = failing_distance(base**exponent, length, near)
+        if distance is None:
             return base
-        # The next base fails nearby, mostly.
-        base, fails = base * _BASE_RATIO, found
+        # The next base mostly fails nearby.
+        base, near = base * _BASE_RATIO, distance
     return None
 
 
 def critical_base(theta: float, trained_length: int, length: int) -> float | None:
-    """The base whose critical pair takes the target length for the turn it took training's.
+    """Return the base at which the critical pair rotates over the target length as over training's.
 
     Liu et al. 2023, arXiv:2310.05209, theorem 2: theta^(ln(length / 2 pi) / ln(trained / 2 pi)).
 
     Args:
         theta: The model's base.
-        trained_length: Tokens.
+        trained_length: Trained length in tokens.
         length: Target length in tokens.
 
     Returns:
-        The base; None where no pair turns once within the trained length.
+        The base; None if no pair completes a rotation within the trained length.
     """
     trained = trained_length / (2 * math.pi)
     if trained <= 1:

@@ -1,4 +1,4 @@
-"""What `diagnose` returns: findings, a recommendation, a table, a picture."""
+"""Result of `diagnose`: findings, a recommendation, a table, a plot."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found; print it for a summary and a table.
+    """The result of `diagnose`; print it for a summary and a table.
 
     Attributes:
         model_type: The architecture.
-        method: The method that was asked about, with its factor.
-        length: The target length in tokens.
-        rotations: One a layer type, or a single one under None.
-        findings: What is the matter, the worst first.
-        advice: What to do for the length.
-        patched: The patch that stands on the model, or None.
+        method: The diagnosed method with its factor.
+        length: Target length in tokens.
+        rotations: Tables of pairs by layer type; a single one under None.
+        findings: Findings, the worst first.
+        advice: Recommendation for the length.
+        patched: The model's active patch, or None.
     """
 
     model_type: str
@@ -40,34 +40,39 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether transformers does what the config says, as far as can be seen."""
+        """Whether transformers does what the config says: no finding is worse than a note."""
         return all(found.severity == "note" for found in self.findings)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the wavelength of every pair against the lengths, before and after.
+        """Plot the wavelength of every pair against the lengths, before and after.
 
         Args:
-            path: An `.svg` or `.png` file, in a folder that exists.
+            path: An `.svg` or `.png` file in an existing folder.
 
         Raises:
-            ValueError: Another kind of file, no such folder, or matplotlib is not installed.
-            OSError: It could not be written.
+            ValueError: The file has another suffix, the folder is missing, or matplotlib is not
+                installed.
+            OSError: The file could not be written.
         """
         from rope_patch.diagnosing.plot import write_plot
 
         write_plot(self, path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; what is infinite (a pair that does not rotate) is None."""
+        """Return plain data for JSON; infinite numbers (of stopped pairs) become None."""
         data = asdict(self)
-        for kind, rotation in self.rotations.items():
-            for row, pair in zip(data["rotations"][kind]["pairs"], rotation.pairs, strict=True):
+        for layer_type, rotation in self.rotations.items():
+            for row, pair in zip(
+                data["rotations"][layer_type]["pairs"], rotation.pairs, strict=True
+            ):
                 row["extrapolates"] = pair.extrapolates
         return json_safe({**data, "healthy": self.healthy})
 
     def __str__(self) -> str:
         parts = ["\n".join(self._summary())]
-        parts += [self._table(kind, rotation) for kind, rotation in self.rotations.items()]
+        parts += [
+            self._table(layer_type, rotation) for layer_type, rotation in self.rotations.items()
+        ]
         return "\n\n".join(parts)
 
     def _summary(self) -> list[str]:
@@ -75,13 +80,13 @@ class Diagnosis:
         if self.patched:
             lines.append(f"patched by rope_patch: {self.patched}; told as it was before")
         for severity in SEVERITIES:
-            for found in self.findings:
-                if found.severity != severity:
+            for finding in self.findings:
+                if finding.severity != severity:
                     continue
-                where = f" ({found.layer_type})" if found.layer_type else ""
-                lines += _wrap(f"{severity}{where}: {found.what}", "")
-                lines += _wrap(found.evidence, "  ")
-                lines += _wrap(f"→ {found.fix}", "  ") if found.fix else []
+                where = f" ({finding.layer_type})" if finding.layer_type else ""
+                lines += _wrap(f"{severity}{where}: {finding.what}", "")
+                lines += _wrap(finding.evidence, "  ")
+                lines += _wrap(f"→ {finding.fix}", "  ") if finding.fix else []
         lines += [*([""] if lines else []), f"for {self.length:,} tokens: {self.advice.summary}"]
         for reason in self.advice.reasons:
             source = f" ({reason.source})" if reason.source else ""
@@ -89,16 +94,18 @@ class Diagnosis:
         lines += [f"  {line}" for line in (self.advice.python, self.advice.shell) if line]
         return lines
 
-    def _table(self, kind: str | None, rotation: PairTable) -> str:
-        g, pairs = rotation.geometry, rotation.pairs
+    def _table(self, layer_type: str | None, rotation: PairTable) -> str:
+        geometry, pairs = rotation.geometry, rotation.pairs
         critical = rotation.critical_dimension
         beyond = [pair.pair for pair in pairs if pair.extrapolates]
         scaled = (
             "" if rotation.rope_type == "default" else f", config asks for {rotation.rope_type}"
         )
         lines = [
-            f"{self.model_type}{f', {kind}' if kind else ''}: head_dim {g.head_dim}, rotary_dim "
-            f"{g.rotary_dim}, theta {g.theta:g}, trained on {g.trained_length:,} tokens{scaled}",
+            f"{self.model_type}{f', {layer_type}' if layer_type else ''}: head_dim "
+            f"{geometry.head_dim}, rotary_dim "
+            f"{geometry.rotary_dim}, theta {geometry.theta:g}, trained on "
+            f"{geometry.trained_length:,} tokens{scaled}",
             f"{self.method} to {self.length:,} tokens, attention factor "
             f"{rotation.attention_factor:.6g} (YaRN's law: {rotation.yarn_attention_factor:.6g})",
             f"critical dimension: pair {critical} of {len(pairs)}; "
@@ -112,7 +119,8 @@ class Diagnosis:
             + " angles that training never showed"
             + (f": pairs {beyond[0]} to {beyond[-1]}" if beyond else ""),
             f"base for {self.length:,} tokens: {_format_base(rotation.base_bound)} or more "
-            f"(arXiv:2405.14591), critical base {_format_base(rotation.critical_base)} (arXiv:2310.05209)",
+            f"(arXiv:2405.14591), critical base {_format_base(rotation.critical_base)} "
+            "(arXiv:2310.05209)",
             "",
             "pair  wavelength (tokens)  turns trained   stretch  turns at length",
         ]
@@ -134,7 +142,7 @@ def _format_base(value: float | None) -> str:
 
 
 def _wrap(text: str, indent: str, hanging: str | None = None) -> list[str]:
-    """Lines of a readable width; words such as lines of code are never broken."""
+    """Wrap text to a readable width, without breaking words such as code."""
     return textwrap.wrap(
         text,
         _WIDTH,

@@ -1,4 +1,4 @@
-"""One thing that was found, with the number that shows it and the line that puts it right."""
+"""Findings of a diagnosis: fact, evidence in numbers, and fix."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-# From worst to mildest: something else than the config says happens, silently; it hurts under
-# conditions that are named; worth knowing.
+# From worst to mildest: the model silently differs from its config; harmful under the named
+# conditions; worth knowing.
 SEVERITIES = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is the matter with a model's rotation.
+    """A fact about a model's rotation that the user should know.
 
     Attributes:
         severity: One of `SEVERITIES`.
-        code: A short name that stays, for programs.
+        code: A stable short name, for programs.
         what: The fact, in a sentence.
-        evidence: How it shows, with numbers.
-        fix: The line to type, or what to change; empty where nothing is to be done.
-        layer_type: Where it holds for one layer type only.
+        evidence: The evidence, with numbers.
+        fix: The line to type, or what to change; empty if nothing is to be done.
+        layer_type: The layer type it applies to; None for all.
         numbers: The numbers of the evidence.
     """
 
@@ -35,7 +35,7 @@ class Finding:
 
 
 def json_safe(value: Any) -> Any:
-    """Data as JSON can say it: what is infinite or no number becomes None."""
+    """Return data for JSON: infinite numbers and NaN become None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What is known about each layer type, read once for all checks."""
+"""Facts about each layer type, read once for all checks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rope_patch.rope_config import by_layer_type, config_rope_type, read_geometr
 
 @dataclass(frozen=True, eq=False)
 class LayerFacts:
-    """One layer type.
+    """The configured and the actual rotation of one layer type.
 
     Attributes:
-        layer_type: Its name; None where all layers rotate alike.
-        parameters: What the config says about its rotation.
-        scaling: The scaling that it asks for, "default" if none.
-        geometry: Its unscaled rotation, at the length before that scaling.
-        configured_method: The scaling as a method of ours; None where it is none that we have.
-        actual: What transformers makes of the config; None where no model of it can be made.
+        layer_type: The layer type; None if all layers rotate alike.
+        parameters: The config's `rope_parameters` for it.
+        scaling: The configured scaling, "default" if none.
+        geometry: The unscaled rotation, at the length before that scaling.
+        configured_method: The scaling as one of our methods; None if we have no such method.
+        actual: The frequencies that transformers computes; None if no model can be built.
     """
 
     layer_type: str | None
@@ -36,26 +36,30 @@ class LayerFacts:
     actual: Frequencies | None
 
     def configured(self, length: float) -> Frequencies | None:
-        """The rotation that the config asks for, for a sequence of `target_length` tokens."""
+        """Return the configured frequencies for a sequence of `length` tokens."""
         if self.configured_method is None:
             return None
-        found = self.configured_method.frequencies_at(self.geometry, length)
-        if self.scaling == "proportional":  # there it also divides what still turns
-            found = Frequencies(found.inv_freq / float(self.parameters.get("factor") or 1.0))
-        return found
+        frequencies = self.configured_method.frequencies_at(self.geometry, length)
+        if (
+            self.scaling == "proportional"
+        ):  # there the factor also divides the pairs that still rotate
+            frequencies = Frequencies(
+                frequencies.inv_freq / float(self.parameters.get("factor") or 1.0)
+            )
+        return frequencies
 
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """Everything that checks look at.
+    """The input of all checks.
 
     Attributes:
         subject: The model.
-        layers: Each layer type.
-        promised_length: Tokens that the config promises, its own scaling included.
-        target_length: The target length in tokens.
-        assumed_length: What was taken for the length before a scaling that may or may not be part
-            of it, where the config does not say; else None.
+        layers: Facts by layer type.
+        promised_length: Length in tokens that the config promises, its own scaling included.
+        target_length: Target length in tokens.
+        assumed_length: The length assumed before scaling if the config does not say whether its
+            length includes the scaling; else None.
     """
 
     subject: Subject
@@ -68,64 +72,66 @@ class Facts:
 def read_layer_facts(
     subject: Subject, trained_length: int | None
 ) -> tuple[dict[str | None, LayerFacts], int | None]:
-    """Reads every layer type at the start before any scaling.
+    """Return the facts of every layer type, with geometries before any scaling.
 
     Args:
         subject: The model.
-        trained_length: Tokens of pretraining, if the config does not tell the truth about them.
+        trained_length: Length of pretraining in tokens, if the config is wrong about it.
 
     Returns:
-        The layer types, and what was taken for the trained length where the config does not say.
+        The facts by layer type, and the assumed trained length if the config does not say it.
 
     Raises:
-        ValueError: No RoPE, or a config that says what cannot be.
+        ValueError: The model has no RoPE, or the config is invalid.
     """
     config, assumed = subject.config, None
-    if trained_length is None and (silent := scalings_without_length(config)):
+    if trained_length is None and (scalings := scalings_without_length(config)):
         trained_length = max_position_embeddings(config)
-        assumed = trained_length if silent & {"linear", "dynamic"} else None
+        assumed = trained_length if scalings & {"linear", "dynamic"} else None
     geometries = read_geometries(config, trained_length, "unscaled")
     parameters = by_layer_type(config.rope_parameters)
-    runs: dict[str | None, Frequencies] = {}
+    actual: dict[str | None, Frequencies] = {}
     for rotary in subject.rotaries:
         try:
-            runs |= reference_frequencies(rotary, config)
+            actual |= reference_frequencies(rotary, config)
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 f"{type(rotary.module).__name__} cannot be made from what the config says now "
                 f"({type(error).__name__}: {error}): compare it with the checkpoint's config.json"
             ) from error
     layers = {}
-    for kind, geometry in geometries.items():
-        own = runs.get(kind)
-        if own is not None:  # how many pairs turn is not spelled alike in all configs
-            rotary_dim = 2 * len(own.inv_freq)
+    for layer_type, geometry in geometries.items():
+        layer_actual = actual.get(layer_type)
+        if layer_actual is not None:  # configs spell the number of rotating pairs differently
+            rotary_dim = 2 * len(layer_actual.inv_freq)
             size = max(geometry.head_dim, rotary_dim)
             geometry = replace(geometry, rotary_dim=rotary_dim, head_dim=size)
-        scaling = config_rope_type(parameters[kind])
-        full = getattr(config, "max_position_embeddings", None)
-        full = full if isinstance(full, int) else geometry.trained_length
-        asked = configured_method(parameters[kind], geometry, full)
-        layers[kind] = LayerFacts(kind, parameters[kind], scaling, geometry, asked, own)
+        scaling = config_rope_type(parameters[layer_type])
+        max_positions = getattr(config, "max_position_embeddings", None)
+        max_positions = max_positions if isinstance(max_positions, int) else geometry.trained_length
+        method = configured_method(parameters[layer_type], geometry, max_positions)
+        layers[layer_type] = LayerFacts(
+            layer_type, parameters[layer_type], scaling, geometry, method, layer_actual
+        )
     return layers, assumed
 
 
 def configured_method(parameters: dict[str, Any], geometry: Geometry, full: int) -> Method | None:
-    """A config's own scaling as one of our methods; None where we have none of that name.
+    """Return a config's own scaling as one of our methods; None if we have none of that name.
 
     Args:
         parameters: `rope_parameters` of one layer type.
         geometry: Its unscaled rotation.
-        full: `max_position_embeddings`, in tokens.
+        promised_length: `max_position_embeddings`, in tokens.
 
     Raises:
-        ValueError: An option that cannot be.
+        ValueError: An option is invalid.
     """
     name = config_rope_type(parameters)
     if name not in registered_methods() or name not in transformers_rope_types():
         return None
-    known = registered_methods()[name].__dataclass_fields__
-    options = {key: parameters[key] for key in known if parameters.get(key) is not None}
+    option_names = registered_methods()[name].__dataclass_fields__
+    options = {key: parameters[key] for key in option_names if parameters.get(key) is not None}
     if name == "proportional":
         options.pop("factor", None)
     if name == "dynamic":
@@ -134,34 +140,32 @@ def configured_method(parameters: dict[str, Any], geometry: Geometry, full: int)
         options["factor"] = max(1.0, full / geometry.trained_length)
     try:
         method = build(name, **options)
-        method.frequencies_at(
-            geometry, geometry.trained_length + 1
-        )  # refuses factors that do not fit
+        method.frequencies_at(geometry, geometry.trained_length + 1)  # raises if factors do not fit
         return method
     except TypeError as error:
         raise ValueError(f"the config's own {name} cannot be read: {error}") from error
 
 
 def transformers_rope_types() -> set[str]:
-    """The scalings that transformers can compute, those that were registered included."""
+    """Return the rope types that transformers can compute, registered ones included."""
     return {"default", *ROPE_INIT_FUNCTIONS}
 
 
 def max_position_embeddings(config: Any) -> int:
-    """`max_position_embeddings`, in tokens; ValueError where it is no such number."""
-    found = getattr(config, "max_position_embeddings", None)
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+    """Return `max_position_embeddings` in tokens; raise ValueError if it is no such number."""
+    length = getattr(config, "max_position_embeddings", None)
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ValueError(
-            f"max_position_embeddings must be a whole number of tokens, at least 1, got {found!r} "
+            f"max_position_embeddings must be a whole number of tokens, at least 1, got {length!r} "
             f"in {type(config).__name__}; pass trained_length=... if the architecture has none"
         )
-    return found
+    return length
 
 
 def scalings_without_length(config: Any) -> set[str]:
-    """Scalings of a config that does not say how many tokens it was trained on before them.
+    """Return the scalings for which a config does not say the length before scaling.
 
-    Those whose formulas have that length in them are left out: there it is an error.
+    Scalings whose formulas contain that length are excluded: without it they are invalid.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or not parameters:
@@ -176,11 +180,11 @@ def scalings_without_length(config: Any) -> set[str]:
 
 
 def promised_length(config: Any, layers: dict[str | None, LayerFacts]) -> int:
-    """Tokens that a config promises: the largest of what it and its scaling say."""
+    """Return the length that a config promises: the largest of its own and its scaling's."""
     lengths = [layer.geometry.trained_length for layer in layers.values()]
-    found = getattr(config, "max_position_embeddings", None)
-    if isinstance(found, int):
-        lengths.append(found)
+    max_positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(max_positions, int):
+        lengths.append(max_positions)
     for layer in layers.values():
         original = layer.parameters.get("original_max_position_embeddings")
         factor = layer.parameters.get("factor")
@@ -190,13 +194,13 @@ def promised_length(config: Any, layers: dict[str | None, LayerFacts]) -> int:
 
 
 def frequency_difference(a: Frequencies, b: Frequencies) -> tuple[int, float]:
-    """How many pairs differ beyond rounding, and by how much the farthest does (a ratio above 1).
+    """Return how many pairs differ beyond rounding, and the largest ratio (1 or more).
 
-    The ratio is infinite where one stands still and the other turns.
+    The ratio is infinite if a pair rotates in only one of them.
     """
     count, farthest = 0, 1.0
-    for one, other in zip(a.inv_freq.tolist(), b.inv_freq.tolist(), strict=True):
-        low, high = sorted((one, other))
+    for a_freq, b_freq in zip(a.inv_freq.tolist(), b.inv_freq.tolist(), strict=True):
+        low, high = sorted((a_freq, b_freq))
         ratio = 1.0 if low == high else (high / low if low else math.inf)
         count += ratio > 1 + 1e-5
         farthest = max(farthest, ratio)

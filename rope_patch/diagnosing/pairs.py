@@ -1,4 +1,4 @@
-"""Every rotated pair: what it has seen in training, and where a rotation takes it."""
+"""Table of rotated pairs: their rotations in training and under a method."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Pair:
 
     Attributes:
         pair: Index, from the fastest.
-        wavelength: Tokens per turn, before an extension; infinite where it does not rotate.
-        turns: Turns within the trained length, before.
-        stretch: Wavelength under the method / before; infinite where it no longer rotates.
-        turns_at_length: Turns within the target length under the method.
+        wavelength: Tokens per rotation before an extension; infinite if the pair does not rotate.
+        turns: Rotations within the trained length, before.
+        stretch: Wavelength under the method / before; infinite if it no longer rotates.
+        turns_at_length: Rotations within the target length under the method.
     """
 
     pair: int
@@ -31,7 +31,7 @@ class Pair:
 
     @property
     def extrapolates(self) -> bool:
-        """Whether the target length takes the pair to angles that training never showed it."""
+        """Whether the target length takes the pair beyond its angles in training."""
         return self.turns < 1 and self.turns_at_length > self.turns * (1 + 1e-9)
 
 
@@ -40,17 +40,17 @@ class PairTable:
     """The pairs of one layer type.
 
     Attributes:
-        geometry: What the config says.
-        rope_type: The scaling that the config itself asks for.
-        critical_dimension: The first pair that never completed a turn in training; the number of
-            pairs if all of them did.
+        geometry: The geometry before the extension.
+        rope_type: The config's own scaling.
+        critical_dimension: The first pair without a full rotation in training; the number of pairs
+            if there is none.
         attention_factor: The method's multiplier of cos and sin.
-        yarn_attention_factor: What YaRN's law says for the target length.
-        base_bound: The smallest base for the target length (`bounds.base_bound`); None where there
-            is none or the length is too large to try.
-        critical_base: The base that keeps the critical pair within its angles at the target length
-            (`bounds.critical_base`); None where the trained length is too short for one, or the
-            start is no plain rotation.
+        yarn_attention_factor: YaRN's attention factor for the target length.
+        base_bound: The smallest base for the target length (`base_bounds.base_bound`); None if
+            there is none or the length is too large to search.
+        critical_base: The base that keeps the critical pair within its trained angles at the target
+            length (`base_bounds.critical_base`); None if the trained length is too short, or the
+            geometry is already scaled.
         pairs: Every rotated pair.
     """
 
@@ -67,11 +67,11 @@ class PairTable:
 def build_pair_table(
     geometry: Geometry, after: Frequencies, length: int, rope_type: str
 ) -> PairTable:
-    """Puts a start and a rotation side by side.
+    """Return the table of pairs before and after an extension.
 
     Args:
-        geometry: The start.
-        after: The rotation at the target length.
+        geometry: The geometry before.
+        after: The frequencies at the target length.
         length: The target length in tokens.
         rope_type: The config's own scaling.
     """

@@ -1,4 +1,4 @@
-"""From a model, a config or a path to a diagnosis."""
+"""Diagnosis of a model, a config or a path."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ def diagnose(
     gguf_file: str | None = None,
     **options: Any,
 ) -> Diagnosis:
-    """Says whether transformers does what a model's config says, and what to do for a length.
+    """Check whether transformers runs what a model's config says, and recommend for a length.
 
-    Looks at what the config asks for and what comes of it, at what every rotated pair has seen in
-    training and where a method takes it, and recommends. No weights are read.
+    Compares the configured rotation with the actual one, shows each rotated pair's angles in
+    training and under a method, and recommends. Reads no weights.
 
     Args:
         model: A transformers model, a config, a folder, a model's name on the Hub, or an adapter's
             folder.
         method: A name from `rope_patch.list_methods()`; "default" shows the model as it is.
-        factor: Target length / trained length; at most one of `factor` and `length`. What the
-            config promises is looked at if neither is given.
+        factor: Target length / trained length; at most one of `factor` and `length`. If neither is
+            given, the target is the length that the config promises.
         length: Target length in tokens.
-        trained_length: Tokens of pretraining, if the config does not tell the truth about them.
+        trained_length: Length of pretraining in tokens, if the config is wrong about it.
         layer_types: As in `patch`.
         start: As in `patch`.
         gguf_file: The GGUF file within a folder.
         **options: The method's options.
 
     Returns:
-        Findings, a recommendation and a table: to print, to plot, or as data.
+        Findings, a recommendation and a table, to print, plot, or convert to data.
 
     Raises:
-        ValueError: No RoPE, a config that says what cannot be, or a request that cannot be met.
+        ValueError: The model has no RoPE, the config is invalid, or the request cannot be met.
     """
     subject = open_subject(model, gguf_file=gguf_file)
     return diagnose_subject(
@@ -87,25 +87,29 @@ def diagnose_subject(
     start: str = "auto",
     options: dict[str, Any] | None = None,
 ) -> Diagnosis:
-    """Diagnoses what was opened; see `diagnose`."""
+    """Diagnose an opened subject; see `diagnose`."""
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
     layers, assumed = read_layer_facts(subject, trained_length)
     request = {"trained_length": trained_length, "layer_types": layer_types, "start": start}
     if assumed is not None and start == "auto":
-        # `patch` asks which is meant: a linear scaling may have been trained in (Gemma 3), and
-        # transformers' dynamic one begins where the config's length ends.
+        # `patch` raises here and asks for `start`: a linear scaling may be trained in (Gemma 3),
+        # and transformers' dynamic scaling begins where the config's length ends.
         linear = any(layer.scaling == "linear" for layer in layers.values())
         request |= {"start": "running"} if linear else {"trained_length": assumed}
-    full = promised_length(subject.config, layers)
+    config_length = promised_length(subject.config, layers)
     geometries = _base_geometries(subject, request)
-    trained = next(iter(geometries.values())).trained_length
-    chosen, reached = _resolve_method(method, factor, length, trained, dict(options or {}))
-    target = reached or max(trained, full if trained_length is None else trained)
-    facts = Facts(subject, layers, full, target, assumed)
+    trained_in_config = next(iter(geometries.values())).trained_length
+    built_method, reached_length = _resolve_method(
+        method, factor, length, trained_in_config, dict(options or {})
+    )
+    target = reached_length or max(
+        trained_in_config, config_length if trained_length is None else trained_in_config
+    )
+    facts = Facts(subject, layers, config_length, target, assumed)
     rotations = {
-        kind: _pair_table(geometry, layers[kind], chosen, target, full)
-        for kind, geometry in geometries.items()
+        layer_type: _pair_table(geometry, layers[layer_type], built_method, target, config_length)
+        for layer_type, geometry in geometries.items()
     }
     findings = [
         *live_findings(facts),
@@ -114,10 +118,10 @@ def diagnose_subject(
         *_overpromised_length(facts, trained_length),
         *adapter_findings(facts),
     ]
-    findings.sort(key=lambda found: SEVERITIES.index(found.severity))
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(
         model_type=subject.config.model_type,
-        method="as it is" if chosen is None else str(chosen),
+        method="as it is" if built_method is None else str(built_method),
         length=target,
         rotations=rotations,
         findings=tuple(findings),
@@ -127,15 +131,21 @@ def diagnose_subject(
 
 
 def _base_geometries(subject: Subject, request: dict[str, Any]) -> dict[str | None, Geometry]:
-    """Where an extension would start, for the layer types that it would change."""
+    """Return the geometry that an extension starts from, per layer type it changes."""
     config, start = subject.config, request["start"]
-    every = read_geometries(config, request["trained_length"], start)
-    chosen = select_layer_types(every, request["layer_types"], config)
-    before = [(rotary, reference_frequencies(rotary, config)) for rotary in subject.rotaries]
-    known = {kind for _, found in before for kind in found}
+    all_geometries = read_geometries(config, request["trained_length"], start)
+    geometries = select_layer_types(all_geometries, request["layer_types"], config)
+    unpatched_rotaries = [
+        (rotary, reference_frequencies(rotary, config)) for rotary in subject.rotaries
+    ]
+    layer_types = {
+        layer_type for _, frequencies in unpatched_rotaries for layer_type in frequencies
+    }
     return {
-        kind: resolve_base(geometry, before, config, start) if kind in known else geometry
-        for kind, geometry in chosen.items()
+        layer_type: resolve_base(geometry, unpatched_rotaries, config, start)
+        if layer_type in layer_types
+        else geometry
+        for layer_type, geometry in geometries.items()
     }
 
 
@@ -146,62 +156,72 @@ def _resolve_method(
     trained: int,
     options: dict[str, Any],
 ) -> tuple[Method | None, int | None]:
-    """The method that is asked about, None for the model as it is, and the length."""
-    kind = get_method(name)
+    """Return the method (None for the model as it is) and the target length."""
+    method_class = get_method(name)
     if name == "default" and factor is None and length is not None:
         build(name, **options)
         require_tokens("length", length)
-        return None, int(length)  # also one within training: then there is nothing to do
-    if factor is None and length is None and not kind.is_dynamic:
+        return None, int(length)  # may be within the trained length: then nothing is to be done
+    if factor is None and length is None and not method_class.is_dynamic:
         if name == "default":
             build(name, **options)
             return None, None
         factor = 1.0
-    options, reached = resolve_options(name, factor, length, trained, options)
-    built = build(name, **options)
-    return (None if name == "default" else built), reached
+    options, reached_length = resolve_options(name, factor, length, trained, options)
+    method = build(name, **options)
+    return (None if name == "default" else method), reached_length
 
 
 def _pair_table(
-    geometry: Geometry, layer: LayerFacts, chosen: Method | None, length: int, promised: int
+    geometry: Geometry, layer: LayerFacts, method: Method | None, length: int, promised_length: int
 ) -> PairTable:
-    if chosen is not None:
-        kind = geometry.layer_type
-        chosen = ContinuedScaling.wrap_if_needed(chosen, {kind: geometry}, {kind: layer.parameters})
+    if method is not None:
+        layer_type = geometry.layer_type
+        method = ContinuedScaling.wrap_if_needed(
+            method, {layer_type: geometry}, {layer_type: layer.parameters}
+        )
         return build_pair_table(
-            geometry, chosen.frequencies_at(geometry, length), length, layer.scaling
+            geometry, method.frequencies_at(geometry, length), length, layer.scaling
         )
     after: Frequencies | None = Frequencies(geometry.inv_freq(), geometry.attention_factor)
     if not geometry.base and layer.scaling == "dynamic" and layer.configured_method is not None:
         after = layer.configured_method.frequencies_at(
-            replace(geometry, trained_length=promised), length
+            replace(geometry, trained_length=promised_length), length
         )
     elif not geometry.base and layer.scaling == "longrope":
         after = layer.configured(length) or after
     elif not geometry.base and layer.scaling != "default":
-        asks, runs = layer.configured(length), layer.actual
-        exact = asks is not None and (runs is None or asks.close_to(runs))
-        after = (asks if exact else runs) or after
+        configured, actual = layer.configured(length), layer.actual
+        is_exact = configured is not None and (actual is None or configured.close_to(actual))
+        after = (configured if is_exact else actual) or after
     assert after is not None
     return build_pair_table(geometry, after, length, layer.scaling)
 
 
 def _overpromised_length(facts: Facts, trained_length: int | None) -> Iterator[Finding]:
-    """A length that nobody trained on and no scaling makes up for."""
-    full = getattr(facts.subject.config, "max_position_embeddings", None)
-    if trained_length is None or not isinstance(full, int) or full <= trained_length:
+    """Yield a finding if the config promises more than the trained length without scaling."""
+    max_positions = getattr(facts.subject.config, "max_position_embeddings", None)
+    if (
+        trained_length is None
+        or not isinstance(max_positions, int)
+        or max_positions <= trained_length
+    ):
         return
     if any(layer.scaling != "default" for layer in facts.layers.values()):
         return
     layer = next(iter(facts.layers.values()))
-    new = int((trained_length * layer.geometry.inv_freq() < 2 * math.pi).sum())
+    extrapolating = int((trained_length * layer.geometry.inv_freq() < 2 * math.pi).sum())
     yield Finding(
         "error",
         "length-without-scaling",
-        f"max_position_embeddings says {full:,}, the model was trained on {trained_length:,} "
+        f"max_position_embeddings says {max_positions:,}, the model was trained on "
+        f"{trained_length:,} "
         "tokens, and nothing scales the rotation",
-        f"0 of {layer.geometry.rotary_dim // 2} pairs stretched; {new} of them meet new angles "
+        f"0 of {layer.geometry.rotary_dim // 2} pairs stretched; {extrapolating} of them meet "
+        "new angles "
         f"beyond {trained_length:,} tokens",
-        facts.subject.patch_call("yarn", f"length={full}, trained_length={trained_length}"),
-        numbers={"full": full, "trained": trained_length, "pairs": new},
+        facts.subject.patch_call(
+            "yarn", f"length={max_positions}, trained_length={trained_length}"
+        ),
+        numbers={"full": max_positions, "trained": trained_length, "pairs": extrapolating},
     )

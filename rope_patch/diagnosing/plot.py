@@ -1,4 +1,4 @@
-"""A diagnosis as a picture: the wavelength of every pair against the lengths, before and after."""
+"""Plot of a diagnosis: each pair's wavelength against the lengths, before and after."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from rope_patch.diagnosing.diagnosis import Diagnosis
 
 _SUFFIXES = (".svg", ".png")
-_WIDTH, _HEIGHT = 912, 430  # CSS pixels, a panel
+_WIDTH, _HEIGHT = 912, 430  # CSS pixels per panel
 
 
 def require_plot_suffix(path: str | os.PathLike[str]) -> None:
-    """Raise if a path is not named as a picture.
+    """Raise if a path has no suffix of a plot.
 
     Raises:
-        ValueError: Another kind of file.
+        ValueError: The suffix is another one.
     """
     if Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"a picture is an .svg or a .png file, got {str(path)!r}")
 
 
 def require_plot_path(path: str | os.PathLike[str]) -> None:
-    """Refuses what no picture can be written to.
+    """Raise if no plot can be written to a path.
 
     Raises:
-        ValueError: Another kind of file, or matplotlib is not installed.
+        ValueError: The suffix is not a plot's, or matplotlib is not installed.
     """
     require_plot_suffix(path)
     try:
@@ -47,7 +47,7 @@ def require_plot_path(path: str | os.PathLike[str]) -> None:
 
 
 def write_plot(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
-    """Draws a panel a layer type; see `Diagnosis.plot`."""
+    """Write a plot with a panel per layer type; see `Diagnosis.plot`."""
     require_plot_path(path)
     atomic_files.require_writable_file(path, "the picture", folder_exists=True)
     from matplotlib import rc_context
@@ -64,12 +64,14 @@ def write_plot(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
             _draw_panel(figure.add_axes(box), diagnosis, kind, rotation)
         kind = file.suffix.lower()[1:]
         metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
-        drawn = BytesIO()
-        figure.savefig(drawn, format=kind, dpi=144, facecolor="white", metadata=metadata)
-    atomic_files.atomic_write(file, drawn.getvalue())
+        buffer = BytesIO()
+        figure.savefig(buffer, format=kind, dpi=144, facecolor="white", metadata=metadata)
+    atomic_files.atomic_write(file, buffer.getvalue())
 
 
-def _draw_panel(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: PairTable) -> None:
+def _draw_panel(
+    axes: Axes, diagnosis: Diagnosis, layer_type: str | None, rotation: PairTable
+) -> None:
     trained, target = rotation.geometry.trained_length, diagnosis.length
     pairs = [pair for pair in rotation.pairs if math.isfinite(pair.wavelength)]
     before = [(pair.pair, pair.wavelength) for pair in pairs]
@@ -85,8 +87,8 @@ def _draw_panel(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: Pa
         _draw_wavelengths(axes, after, "m0", "s", f"{diagnosis.method}")
         stopped = [x for x, y in after if not math.isfinite(y)]
         if stopped:
-            look: Any = {"color": PAPER["m0"], "markersize": 8}
-            axes.plot(stopped, [high / 1.25] * len(stopped), "^", label=" no longer turns", **look)
+            style: Any = {"color": PAPER["m0"], "markersize": 8}
+            axes.plot(stopped, [high / 1.25] * len(stopped), "^", label=" no longer turns", **style)
     beyond = [pair.pair for pair in pairs if pair.extrapolates]
     if beyond:
         place = dict(after if changed else before)
@@ -108,7 +110,7 @@ def _draw_panel(axes: Axes, diagnosis: Diagnosis, kind: str | None, rotation: Pa
             ha="right" if on_left else "left",
             va="top",
         )
-    name = diagnosis.model_type + (f", {kind.replace('_', ' ')}" if kind else "")
+    name = diagnosis.model_type + (f", {layer_type.replace('_', ' ')}" if layer_type else "")
     title = f"{name}: {diagnosis.method}, at {target:,} tokens" + (
         f", attention factor {rotation.attention_factor:.4g}" if changed else ""
     )
@@ -124,20 +126,20 @@ def _draw_wavelengths(
 ) -> None:
     x = [x for x, _ in points]
     y = [y if math.isfinite(y) else math.nan for _, y in points]
-    look: Any = {"color": PAPER[key], "lw": 1.5, "markersize": 4.5, "zorder": 3}
-    # With a space in front, because matplotlib leaves out labels that start with a _.
-    axes.plot(x, y, marker=marker, label=" " + label, **look)
+    style: Any = {"color": PAPER[key], "lw": 1.5, "markersize": 4.5, "zorder": 3}
+    # The leading space keeps labels that start with a _, which matplotlib would drop.
+    axes.plot(x, y, marker=marker, label=" " + label, **style)
 
 
 def _draw_lengths(axes: Axes, trained: int, target: int, low: float) -> None:
-    """Below the trained length pairs complete turns in training; above it they do not."""
+    """Draw the lengths; pairs with wavelengths below the trained one completed a rotation."""
     axes.axhspan(low, trained, color=PAPER["shade"], lw=0, zorder=0)
-    said: list[tuple[int, str, str, Any]] = [
+    lines: list[tuple[int, str, str, Any]] = [
         (trained, f"trained on {trained:,} tokens", "muted", "-")
     ]
     if target > trained:
-        said.append((target, f"target {target:,} tokens", "m1", (0, (1, 1.5))))
-    for at, text, key, dash in said:
+        lines.append((target, f"target {target:,} tokens", "m1", (0, (1, 1.5))))
+    for at, text, key, dash in lines:
         axes.axhline(at, color=PAPER[key], lw=1.4, ls=dash, zorder=2)
         above = at == max(trained, target)
         axes.annotate(

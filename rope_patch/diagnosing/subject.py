@@ -1,4 +1,4 @@
-"""What is looked at: a live model, a config, a folder, a name on the Hub, an adapter's folder."""
+"""Subjects of a diagnosis: a live model, a config, a folder, a Hub name, an adapter's folder."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ from rope_patch.utils.errors import describe_error, parse_json
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model to look at, however it was given.
+    """A model to diagnose, and its source.
 
     Attributes:
-        config: The decoder's config, as it is without a patch.
-        model: The model; one without weights where a config was given; None where none can be made.
-        live: Whether the model was given.
+        config: The decoder's config without a patch.
+        model: The model; without weights if built from a config; None if it cannot be built.
+        live: Whether the caller passed a model.
         rotaries: The model's rotary modules.
         problem: Why there is no model or no rotary module, or None.
-        handle: The patch that stands on a live model, or None.
-        raw_config: The decoder's part of config.json as it stands there; empty unless a path was
-            given.
-        sidecar: What `rope_patch.json` beside config.json or beside an adapter says, or None.
-        adapter: What adapter_config.json says, where an adapter was given; else empty.
-        adapter_path: Its folder.
-        path: Where it was read from; what the live model was loaded from, as far as it says so.
-        display_name: What to call it on a command line.
+        handle: The active patch of a live model, or None.
+        raw_config: The decoder's part of the raw config.json; empty unless read from a path.
+        sidecar: Content of `rope_patch.json` beside config.json or the adapter, or None.
+        adapter: Content of adapter_config.json for an adapter; else empty.
+        adapter_path: The adapter's folder.
+        path: Source of the config, or of the live model if its config names one.
+        display_name: The model's name in command lines.
         is_loadable: Whether `rope_patch.load` can load it.
     """
 
@@ -57,7 +56,7 @@ class Subject:
     is_loadable: bool = True
 
     def patch_call(self, method: str, arguments: str) -> str:
-        """The Python that extends it."""
+        """Return the line of Python that extends the model."""
         rest = f'"{method}"' + (f", {arguments}" if arguments else "")
         if self.live or not self.path or not self.is_loadable:
             return f"rope_patch.patch(model, {rest})"
@@ -67,16 +66,16 @@ class Subject:
 def open_subject(
     model: Any, *, gguf_file: str | None = None, display_name: str | None = None
 ) -> Subject:
-    """Finds out what was given, and reads what there is to read.
+    """Return the subject of a model, config or path, with its files read.
 
     Args:
         model: A model, a config, a folder, a name on the Hub, or an adapter's folder.
         gguf_file: The GGUF file within a folder.
-        display_name: What to call it on a command line, where that is not its path.
+        display_name: The model's name in command lines, if it is not its path.
 
     Raises:
-        ValueError: No such model, or one that cannot be read.
-        TypeError: None of these.
+        ValueError: There is no such model, or it cannot be read.
+        TypeError: `model` is none of these.
     """
     if isinstance(model, nn.Module):
         return _from_model(model, display_name)
@@ -84,23 +83,25 @@ def open_subject(
         return _from_path(os.fspath(model), gguf_file, display_name)
     if isinstance(model, PreTrainedConfig):
         path = str(getattr(model, "_name_or_path", "") or "")
-        return _without_weights(model, path="", named=display_name or shlex.quote(path or "MODEL"))
+        return _without_weights(
+            model, path="", display_name=display_name or shlex.quote(path or "MODEL")
+        )
     raise TypeError(
         "expected a transformers model, a config, a folder or a name on the Hub, got "
         f"{type(model).__name__}"
     )
 
 
-def _from_model(model: nn.Module, named: str | None) -> Subject:
+def _from_model(model: nn.Module, display_name: str | None) -> Subject:
     handle = current(model)
-    whole: Any = getattr(model, "config", None)
-    if not isinstance(whole, PreTrainedConfig):
+    full_config: Any = getattr(model, "config", None)
+    if not isinstance(full_config, PreTrainedConfig):
         raise ValueError(
             f"{type(model).__name__} has no transformers config: expected a transformers model"
         )
-    config = handle.original_config if handle else whole.get_text_config(decoder=True)
+    config = handle.original_config if handle else full_config.get_text_config(decoder=True)
     rotaries, problem = _find_rotaries(model)
-    path = str(getattr(whole, "_name_or_path", "") or "")
+    path = str(getattr(full_config, "_name_or_path", "") or "")
     return Subject(
         config=config,
         model=model,
@@ -109,11 +110,11 @@ def _from_model(model: nn.Module, named: str | None) -> Subject:
         problem=problem,
         handle=handle,
         path=path,
-        display_name=named or shlex.quote(path or "MODEL"),
+        display_name=display_name or shlex.quote(path or "MODEL"),
     )
 
 
-def _from_path(path: str, gguf_file: str | None, named: str | None) -> Subject:
+def _from_path(path: str, gguf_file: str | None, display_name: str | None) -> Subject:
     adapter: dict[str, Any] = {}
     base, options = path, {} if gguf_file is None else {"gguf_file": gguf_file}
     if is_adapter(path):
@@ -124,28 +125,28 @@ def _from_path(path: str, gguf_file: str | None, named: str | None) -> Subject:
     return _without_weights(
         config,
         path=base,
-        named=named or shlex.quote(base),
-        written=_raw_config(base, config, options),
+        display_name=display_name or shlex.quote(base),
+        raw_config=_raw_config(base, config, options),
         sidecar=read_sidecar(path),
         adapter=adapter,
         adapter_path=path if adapter else "",
     )
 
 
-def _without_weights(whole: Any, *, path: str, **known: Any) -> Subject:
+def _without_weights(full_config: Any, *, path: str, **fields: Any) -> Subject:
     model: nn.Module | None = None
     rotaries: list[RotaryModule] = []
-    loads = True
+    is_loadable = True
     try:
         try:
-            model = empty_model(path or type(whole).__name__, whole)
-        except ValueError:  # not one that only generates text: with pictures, say
+            model = empty_model(path or type(full_config).__name__, full_config)
+        except ValueError:  # a model that also reads images, for example
             with torch.device("meta"):
-                model, loads = AutoModel.from_config(copy.deepcopy(whole)), False
+                model, is_loadable = AutoModel.from_config(copy.deepcopy(full_config)), False
         rotaries, problem = _find_rotaries(model)
-    except Exception as error:  # whatever a config that nobody has checked makes of a constructor
+    except Exception as error:  # an unchecked config can raise anything in a constructor
         problem = describe_error(error)
-    config = whole.get_text_config(decoder=True)
+    config = full_config.get_text_config(decoder=True)
     return Subject(
         config=config,
         model=model,
@@ -153,8 +154,8 @@ def _without_weights(whole: Any, *, path: str, **known: Any) -> Subject:
         rotaries=rotaries,
         problem=problem,
         path=path,
-        is_loadable=loads,
-        **known,
+        is_loadable=is_loadable,
+        **fields,
     )
 
 
@@ -166,15 +167,15 @@ def _find_rotaries(model: nn.Module) -> tuple[list[RotaryModule], str | None]:
 
 
 def _raw_config(path: str, config: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The decoder's part of config.json, before transformers makes anything of it."""
+    """Return the decoder's part of config.json, before transformers changes it."""
     if "gguf_file" in options:
         return {}
     try:
-        said, _ = PreTrainedConfig.get_config_dict(path, **options)
+        raw_config, _ = PreTrainedConfig.get_config_dict(path, **options)
     except (OSError, ValueError, KeyError):
         return {}
     text = config.get_text_config(decoder=True)
-    for name, value in said.items():
+    for name, value in raw_config.items():
         if isinstance(value, dict) and getattr(config, name, None) is text:
             return value
-    return said
+    return raw_config

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written aside, listed, and moved into place at once."""
+"""Atomic checkpoints: written to a temporary folder, listed in a manifest, then renamed."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _TEMPORARY = ".writing"
 def atomic_checkpoint(
     folder: Path, step: int, *, is_main: bool, wait: Callable[[], Any], keep: int | None = None
 ) -> Iterator[Path]:
-    """Let a checkpoint be written, and make it count once all of it is on the disk.
+    """Write a checkpoint that counts only when all of it is on the disk.
 
     Args:
         folder: The run's folder.
-        step: Optimizer steps that were taken.
-        is_main: Whether this process is the one that moves files.
-        wait: Returns when every process has called it.
-        keep: How many checkpoints to keep, this one and those before it; all of them if None.
-            Later ones go in any case.
+        step: Optimizer steps taken so far.
+        is_main: Whether this process moves the files.
+        wait: Barrier: returns when every process has called it.
+        keep: Checkpoints to keep, this one included; None keeps all. Checkpoints of later steps
+            are always deleted.
 
     Yields:
-        Where to write: a folder in which `checkpoint-STEP` is to appear.
+        The temporary folder in which the caller writes `checkpoint-STEP`.
 
     Raises:
-        OSError: It could not be written; says what is left to go on from. No half of it stays.
+        OSError: The disk failed; names the checkpoint to resume from. No partial one remains.
     """
     aside = folder / _TEMPORARY
     if is_main:
-        shutil.rmtree(aside, ignore_errors=True)  # what a killed run left
+        shutil.rmtree(aside, ignore_errors=True)  # of a killed run
         aside.mkdir(parents=True)
     wait()
     with explain_write_errors(folder, f"{PREFIX}{step}"):
@@ -53,47 +53,47 @@ def atomic_checkpoint(
             yield aside
             wait()
             if is_main:
-                written = aside / f"{PREFIX}{step}"
-                _write_manifest(written)
-                shutil.rmtree(folder / written.name, ignore_errors=True)
-                written.rename(folder / written.name)
+                checkpoint_folder = aside / f"{PREFIX}{step}"
+                _write_manifest(checkpoint_folder)
+                shutil.rmtree(folder / checkpoint_folder.name, ignore_errors=True)
+                checkpoint_folder.rename(folder / checkpoint_folder.name)
                 sync(folder)
         finally:
             if is_main:
                 shutil.rmtree(aside, ignore_errors=True)
     if is_main:
-        standing = _checkpoints(folder)
-        # Later ones are damaged, or of a course that the run was taken back from.
-        left = [p for p in standing if step_of(p) > step]
-        old = [p for p in standing if step_of(p) <= step][:-keep] if keep else []
-        for checkpoint in left + old:
+        existing = _checkpoints(folder)
+        # Newer checkpoints are damaged or belong to an abandoned continuation.
+        later = [p for p in existing if step_of(p) > step]
+        old = [p for p in existing if step_of(p) <= step][:-keep] if keep else []
+        for checkpoint in later + old:
             shutil.rmtree(checkpoint, ignore_errors=True)
     wait()
 
 
 @contextlib.contextmanager
 def explain_write_errors(folder: Path, description: str) -> Iterator[None]:
-    """Say what is free, and what is left to go on from, if something cannot be written.
+    """Add the free space and the checkpoint to resume from to a failed write's error.
 
     Args:
         folder: The run's folder.
-        description: What is written there meanwhile.
+        description: What the body of the `with` writes.
 
     Raises:
-        OSError: It could not be written.
+        OSError: The write failed.
     """
 
     def advice() -> str:
         last = latest_complete(folder)
-        left = f"{last} is whole" if last else "There is no whole checkpoint"
-        return f"{left}: REMEDY, and start again with --resume auto"
+        state = f"{last} is whole" if last else "There is no whole checkpoint"
+        return f"{state}: REMEDY, and start again with --resume auto"
 
     with atomic_files.explain_write_errors(folder, description, advice):
         yield
 
 
 def latest_complete(folder: Path) -> Path | None:
-    """The last checkpoint that is all there, or None; warns of newer ones that are not."""
+    """Return the newest complete checkpoint, or None; warn of newer, damaged ones."""
     for checkpoint in reversed(_checkpoints(folder)):
         damage = find_damage(checkpoint)
         if damage is None:
@@ -103,7 +103,7 @@ def latest_complete(folder: Path) -> Path | None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """What a checkpoint lacks, or None if it is whole."""
+    """Return why a checkpoint cannot be used, or None if it is complete."""
     try:
         files = parse_json((checkpoint / MANIFEST).read_text())
     except FileNotFoundError:
@@ -112,10 +112,10 @@ def find_damage(checkpoint: Path) -> str | None:
         return f"its {MANIFEST} cannot be read ({error})"
     if not isinstance(files, dict) or not files:
         return f"its {MANIFEST} lists no files"
-    for name, written in files.items():
+    for name, recorded in files.items():
         path = checkpoint / name
         try:
-            size, digest = written
+            size, digest = recorded
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != size:
@@ -130,14 +130,14 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def resume_checkpoint(folder: Path, resume: str) -> Path | None:
-    """The checkpoint to go on from.
+    """Return the checkpoint to resume from.
 
     Args:
         folder: The run's folder.
-        resume: "auto", "no", or a checkpoint.
+        resume: "auto" for the newest complete one, "no", or a checkpoint's path.
 
     Raises:
-        ValueError: Not the checkpoint it should be; or see `require_no_run`.
+        ValueError: The path is no complete checkpoint; or see `require_no_run`.
     """
     if resume == "auto":
         return latest_complete(folder)
@@ -156,11 +156,11 @@ def require_no_run(folder: Path) -> None:
     """Raise if a folder holds checkpoints or the finished model of a run.
 
     Raises:
-        ValueError: It does; says what to do.
+        ValueError: The folder holds a run; says what to do.
     """
-    if standing := _checkpoints(folder):
+    if existing := _checkpoints(folder):
         raise ValueError(
-            f"{folder} holds {standing[-1].name} of an earlier run: expected --resume auto to go "
+            f"{folder} holds {existing[-1].name} of an earlier run: expected --resume auto to go "
             "on from it, or another --output_dir"
         )
     if (folder / MODEL).exists():
@@ -176,7 +176,7 @@ def contains_run(folder: Path) -> bool:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of optimizer steps that a checkpoint was written after."""
+    """Return the optimizer steps taken before a checkpoint was written."""
     return int(checkpoint.name.removeprefix(PREFIX))
 
 
@@ -202,7 +202,7 @@ def _write_manifest(checkpoint: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk, where the system can say so."""
+    """Flush a file or folder to the disk, where the system supports it."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)

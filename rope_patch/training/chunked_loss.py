@@ -1,9 +1,9 @@
-"""Cross-entropy without all logits at once, inside the model's own forward.
+"""Chunked cross-entropy inside the model's own forward, without all logits at once.
 
-Logits are the largest thing in a long training step: 65,536 tokens of a vocabulary of 128k take 34
+Logits are the largest tensor of a long training step: 65,536 tokens of a vocabulary of 128k take 34
 GB in float32, and their gradient as much. The head and the loss are therefore computed a few
-hundred tokens at a time. The decoder's forward stays transformers' own: in training the head hands
-its input on, and the loss function, which transformers lets be set, multiplies it by the head.
+hundred tokens at a time. The decoder's forward stays transformers' own: in training the head
+returns its input, and a replaced loss function multiplies it by the head's weight.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _LossSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tenso
 
 
 def install_loss(model: nn.Module, loss: str) -> tuple[str, UndoLog]:
-    """Makes a causal language model compute its training loss in the way that was asked for.
+    """Make a causal language model compute its training loss in chunks.
 
     Args:
-        model: The model, before accelerate wraps it; PEFT may stand around it.
-        loss: "full", "torch", "liger", or "auto": torch's, unless this torch has none or the model
-            changes its logits behind the head (soft caps, scales).
+        model: The model before accelerate wraps it; PEFT may wrap it already.
+        loss: "full", "torch", "liger", or "auto": torch's, but "full" if this torch has none or
+            the model changes its logits after the head (soft caps, scales).
 
     Returns:
-        Which one it is, and how to undo it.
+        The loss in use, and the undo log of the changes to the model.
 
     Raises:
-        ValueError: What was asked for by name cannot be had.
+        ValueError: The named loss is not available here.
     """
     swaps = UndoLog()
     if loss == "full":
         return loss, swaps
     name = "torch" if loss == "auto" else loss
-    why_not = _unavailable_reason(name)
-    if why_not is None:
+    problem = _unavailable_reason(name)
+    if problem is None:
         causal = _unwrap_peft(model)
         head = causal.get_output_embeddings()
         swaps.set(head, "forward", _pass_hidden_states(head))
@@ -51,18 +51,18 @@ def install_loss(model: nn.Module, loss: str) -> tuple[str, UndoLog]:
         if _head_input_reaches_loss(causal, head):
             return name, swaps
         swaps.undo()
-        why_not = (
+        problem = (
             f"{type(causal).__name__} does more with its logits behind its head than to compute "
             "transformers' loss, such as capping them, which chunks of tokens do not go through"
         )
     if loss == "auto":
-        logger.info("all logits are computed at once: %s", why_not)
+        logger.info("all logits are computed at once: %s", problem)
         return "full", swaps
-    raise ValueError(f"loss: {loss} cannot be had: {why_not}; expected loss: full")
+    raise ValueError(f"loss: {loss} cannot be had: {problem}; expected loss: full")
 
 
 def _torch_loss_sum(hidden: Any, weight: Any, targets: Any, bias: Any) -> torch.Tensor:
-    # In 16 bits torch would round the sum to them, too; single losses are rounded without bias.
+    # In 16 bits torch would round the sum as well; rounded per-token losses have no bias.
     sums = hidden.dtype == torch.float32
     losses = functional.linear_cross_entropy(
         hidden,
@@ -85,7 +85,7 @@ _LOSS_SUMS: dict[str, _LossSum] = {"torch": _torch_loss_sum, "liger": _liger_los
 
 
 def _unavailable_reason(name: str) -> str | None:
-    """Why a loss cannot be had here, or None."""
+    """Return why a loss is not available here, or None."""
     if name == "torch" and not hasattr(functional, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy"
     if name == "liger":
@@ -99,7 +99,7 @@ def _unavailable_reason(name: str) -> str | None:
 
 
 def _unwrap_peft(model: nn.Module) -> Any:
-    """The causal language model inside PEFT's wrapper, or the model itself."""
+    """Return the causal language model inside PEFT's wrapper, or the model itself."""
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()
 
@@ -133,13 +133,13 @@ def _chunked_loss_function(head: nn.Module, total_loss: _LossSum) -> Callable[..
         hidden: torch.Tensor = logits.flatten(0, -2)
         weight: Any = head.weight
         bias = getattr(head, "bias", None)
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            # These functions are none that autocast knows: what it would cast is cast here.
-            dtype = torch.get_autocast_dtype(kind)
+        device_type = hidden.device.type
+        if torch.is_autocast_enabled(device_type):
+            # Autocast does not know these functions, so cast here what it would cast.
+            dtype = torch.get_autocast_dtype(device_type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(device_type, enabled=False):
             summed = total(hidden, weight, targets, bias)
         count = num_items_in_batch
         if count is None:
@@ -151,18 +151,18 @@ def _chunked_loss_function(head: nn.Module, total_loss: _LossSum) -> Callable[..
 
 @torch.no_grad()
 def _head_input_reaches_loss(causal: Any, head: nn.Module) -> bool:
-    """Whether what goes into the head comes to the loss function as it is."""
+    """Return whether the head's input reaches the loss function unchanged."""
     ids = torch.ones(1, 8, dtype=torch.long, device=causal.get_input_embeddings().weight.device)
-    handed: list[torch.Tensor] = []
-    hook = head.register_forward_hook(lambda _, __, output: handed.append(output))
+    tensors: list[torch.Tensor] = []
+    hook = head.register_forward_hook(lambda _, __, output: tensors.append(output))
     modes = [(module, module.training) for module in causal.modules()]
     swaps = UndoLog()
-    swaps.set(causal, "_loss_function", lambda logits, *_, **__: handed.append(logits))
+    swaps.set(causal, "_loss_function", lambda logits, *_, **__: tensors.append(logits))
     try:
         causal.eval()
         head.train()
         causal(input_ids=ids, labels=ids, use_cache=False)
-        return len(handed) == 2 and torch.equal(*handed)
+        return len(tensors) == 2 and torch.equal(*tensors)
     finally:
         swaps.undo()
         hook.remove()

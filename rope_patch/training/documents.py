@@ -1,8 +1,8 @@
-"""Long documents, one after another: from text, JSON lines, Parquet, `datasets` or the Hub.
+"""Readers of long documents: text, JSON lines, Parquet, saved `datasets`, the Hub.
 
-A source is found first, which fails early on what is not there, and gives parts: files, mostly. A
-part is read from any record on and gives entries, whose text is loaded and tokenised only where it
-is needed: going on after 10,000 documents tokenises none of them again.
+`find_source` resolves a source into parts (mostly files) and fails early if one is missing. A part
+yields document references, starting at any record. A document is loaded and tokenised only on
+demand, so a run that resumes after 10,000 documents tokenises none of them again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARQUET_BATCH_ROWS = 16  # read at once: long documents have megabytes each
 
 
 class DocumentRef(NamedTuple):
-    """A document that was not read yet: its number in its part, its place, how to load it."""
+    """An unread document: its number within its part, its location, and its loader."""
 
     number: int
     location: str
@@ -44,7 +44,7 @@ class DocumentRef(NamedTuple):
 
 
 class TokenizedDocument(NamedTuple):
-    """A document's place, tokens and labels, the latter `[S]` int64."""
+    """A document's location, and its tokens and labels, `[S]` int64 each."""
 
     location: str
     ids: torch.Tensor
@@ -55,15 +55,15 @@ SourcePart = Callable[[int], Iterator[DocumentRef]]  # reads from the record of 
 
 
 def find_source(source: str, text_column: str) -> list[SourcePart]:
-    """Finds what a source consists of.
+    """Return the parts of a source.
 
     Args:
         source: A file, a folder, a glob, a folder of `Dataset.save_to_disk`,
-            `hub:NAME[,CONFIG][@SPLIT]`, or `novels:NAME` for a text that comes with the package.
-        text_column: Where records have their text.
+            `hub:NAME[,CONFIG][@SPLIT]`, or `novels:NAME` for a text of the package.
+        text_column: The records' column of text.
 
     Raises:
-        ValueError: There is no such thing, it is empty, or of a kind that is not read.
+        ValueError: The source is missing, empty, or of an unsupported file type.
     """
     scheme, _, name = source.partition(":")
     if scheme == "novels":
@@ -82,10 +82,10 @@ def find_source(source: str, text_column: str) -> list[SourcePart]:
 
 
 def fingerprint(source: str) -> str:
-    """Tell the contents of sources apart, wherever their files are.
+    """Return a digest of a source's contents, independent of where its files are.
 
-    Files of more than 16 MiB count by their size and 256 blocks of 64 KiB, evenly spread. A source
-    on the Hub counts by its name.
+    Of files above 16 MiB the size and 256 evenly spread blocks of 64 KiB are hashed, of a source on
+    the Hub its name.
 
     Args:
         source: See `find_source`.
@@ -102,10 +102,10 @@ def fingerprint(source: str) -> str:
         digest.update(name.encode())
     else:
         for place in _source_paths(source):
-            below = (
+            files = (
                 sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
             )
-            for path in below:
+            for path in files:
                 _digest_file(path, digest)
     return f"sampled-sha256:{digest.hexdigest()[:32]}"
 
@@ -123,30 +123,31 @@ def _digest_file(path: Path, digest: Any) -> None:
 
 
 def _source_paths(source: str) -> list[Path]:
-    """The files and saved datasets of a source that is no scheme's, in their order."""
+    """Return the files and saved datasets of a path or glob, in order."""
     path = Path(source).expanduser()
     if path.exists():
         matches = [path]
     elif any(letter in source for letter in "*?["):
-        found = sorted(glob(str(path), recursive=True))  # noqa: PTH207 -- absolute ones too
-        matches = [Path(match) for match in found if Path(match).is_file() or "**" not in source]
+        paths = sorted(glob(str(path), recursive=True))  # noqa: PTH207 -- absolute ones too
+        matches = [Path(match) for match in paths if Path(match).is_file() or "**" not in source]
     else:
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        neighbours = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(
-            f"no data {source!r}{did_you_mean(path.name, beside)}: expected a file, a folder, a glob, "
+            f"no data {source!r}{did_you_mean(path.name, neighbours)}: expected a file, a "
+            "folder, a glob, "
             "hub:NAME or novels:NAME"
         )
     return [place for match in matches for place in _paths_below(match)]
 
 
 def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> TokenizedDocument:
-    """A document's tokens, with the tokenizer's end token behind them unless it is there already.
+    """Return a document's tokens, ending in the tokenizer's end token.
 
-    A record with `input_ids` is taken at its word, and its `labels` too; an end token appended to
-    those gets no loss.
+    The `input_ids` and `labels` of a record are used as they are; an end token appended to labels
+    gets no loss.
 
     Raises:
-        ValueError: A damaged or unsuitable record; says where it is.
+        ValueError: The record is damaged or unsuitable; names its location.
     """
     loaded = document.load()
     labels = None
@@ -171,13 +172,13 @@ def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> Tokeniz
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """A hint at the name that is closest to a wrong one, or nothing."""
+    """Return a hint at the name closest to a wrong one, or an empty string."""
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _paths_below(path: Path) -> list[Path]:
-    """The parts of a file or folder, sorted; a folder's hidden and other files are passed over."""
+    """Return the readable files below a path, sorted; skip hidden files and other file types."""
     if path.is_file():
         return [path]
     if (path / "dataset_dict.json").is_file():
@@ -186,8 +187,8 @@ def _paths_below(path: Path) -> list[Path]:
     if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
         return [path]
     entries = [p for p in sorted(path.iterdir()) if not p.name.startswith(".")]
-    wanted = (p for p in entries if p.is_dir() or _file_type(p))
-    return [place for entry in wanted for place in _paths_below(entry)]
+    readable = (p for p in entries if p.is_dir() or _file_type(p))
+    return [place for entry in readable for place in _paths_below(entry)]
 
 
 def _path_part(place: Path, column: str) -> SourcePart:
@@ -202,12 +203,12 @@ def _file_type(path: Path) -> str | None:
 def _file_part(path: Path, column: str) -> SourcePart:
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty: expected documents; remove the file")
-    kind = _file_type(path)
-    if kind is None:
+    file_type = _file_type(path)
+    if file_type is None:
         raise ValueError(f"{path}: expected files {FILE_TYPES}, got {path.suffix or 'no suffix'!r}")
-    if kind == "text":
+    if file_type == "text":
         return partial(_single_document, str(path), partial(_read_text, path))
-    return partial(_json_lines if kind == "lines" else _parquet, path, column)
+    return partial(_json_lines if file_type == "lines" else _parquet, path, column)
 
 
 def _single_document(where: str, load: Callable[[], str], start: int) -> Iterator[DocumentRef]:
@@ -301,7 +302,7 @@ def _hub_dataset(source: str, column: str, start: int) -> Iterator[DocumentRef]:
 
 
 def _columns_to_read(names: Sequence[str], column: str, where: str) -> list[str]:
-    """The columns to read: tokens if there are any, or the text."""
+    """Return the columns to read: the tokens if present, else the text."""
     if "input_ids" in names:
         return [name for name in ("input_ids", "labels") if name in names]
     if column in names:
@@ -349,7 +350,9 @@ def _require_labels(labels: torch.Tensor, ids: torch.Tensor, size: int, where: s
 
 def _decode(raw: bytes, where: str, offset: int = 0) -> str:
     try:
-        return raw.decode("utf-8-sig" if offset == 0 else "utf-8")  # Windows begins with a mark
+        return raw.decode(
+            "utf-8-sig" if offset == 0 else "utf-8"
+        )  # Windows writes a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where} is not UTF-8 at byte {offset + error.start:,} of the file: re-encode it, "

@@ -1,6 +1,6 @@
-"""The identity of a run: everything its numbers depend on, kept in the run's folder.
+"""The identity of a run: everything its numbers depend on, stored in the run's folder.
 
-A run goes on, or counts as finished, only under the recipe it began with.
+A run resumes, or counts as finished, only under the recipe it began with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("rope_patch")
 FILE = "identity.json"
 FORMAT = "rope_patch.recipes/1"
 
-# Keys that a run may go on with other values of. All other keys of a recipe are its identity.
+# Keys that may change when a run resumes. All other keys of a recipe are its identity.
 _MAY_CHANGE = {
     "place, and when to stop or measure": "output_dir resume ignore_plan max_loss_rise "
     "retrieval_steps max_steps tokens",
@@ -34,7 +34,7 @@ _MAY_CHANGE = {
     "logging": "logging_strategy logging_steps logging_first_step logging_dir log_level "
     "log_level_replica log_on_each_node disable_tqdm report_to project run_name trackio_space_id "
     "trackio_bucket_id trackio_static_space_id",
-    # The rows of an optimizer step, a product of the first two and the processes, must stay.
+    # The rows per optimizer step (the first two times the processes) must stay the same.
     "devices": "per_device_train_batch_size gradient_accumulation_steps use_cpu local_rank fsdp "
     "fsdp_config parallelism_config ddp_backend ddp_timeout ddp_bucket_cap_mb "
     "ddp_broadcast_buffers ddp_find_unused_parameters ddp_static_graph",
@@ -50,8 +50,8 @@ _COMPARED_BY_CONTENTS = {
     "options",
     "data",
     "short_data",
-}  # keys that are compared by their contents
-_NAME_KEY = "name"  # of a model or a source: shown, not compared
+}  # compared by contents, not by name
+_NAME_KEY = "name"  # name of a model or source: shown in messages, not compared
 
 
 def identity_of(
@@ -63,15 +63,15 @@ def identity_of(
     rows: int,
     steps: int,
 ) -> dict[str, Any]:
-    """Return what a run's numbers depend on, as JSON can hold it.
+    """Return everything a run's numbers depend on, as JSON data.
 
     Args:
         settings: The recipe.
-        prepared: Its model.
+        prepared: The recipe's model.
         loop: Whether the plain loop takes the steps, not the Trainer.
-        precision: The number format of matrix products.
-        rows: Rows of an optimizer step, over all processes.
-        steps: Optimizer steps in all.
+        precision: Number format of matrix products.
+        rows: Rows per optimizer step, over all processes.
+        steps: Total optimizer steps.
     """
     path = demo.resolve_model_path(settings.extension.model)
     config = read_config(path).to_dict()
@@ -106,74 +106,79 @@ def identity_of(
 def require_same_identity(
     folder: Path, identity: dict[str, Any], settings: Settings, done: int | None
 ) -> None:
-    """Raise unless a folder's run is of this identity.
+    """Raise unless a folder holds a run of this identity.
 
-    The number of steps may differ; a warning says so where the schedule of the learning rate, which
-    follows from it, would have been another one for the steps taken.
+    The number of steps may differ. If that changes the learning rates of the steps already taken, a
+    warning is logged.
 
     Args:
-        folder: The folder of a run.
-        identity: Of the run that is to go on there.
-        settings: Its recipe.
-        done: Steps taken, or None if there is no checkpoint to go on from.
+        folder: The run's folder.
+        identity: Identity of the run to resume there.
+        settings: Recipe of that run.
+        done: Steps taken, or None if there is no checkpoint to resume from.
 
     Raises:
-        ValueError: Names each key that differs, with both values; or the folder's identity is
-            missing or damaged.
+        ValueError: The identity differs (names each key with both values), is missing, or is
+            damaged.
     """
     training = settings.training
-    there, began_with = _read_identity(folder)
-    here_with = _versions()
-    names = dict.fromkeys([*there, *identity])
-    if began_with != here_with:
-        names = {name: None for name in names if name in there and name in identity}
+    stored, stored_versions = _read_identity(folder)
+    current_versions = _versions()
+    names = dict.fromkeys([*stored, *identity])
+    if stored_versions != current_versions:
+        names = {name: None for name in names if name in stored and name in identity}
         logger.warning(
             "%s began with %s and goes on with %s: results may differ by more than rounding",
             folder,
-            _format_versions(began_with),
-            _format_versions(here_with),
+            _format_versions(stored_versions),
+            _format_versions(current_versions),
         )
-    if _without_names(there["model"]) != _without_names(identity["model"]):
+    if _without_names(stored["model"]) != _without_names(identity["model"]):
         names = {name: None for name in names if not name.startswith("config.")}
     differences = [
-        f"{name} was {_abbreviate(there.get(name))}, got {_abbreviate(identity.get(name))}"
+        f"{name} was {_abbreviate(stored.get(name))}, got {_abbreviate(identity.get(name))}"
         for name in names
-        if name != "steps" and _without_names(there.get(name)) != _without_names(identity.get(name))
+        if name != "steps"
+        and _without_names(stored.get(name)) != _without_names(identity.get(name))
     ]
-    before, now = there["steps"], identity["steps"]
-    if before != now and (done is None or done > now):
-        taken = "there is no checkpoint to go on from" if done is None else f"{done} are taken"
-        differences.append(f"steps was {before}, got {now} ({taken})")
+    stored_steps, new_steps = stored["steps"], identity["steps"]
+    if stored_steps != new_steps and (done is None or done > new_steps):
+        progress = "there is no checkpoint to go on from" if done is None else f"{done} are taken"
+        differences.append(f"steps was {stored_steps}, got {new_steps} ({progress})")
     if differences:
         raise ValueError(
             f"cannot resume {folder}, it holds the run of another recipe: "
             f"{'; '.join(differences)}. Set that back, or give another --output_dir; nothing was "
             "changed there"
         )
-    if before != now and done is not None and not schedule.same_rates(training, before, now, done):
+    if (
+        stored_steps != new_steps
+        and done is not None
+        and not schedule.same_rates(training, stored_steps, new_steps, done)
+    ):
         logger.warning(
             "%s was begun for %s steps and goes on for %s: its %s steps had the learning rates of "
             "the former, and the rest gets those of the latter (lr_scheduler_type %s), so the "
             "result is that of neither",
             folder,
-            f"{before:,}",
-            f"{now:,}",
+            f"{stored_steps:,}",
+            f"{new_steps:,}",
             f"{done:,}",
             getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type),
         )
 
 
 def require_identity(folder: Path) -> None:
-    """Raise unless a folder says which run it holds.
+    """Raise unless a folder has a readable identity.
 
     Raises:
-        ValueError: Its identity is missing, damaged, or of another version of this format.
+        ValueError: The identity is missing, damaged, or of another format version.
     """
     _read_identity(folder)
 
 
 def write_identity(folder: Path, identity: dict[str, Any]) -> None:
-    """Write a run's identity into its folder, unless the folder says the same already."""
+    """Write a run's identity into its folder, unless the same one is there."""
     path = folder / FILE
     if path.is_file() and _read_identity(folder)[0] == identity:
         return
@@ -184,21 +189,21 @@ def write_identity(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def _read_identity(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a run's identity, and the versions that it began with."""
+    """Return a run's identity and the library versions it began with."""
     path = folder / FILE
-    another = "give another --output_dir; nothing was changed there"
+    remedy = "give another --output_dir; nothing was changed there"
     if not path.is_file():
         raise ValueError(
             f"{folder} holds a run without {FILE}, which says what its numbers depend on: it is of "
             f"an earlier version of rope-patch, or was copied in part. Bring {FILE} back, or "
-            f"{another}"
+            f"{remedy}"
         )
     try:
         body = checksums.unseal(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; bring it back from a copy, or {another}") from error
+        raise ValueError(f"{path}: {error}; bring it back from a copy, or {remedy}") from error
     if body.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected format {FORMAT}, got {body.get('format')}: {another}")
+        raise ValueError(f"{path}: expected format {FORMAT}, got {body.get('format')}: {remedy}")
     return body["identity"], body["versions"]
 
 
@@ -206,12 +211,12 @@ def _versions() -> dict[str, str]:
     return {name: version for name, version in versions().items() if name in _VERSIONS}
 
 
-def _format_versions(found: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+def _format_versions(versions_by_name: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions_by_name.items())
 
 
 def _tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Tell tokenizers apart: by vocabulary, end token, and a sentence's tokens."""
+    """Return a digest of a tokenizer's vocabulary, end token, and tokens of one sentence."""
     sentence = "It's 1813: \tthe truth, universally acknowledged.\n  Ça va?"
     parts = (
         sorted(tokenizer.get_vocab().items()),
@@ -230,7 +235,7 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _without_names(value: Any) -> Any:
-    """A value without names: a folder that was moved is the same model or data."""
+    """Return a value without names: a moved folder is the same model or data."""
     if isinstance(value, list):
         return [_without_names(item) for item in value]
     if isinstance(value, dict):

@@ -5,9 +5,9 @@
     accelerate launch --config_file fsdp2_cp8.yaml -m rope_patch.recipes.finetune --loop \
         --config yarn_64k
 
-The same recipes to the same losses as `trainer.py`, which leaves the steps to transformers'
-Trainer. Context parallelism is written out here, in `forward_backward`: rows are cut over their
-tokens, and the keys of each part pass by the queries of the others. DeepSpeed is for `trainer.py`.
+Gives the same losses for the same recipes as `trainer.py`, which leaves the steps to transformers'
+Trainer. Context parallelism is explicit here, in `forward_backward`: rows are split over their
+tokens, and the keys of each part visit the queries of the others. DeepSpeed needs `trainer.py`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from rope_patch.training.schedule import make_scheduler
 from rope_patch.training.settings import Settings, parse
 from rope_patch.utils import atomic_files
 
-IGNORED = -100  # labels without a loss
-# What of transformers' TrainingArguments only the Trainer does.
+IGNORED = -100  # label without a loss
+# Keys of TrainingArguments that only the Trainer implements.
 TRAINER_ONLY_KEYS = (
     "optim",
     "optim_args",
@@ -53,7 +53,7 @@ Batch = dict[str, Any]
 
 
 def loop(settings: Settings) -> Path | None:
-    """Runs a recipe.
+    """Run a recipe.
 
     Args:
         settings: The recipe.
@@ -63,7 +63,7 @@ def loop(settings: Settings) -> Path | None:
 
     Raises:
         ValueError: The recipe, its data or its model do not fit; the output folder holds another
-            run, or one at work; or the training went wrong.
+            or an active run; or the training diverged.
         OSError: A checkpoint could not be written.
     """
     training = settings.training
@@ -71,7 +71,7 @@ def loop(settings: Settings) -> Path | None:
     atomic_files.require_writable_folder(str(settings.training.output_dir), "the run")
     plan.require_device(settings)
     with open_run_folder(settings) as resume:
-        prepared = prepare(settings)  # ahead of accelerate: nobody shares sequences yet
+        prepared = prepare(settings)  # before accelerate, so that no process splits sequences yet
         accelerator = Accelerator(
             mixed_precision=mixed_precision(training),
             log_with=training.report_to or None,
@@ -93,36 +93,36 @@ def loop(settings: Settings) -> Path | None:
             accelerator.init_trackers(training.project, config=_tracker_config(settings.resolved()))
         with contextlib.closing(run.progress):
             train(run, model, optimizer, scheduler)
-        made = run.finish(model)
+        model_folder = run.finish(model)
         accelerator.end_training()
-    return made
+    return model_folder
 
 
 def require_supported_by_loop(settings: Settings) -> None:
-    """Refuses what only the Trainer would do; ValueError names it."""
-    said = settings.training.to_dict()
-    standard = {f.name: getattr(f.default, "value", f.default) for f in fields(TrainingArguments)}
+    """Raise ValueError if a recipe asks for what only the Trainer does."""
+    values = settings.training.to_dict()
+    defaults = {f.name: getattr(f.default, "value", f.default) for f in fields(TrainingArguments)}
     for key in TRAINER_ONLY_KEYS:
-        if key in settings.explicit and said[key] != standard[key]:
+        if key in settings.explicit and values[key] != defaults[key]:
             raise ValueError(
-                f"{key}: {said[key]} means nothing to the plain loop: leave it out, or use "
+                f"{key}: {values[key]} means nothing to the plain loop: leave it out, or use "
                 "the Trainer, without --loop"
             )
 
 
 def train(run: TrainingRun, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Takes the steps that are left."""
+    """Take the remaining steps."""
     training, accelerator, needles = run.settings.training, run.accelerator, needles_of(run)
     if needles and run.steps_done == 0:
         _log_to_trackers(accelerator, needles.measure(run.prepared.model, 0), 0)
     batches: Iterator[dict[str, Any]] = iter(run.loader() if run.steps_done < run.steps else ())
     for step in range(run.steps_done + 1, run.steps + 1):
-        taken = [next(batches) for _ in range(training.gradient_accumulation_steps)]
-        seen = [row for batch in taken for row in batch.pop("rows", [])]
-        loss = forward_backward(run, model, taken)
+        micro_batches = [next(batches) for _ in range(training.gradient_accumulation_steps)]
+        rows = [row for batch in micro_batches for row in batch.pop("rows", [])]
+        loss = forward_backward(run, model, micro_batches)
         norm = clip_grad_norm(accelerator, model, training.max_grad_norm)
-        run.guard.check(step, loss, norm, seen)
-        run.mark_consumed(seen)
+        run.guard.check(step, loss, norm, rows)
+        run.mark_consumed(rows)
         optimizer.step()
         rate = scheduler.get_last_lr()[0]
         scheduler.step()
@@ -144,14 +144,14 @@ def train(run: TrainingRun, model: Any, optimizer: Any, scheduler: Any) -> None:
 
 
 def prepare_with_accelerate(run: TrainingRun) -> tuple[Any, Any, Any]:
-    """The model as accelerate wraps it, AdamW, and the schedule of its learning rate."""
+    """Return the model as accelerate wraps it, AdamW, and its learning-rate scheduler."""
     training, model, accelerator = run.settings.training, run.prepared.model, run.accelerator
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if training.gradient_checkpointing and not getattr(plugin, "activation_checkpointing", False):
         enable_checkpointing(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.AdamW(
-        [  # norms and biases do not decay
+        [  # no weight decay for norms and biases
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": training.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ],
@@ -165,20 +165,20 @@ def prepare_with_accelerate(run: TrainingRun) -> tuple[Any, Any, Any]:
 
 
 def forward_backward(run: TrainingRun, model: Any, batches: Sequence[Batch]) -> float:
-    """The gradients of one optimizer step.
+    """Compute the gradients of one optimizer step.
 
     Args:
         run: The run.
         model: The model as accelerate wrapped it.
-        batches: The micro-batches of this process, `[B, S]` each.
+        batches: This process's micro-batches, `[B, S]` each.
 
     Returns:
-        The loss: the mean over all targets of the step, on all processes.
+        The mean loss over all targets of the step, on all processes.
     """
     accelerator = run.accelerator
     batches = [_shift_labels({k: v.to(accelerator.device) for k, v in b.items()}) for b in batches]
     targets = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
-    # Processes that share rows count the same targets.
+    # Processes that share a row each count its targets.
     count = accelerator.reduce(targets, reduction="sum") / run.context_parallel
     losses = []
     for number, batch in enumerate(batches, start=1):
@@ -189,7 +189,7 @@ def forward_backward(run: TrainingRun, model: Any, batches: Sequence[Batch]) -> 
             activation_offloading(run.settings),
         ):
             part = model(**batch, num_items_in_batch=count, use_cache=False).loss
-            # Gradients are averaged over processes, where their sum is meant.
+            # accelerate averages gradients over processes, but the loss needs their sum.
             loss = part * accelerator.num_processes
             accelerator.backward(loss)
         losses.append(loss.detach())
@@ -198,13 +198,12 @@ def forward_backward(run: TrainingRun, model: Any, batches: Sequence[Batch]) -> 
 
 @contextlib.contextmanager
 def context_parallel_batch(run: TrainingRun, batch: Batch) -> Iterator[None]:
-    """Context parallelism: while it lasts, this process holds its part of every row.
+    """Reduce every row to this process's part, for context parallelism.
 
-    The parts are two stretches, one from either end, so that causal attention gives all processes
-    as much to do. Everything that belongs to a token is cut alike: its target, which may lie in
-    another part and has therefore been put beside it before, and its position, by which it is
-    rotated. A mask of ones keeps transformers from taking the gap between the stretches for the
-    border of two documents.
+    A part is two spans, one from either end of the row, so that causal attention costs every
+    process the same. Targets and positions are split like the tokens: `_shift_labels` has put each
+    target at its token, and the position decides the rotation. A mask of ones keeps transformers
+    from taking the gap between the spans for the border of two documents.
     """
     if run.context_parallel == 1:
         yield
@@ -217,13 +216,13 @@ def context_parallel_batch(run: TrainingRun, batch: Batch) -> Iterator[None]:
 
 
 def clip_grad_norm(accelerator: Accelerator, model: Any, limit: float) -> float:
-    """Clips the gradients over all processes; returns their norm before that."""
+    """Clip the gradients over all processes; return their norm before clipping."""
     norm = accelerator.clip_grad_norm_(model.parameters(), limit if limit > 0 else float("inf"))
     return float(norm)
 
 
 def _shift_labels(batch: Batch) -> Batch:
-    """Puts every token's target beside it, where transformers would shift the labels itself."""
+    """Add labels shifted to each token's place, which transformers would do after the split."""
     shifted = functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
     return batch | {"shift_labels": shifted.contiguous()}
 
@@ -233,12 +232,12 @@ def _log_to_trackers(accelerator: Accelerator, numbers: dict[str, float], step: 
 
 
 def _tracker_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """What every tracker takes for settings: numbers and words."""
+    """Return settings as the numbers and strings that every tracker accepts."""
     return {k: v if isinstance(v, int | float | str) else str(v) for k, v in settings.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and runs."""
-    logging.disable_progress_bar()  # of a moment each, in the midst of ours
+    """Parse the command line and run."""
+    logging.disable_progress_bar()  # transformers' short-lived bars would interrupt ours
     settings, _ = parse(sys.argv[1:] if arguments is None else arguments)
     loop(settings)

@@ -15,17 +15,17 @@ from rope_patch.utils.provenance import versions
 
 
 def write_card(run: Any, folder: Path) -> None:
-    """Writes `README.md` into a finished model's folder.
+    """Write `README.md` into a finished model's folder.
 
     Args:
-        run: The `Run` that made it.
+        run: The finished run.
         folder: The model's folder.
     """
     atomic_files.atomic_write(folder / "README.md", render_card(run, folder))
 
 
 def render_card(run: Any, folder: Path) -> str:
-    """The card as Markdown, with the Hub's header."""
+    """Return the card as Markdown, with the Hub's YAML header."""
     settings, prepared = run.settings, run.prepared
     extension, training = settings.extension, settings.training
     log = read_log(run.folder)
@@ -91,10 +91,10 @@ def _scores_section(folder: Path) -> str:
         "| step | found | probability of the answer |",
         "|--:|--:|--:|",
     ]
-    for said in scores:
+    for row in scores:
         lines.append(
-            f"| {said['step']:,} | {said['retrieval_hits']:.2f} | "
-            f"{said['retrieval_probability']:.3f} |"
+            f"| {row['step']:,} | {row['retrieval_hits']:.2f} | "
+            f"{row['retrieval_probability']:.3f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -102,8 +102,8 @@ def _scores_section(folder: Path) -> str:
 def _loading_snippet(folder: Path) -> str:
     sidecar = read_sidecar(folder)
     if sidecar is None or sidecar["native"]:
-        how = 'transformers.AutoModelForCausalLM.from_pretrained("...")'
-        return f"## Use\n\n```python\nmodel = {how}  # rope_patch is not needed\n```"
+        code = 'transformers.AutoModelForCausalLM.from_pretrained("...")'
+        return f"## Use\n\n```python\nmodel = {code}  # rope_patch is not needed\n```"
     return (
         '## Use\n\n```python\nmodel = rope_patch.load("...")  # transformers has no form of this '
         "method\n```"

@@ -1,4 +1,4 @@
-"""From a recipe to a model that can be trained: loaded, patched, LoRA, the loss."""
+"""Set up a recipe's model for training: load, patch, add LoRA, install the loss."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class PreparedModel:
     """A model ready for training.
 
     Attributes:
-        model: The model, patched; with LoRA, PEFT's.
-        tokenizer: Its tokenizer.
+        model: The patched model; PEFT's wrapper of it with LoRA.
+        tokenizer: The model's tokenizer.
         handle: The patch, or None with the method `none`.
-        trained_length: Tokens of pretraining.
-        target_length: Tokens that the context is extended to.
-        row_length: Tokens of a row.
-        loss: Who computes the loss: full, torch or liger.
-        weights: Fingerprint of the weights as they were read.
+        trained_length: Length of pretraining in tokens.
+        target_length: Extended length in tokens.
+        row_length: Tokens per row.
+        loss: The loss in use: full, torch or liger.
+        swaps: Undo log of the loss.
+        weights: Fingerprint of the weights as loaded.
     """
 
     model: Any
@@ -47,7 +48,7 @@ class PreparedModel:
     weights: str
 
     def finish(self) -> Any:
-        """The trained model on its own: the plain loss again, and LoRA merged into the weights."""
+        """Return the trained model with its own loss restored and LoRA merged."""
         self.swaps.undo()
         if is_lora(self.model):
             self.model = self.model.merge_and_unload()
@@ -56,39 +57,42 @@ class PreparedModel:
 
 
 def prepare(settings: Settings) -> PreparedModel:
-    """Loads, patches and equips the model that a recipe names.
+    """Load and patch a recipe's model, add LoRA, and install the loss.
 
     Raises:
-        ValueError: Something that the recipe asks for does not fit the model.
+        ValueError: The recipe does not fit the model.
     """
-    asked, training = settings.extension, settings.training
-    set_seed(training.seed)  # LoRA starts at random, and alike on all processes
-    path = demo.resolve_model_path(asked.model)
+    extension, training = settings.extension, settings.training
+    set_seed(training.seed)  # the same random LoRA weights on all processes
+    path = demo.resolve_model_path(extension.model)
     tokenizer = read_tokenizer(path)
-    tokenizer.model_max_length = 10**9  # documents are cut into rows here
-    kwargs = {"dtype": getattr(torch, asked.dtype), "attn_implementation": asked.attention}
-    if asked.method == "none":
-        model = read_model(path, **kwargs)
+    tokenizer.model_max_length = 10**9  # no warnings: packing cuts documents into rows
+    load_options = {
+        "dtype": getattr(torch, extension.dtype),
+        "attn_implementation": extension.attention,
+    }
+    if extension.method == "none":
+        model = read_model(path, **load_options)
     else:
         model = load(
             path,
-            asked.method,
-            factor=asked.factor,
-            length=asked.length,
-            trained_length=asked.trained_length,
-            layer_types=asked.layer_types,
-            kernels=asked.kernels,
+            extension.method,
+            factor=extension.factor,
+            length=extension.length,
+            trained_length=extension.trained_length,
+            layer_types=extension.layer_types,
+            kernels=extension.kernels,
             **settings.method_options,
-            **kwargs,
+            **load_options,
         )
     weights = fingerprint(model)
     model.config.use_cache = False
     if training.use_liger_kernel:
         training.liger_kernel_config = liger_kernels_without_conflicts(training.liger_kernel_config)
     handle = current(model)
-    trained_length = asked.trained_length or _trained_length(model, handle)
+    trained_length = extension.trained_length or _trained_length(model, handle)
     target = trained_length if handle is None or handle.length is None else handle.length
-    if asked.lora_rank > 0:
+    if extension.lora_rank > 0:
         model = add_lora(model, settings)
     loss, swaps = chunked_loss.install_loss(model, settings.loss)
     return PreparedModel(
@@ -97,7 +101,7 @@ def prepare(settings: Settings) -> PreparedModel:
         handle=handle,
         trained_length=trained_length,
         target_length=target,
-        row_length=asked.train_length or target,
+        row_length=extension.train_length or target,
         loss=loss,
         swaps=swaps,
         weights=weights,
@@ -105,17 +109,17 @@ def prepare(settings: Settings) -> PreparedModel:
 
 
 def liger_kernels_without_conflicts(liger: dict[str, bool] | None) -> dict[str, bool]:
-    """Liger's kernels without those whose places are taken."""
+    """Return Liger's settings without the kernels that would replace ours; warn of it."""
     logger.warning(
         "use_liger_kernel: Liger's own rotation stays off, as it would take the place of the "
         "extended one, and so does its loss (say loss: liger for that)"
     )
-    taken = ("rope", "cross_entropy", "fused_linear_cross_entropy")
-    return {**(liger or {}), **dict.fromkeys(taken, False)}
+    conflicting = ("rope", "cross_entropy", "fused_linear_cross_entropy")
+    return {**(liger or {}), **dict.fromkeys(conflicting, False)}
 
 
 def add_liger(model: Any, config: dict[str, bool] | None) -> None:
-    """Puts Liger's kernels on a model, as the Trainer does by itself."""
+    """Apply Liger's kernels to a model, as the Trainer does by itself."""
     try:
         from transformers.integrations.liger import apply_liger_kernel
     except ImportError as error:
@@ -126,10 +130,10 @@ def add_liger(model: Any, config: dict[str, bool] | None) -> None:
 
 
 def add_lora(model: Any, settings: Settings) -> Any:
-    """LoRA on the attention, and embeddings and norms trained in full, as LongLoRA does.
+    """Add LoRA to the attention, and train embeddings and norms in full, as LongLoRA does.
 
     Source: LongLoRA, arXiv:2309.12307, section 3.3: without embeddings and norms, LoRA does not
-    get to longer contexts.
+    extend the context.
     """
     try:
         import peft
@@ -137,9 +141,9 @@ def add_lora(model: Any, settings: Settings) -> Any:
         raise ValueError(
             f"{error.name} is not installed, which LoRA needs: pip install 'rope-patch[train]'"
         ) from error
-    asked = settings.extension
+    extension = settings.extension
     names = {name for name, _ in model.named_modules()}
-    for target in asked.lora_targets:
+    for target in extension.lora_targets:
         if not any(name.split(".")[-1] == target for name in names):
             raise ValueError(
                 f"lora_targets: {type(model).__name__} has no layer {target!r}; it has "
@@ -153,38 +157,38 @@ def add_lora(model: Any, settings: Settings) -> Any:
                     )
                 )
             )
-    alpha: Any = asked.lora_alpha  # PEFT annotates an integer and scales by any number
+    alpha: Any = extension.lora_alpha  # PEFT annotates an integer and scales by any number
     config = peft.LoraConfig(
-        r=asked.lora_rank,
+        r=extension.lora_rank,
         lora_alpha=alpha,
-        target_modules=asked.lora_targets,
-        modules_to_save=modules_trained_in_full(model, asked.lora_trains) or None,
-        ensure_weight_tying="embeddings" in asked.lora_trains and _has_tied_embeddings(model),
+        target_modules=extension.lora_targets,
+        modules_to_save=modules_trained_in_full(model, extension.lora_trains) or None,
+        ensure_weight_tying="embeddings" in extension.lora_trains and _has_tied_embeddings(model),
         task_type="CAUSAL_LM",
     )
     return peft.get_peft_model(model, config)
 
 
-def modules_trained_in_full(model: Any, kinds: list[str]) -> list[str]:
-    """The names by which PEFT finds the embeddings and norms of a model."""
+def modules_trained_in_full(model: Any, groups: list[str]) -> list[str]:
+    """Return PEFT's names of a model's embeddings and norms."""
     names = set()
     embeddings = model.get_input_embeddings()
     for name, module in model.named_modules():
         is_norm = "norm" in type(module).__name__.lower()
-        if ("embeddings" in kinds and module is embeddings) or ("norms" in kinds and is_norm):
+        if ("embeddings" in groups and module is embeddings) or ("norms" in groups and is_norm):
             names.add(name.split(".")[-1])
     return sorted(names)
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Keeps the inputs of layers only, and computes the rest again in the backward pass."""
-    # transformers 5.23 has a new name for it, which older ones do not know.
+    """Turn activation checkpointing on: keep layer inputs, recompute the rest."""
+    # transformers 5.23 renamed gradient_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
 
 
 def is_lora(model: Any) -> bool:
-    """Whether PEFT stands around the model."""
+    """Return whether PEFT wraps the model."""
     return hasattr(model, "peft_config")
 
 

@@ -1,4 +1,4 @@
-"""A training run under watch: its progress line, its log, and what stops it."""
+"""Monitoring of a training run: progress bar, log file, divergence guard."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from rope_patch.utils.progress import progress_bar
 from rope_patch.utils.provenance import peak_memory
 
 LOG = "log.jsonl"
-_LOSS_WINDOW = 20  # steps whose mean loss a sudden rise is measured from
-_MIN_STEPS = 5  # and how many of them there must be
+_LOSS_WINDOW = 20  # steps in the mean loss that a rise is measured from
+_MIN_STEPS = 5  # steps before the mean counts
 
 
 class TrainingStopped(ValueError):
-    """The training has gone wrong; what it had learned until then is in the last checkpoint."""
+    """Training diverged; the last checkpoint holds the state before."""
 
 
 class DivergenceGuard:
-    """Stops a run whose loss is no number or explodes, ahead of the step that would spoil it.
+    """Stop a run whose loss explodes or is not finite, before the optimizer step.
 
     Args:
-        max_rise: Nats above the mean of the last steps that are too many.
-        folder: The run's folder, to name what is left to go on from.
-        on_stop: Called ahead of stopping.
+        max_rise: Stop if the loss exceeds the recent mean by more than this many nats.
+        folder: The run's folder, to name the checkpoint to resume from.
+        on_stop: Called before raising.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class DivergenceGuard:
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=_LOSS_WINDOW)
 
     def check(self, step: int, loss: float, norm: float, rows: Sequence[dict[str, Any]]) -> None:
-        """Looks at a step before its gradients are applied.
+        """Raise if a step's loss or gradients are bad, before they are applied.
 
         Args:
-            step: The step's number, from 1.
-            loss: Its loss, over all processes.
-            norm: Its gradient norm, likewise.
-            rows: What this process computed it from: the `row` of each row.
+            record_step: The step's number, from 1.
+            loss: The loss over all processes.
+            norm: The gradient norm over all processes.
+            rows: The `row` of each row that this process computed the loss from.
 
         Raises:
             TrainingStopped: Names the step and the data.
@@ -60,12 +60,13 @@ class DivergenceGuard:
             else math.inf
         )
         if not math.isfinite(loss):
-            wrong = f"the loss is {loss}"
+            problem = f"the loss is {loss}"
         elif not math.isfinite(norm):
-            wrong = f"the gradients' norm is {norm} (the loss {loss:.4g})"
+            problem = f"the gradients' norm is {norm} (the loss {loss:.4g})"
         elif loss > mean + self.max_rise:
-            wrong = (
-                f"the loss rose to {loss:.4g}, from {mean:.4g} over the last {len(self.recent_losses)} "
+            problem = (
+                f"the loss rose to {loss:.4g}, from {mean:.4g} over the last "
+                f"{len(self.recent_losses)} "
                 f"steps (max_loss_rise: {self.max_rise:g})"
             )
         else:
@@ -74,20 +75,20 @@ class DivergenceGuard:
         self.on_stop()
         last = latest_complete(self.folder)
         raise TrainingStopped(
-            f"step {step} was not taken: {wrong}. Its rows: {_describe_rows(rows)}. "
+            f"step {step} was not taken: {problem}. Its rows: {_describe_rows(rows)}. "
             + (f"{last} is whole" if last else "There is no checkpoint yet")
             + "; look at those rows, lower the learning rate, or warm up longer"
         )
 
 
 class TrainingProgress:
-    """Progress on stderr, and every step's numbers in the run's `log.jsonl`.
+    """Show progress on stderr, and log every step's numbers in the run's `log.jsonl`.
 
     Args:
         folder: The run's folder.
-        steps: How many there are to be in all.
-        done: How many were taken before; what the log says of later ones is dropped.
-        tokens: Tokens of a step, over all processes.
+        steps: Total steps.
+        done: Steps taken before; log lines of later steps are deleted.
+        tokens: Tokens per step, over all processes.
         main: Whether this process writes.
     """
 
@@ -104,21 +105,21 @@ class TrainingProgress:
             disable=not main,
         )
         if main:
-            kept = [line for line in read_log(folder) if line["step"] <= done]
+            lines = [line for line in read_log(folder) if line["step"] <= done]
             with explain_write_errors(folder, LOG):
                 atomic_files.atomic_write(
-                    self.path, "".join(json.dumps(line) + "\n" for line in kept)
+                    self.path, "".join(json.dumps(line) + "\n" for line in lines)
                 )
 
     def record_step(self, step: int, **metrics: float) -> dict[str, float]:
-        """Takes note of a step.
+        """Record a step.
 
         Args:
-            step: Its number, from 1.
+            record_step: The step's number, from 1.
             **measured: loss, grad_norm, learning_rate.
 
         Returns:
-            The same with tokens (so far, in all), tokens_per_second, and memory in GB.
+            These with the total tokens so far, tokens_per_second, and memory in GB.
         """
         now = time.monotonic()
         line = {
@@ -135,32 +136,32 @@ class TrainingProgress:
                 self.path.open("a", encoding="utf-8") as log,
             ):
                 log.write(json.dumps(line) + "\n")
-        shown = {
+        postfix = {
             "loss": f"{metrics.get('loss', math.nan):.4f}",
             "tokens": f"{line['tokens']:,}",
             "tok/s": f"{line['tokens_per_second']:,.0f}",
             "GB": f"{line['memory_gb']:.1f}",
         }
-        self.bar.set_postfix(shown, refresh=False)
+        self.bar.set_postfix(postfix, refresh=False)
         self.bar.update()
         return line
 
     def pause(self) -> None:
-        """Leaves out of the next step's speed what was done between steps."""
+        """Exclude the time since the last step from the next step's speed."""
         self.last_step_time = time.monotonic()
 
     def close(self) -> None:
-        """Ends the progress line."""
+        """Close the progress bar."""
         self.bar.close()
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """A run's log; a last line that was cut short is left out."""
+    """Return a run's log without a truncated last line."""
     return read_lines(folder / LOG)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, without a last line that was cut short."""
+    """Return the records of a file of JSON lines, without a truncated last line."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:

@@ -1,4 +1,4 @@
-"""Needles at the target length while a model trains: the retrieval of `rope_patch.evaluation`."""
+"""Needle retrieval at the target length during training, by `rope_patch.evaluation`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _DEPTHS = [10, 50, 90]
 
 
 class Needles:
-    """Looks for the same needles again and again, as a model learns.
+    """Measure the retrieval of the same needles repeatedly during training.
 
     Args:
-        tokenizer: The model's.
-        length: Tokens of a sample.
-        samples: How many.
+        tokenizer: The model's tokenizer.
+        length: Tokens per sample.
+        samples: Number of samples.
         every: Steps between measurements.
-        seed: Of the samples.
-        folder: The run's folder; scores are kept there, in `retrieval.jsonl`.
+        seed: Seed of the samples.
+        folder: The run's folder; scores are appended to its `retrieval.jsonl`.
         main: Whether this process writes.
 
     Raises:
@@ -63,21 +63,21 @@ class Needles:
         self.every = every
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether this is a step to measure after."""
+        """Return whether to measure after this step."""
         return step == last_step or step % self.every == 0
 
     def measure(self, model: Any, step: int) -> dict[str, float]:
-        """Scores the model as it is now, and writes that down.
+        """Score the model as it is now, and append the scores to the file.
 
-        Every process goes through all samples, since a sharded model needs them all.
+        Every process computes all samples, because a sharded model needs all processes.
 
         Args:
-            model: The model, not wrapped by DDP; its mode is as before afterwards.
-            step: Optimizer steps that were taken.
+            model: The model without DDP's wrapper; its training mode is restored.
+            step: Optimizer steps taken so far.
 
         Returns:
             retrieval_hits (share of needles found) and retrieval_probability (of the right answer,
-            geometric mean over its tokens); nothing on other processes than the main one.
+            geometric mean over its tokens); empty on all but the main process.
         """
         from rope_patch.evaluation.language_model import LongContextLM
         from rope_patch.evaluation.measures import lm_eval_tasks
@@ -85,18 +85,21 @@ class Needles:
         training, swaps = model.training, UndoLog()
         model.eval()
         try:
-            # Where processes share sequences in training, each has the whole of these.
+            # These samples are not split, even if training splits sequences over processes.
             for module in (hooks, sequence_lengths):
                 swaps.set(module, "context_parallel_group", lambda: None)
-            # lm-eval ties weights again, which does not find them behind LoRA.
+            # lm-eval ties weights again, which fails under PEFT's wrapper.
             swaps.set(model, "tie_weights", lambda *_, **__: None)
             lm = LongContextLM(model, self.tokenizer, self.length, {})
-            with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # its bars
+            with (
+                torch.no_grad(),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):  # lm-eval's progress bars
                 results = lm_eval_tasks.evaluate(lm, self.tasks)
         finally:
             swaps.undo()
             model.train(training)
-        if not results:  # lm-eval gives them to the main process alone
+        if not results:  # lm-eval returns them on the main process only
             return {}
         rows = lm_eval_tasks.scores(results, lm.failures)
         if failed := [row["error"] for row in rows if row["score"] is None]:
@@ -117,15 +120,15 @@ class Needles:
 
 
 def needles_of(run: Any) -> Needles | None:
-    """The needles that a `Run`'s recipe asks for, or None."""
-    asked, prepared = run.settings.extension, run.prepared
-    if not asked.retrieval_steps:
+    """Return the needle measurement of a run's recipe, or None."""
+    extension, prepared = run.settings.extension, run.prepared
+    if not extension.retrieval_steps:
         return None
     return Needles(
         prepared.tokenizer,
-        length=asked.retrieval_length or prepared.target_length,
-        samples=asked.retrieval_samples,
-        every=asked.retrieval_steps,
+        length=extension.retrieval_length or prepared.target_length,
+        samples=extension.retrieval_samples,
+        every=extension.retrieval_steps,
         seed=run.settings.training.seed,
         folder=run.folder,
         main=run.main,
@@ -133,13 +136,13 @@ def needles_of(run: Any) -> Needles | None:
 
 
 def read_scores(folder: Path) -> list[dict[str, Any]]:
-    """What was measured, the last word on each step, in their order."""
-    by_step = {said["step"]: said for said in read_lines(folder / SCORES)}
+    """Return the latest scores of each step, in order of steps."""
+    by_step = {row["step"]: row for row in read_lines(folder / SCORES)}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def drop_scores(folder: Path, done: int) -> None:
-    """Drop what was measured after a step that a run goes on from; everything if that is 0."""
+    """Delete scores of later steps than the one resumed from; all scores if that is 0."""
     path = folder / SCORES
     if path.is_file():
         lines = [line for line in read_lines(path) if done and line["step"] <= done]

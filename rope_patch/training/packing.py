@@ -1,7 +1,7 @@
-"""Rows of tokens for fine-tuning on long contexts: streamed, deterministic, resumed exactly.
+"""Packed rows of tokens for long-context fine-tuning: streamed, deterministic, exactly resumable.
 
-Masked rows restart their positions with each document. transformers reads that as a mask only
-where the model gets neither an attention mask nor a cache: call it with `use_cache=False`.
+Masked rows restart their positions at each document. transformers derives a mask from that only if
+the model gets neither an attention mask nor a cache: call it with `use_cache=False`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from fractions import Fraction
 from functools import partial
 from random import Random
@@ -18,120 +18,23 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from rope_patch.training.data_arguments import DataArguments, check_data_arguments
 from rope_patch.training.documents import (
     IGNORED,
     DocumentRef,
     SourcePart,
     TokenizedDocument,
-    did_you_mean,
     find_source,
     tokenize,
 )
 
-PACKINGS = ("single", "concatenate", "masked")
 _POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
 _COUNT_KEYS = ("documents", "tokens", "left_out", "left_out_tokens")
 _logger = logging.getLogger("rope_patch")
 
 
-@dataclass
-class DataArguments:
-    """Which documents, and how rows are made of them."""
-
-    data: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Long documents: files (.txt and .md: one each; .jsonl, .parquet), folders, "
-            "globs, hub:NAME[,CONFIG][@SPLIT], novels:NAME."
-        },
-    )
-    data_weights: list[float] | None = field(
-        default=None, metadata={"help": "Each source's share of tokens; equal if left out."}
-    )
-    short_data: list[str] | None = field(
-        default=None, metadata={"help": "Documents of the short rows; data if left out."}
-    )
-    short_share: float = field(
-        default=0.0, metadata={"help": "Share of rows that are packed of short documents."}
-    )
-    short_length: int | None = field(
-        default=None, metadata={"help": "Tokens of the longest of those; the trained length."}
-    )
-    packing: str = field(
-        default="single",
-        metadata={
-            "help": "single: a row is a slice of one document; concatenate: documents one after "
-            "another; masked: the same, each keeps to itself."
-        },
-    )
-    min_document_length: int = field(
-        default=0, metadata={"help": "Leave out documents of fewer tokens."}
-    )
-    text_column: str = field(
-        default="text",
-        metadata={"help": "Where records have their text, unless they have input_ids."},
-    )
-    shuffle_window: int = field(
-        default=0, metadata={"help": "Shuffle documents among so many; 0 keeps their order."}
-    )
-
-    def __post_init__(self) -> None:
-        """A recipe may name one source without brackets."""
-        self.data = [self.data] if isinstance(self.data, str) else self.data
-        if isinstance(self.short_data, str):
-            self.short_data = [self.short_data]
-
-
-def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
-    """Checks what can be checked without reading.
-
-    Raises:
-        ValueError: Says which argument is wrong, and what it may be.
-    """
-    a = arguments
-    for name, sources in (("data", a.data), ("short_data", a.short_data)):
-        if sources is not None and not sources:
-            raise ValueError(f"no documents: say {name}: a list of files, folders or novels:emma")
-        if twice := sorted({s for s in sources or [] if (sources or []).count(s) > 1}):
-            raise ValueError(f"{name} names {twice[0]!r} twice: say data_weights instead")
-    if a.packing not in PACKINGS:
-        hint = did_you_mean(a.packing, PACKINGS)
-        raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {a.packing!r}{hint}")
-    if not 0 <= a.short_share < 1:
-        raise ValueError(f"short_share must be at least 0 and below 1, got {a.short_share}")
-    if a.data_weights is not None and len(a.data_weights) != len(a.data):
-        raise ValueError(
-            f"expected a data_weights for each of {len(a.data)} sources in data, got "
-            f"{len(a.data_weights)}"
-        )
-    if any(not 0 < weight < float("inf") for weight in a.data_weights or []):
-        raise ValueError(f"data_weights must be above 0, got {a.data_weights}: leave a source out")
-    if a.short_length is not None and not 0 < a.short_length <= row_length:
-        raise ValueError(
-            f"short_length must be 1 to {row_length}, the tokens of a row, got {a.short_length}"
-        )
-    for name in ("min_document_length", "shuffle_window"):
-        if getattr(a, name) < 0:
-            raise ValueError(f"{name} must be at least 0, got {getattr(a, name)}")
-
-
-def require_no_document_masks(arguments: DataArguments) -> None:
-    """Refuses rows that need a mask between documents, for torch's context parallelism.
-
-    Raises:
-        ValueError: There are such rows.
-    """
-    if arguments.packing == "masked" or arguments.short_share > 0:
-        raise ValueError(
-            "documents packed in a row would see each other under torch's context parallelism, "
-            "which takes no mask: expected packing single or concatenate and short_share 0, or "
-            f"sequence parallelism with flash attention; got packing {arguments.packing} and "
-            f"short_share {arguments.short_share:g}"
-        )
-
-
 class _DocumentSource:
-    """A source's documents without end; `state` says which token of which is the next."""
+    """An endless stream of a source's documents; `state` holds the next token's place."""
 
     def __init__(
         self, name: str, parts: list[SourcePart], encode: Any, window: int, seed: str
@@ -148,7 +51,7 @@ class _DocumentSource:
         self._document: TokenizedDocument | None = None
 
     def take(self, limit: int, whole: bool) -> TokenizedDocument:
-        """The next tokens of a document, `limit` of them or (unless `whole`) up to its end."""
+        """Return the next tokens of a document: `limit`, or fewer at its end unless `whole`."""
         state = self.state
         while self._document is None or state["length"] - state["offset"] < (limit if whole else 1):
             self._document = next(self._documents)
@@ -161,98 +64,101 @@ class _DocumentSource:
         return piece
 
     def counts(self) -> dict[str, int]:
-        """What came of this source's documents so far, and how often it was read to its end."""
+        """Return the counts of documents and tokens so far, and the epochs completed."""
         return {key: self.state[key] for key in _COUNT_KEYS} | {"epochs": self.state["epoch"]}
 
     def _read_documents(self) -> Iterator[TokenizedDocument]:
-        at = self.state
+        state = self.state
         while True:
-            for at["part"], at["record"], at["taken"], entry in self._entries():
+            for state["part"], state["record"], state["taken"], entry in self._entries():
                 document = self._encode(entry)
                 size = len(document.ids)
-                if not at["length"]:
-                    at["longest"] = max(at["longest"], size)
+                if not state["length"]:
+                    state["longest"] = max(state["longest"], size)
                     if size < self.min_tokens:
-                        at["left_out"] += 1
-                        at["left_out_tokens"] += size
+                        state["left_out"] += 1
+                        state["left_out_tokens"] += size
                         continue
-                    at.update(
-                        length=size, documents=at["documents"] + 1, accepted=at["accepted"] + 1
+                    state.update(
+                        length=size,
+                        documents=state["documents"] + 1,
+                        accepted=state["accepted"] + 1,
                     )
-                elif at["length"] != size:
+                elif state["length"] != size:
                     raise ValueError(
                         f"cannot resume: {document.where} has {size:,} tokens, it had "
-                        f"{at['length']:,} when the run was saved: bring back the data and the "
+                        f"{state['length']:,} when the run was saved: bring back the data and the "
                         "tokenizer of that run, or start anew"
                     )
                 yield document
-                at["left_out_tokens"] += size - at["offset"]
-                at["length"] = at["offset"] = 0
+                state["left_out_tokens"] += size - state["offset"]
+                state["length"] = state["offset"] = 0
             self._end_epoch()
 
     def _entries(self) -> Iterator[tuple[int, int, int, DocumentRef]]:
-        """This epoch's entries from where the state is, with what leads back to each."""
-        first, record, skipped = (self.state[key] for key in ("part", "record", "taken"))
+        """Yield this epoch's documents from the state on, each with the state that leads to it."""
+        first_part, record, first_index = (self.state[key] for key in ("part", "record", "taken"))
         salt, order = f"{self._seed} {self.state['epoch']}", list(range(len(self._parts)))
         if self._window:
             Random(salt).shuffle(order)
         entries = (
             (part, entry)
-            for part in range(first, len(order))
-            for entry in self._parts[order[part]](record if part == first else 0)
+            for part in range(first_part, len(order))
+            for entry in self._parts[order[part]](record if part == first_part else 0)
         )
-        # Shuffled in blocks: a block's first entry and a number within it lead back to any entry.
+        # Shuffle in blocks: a block's first record and an index within it locate any document.
         while block := list(itertools.islice(entries, max(1, self._window))):
             part, record_of_block = block[0][0], block[0][1].number
             if self._window:
                 Random(f"{salt} {part} {record_of_block}").shuffle(block)
-            for taken in range(skipped, len(block)):
-                yield part, record_of_block, taken, block[taken][1]
-            skipped = 0
+            for index in range(first_index, len(block)):
+                yield part, record_of_block, index, block[index][1]
+            first_index = 0
 
     def _end_epoch(self) -> None:
-        at = self.state
-        if not at["accepted"] and not at["left_out"]:
+        state = self.state
+        if not state["accepted"] and not state["left_out"]:
             raise ValueError(f"no documents in {self.name!r}: expected at least one; leave it out")
         fix = (
-            f"{self.too_short_hint}, or longer documents (the longest has {at['longest']:,} tokens, expected "
+            f"{self.too_short_hint}, or longer documents (the longest has {state['longest']:,} "
+            "tokens, expected "
             f"{self.min_tokens:,})"
         )
-        if not at["accepted"]:
+        if not state["accepted"]:
             raise ValueError(f"no row from {self.name!r}, all is too short: say {fix}")
-        if at["epoch"] == 0 and not self.quiet:
-            if at["left_out"]:
+        if state["epoch"] == 0 and not self.quiet:
+            if state["left_out"]:
                 _logger.warning(
                     "%s: %d of %d documents were too short and left out; to use them, say %s",
-                    self.name, at["left_out"], at["left_out"] + at["documents"], fix,
+                    self.name, state["left_out"], state["left_out"] + state["documents"], fix,
                 )  # fmt: skip
             _logger.warning("%s: all documents were used, its second epoch begins", self.name)
-        at.update(epoch=at["epoch"] + 1, part=0, record=0, taken=0, accepted=0)
+        state.update(epoch=state["epoch"] + 1, part=0, record=0, taken=0, accepted=0)
 
 
 class PackedRows(IterableDataset):
     """Endless rows of `row_length` tokens.
 
     Args:
-        arguments: Which documents, and how they are packed.
-        tokenizer: The model's.
-        row_length: Tokens of a row.
-        trained_length: Tokens of the model's pretraining: the longest document of a short row,
-            unless the arguments say another.
-        seed: Of the shuffling.
-        batch: Rows that one process takes at a time.
-        rank: Which process this is; it gets the rows i with (i // batch) % world == rank.
-        world: How many processes share the rows.
+        arguments: The documents, and how they are packed.
+        tokenizer: The model's tokenizer.
+        row_length: Tokens per row.
+        trained_length: The model's trained length in tokens. It limits the pieces of a short row
+            unless `arguments.short_length` is given.
+        seed: Seed of the shuffling.
+        batch: Rows per process and batch.
+        rank: This process; it gets the rows i with (i // batch) % world == rank.
+        world: Processes that share the rows.
 
     Yields:
         A dict of `input_ids`, `labels` (transformers shifts them itself) and `position_ids`,
         `[row_length]` int64 each, and `row`: its `index` among all processes' rows, the
-        `documents` it is made of, the `counts` of each source so far, and the `state` after it,
-        which `resume` takes.
+        `documents` in it, the `counts` of each source so far, and the `state` after it, for
+        `resume`.
 
     Raises:
-        ValueError: Arguments that cannot be, or a source that is not there; later, as rows are
-            made, a damaged document.
+        ValueError: An argument is invalid or a source is missing; during iteration: a document is
+            damaged.
     """
 
     def __init__(
@@ -273,7 +179,9 @@ class PackedRows(IterableDataset):
         self._arguments, self._tokenizer, self._row_length = arguments, tokenizer, row_length
         self._short_length = arguments.short_length or min(trained_length, row_length)
         self._seed, self._batch, self._rank, self._world = seed, batch, rank, world
-        self._short_share = Fraction(str(arguments.short_share))  # 0.1 is meant exactly
+        self._short_share = Fraction(
+            str(arguments.short_share)
+        )  # exactly 0.1, not the nearest float
         short = (arguments.short_data or arguments.data) if self._short_share else []
         self._source_parts = {
             (kind, name): find_source(name, arguments.text_column)
@@ -284,14 +192,14 @@ class PackedRows(IterableDataset):
         self._first_row = 0
 
     def resume(self, state: dict[str, Any], row: int) -> None:
-        """Goes on where another run was, from the next iteration on.
+        """Continue another run from the next iteration on.
 
         Args:
-            state: A row's `state`; it may have been through JSON.
-            row: The first row to come, by its index; those since the state are made and dropped.
+            state: A row's `state`, also after a round trip through JSON.
+            row: Index of the first row to yield; rows between the state and it are discarded.
 
         Raises:
-            ValueError: The state is of rows made in another way, or is later than the row.
+            ValueError: The state belongs to other settings, or is later than the row.
         """
         now = self._row_settings()
         for key in sorted(now.keys() | state["settings"].keys()):
@@ -302,7 +210,7 @@ class PackedRows(IterableDataset):
         self._state, self._first_row = state, row
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Makes this process's rows."""
+        """Yield this process's rows."""
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise ValueError(
@@ -316,7 +224,7 @@ class PackedRows(IterableDataset):
                 yield row
 
     def _row_settings(self) -> dict[str, Any]:
-        """What the rows depend on; of sources their number, as folders may have moved."""
+        """Return what the rows depend on; only the number of sources, since folders may move."""
         settings = asdict(self._arguments) | {"row_length": self._row_length, "seed": self._seed}
         for kind, key in (("long", "data"), ("short", "short_data")):
             settings[key] = f"{sum(k == kind for k, _ in self._source_parts)} sources"
@@ -348,15 +256,17 @@ class PackedRows(IterableDataset):
         weights = a.data_weights if kind == "long" or a.short_data is None else None
         pieces: list[TokenizedDocument] = []
         while room := self._row_length - sum(len(piece.ids) for piece in pieces):
-            most = min(room, self._short_length) if short else room
+            limit = min(room, self._short_length) if short else room
             source = _most_underserved(sources[kind], weights)
-            pieces.append(source.take(most, whole=not masked and a.packing == "single"))
+            pieces.append(source.take(limit, whole=not masked and a.packing == "single"))
         labels = torch.cat([piece.labels for piece in pieces])
         positions = torch.arange(self._row_length)
         if masked:
             positions = torch.cat([torch.arange(len(piece.ids)) for piece in pieces])
-            labels[positions == 0] = IGNORED  # not to be told by the document before
-        state = {kind: [dict(s.state) for s in found] for kind, found in sources.items()}
+            labels[positions == 0] = IGNORED  # not predictable from the previous document
+        state = {
+            kind: [dict(s.state) for s in kind_sources] for kind, kind_sources in sources.items()
+        }
         names = {"long": "", "short": "short: "}
         info = {
             "index": index,
@@ -371,30 +281,31 @@ class PackedRows(IterableDataset):
 def _most_underserved(
     sources: list[_DocumentSource], weights: list[float] | None
 ) -> _DocumentSource:
-    """The source that is furthest behind its share of the tokens so far; the first of equals."""
+    """Return the source furthest behind its share of the tokens; the first of equals."""
     weights = weights or [1.0] * len(sources)
-    each = sum(source.state["tokens"] for source in sources) / sum(weights)
-    behind = [w * each - s.state["tokens"] for w, s in zip(weights, sources, strict=True)]
+    tokens_per_weight = sum(source.state["tokens"] for source in sources) / sum(weights)
+    behind = [
+        w * tokens_per_weight - s.state["tokens"] for w, s in zip(weights, sources, strict=True)
+    ]
     return sources[behind.index(max(behind))]
 
 
 def collate(rows: list[dict[str, Any]], *, context_parallel: bool = False) -> dict[str, Any]:
-    """Stacks rows.
+    """Stack rows into a batch.
 
     Args:
-        rows: Of `PackedRows`.
-        context_parallel: Adds an `attention_mask` of ones: without one, transformers takes the
-            gaps in the positions of a sequence's shard for packed documents, and makes an S x S
-            mask.
+        rows: PackedRows of `PackedRows`.
+        context_parallel: Add an `attention_mask` of ones. Without it transformers mistakes the
+            gaps in a shard's positions for packed documents and makes an S x S mask.
 
     Returns:
-        The tensors `[B, S]`, and as `rows` what each row said of itself.
+        The tensors `[B, S]`, and under `rows` each row's `row`.
     """
     batch: dict[str, Any] = {
         key: torch.stack([row[key] for row in rows])
         for key in ("input_ids", "labels", "position_ids")
     }
-    # No token comes before the first: some versions of transformers count it as a target.
+    # The first token has no predecessor, yet some transformers versions count it as a target.
     batch["labels"][:, 0] = IGNORED
     if context_parallel:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])

@@ -1,4 +1,4 @@
-"""The files that come with the package, by name: recipes, and accelerate's files to launch them."""
+"""Files of the package by name: recipes, and accelerate's launch configurations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from rope_patch.utils.resources import resource_folder
 
 _FOLDER = resource_folder("recipes")
-_CHECKOUT = Path("recipes", "configs")  # where recipes are in a checkout, seen from its root
+_CHECKOUT = Path("recipes", "configs")  # recipes' path in a checkout
 
 
 def recipes() -> dict[str, Path]:
@@ -34,7 +34,7 @@ def read_file(name: str) -> str:
     """Return the text of a recipe or of a launch file.
 
     Raises:
-        ValueError: The package has no file of that name.
+        ValueError: The package has no such file.
     """
     known = recipes() | launches()
     name = name.removesuffix(".yaml")
@@ -46,12 +46,12 @@ def read_file(name: str) -> str:
 
 
 def find_recipe(path: Path) -> Path:
-    """Return the recipe that `--config` means: a file, or one that comes with the package.
+    """Return the recipe of `--config`: a file, or a recipe of the package.
 
     The package's `yarn_64k` also goes by `yarn_64k.yaml` and `recipes/configs/yarn_64k.yaml`.
 
     Raises:
-        ValueError: There is no such file, and the package has no recipe of that name.
+        ValueError: There is no such file, and no such recipe in the package.
     """
     if path.is_file():
         return path
@@ -63,9 +63,9 @@ def find_recipe(path: Path) -> Path:
             f"no recipe {path}{_did_you_mean(name, known)}: no such file, and the package has "
             f"{', '.join(known)}"
         )
-    there = sorted(p.name for p in path.parent.glob("*.yaml"))
+    neighbours = sorted(p.name for p in path.parent.glob("*.yaml"))
     raise ValueError(
-        f"no recipe {path}" + (f"; {path.parent} has {', '.join(there)}" if there else "")
+        f"no recipe {path}" + (f"; {path.parent} has {', '.join(neighbours)}" if neighbours else "")
     )
 
 

@@ -1,4 +1,4 @@
-"""What both recipes do around their steps: where the run stands, its data, its end."""
+"""State of a training run, shared by the Trainer and the loop: folder, rows, checkpoints, end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from torch.utils.data import DataLoader
 
 from rope_patch.pretrained.saving import save
 from rope_patch.training import checkpoints, identity
+from rope_patch.training.data_arguments import require_no_document_masks
 from rope_patch.training.model_card import write_card
 from rope_patch.training.model_setup import PreparedModel, prepare
 from rope_patch.training.monitor import DivergenceGuard, TrainingProgress
 from rope_patch.training.needle_callback import drop_scores
-from rope_patch.training.packing import PackedRows, collate, require_no_document_masks
+from rope_patch.training.packing import PackedRows, collate
 from rope_patch.training.settings import RESOLVED, Settings
 from rope_patch.utils import atomic_files
 from rope_patch.utils.folder_lock import lock_folder
@@ -39,14 +40,14 @@ _LOGGED_COUNTS = ("documents", "tokens")
 
 
 class TrainingRun:
-    """A run of a recipe: its place on disk, its rows, its watch.
+    """A run of a recipe: its folder, its rows, its progress.
 
     Args:
         settings: The recipe.
-        prepared: Its model.
-        accelerator: accelerate's, whose processes share the work.
-        resume: The checkpoint to go on from, if any.
-        entry_point: Who takes the steps, finetune or loop, which write checkpoints of their own.
+        prepared: The recipe's model.
+        accelerator: accelerate's Accelerator, whose processes share the work.
+        resume: The checkpoint to resume from, if any.
+        entry_point: "finetune" or "loop"; their checkpoints differ.
     """
 
     def __init__(
@@ -92,10 +93,10 @@ class TrainingRun:
         self._document_counts: dict[str, dict[str, int]] = {}
         if resume is not None:
             self.steps_done = checkpoints.step_of(resume)
-            said = json.loads((resume / DATA_STATE).read_text())
-            self.rows.resume(said["state"], self.steps_done * self.rows_per_step)
-            self._data_state = said["state"]
-            self.guard.recent_losses.extend(said.get("losses", []))
+            saved = json.loads((resume / DATA_STATE).read_text())
+            self.rows.resume(saved["state"], self.steps_done * self.rows_per_step)
+            self._data_state = saved["state"]
+            self.guard.recent_losses.extend(saved.get("losses", []))
         if self.is_main:
             text = yaml.safe_dump(settings.resolved(), sort_keys=False, allow_unicode=True)
             with checkpoints.explain_write_errors(self.folder, RESOLVED):
@@ -106,7 +107,7 @@ class TrainingRun:
         )
 
     def loader(self) -> DataLoader:
-        """Batches of this process's rows, without end."""
+        """Return an endless DataLoader of this process's rows."""
         training = self.settings.training
         return DataLoader(
             self.rows,
@@ -114,18 +115,18 @@ class TrainingRun:
             collate_fn=lambda rows: collate(rows, context_parallel=self.context_parallel > 1),
             num_workers=training.dataloader_num_workers,
             pin_memory=training.dataloader_pin_memory and self.accelerator.device.type == "cuda",
-            # Its iterator draws a seed, which a resumed run's random numbers must not be behind.
+            # The iterator draws a seed; its own generator keeps a resumed run's numbers in step.
             generator=torch.Generator(),
         )
 
     def mark_consumed(self, rows: list[dict[str, Any]]) -> None:
-        """Remembers where the data stood after a step's rows."""
+        """Remember the state of the data after a step's rows."""
         if rows:
             self._data_state, self._document_counts = rows[-1]["state"], rows[-1]["counts"]
 
     @contextlib.contextmanager
     def write_checkpoint(self, step: int) -> Iterator[Path]:
-        """See `checkpoints.writing`; the data's state goes along with what is written."""
+        """Write a checkpoint atomically; see `checkpoints.atomic_checkpoint`."""
         limit = self.settings.training.save_total_limit
         try:
             with checkpoints.atomic_checkpoint(
@@ -137,18 +138,18 @@ class TrainingRun:
             ) as aside:
                 yield aside
         except BaseException:
-            self.progress.close()  # what is said of it gets a line of its own
+            self.progress.close()  # so that the error starts on a new line
             raise
 
     def write_data_state(self, checkpoint: Path) -> None:
-        """Puts the data's state and the last losses into a checkpoint that is being written."""
+        """Write the data's state and the recent losses into a checkpoint."""
         if self.is_main:
             losses = list(self.guard.recent_losses)
             state = {"state": self._data_state, "losses": losses}
             atomic_files.write_json(checkpoint / DATA_STATE, state)
 
     def finish(self, model: Any) -> Path | None:
-        """Writes the finished model: natively, with tokenizer and card.
+        """Write the finished model with its tokenizer and card.
 
         Args:
             model: The model as accelerate wrapped it.
@@ -167,32 +168,32 @@ class TrainingRun:
                 *(f"{read[k]:,}" for k in _LOGGED_COUNTS),
             )
         target = self.folder / checkpoints.MODEL
-        if weights is not None:  # a model in one piece again
-            # Others do not make one, so this one cannot try a loss together with them.
+        if weights is not None:  # rebuild the unsharded model
+            # Only this process builds it, so probing a chunked loss would wait for the others.
             untried = replace(self.settings.extension, loss="full")
             self.prepared = prepare(replace(self.settings, extension=untried))
             self.prepared.model.load_state_dict(weights)
-        whole = self.prepared.finish()
+        model_alone = self.prepared.finish()
         with checkpoints.explain_write_errors(self.folder, "the finished model"):
             if self.prepared.handle is None:
                 with tempfile.TemporaryDirectory(
                     prefix=f".{checkpoints.MODEL}-", dir=self.folder
                 ) as aside:
-                    whole.save_pretrained(aside)
+                    model_alone.save_pretrained(aside)
                     target.mkdir(exist_ok=True)
                     for written in Path(aside).iterdir():
                         written.replace(target / written.name)
             else:
-                save(whole, target)
+                save(model_alone, target)
             self.prepared.tokenizer.save_pretrained(target)
             write_card(self, target)
         logger.info("the model is in %s", target)
         return target
 
     def _require_same_run(self, resume: Path | None) -> None:
-        """Refuse to go on with another run, or write down which one this is."""
+        """Raise if the folder holds another run; else write this run's identity."""
         training = self.settings.training
-        now = identity.identity_of(
+        new_identity = identity.identity_of(
             self.settings,
             self.prepared,
             loop=self.entry_point == "loop",
@@ -200,22 +201,22 @@ class TrainingRun:
             rows=self.rows_per_step,
             steps=self.steps,
         )
-        places = [self.folder.resolve()] if checkpoints.contains_run(self.folder) else []
+        folders = [self.folder.resolve()] if checkpoints.contains_run(self.folder) else []
         if resume is not None:
-            places.append(resume.resolve().parent)
+            folders.append(resume.resolve().parent)
             if training.save_only_model:
                 raise ValueError(
                     f"cannot resume {resume}: with save_only_model: true it lacks the state of "
                     "the optimizer; give another --output_dir"
                 )
-        for place in dict.fromkeys(places):
+        for run_folder in dict.fromkeys(folders):
             done = None if resume is None else checkpoints.step_of(resume)
-            identity.require_same_identity(place, now, self.settings, done)
+            identity.require_same_identity(run_folder, new_identity, self.settings, done)
         self.folder.mkdir(parents=True, exist_ok=True)
-        identity.write_identity(self.folder, now)
+        identity.write_identity(self.folder, new_identity)
 
     def _require_whole_sequences(self) -> None:
-        """Refuses what would go wrong, unseen, where processes hold parts of a row."""
+        """Raise if a method or data needs whole rows where processes hold parts of them."""
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         handle = self.prepared.handle
         follows = handle is not None and handle.method.is_length_dependent(handle.trained_length)
@@ -240,66 +241,66 @@ class TrainingRun:
 
 @contextlib.contextmanager
 def open_run_folder(settings: Settings) -> Iterator[Path | None]:
-    """Keep other runs out of the output folder meanwhile.
+    """Lock the output folder against other runs.
 
     Yields:
-        The checkpoint to go on from, if any.
+        The checkpoint to resume from, if any.
 
     Raises:
-        ValueError: Another run works in the folder, or it holds one and nobody said what to do; in
-            every process.
+        ValueError: Another run is active in the folder, or the folder holds a run and `resume` is
+            "no"; in every process.
         OSError: The folder cannot be locked; in every process.
     """
     folder, resume = Path(str(settings.training.output_dir)), settings.extension.resume
 
-    def look() -> None:
+    def require_resumable() -> None:
         if resume == "no":
             checkpoints.require_no_run(folder)
         elif checkpoints.contains_run(folder):
             identity.require_identity(folder)
 
     processes = Processes()
-    processes.run_on_main(look)  # ahead of the lock, which would put its file there
+    processes.run_on_main(require_resumable)  # before the lock creates its file there
     with lock_folder(folder, processes):
         yield processes.run_on_main(lambda: checkpoints.resume_checkpoint(folder, resume))
 
 
 def total_steps(settings: Settings, tokens_per_step: int) -> int:
-    """Optimizer steps: as asked for, or as many as the tokens asked for take."""
+    """Return the recipe's optimizer steps, computed from its tokens if given."""
     if settings.extension.tokens is not None:
         return math.ceil(settings.extension.tokens / tokens_per_step)
     return settings.training.max_steps
 
 
 def activation_offloading(settings: Settings) -> Any:
-    """While it lasts, what the backward pass needs is kept in the CPU's memory, if asked for."""
+    """Return a context that keeps saved activations in CPU memory, if the recipe says so."""
     if not settings.extension.offload_activations:
         return contextlib.nullcontext()
     return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
 def _command_line() -> str:
-    """The command line that started this, on one line."""
-    program, *given = sys.argv
+    """Return the command line of this process, on one line."""
+    program, *words = sys.argv
     module = ["python", "-m", "rope_patch.recipes.finetune"]
     name = module if Path(program).suffix == ".py" else ["rope-patch"]
-    return " ".join(shlex.join([*name, *given]).split())
+    return " ".join(shlex.join([*name, *words]).split())
 
 
 def mixed_precision(training: Any) -> str:
-    """The number format of matrix products, as accelerate calls it.
+    """Return accelerate's `mixed_precision`: the number format of matrix products.
 
-    As in the Trainer, what the recipe does not say is said by accelerate's config.
+    As in the Trainer, accelerate's config decides if the recipe does not.
     """
-    given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return "bf16" if training.bf16 else given
+    launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return "bf16" if training.bf16 else launcher_precision
 
 
 def keep_loss_exact(accelerator: Any) -> None:
-    """Keeps FSDP2 from rounding what modules return, the loss among it, to 16 bits.
+    """Keep FSDP2 from rounding module outputs, such as the loss, to 16 bits.
 
     Args:
-        accelerator: accelerate's, ahead of its `prepare`.
+        accelerator: accelerate's Accelerator, before its `prepare`.
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     policy: Any = getattr(plugin, "mixed_precision_policy", None)
@@ -308,18 +309,18 @@ def keep_loss_exact(accelerator: Any) -> None:
 
 
 def _is_sharded(model: Any) -> bool:
-    """Whether no process has all of the weights."""
+    """Return whether no process holds all weights."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
 class ProcessLayout(NamedTuple):
-    """How processes share the work.
+    """Distribution of the work over processes.
 
     Attributes:
-        context_parallel: How many hold parts of the same rows.
-        reader_index: This process's place among those that read rows of their own.
-        reader_count: How many of these there are.
-        replicas: How many rows are trained on at once, for one row in a batch.
+        context_parallel: Processes that hold parts of the same rows.
+        reader_index: Index of this process among those that read different rows.
+        reader_count: Number of processes that read different rows.
+        replicas: Rows in training at once, per row in a batch.
     """
 
     context_parallel: int
@@ -329,17 +330,17 @@ class ProcessLayout(NamedTuple):
 
 
 def process_layout(accelerator: Any) -> ProcessLayout:
-    """How accelerate's processes share the work.
+    """Return how accelerate's processes share the work.
 
-    Under DeepSpeed's sequence parallelism each process reads rows of its own, which are dealt out
-    in parts, one process's after the other.
+    Under DeepSpeed's sequence parallelism each process reads different rows, which are split over
+    the processes one after the other.
     """
     sizes = getattr(accelerator, "parallelism_config", None)
-    together = 1 if sizes is None else sizes.cp_size * sizes.tp_size
-    readers = accelerator.num_processes // together
+    processes_per_row = 1 if sizes is None else sizes.cp_size * sizes.tp_size
+    readers = accelerator.num_processes // processes_per_row
     return ProcessLayout(
         context_parallel=1 if sizes is None else sizes.cp_size,
-        reader_index=accelerator.process_index // together,
+        reader_index=accelerator.process_index // processes_per_row,
         reader_count=readers,
         replicas=readers // getattr(sizes, "sp_size", 1),
     )

@@ -1,4 +1,4 @@
-"""The schedule of the learning rate."""
+"""Learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from transformers import get_scheduler
 
 
 def make_scheduler(training: Any, optimizer: Any, steps: int) -> Any:
-    """Return the scheduler that a recipe asks for, as the Trainer makes it.
+    """Return a recipe's learning-rate scheduler, as the Trainer makes it.
 
     Args:
         training: transformers' TrainingArguments.
-        optimizer: What it is for.
-        steps: Optimizer steps in all.
+        optimizer: The optimizer to schedule.
+        steps: Total optimizer steps.
     """
     return get_scheduler(
         training.lr_scheduler_type,
@@ -26,13 +26,13 @@ def make_scheduler(training: Any, optimizer: Any, steps: int) -> Any:
 
 
 def same_rates(training: Any, steps: int, other_steps: int, done: int) -> bool:
-    """Return whether two runs of as many steps have the same learning rates up to a step.
+    """Return whether runs of two lengths have the same learning rates up to a step.
 
     Args:
-        training: transformers' TrainingArguments of both.
-        steps: Optimizer steps of one in all.
-        other_steps: Those of the other.
-        done: The last step that is compared; both runs must reach it.
+        training: transformers' TrainingArguments of both runs.
+        steps: Total optimizer steps of one run.
+        other_steps: Total optimizer steps of the other run.
+        done: The last step to compare; both runs must reach it.
     """
     if done > min(steps, other_steps):
         return False
@@ -40,7 +40,7 @@ def same_rates(training: Any, steps: int, other_steps: int, done: int) -> bool:
     factors = []
     for number in (steps, other_steps):
         optimizer = torch.optim.SGD([weight], lr=training.learning_rate)
-        # A scheduler that reacts to losses has no rates that are known ahead.
+        # A scheduler that reacts to losses has no predictable rates.
         functions = getattr(make_scheduler(training, optimizer, number), "lr_lambdas", None)
         if functions is None:
             return False

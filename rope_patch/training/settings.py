@@ -1,4 +1,4 @@
-"""What a recipe can say: flat keys in a YAML file, each to be overridden on the command line."""
+"""A recipe's keys: flat YAML, each overridable on the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments, integrations
 
 from rope_patch.training import recipe_files
-from rope_patch.training.packing import DataArguments
+from rope_patch.training.data_arguments import DataArguments
 from rope_patch.utils.errors import one_line
 
 LOSSES = ("auto", "full", "torch", "liger")
@@ -26,7 +26,7 @@ RESOLVED = "recipe.yaml"
 
 @dataclass
 class ExtensionArguments:
-    """Which model, how its context is extended, and what of it is trained."""
+    """Recipe keys for the model, its extension, and the trained weights."""
 
     model: str = field(default="", metadata={"help": "A folder, a name on the Hub, or demo."})
     method: str = field(
@@ -123,7 +123,7 @@ class TrainArguments(TrainingArguments):
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints to keep."})
 
     def __post_init__(self) -> None:
-        """Lets a recipe for GPUs be read, and planned, where there are none."""
+        """Allow reading and planning a GPU recipe on a machine without GPUs."""
         use_cpu = self.use_cpu
         self.use_cpu = use_cpu or not torch.accelerator.is_available()
         super().__post_init__()
@@ -132,7 +132,7 @@ class TrainArguments(TrainingArguments):
 
 _ARGUMENT_CLASSES: Any = (ExtensionArguments, DataArguments, TrainArguments)
 
-# Keys of TrainingArguments that mean nothing here, and what to use instead.
+# Unsupported keys of TrainingArguments, and what to use instead.
 _UNSUPPORTED_KEYS = {
     "num_train_epochs": "rows are streamed without end: say max_steps or tokens",
     "load_best_model_at_end": "there is no validation set; retrieval_steps and rope-patch eval "
@@ -155,10 +155,10 @@ class Settings:
     """A whole recipe.
 
     Attributes:
-        extension: Model, method, what is trained.
-        data: Documents and how rows are made of them.
+        extension: Model, method, trained weights.
+        data: Documents and packing.
         training: transformers' TrainingArguments.
-        explicit: The keys that were given, from file and command line, as they were.
+        explicit: The keys set explicitly in the file or on the command line, with their values.
     """
 
     extension: ExtensionArguments
@@ -168,21 +168,21 @@ class Settings:
 
     @property
     def method_options(self) -> dict[str, Any]:
-        """The method's options as a dict."""
+        """Return the method's options as a dict."""
         return _parse_options(self.extension.options)
 
     @property
     def loss(self) -> str:
-        """The loss asked for; `auto` is `full` on a CPU, where chunks take far longer."""
-        asked = self.extension.loss
-        return "full" if asked == "auto" and self.training.use_cpu else asked
+        """Return the loss; `auto` becomes `full` on a CPU, where chunks take far longer."""
+        loss = self.extension.loss
+        return "full" if loss == "auto" and self.training.use_cpu else loss
 
     def resolved(self) -> dict[str, Any]:
-        """Every key with what it came out as; itself a recipe that says the same."""
+        """Return every key with its resolved value: an equivalent recipe."""
         return {key: value for key, value in self.values().items() if value is not None}
 
     def values(self) -> dict[str, Any]:
-        """Return what every key came out as, None for those without a value."""
+        """Return every key's resolved value, None for keys without one."""
         training = {
             key: value
             for key, value in self.training.to_dict().items()
@@ -194,34 +194,34 @@ class Settings:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
-    """Reads `--config NAME` and whatever overrides it.
+    """Parse `--config NAME` and the keys that override it.
 
     Args:
         arguments: The command line, without the program's name.
 
     Returns:
-        The settings, and what else was asked: `plan`, `loop`, `json`.
+        The settings, and the flags `plan`, `loop` and `json`.
 
     Raises:
-        ValueError: An unknown key (with the closest match), a value that does not fit, a file that
-            is not there or no YAML.
+        ValueError: A key is unknown (names the closest one), a value does not fit, or the file is
+            missing or not YAML.
     """
     outer = _Parser(add_help=False, allow_abbrev=False)
     outer.add_argument("--config", type=Path)
     for flag in ("plan", "loop", "json"):
         outer.add_argument(f"--{flag}", action="store_true")
-    asked, rest = outer.parse_known_args([_with_underscores(word) for word in arguments])
-    said = {} if asked.config is None else read_recipe(asked.config)
+    flags, rest = outer.parse_known_args([_with_underscores(word) for word in arguments])
+    recipe = {} if flags.config is None else read_recipe(flags.config)
     words = [word[2:].partition("=")[0] for word in rest if word.startswith("--")]
-    for key in [*said, *words]:
+    for key in [*recipe, *words]:
         if key in _UNSUPPORTED_KEYS:
             raise ValueError(f"{key} is not for this: {_UNSUPPORTED_KEYS[key]}")
     inner = _parser()
-    said = {key: _coerce(inner, key, value) for key, value in said.items()}
-    inner.set_defaults(**{key: _to_cli_string(value) for key, value in said.items()})
+    recipe = {key: _coerce(inner, key, value) for key, value in recipe.items()}
+    inner.set_defaults(**{key: _to_cli_string(value) for key, value in recipe.items()})
     try:
         with warnings.catch_warnings():
-            # transformers 5.23 renames gradient_checkpointing, older ones do not know the new name.
+            # transformers 5.23 deprecates gradient_checkpointing; older ones lack the new name.
             warnings.simplefilter("ignore", FutureWarning)
             extension, data, training, unknown = inner.parse_args_into_dataclasses(
                 rest, return_remaining_strings=True
@@ -232,32 +232,32 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
         if not word.startswith("--"):
             raise ValueError(f"expected --key value, got {word!r}")
         _require_known(word[2:].partition("=")[0], "on the command line")
-    given = said | {key: getattr(_owner(key, extension, data, training), key) for key in words}
-    settings = Settings(extension, data, training, given)
+    explicit = recipe | {key: getattr(_owner(key, extension, data, training), key) for key in words}
+    settings = Settings(extension, data, training, explicit)
     _validate(settings)
-    return settings, asked
+    return settings, flags
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the keys of a recipe, which `recipe_files.find` finds.
+    """Return the keys and values of a recipe; see `recipe_files.find_recipe`.
 
     Raises:
-        ValueError: No such recipe, not flat YAML, or a key that nobody knows.
+        ValueError: The recipe is missing or not flat YAML, or a key is unknown.
     """
     path = recipe_files.find_recipe(path)
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {one_line(str(error))}") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"{path}: expected keys and values, got {type(said).__name__}")
-    for key in said:
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path}: expected keys and values, got {type(recipe).__name__}")
+    for key in recipe:
         _require_known(str(key), f"in {path}")
-    return said
+    return recipe
 
 
 def known_keys() -> dict[str, str]:
-    """Every key with its help: ours first, then transformers'."""
+    """Return every key with its help: ours first, then transformers'."""
     return {
         f.name: str(f.metadata.get("help", ""))
         for kind in _ARGUMENT_CLASSES
@@ -267,7 +267,7 @@ def known_keys() -> dict[str, str]:
 
 
 def usable_keys() -> dict[str, str]:
-    """Those of `known_keys` that are not refused."""
+    """Return the supported keys with their help."""
     return {key: about for key, about in known_keys().items() if key not in _UNSUPPORTED_KEYS}
 
 
@@ -286,37 +286,39 @@ def _parser() -> _HfParser:
 
 
 def _coerce(parser: argparse.ArgumentParser, key: str, value: Any) -> Any:
-    """A YAML value in the shape that its key takes: one value, a list, keys and values.
+    """Return a YAML value in its key's shape: a single value, a list, or a mapping.
 
     Raises:
-        ValueError: It has another shape, or something in a list is of the wrong type.
+        ValueError: The value has another shape, or a list item has the wrong type.
     """
     action = next(action for action in parser._actions if action.dest == key)
     if action.nargs == "+" and value is not None:
-        parts, kind = value if isinstance(value, list) else [value], action.type or str
+        items, item_type = value if isinstance(value, list) else [value], action.type or str
         try:
-            return [kind(part) for part in parts]  # type: ignore[operator]
+            return [item_type(part) for part in items]  # type: ignore[operator]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{key} takes a list of {_type_name(kind)}s, got {value!r}") from error
+            raise ValueError(
+                f"{key} takes a list of {_type_name(item_type)}s, got {value!r}"
+            ) from error
     if (shape := type(value)) in (dict, list, type(None)) and shape not in _accepted_types(key):
         raise ValueError(f"{key} takes one {_type_name(action.type)}, got {value!r}")
     return value
 
 
 def _accepted_types(key: str) -> set[Any]:
-    """What a key may be: the parts of its type."""
+    """Return the types that a key accepts."""
     if key == "options":
         return {str, dict, type(None)}
     hint = next(hints[key] for kind in _ARGUMENT_CLASSES if key in (hints := get_type_hints(kind)))
     return {get_origin(part) or part for part in (hint, *get_args(hint))}
 
 
-def _type_name(kind: Any) -> str:
-    return {"str": "text", "string_to_bool": "bool"}.get(kind.__name__, kind.__name__)
+def _type_name(type_: Any) -> str:
+    return {"str": "text", "string_to_bool": "bool"}.get(type_.__name__, type_.__name__)
 
 
 def _to_cli_string(value: Any) -> Any:
-    """A YAML value as it would stand on a command line, so that both are checked alike."""
+    """Return a YAML value as a command-line string, so that both pass the same checks."""
     return str(value) if isinstance(value, bool | int | float) else value
 
 
@@ -345,14 +347,14 @@ def _owner(key: str, *parts: Any) -> Any:
 
 def _parse_options(value: Any) -> dict[str, Any]:
     try:
-        said = yaml.safe_load(value) if isinstance(value, str) else value
+        options = yaml.safe_load(value) if isinstance(value, str) else value
     except yaml.YAMLError as error:
         raise ValueError(f"options is not YAML: {one_line(str(error))}") from error
-    if not isinstance(said or {}, dict):
+    if not isinstance(options or {}, dict):
         raise ValueError(
             f"options must be keys and values, such as {{beta_fast: 16}}, got {value!r}"
         )
-    return dict(said or {})
+    return dict(options or {})
 
 
 def _validate(settings: Settings) -> None:
@@ -368,8 +370,10 @@ def _validate(settings: Settings) -> None:
         raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {extension.loss!r}")
     if extension.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, got {extension.dtype!r}")
-    if known := set(extension.lora_trains) - {"embeddings", "norms"}:
-        raise ValueError(f"lora_trains takes embeddings and norms, got {', '.join(sorted(known))}")
+    if unknown := set(extension.lora_trains) - {"embeddings", "norms"}:
+        raise ValueError(
+            f"lora_trains takes embeddings and norms, got {', '.join(sorted(unknown))}"
+        )
     _parse_options(extension.options)
     for name in training.report_to or ():
         if name not in integrations.get_available_reporting_integrations():

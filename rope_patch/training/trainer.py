@@ -5,8 +5,8 @@
     accelerate launch --config_file fsdp2.yaml -m rope_patch.recipes.finetune \
         --config yarn_64k --learning_rate 1.0e-5
 
-One process or many: data parallelism, FSDP2, context parallelism and DeepSpeed are accelerate's, as
-its configs say. `loop.py` is the same, to the same losses, with every step written out.
+Data parallelism, FSDP2, context parallelism and DeepSpeed come from accelerate's configs. `loop.py`
+does the same with every step written out, and gives the same losses.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from rope_patch.utils import atomic_files
 
 
 class LongContextTrainer(Trainer):
-    """transformers' Trainer on rows of long documents.
+    """transformers' Trainer on packed rows of long documents.
 
-    Rows are streamed and their place is kept in checkpoints, which are whole or not there; a loss
-    that is no number stops the run ahead of the step that would spoil the weights.
+    Rows are streamed, and atomic checkpoints hold their state. A loss that is not finite stops the
+    run before the step that would spoil the weights.
 
     Args:
         settings: The recipe.
-        prepared: Its model.
-        resume: The checkpoint to go on from, if any.
+        prepared: The recipe's model.
+        resume: The checkpoint to resume from, if any.
     """
 
     def __init__(self, settings: Settings, prepared: PreparedModel, resume: Path | None) -> None:
         training = settings.training
-        training.ignore_data_skip = True  # rows go on from their own state
-        training.logging_nan_inf_filter = False  # they stop the run instead
+        training.ignore_data_skip = True  # rows resume from their own state
+        training.logging_nan_inf_filter = False  # a loss that is not finite stops the run
         training.remove_unused_columns = False
         self.checkpoint_folder: str | None = None
         super().__init__(model=prepared.model, args=training)
@@ -64,34 +64,34 @@ class LongContextTrainer(Trainer):
         self.add_callback(_TrainerHooks(self))
 
     def get_train_dataloader(self) -> DataLoader:
-        """Rows of this process; nothing of accelerate's around, since they are dealt out."""
+        """Return this process's rows; accelerate must not split them again."""
         return self.run.loader()
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the rows' origins out of the batches of a step."""
+        """Move the rows' origins from a step's batches to `step_rows`."""
         batches, count = super().get_batch_samples(*args, **kwargs)
         self.step_rows = [row for batch in batches for row in batch.pop("rows", [])]
         return batches, count
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A forward and backward pass, its loss remembered."""
+        """Run a forward and backward pass, and record the loss."""
         with activation_offloading(self.run.settings):
             loss = super().training_step(*args, **kwargs)
         self.micro_batch_losses.append(loss)
         return loss
 
     def clip_and_record_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Clips the gradients as accelerate does, their norm remembered."""
+        """Clip the gradients as accelerate does, and record their norm."""
         self.step_grad_norm = self._accelerate_clip(*args, **kwargs)
         return self.step_grad_norm
 
     def inspect_step(self) -> None:
-        """Looks at a step whose gradients are there and not yet applied."""
+        """Check a step's loss and gradients before they are applied."""
         if self.step_grad_norm is None:  # the recipe does not clip
             self.clip_and_record_norm(self.model_wrapped.parameters(), float("inf"))
         norm = (
             0.0 if self.step_grad_norm is None else float(self.step_grad_norm)
-        )  # DeepSpeed may keep it to itself
+        )  # DeepSpeed may not return it
         loss = self.accelerator.reduce(
             torch.stack(self.micro_batch_losses).sum(), reduction="mean"
         ).item()
@@ -116,21 +116,21 @@ class LongContextTrainer(Trainer):
         self.run.progress.pause()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds tokens, their speed and memory to what trackers get."""
+        """Add tokens, their speed and memory to the trackers' numbers."""
         if "loss" in logs:
             logs |= {k: v for k, v in self.step_metrics.items() if k not in logs}
         super().log(logs, start_time)
 
 
 class _TrainerHooks(TrainerCallback):
-    """What happens between the Trainer's steps."""
+    """Callbacks between the Trainer's steps: checks, progress, needles."""
 
     def __init__(self, trainer: LongContextTrainer) -> None:
         self.trainer = trainer
         self.needles = needles_of(trainer.run)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.trainer.resume is not None:  # the Trainer does so only where it skips data itself
+        if self.trainer.resume is not None:  # the Trainer does this only if it skips data itself
             self.trainer._load_rng_state(str(self.trainer.resume))
         elif self.needles:
             self._measure_needles(0)
@@ -152,7 +152,7 @@ class _TrainerHooks(TrainerCallback):
         assert self.needles is not None
         scores = self.needles.measure(self.trainer.run.prepared.model, step)
         control = self.trainer.control
-        due = control.should_log  # of the step, which logging anything takes for done
+        due = control.should_log  # any logging resets the step's flag
         if scores:
             self.trainer.log(scores)
         control.should_log = due
@@ -160,7 +160,7 @@ class _TrainerHooks(TrainerCallback):
 
 
 def finetune(settings: Settings) -> Path | None:
-    """Runs a recipe.
+    """Run a recipe.
 
     Args:
         settings: The recipe.
@@ -170,7 +170,7 @@ def finetune(settings: Settings) -> Path | None:
 
     Raises:
         ValueError: The recipe, its data or its model do not fit; the output folder holds another
-            run, or one at work; or the training went wrong.
+            or an active run; or the training diverged.
         OSError: A checkpoint could not be written.
     """
     atomic_files.require_writable_folder(str(settings.training.output_dir), "the run")
@@ -187,12 +187,12 @@ def finetune(settings: Settings) -> Path | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parses the command line and runs, plans, or hands over to the loop."""
-    logging.disable_progress_bar()  # of a moment each, in the midst of ours
-    settings, asked = parse(sys.argv[1:] if arguments is None else arguments)
-    if asked.plan:
-        print(plan.format_plan(settings, as_json=asked.json))
-    elif asked.loop:
+    """Parse the command line; then train, plan, or call the loop."""
+    logging.disable_progress_bar()  # transformers' short-lived bars would interrupt ours
+    settings, flags = parse(sys.argv[1:] if arguments is None else arguments)
+    if flags.plan:
+        print(plan.format_plan(settings, as_json=flags.json))
+    elif flags.loop:
         from rope_patch.training.loop import loop
 
         loop(settings)

@@ -1,7 +1,7 @@
-"""The measurement: every problem, every contender, in turns.
+"""The kernel benchmark: every implementation on every problem, interleaved.
 
-A time counts beside that of a copy of as many bytes, taken milliseconds apart: nothing that reads
-queries and keys and writes them again is faster than that.
+Times are relative to a copy of as many bytes, measured milliseconds apart: nothing that reads and
+writes queries and keys is faster than that.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ _PACKAGES = ("triton", "liger-kernel", "fla-core")
 _STEP_REPEATS = 5  # at most: each is of many tokens
 _LAYOUTS_MAX_LENGTH = 8192  # tokens; the layouts are compared at the longest length up to there
 
-# What a problem needs, as multiples of N: for each sample with its copies, and for who works on it.
-# On a GPU one that needs more is told so; elsewhere the process would end, so that is for the most.
+# Memory of a problem, as multiples of N: per sample with its copies, and per implementation. On a
+# GPU a shortage is an error to report; on a CPU the process would die, so assume the largest need.
 _SAMPLE_MULTIPLE = 6
 _WORKSPACE_MULTIPLE = {"cuda": 3, "cpu": 20}
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBenchRequest:
-    """What to measure; None is what fits the device.
+    """What to measure; None chooses by device.
 
     Attributes:
         shapes: Names from `SHAPES`.
-        lengths: Tokens; 1 is a decoding step.
-        batches: Rows.
-        dtype: As `torch` names it; "auto" is bfloat16 on a GPU and float32 on a CPU.
-        repeats: How often everything that is timed is done.
-        contenders: Names; all unless given.
-        rivals: Where the files of others are, see `third_party_implementations.rivals`.
+        lengths: Lengths in tokens; 1 is a decode step.
+        batches: Batch sizes.
+        dtype: torch's name of a dtype; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        repeats: Repeats of every timing.
+        contenders: Names of implementations; None means all.
+        third_party_implementations: Folder with the files of third-party implementations.
         steps: Whether to measure whole models, too.
     """
 
@@ -93,17 +93,17 @@ class KernelBenchRequest:
 
 
 def bench(request: KernelBenchRequest) -> dict[str, Any]:
-    """Measures what is asked for.
+    """Run the benchmark.
 
     Args:
         request: What to measure.
 
     Returns:
-        The setting; `cases`, each a problem with a row for each contender; `kept`, for each shape
-        what contenders keep for backward in bfloat16; `steps`, see `model_steps.measure`.
+        The settings; `cases`, each a problem with a row per implementation; `kept`, per shape what
+        implementations save for backward in bfloat16; `steps`, see `model_steps.measure`.
 
     Raises:
-        ValueError: A request that cannot be met.
+        ValueError: The request cannot be met.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     contenders = [*builtin_implementations(), *third_party_implementations(request.rivals)]
@@ -117,7 +117,7 @@ def bench(request: KernelBenchRequest) -> dict[str, Any]:
         _measure_problem(problem, contenders, repeats)
         for problem in progress_bar(problems, desc="kernels", unit="case")
     ]
-    kept = [_saved_for_backward(SHAPES[name], contenders, device) for name in request.shapes]
+    saved = [_saved_for_backward(SHAPES[name], contenders, device) for name in request.shapes]
     steps: list[dict[str, Any]] = []
     if request.steps:
         dtype = _dtype(request, device)
@@ -134,7 +134,7 @@ def bench(request: KernelBenchRequest) -> dict[str, Any]:
         "versions": provenance.versions() | {name: version(name) for name in _PACKAGES},
         "titles": {COPY: "copy"} | {c.name: _title(c, auto) for c in contenders},
         "cases": cases,
-        "kept": kept,
+        "kept": saved,
         "steps": steps,
     }
 
@@ -146,7 +146,7 @@ def _title(contender: Implementation, auto: str) -> str:
 def _measure_problem(
     problem: Problem, contenders: list[Implementation], repeats: int
 ) -> dict[str, Any]:
-    """One problem's row for each contender, or why there are none."""
+    """Return a problem's row for each implementation, or the reason why there are none."""
     case = {
         "shape": problem.shape.name,
         "batch": problem.batch,
@@ -155,13 +155,15 @@ def _measure_problem(
         "bytes": problem.bytes,
     }
     count = 1 if is_interpreted() else samples_needed(problem, timing.cache_bytes(problem.device))
-    needed = (_SAMPLE_MULTIPLE * count + _WORKSPACE_MULTIPLE[problem.device.type]) * problem.bytes
-    if needed > (free := _available_memory(problem.device)):
-        reason = f"it needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    needed_bytes = (
+        _SAMPLE_MULTIPLE * count + _WORKSPACE_MULTIPLE[problem.device.type]
+    ) * problem.bytes
+    if needed_bytes > (free := _available_memory(problem.device)):
+        reason = f"it needs {needed_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         return {**case, "not_measured": reason, "rows": []}
     try:
         return {**case, "rows": _measure_implementations(problem, contenders, count, repeats)}
-    except RuntimeError as error:  # a GPU that a rival's kernel has broken stays so
+    except RuntimeError as error:  # a GPU stays broken after a bad kernel
         return {**case, "not_measured": describe_error(error), "rows": []}
     finally:
         _free_after_failure()
@@ -180,17 +182,17 @@ def _measure_implementations(
         try:
             worker = ImplementationRun(contender, problem, samples)
             row |= _errors_and_memory(worker, problem)
-        except Exception as error:  # whatever it is, the others are measured
+        except Exception as error:  # measure the others whatever it is
             row["not_measured"] = describe_error(error)
         else:
             running[contender.name] = worker
-        if "not_measured" in row:  # and the error no longer holds what was on its way
+        if "not_measured" in row:  # outside `except`, so that the error holds no tensors
             _free_after_failure()
     by_name = {row["contender"]: row for row in rows}
     for phase in _phases(problem):
-        taken, failed = _time_phase(phase, running, repeats)
-        for name, times in taken.items():
-            by_name[name]["times"][phase] = _relative_to_copy(times, taken[COPY])
+        seconds, failed = _time_phase(phase, running, repeats)
+        for name, times in seconds.items():
+            by_name[name]["times"][phase] = _relative_to_copy(times, seconds[COPY])
         for name, reason in failed.items():
             by_name[name]["failed"][phase] = reason
     copy["bytes_per_second"] = _bandwidth(problem, copy["times"])
@@ -200,9 +202,9 @@ def _measure_implementations(
 def _saved_for_backward(
     shape: Shape, contenders: list[Implementation], device: torch.device
 ) -> dict[str, Any]:
-    """What each contender keeps for backward in the type that most models train in.
+    """Return what each implementation saves for backward in bfloat16, the usual training type.
 
-    At few tokens on a CPU: it grows with them, whatever the device.
+    On a CPU few tokens suffice, because the size is proportional to them on any device.
     """
     problem = Problem(
         shape=shape,
@@ -215,21 +217,21 @@ def _saved_for_backward(
     rows: list[dict[str, Any]] = []
     for contender in contenders:
         try:
-            found: dict[str, Any] = ImplementationRun(
+            row: dict[str, Any] = ImplementationRun(
                 contender, problem, [problem.sample(0)]
             ).saved_bytes()
-        except Exception as error:  # whatever it is, the others are measured
-            found = {"not_measured": describe_error(error)}
-        rows.append({"contender": contender.name, **found})
+        except Exception as error:  # measure the others whatever it is
+            row = {"not_measured": describe_error(error)}
+        rows.append({"contender": contender.name, **row})
     return {"shape": shape.name, "length": problem.length, "bytes": problem.bytes, "rows": rows}
 
 
 def _errors_and_memory(worker: ImplementationRun, problem: Problem) -> dict[str, Any]:
-    """Errors, and memory where a backward is part of it."""
-    found = worker.relative_errors()
+    """Return the errors, and the memory if the problem has a backward pass."""
+    errors = worker.relative_errors()
     allowed = TOLERANCES[problem.dtype]
-    right = all(error <= allowed for error in found.values())  # which NaN is not
-    row: dict[str, Any] = {"errors": found, "wrong": not right}
+    is_correct = all(error <= allowed for error in errors.values())  # False for NaN
+    row: dict[str, Any] = {"errors": errors, "wrong": not is_correct}
     if problem.length > 1:
         row["peak"] = {
             phase: timing.peak_memory(worker.prepare(phase, 0)) for phase in (FORWARD, BOTH)
@@ -241,13 +243,13 @@ def _errors_and_memory(worker: ImplementationRun, problem: Problem) -> dict[str,
 def _time_phase(
     phase: str, running: dict[str, TimedCalls], repeats: int
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
-    """Seconds of each contender's calls, a list a repeat; and why some have none."""
+    """Return the seconds of each implementation's calls, a list per repeat, and the failures."""
     clocks: dict[str, Callable[[], list[float]]] = {}
     failed: dict[str, str] = {}
     for name, runner in running.items():
         try:
             clock = runner.clock(phase)
-            clock()  # what is set up at the first call is no part of the second
+            clock()  # warm up: the first call compiles and sets up
             clocks[name] = clock
         except Exception as error:
             failed[name] = describe_error(error)
@@ -255,21 +257,21 @@ def _time_phase(
             _free_after_failure()
     if COPY in failed:
         raise RuntimeError(f"the copy: {failed[COPY]}")
-    taken: dict[str, list[list[float]]] = {name: [] for name in clocks}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in clocks}
     for repeat in range(repeats):
         for name in list(clocks)[:: -1 if repeat % 2 else 1]:
-            taken[name].append(clocks[name]())
-    return taken, failed
+            seconds[name].append(clocks[name]())
+    return seconds, failed
 
 
-def _relative_to_copy(taken: list[list[float]], copy: list[list[float]]) -> dict[str, float]:
-    """Milliseconds, and the copy's time as per cent of them, with the extremes of the repeats."""
-    found = compare_times(taken, copy)
+def _relative_to_copy(seconds: list[list[float]], copy: list[list[float]]) -> dict[str, float]:
+    """Return milliseconds, and the copy's time in percent of them with the repeats' extremes."""
+    ratios = compare_times(seconds, copy)
     return {
-        "ms": found["ms"],
-        "percent": 100 / found["ratio"],
-        "min": 100 / found["max"],
-        "max": 100 / found["min"],
+        "ms": ratios["ms"],
+        "percent": 100 / ratios["ratio"],
+        "min": 100 / ratios["max"],
+        "max": 100 / ratios["min"],
     }
 
 
@@ -280,7 +282,7 @@ def _phases(problem: Problem) -> tuple[str, ...]:
 
 
 def _problems(request: KernelBenchRequest, device: torch.device) -> Iterator[Problem]:
-    """Every size as views; the other layouts at one of them."""
+    """Yield every size in the default layout, and the other layouts at one size."""
     lengths = sorted(request.lengths or _LENGTHS[device.type])
     batches = sorted(request.batches or _BATCHES[device.type])
     middle = [n for n in lengths if 1 < n <= _LAYOUTS_MAX_LENGTH][-1:]
@@ -310,7 +312,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _available_memory(device: torch.device) -> int:
-    """Bytes of memory to be had."""
+    """Return the bytes of available memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -318,27 +320,27 @@ def _available_memory(device: torch.device) -> int:
 
 
 def _bandwidth(problem: Problem, times: dict[str, dict[str, float]]) -> float:
-    """Bytes that the copy reads and writes in a second."""
-    once = times[FORWARD if problem.length > 1 else WALL]
-    return 2 * problem.bytes / (once["ms"] / 1e3)
+    """Return the bytes that the copy reads and writes per second."""
+    copy_time = times[FORWARD if problem.length > 1 else WALL]
+    return 2 * problem.bytes / (copy_time["ms"] / 1e3)
 
 
 def _free_after_failure() -> None:
-    """Gives back what a failure may hold, so that the next one has room."""
+    """Free the memory that a failure may hold, for the next measurement."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _validate_request(request: KernelBenchRequest, contenders: list[Implementation]) -> None:
-    """Refuses what cannot be met."""
-    known = {
+    """Raise ValueError if the request cannot be met."""
+    choices = {
         "shapes": (request.shapes, list(SHAPES)),
         "contenders": (request.contenders or (), [c.name for c in contenders]),
         "dtype": ((request.dtype,), ["auto", *(str(d).removeprefix("torch.") for d in TOLERANCES)]),
     }
-    for name, (given, names) in known.items():
-        if unknown := [x for x in given if x not in names]:
+    for name, (values, names) in choices.items():
+        if unknown := [x for x in values if x not in names]:
             raise ValueError(f"{name} must be of {', '.join(names)}; got {', '.join(unknown)}")
     for name, numbers in (("lengths", request.lengths), ("batches", request.batches)):
         if numbers is not None and (not numbers or min(numbers) < 1):

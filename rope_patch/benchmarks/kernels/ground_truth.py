@@ -1,4 +1,4 @@
-"""What is right: the norm and the rotation in float64, by exact angles."""
+"""Ground truth: norm and rotation in float64 with exact angles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from rope_patch.benchmarks.kernels.shapes import Problem, Sample
 
-# How far results may be from float64, relative, by type: some times its rounding and that of cos
-# and sin. In float32 transformers' angles, products of that precision, are off by more than that.
+# Largest relative error against float64, by dtype: a few times its rounding and that of cos and
+# sin. In float32 transformers' angles, products in that precision, are off by more than rounding.
 TOLERANCES = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 _CHUNK_ELEMENTS = 2**24  # elements in float64 at once
@@ -22,33 +22,35 @@ def relative_errors(
     rotated: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
 ) -> dict[str, float]:
-    """Relative errors, ‖got − right‖ / ‖right‖, of outputs and gradients by name.
+    """Return relative errors, ‖got − right‖ / ‖right‖, of outputs and gradients by name.
 
     Args:
         problem: The problem.
-        sample: What was rotated.
+        sample: The rotated tensors.
         rotated: Both outputs, `[B, H, S, D]`.
-        gradients: Of queries, keys and, if any, the weights.
+        gradients: Gradients of queries, keys and, if any, the weights.
 
     Returns:
-        Of `q`, `k`, `dq`, `dk`, and of `dw` for both weights together.
+        Errors of `q`, `k`, `dq`, `dk`, and of `dw` for both weights together.
     """
     off: dict[str, float] = defaultdict(float)
     size: dict[str, float] = defaultdict(float)
 
-    def compare(name: str, got: torch.Tensor, right: torch.Tensor | None) -> None:
-        assert right is not None  # backward has run
-        if got.shape != right.shape:
-            raise ValueError(f"{name} is {list(got.shape)}, expected {list(right.shape)}")
-        off[name] += float((got.double() - right).square().sum())
-        size[name] += float(right.square().sum())
+    def compare(name: str, got: torch.Tensor, exact: torch.Tensor | None) -> None:
+        assert exact is not None  # backward has run
+        if got.shape != exact.shape:
+            raise ValueError(f"{name} is {list(got.shape)}, expected {list(exact.shape)}")
+        off[name] += float((got.double() - exact).square().sum())
+        size[name] += float(exact.square().sum())
 
     weights = [weight.detach().double().requires_grad_() for weight in problem.weights]
     for tokens, heads, out in _exact_chunks(problem, sample, weights):
         for i, name in enumerate("qk"):
             compare(name, rotated[i].detach()[:, :, tokens], out[i])
             compare(f"d{name}", gradients[i][:, tokens], heads[i].grad)
-    for got, weight in zip(gradients[2:], weights, strict=False):  # none of frozen ones
+    for got, weight in zip(
+        gradients[2:], weights, strict=False
+    ):  # frozen weights have no gradients
         compare("dw", got, weight.grad)
     return {name: (off[name] / size[name]) ** 0.5 for name in off}
 
@@ -56,7 +58,7 @@ def relative_errors(
 def _exact_chunks(
     problem: Problem, sample: Sample, weights: Sequence[torch.Tensor]
 ) -> Iterator[tuple[slice, list[torch.Tensor], list[torch.Tensor]]]:
-    """Pieces of the sequence: tokens, queries and keys with their gradients, both rotated."""
+    """Yield chunks of the sequence: tokens, exact inputs with gradients, exact outputs."""
     shape = problem.shape
     angles = problem.positions[0, :, None].double() * problem.inv_freq.double()
     step = max(1, _CHUNK_ELEMENTS // (problem.batch * shape.heads * shape.head_dim))

@@ -1,4 +1,4 @@
-"""Who rotates: transformers' own code, eager and compiled, and ours; see `rivals` for others."""
+"""Built-in implementations: transformers' own code, eager and compiled, and ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from rope_patch.benchmarks.kernels.shapes import Problem
 from rope_patch.evaluation.report.table import one_line
 
-# Takes queries and keys `[B, S, H, D]`, gives both rotated `[B, H, S, D]`, as attention wants them.
+# Takes queries and keys `[B, S, H, D]`, returns both rotated `[B, H, S, D]`, for attention.
 Call = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -20,11 +20,11 @@ _MAX_REASON = 160  # characters of a reason
 
 
 class Unavailable(Exception):
-    """Why a contender is not measured here."""
+    """The reason why an implementation cannot be measured here."""
 
 
 def describe_error(error: Exception) -> str:
-    """An error as one line of the results."""
+    """Return an error as one line for the results."""
     if isinstance(error, Unavailable):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
@@ -40,11 +40,11 @@ class Implementation:
     """One way to rotate.
 
     Attributes:
-        name: What `--contenders` takes.
-        title: What the report says.
-        build: Makes the call for one problem; raises `Unavailable` or ImportError where it cannot.
-        in_place: Writes over the tensors that it is given, so it gets fresh ones every time.
-        frozen: Gives no gradients of the norms' weights.
+        name: Name in `--contenders`.
+        title: Name in the report.
+        build: Returns the call for a problem; raises `Unavailable` or ImportError if it cannot.
+        in_place: Whether it overwrites its inputs, so that it gets fresh ones every time.
+        frozen: Whether it lacks gradients of the norms' weights.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Implementation:
 
 
 def builtin_implementations() -> list[Implementation]:
-    """Everything that needs no other package."""
+    """Return the implementations that need no other package."""
     return [
         Implementation(name="hf", title="HF eager", build=_transformers),
         Implementation(name="hf-compile", title="HF, torch.compile", build=_compiled),
@@ -73,7 +73,7 @@ def builtin_implementations() -> list[Implementation]:
 
 
 def auto_implementation(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the contender that rotates a model patched with `kernels="auto"` on a device."""
+    """Return the implementation that `kernels="auto"` uses on a device."""
     from rope_patch.ops.dispatch import use_triton
 
     if device.type == "cpu":
@@ -99,7 +99,7 @@ def _modeling(problem: Problem) -> Any:
 
 
 def _norms(problem: Problem, modeling: Any) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """The modules that transformers norms heads with."""
+    """Return transformers' norms of the query and key heads."""
     if problem.shape.norm is None:
         return [lambda x: x] * 2
     modules = []
@@ -111,7 +111,7 @@ def _norms(problem: Problem, modeling: Any) -> list[Callable[[torch.Tensor], tor
 
 
 def _compiled(problem: Problem) -> Call:
-    torch._dynamo.reset()  # or it would give up after a few sizes, and make the rest dynamic
+    torch._dynamo.reset()  # else it would switch to dynamic shapes after a few sizes
     return torch.compile(_transformers(problem), dynamic=False)
 
 
@@ -132,7 +132,7 @@ def _ours_from_output(problem: Problem) -> Call:
 
 
 def _kernel_modules() -> str:
-    """What a user gets; but where Triton is interpreted, to see that it is right, that."""
+    """Return the `kernels` that a user gets; "triton" in Triton's interpreter, to check it."""
     from rope_patch.ops.dispatch import is_interpreted
 
     return "triton" if is_interpreted() else "auto"
@@ -145,13 +145,13 @@ def _reference(problem: Problem) -> Call:
 
 
 def _bind_op(problem: Problem, op: Callable[..., Any], **options: Any) -> Call:
-    """A call of one of our ops, which take positions and turns."""
+    """Return a call of one of our ops, which take positions and packed frequencies."""
     if problem.weights:
         options |= {"eps": problem.shape.eps, "offset": problem.shape.offset}
-    given = (*problem.weights, problem.positions, problem.packed_freqs)
+    op_inputs = (*problem.weights, problem.positions, problem.packed_freqs)
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
-        return op(q.transpose(1, 2), k.transpose(1, 2), *given, heads_dim=1, **options)
+        return op(q.transpose(1, 2), k.transpose(1, 2), *op_inputs, heads_dim=1, **options)
 
     return call
 
@@ -159,7 +159,7 @@ def _bind_op(problem: Problem, op: Callable[..., Any], **options: Any) -> Call:
 def _ours_from_cos_sin(problem: Problem) -> Call:
     from rope_patch.ops.cpu import rope_from_cos_sin
 
-    norms = _norms(problem, _modeling(problem))  # a model keeps its own on a CPU
+    norms = _norms(problem, _modeling(problem))  # on a CPU a model keeps its own norms
     cos, sin = problem.cos_sin
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:

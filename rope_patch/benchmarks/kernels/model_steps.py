@@ -1,8 +1,8 @@
-"""What the kernels are worth in whole models: steps of decoding and of training.
+"""Effect of the kernels on whole models: decode steps and training steps.
 
-Random models with the shapes of real ones, few layers and a small vocabulary: what lies outside of
-the layers would only dilute what is asked for. Ours and transformers' own code share the weights
-and take turns, step by step, as in `speed`.
+Random models with the shapes of real ones, few layers and a small vocabulary, because time outside
+of the layers would only dilute the effect. Both implementations share the weights and are timed
+alternately, step by step, as in `speed`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rope_patch.evaluation.measures.timed_method import (
 from rope_patch.patching import patch
 from rope_patch.utils.progress import progress_bar
 
-KERNELS = ("hf", "auto")  # what `patch` takes; the first is what the second is compared with
+KERNELS = ("hf", "auto")  # values for `patch`; the first is the baseline
 FACTOR = 4
 
-_PROMPT, _DECODED = 64, 20  # tokens; the first few that are decoded do not count
+_PROMPT, _DECODED = 64, 20  # tokens; the first decoded ones are warm-up
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """A model's config; `sizes` are those of the real one's layers."""
+    """A model's config class; `sizes` are the real layers' sizes."""
 
     config: str
     sizes: dict[str, int]
@@ -80,25 +80,24 @@ _SHARED_SETTINGS: dict[str, Any] = {
 def measure(
     names: tuple[str, ...], device: torch.device, dtype: torch.dtype, repeats: int
 ) -> list[dict[str, Any]]:
-    """Steps of small random models, patched with our kernels and with transformers' code.
+    """Measure steps of small random models, with our kernels and with transformers' code.
 
     Args:
         names: Shapes, see `shapes.SHAPES`.
-        device: Where. On a CPU the models are narrow and train on short texts.
-        dtype: Of the weights.
-        repeats: How often each is timed.
+        device: The device. On a CPU the models are narrow and train on short texts.
+        dtype: Type of the weights.
+        repeats: Repeats of each timing.
 
     Returns:
-        A row for each model and kernels: times of a decoded token and of a training step, with
-        their ratios to those of transformers' code; the bytes that the training step holds at its
-        peak; and how many kernels a decoded token launches (None without a GPU). Or why there are
-        none.
+        A row per model and kernels: times of a decoded token and of a training step with their
+        ratios to transformers' code, the training step's peak bytes, and the kernels launched per
+        decoded token (None without a GPU). Or the reason why a model was not measured.
     """
     rows: list[dict[str, Any]] = []
     for name in progress_bar(names, desc="model steps", unit="model"):
         try:
             rows += _load_model(name, device, dtype, repeats)
-        except Exception as error:  # whatever it is, what was measured before is kept
+        except Exception as error:  # keep the earlier measurements whatever it is
             rows.append({"model": name, "not_measured": describe_error(error)})
     return rows
 
@@ -115,9 +114,9 @@ def _load_model(
     _time_decoding(contenders, ids[:, : _PROMPT + _DECODED], repeats)
     steps = [partial(_training_step, c.model, ids[:, :length]) for c in contenders]
     peaks = [timing.peak_memory(step) for step in steps]
-    taken: list[list[list[float]]] = [[] for _ in steps]
+    step_seconds: list[list[list[float]]] = [[] for _ in steps]
     for repeat in range(repeats):
-        for times, step in list(zip(taken, steps, strict=True))[:: -1 if repeat % 2 else 1]:
+        for times, step in list(zip(step_seconds, steps, strict=True))[:: -1 if repeat % 2 else 1]:
             times.append([time_call(step)])
     return [
         {
@@ -127,11 +126,11 @@ def _load_model(
             "layers": model.config.num_hidden_layers,
             "train_length": length,
             "token": compare_times(c.token_times, contenders[0].token_times),
-            "train": compare_times(times, taken[0]),
+            "train": compare_times(times, step_seconds[0]),
             "peak": peak,
             "launches": _count_launches(c, ids) if wide else None,
         }
-        for c, times, peak in zip(contenders, taken, peaks, strict=True)
+        for c, times, peak in zip(contenders, step_seconds, peaks, strict=True)
     ]
 
 
@@ -146,14 +145,14 @@ def _build_model(name: str, wide: bool, device: torch.device, dtype: torch.dtype
 
 def _make_timed_method(model: Any, kernels: str) -> TimedMethod:
     weights = {id(parameter): parameter for parameter in model.parameters()}
-    own = copy.deepcopy(model, weights)  # which takes the weights for copied already
-    handle = patch(own, "yarn", factor=FACTOR, kernels=kernels)
-    return TimedMethod(name=kernels, model=own, handle=handle)
+    copied = copy.deepcopy(model, weights)  # with this memo deepcopy shares the weights
+    handle = patch(copied, "yarn", factor=FACTOR, kernels=kernels)
+    return TimedMethod(name=kernels, model=copied, handle=handle)
 
 
 @torch.no_grad()
 def _time_decoding(contenders: list[TimedMethod], ids: torch.Tensor, repeats: int) -> None:
-    """Fills in the times of decoding."""
+    """Record the decoding times in the contenders."""
     for contender in contenders:
         contender.cache = contender.read(ids[:, :_PROMPT])
     for _ in range(repeats):
@@ -161,14 +160,14 @@ def _time_decoding(contenders: list[TimedMethod], ids: torch.Tensor, repeats: in
 
 
 def _training_step(model: Any, ids: torch.Tensor) -> None:
-    """Forward and backward; an optimizer would do the same for all."""
+    """Run forward and backward; the optimizer's time is the same for all."""
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad()
 
 
 @torch.no_grad()
 def _count_launches(contender: TimedMethod, ids: torch.Tensor) -> int:
-    """Kernels on the GPU while a token is decoded."""
+    """Return the number of GPU kernels launched while a token is decoded."""
     step = next(contender.decode(ids[:, : _PROMPT + 1], copy.deepcopy(contender.cache)))
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         step()

@@ -1,4 +1,4 @@
-"""The kernel benchmark's picture: speed by length, a panel for each shape and phase."""
+"""Plot of the kernel benchmark: speed by length, a panel per shape and phase."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rope_patch.evaluation.report.figures import PALETTE, Picture
 
 _PHASES = (FORWARD, BACKWARD)
 _MARKERS = "osD^vPX<>*"
-_WIDE_WIDTH = 640  # pixels from which on two panels stand side by side
-_HIGH, _ABOVE, _BELOW, _LINE = 200, 40, 52, 21  # pixels, and of a line of the legend
+_WIDE_WIDTH = 640  # pixels from which two panels are side by side
+_HIGH, _ABOVE, _BELOW, _LINE = 200, 40, 52, 21  # pixels; the last is a line of the legend
 
-_TALL = 160  # per cent; what a cache makes faster than memory may leave the panel
+_TALL = 160  # percent; points that a cache makes faster may leave the panel
 
 Points = dict[str, list[tuple[int, float]]]
 
 
 def draw(results: dict[str, Any]) -> Picture | None:
-    """Per cent of a copy's speed, right ones only, of the smallest batch; None without any."""
+    """Draw the percentage of a copy's speed for correct results of the smallest batch, if any."""
     panels = [
         (f"{shape}: {PHASES[phase].lower()}", points)
         for shape in results["shapes"]
@@ -35,12 +35,12 @@ def draw(results: dict[str, Any]) -> Picture | None:
     ]
     if not panels:
         return None
-    shown = [name for name in results["titles"] if any(name in points for _, points in panels)]
+    contenders = [name for name in results["titles"] if any(name in points for _, points in panels)]
 
     def paint(width: int) -> Figure:
         columns = len(_PHASES) if width >= _WIDE_WIDTH else 1
         rows = math.ceil(len(panels) / columns)
-        legend = _LINE * math.ceil(len(shown) / (3 if columns > 1 else 1)) + 12
+        legend = _LINE * math.ceil(len(contenders) / (3 if columns > 1 else 1)) + 12
         high = rows * (_ABOVE + _HIGH + _BELOW) + legend
         figure = Figure(figsize=(width / 72, high / 72))
         for i, (title, points) in enumerate(panels):
@@ -49,10 +49,10 @@ def draw(results: dict[str, Any]) -> Picture | None:
             top = row * (_ABOVE + _HIGH + _BELOW) + _ABOVE
             box = (left / width, 1 - (top + _HIGH) / high, wide / width, _HIGH / high)
             _plot_lines(figure.add_axes(box), title, points)
-        # With a space in front, because matplotlib leaves out labels that start with a _.
-        labels = [" " + results["titles"][name] for name in shown]
+        # The leading space keeps labels that start with a _, which matplotlib would drop.
+        labels = [" " + results["titles"][name] for name in contenders]
         figure.legend(
-            [_legend_handle(figure, name) for name in shown],
+            [_legend_handle(figure, name) for name in contenders],
             labels,
             loc="lower left",
             bbox_to_anchor=(40 / width, 0),

@@ -1,4 +1,4 @@
-"""The kernel benchmark's results as JSON, text, Markdown, and one HTML page that needs no other."""
+"""Report of the kernel benchmark: JSON, text, Markdown, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OUR_IMPLEMENTATIONS = (
     "ours-tables",
     "ours",
     "ours-reference",
-)  # the fastest of them stands for us
+)  # the fastest of them represents ours
 
 _NOTES = (
     "Per cent are of the speed of a copy: the time that copying as many bytes as the queries and "
@@ -61,16 +61,16 @@ _NARROW = (
 
 
 def write_all(results: dict[str, Any], folder: Path) -> Path:
-    """Writes `bench.json`, `bench.md`, `bench.html` and `bench.png`.
+    """Write `bench.json`, `bench.md`, `bench.html` and `bench.png`.
 
-    The numbers first, because they took long; each file is replaced at once.
+    The numbers come first, because measuring takes long. Each file is replaced atomically.
 
     Args:
-        results: What `measuring.bench` returned.
-        folder: Where to; made if missing.
+        results: Results of `benchmark.bench`.
+        folder: Target folder; created if missing.
 
     Returns:
-        The path of `bench.html`: one file that needs no other.
+        The path of `bench.html`, which is self-contained.
     """
     atomic_write(folder / "bench.json", as_json(results))
     picture = plot.draw(results)
@@ -87,22 +87,22 @@ def write_all(results: dict[str, Any], folder: Path) -> Path:
 
 
 def as_json(results: dict[str, Any]) -> str:
-    """The results as strict JSON."""
+    """Return the results as strict JSON."""
     return writer.to_json(results, indent=1) + "\n"
 
 
 def as_text(results: dict[str, Any]) -> str:
-    """The results to read in a terminal."""
+    """Return the results as text for a terminal."""
     content = _content(results)
     parts = ["\n".join([content["title"], *content["verdict"]])]
     for title, tables in content["sections"]:
         parts += [title, *map(aligned_text, tables)]
-    parts += [f"not measured: {who}: {reason}" for who, reason in content["missing"]]
+    parts += [f"not measured: {subject}: {reason}" for subject, reason in content["missing"]]
     return "\n\n".join(parts)
 
 
 def _content(results: dict[str, Any]) -> dict[str, Any]:
-    """What all forms show."""
+    """Return the content that all formats share."""
     sections = [(str(SHAPES[shape]), shape_tables(results, shape)) for shape in results["shapes"]]
     steps = [row for row in results["steps"] if "token" in row]
     if steps:
@@ -126,7 +126,7 @@ def _content(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verdict(results: dict[str, Any]) -> Iterator[str]:
-    """A sentence for each shape, at the length nearest to `REFERENCE_LENGTH`."""
+    """Yield a sentence per shape, at the length nearest to `REFERENCE_LENGTH`."""
     for shape in results["shapes"]:
         usual = default_layout_cases(results, shape)
         cases = [case for case in usual if case["length"] > 1]
@@ -144,11 +144,11 @@ def _verdict(results: dict[str, Any]) -> Iterator[str]:
             for row in case["rows"]
             if row["contender"] != COPY and BOTH in row["times"] and not row["wrong"]
         }
-        told = _verdict_rows(sorted(speeds, key=lambda name: speeds[name], reverse=True))
+        contenders = _verdict_rows(sorted(speeds, key=lambda name: speeds[name], reverse=True))
         texts = [
             f"{results['titles'][name]} forward {speeds[name][1]:.0f}%, backward "
             f"{speeds[name][2]:.0f}%"
-            for name in told
+            for name in contenders
         ]
         if texts:
             size = f"{case['length']:,} tokens × {case['batch']}"
@@ -156,7 +156,7 @@ def _verdict(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _decoding(results: dict[str, Any], shape: str, cases: list[dict[str, Any]]) -> Iterator[str]:
-    """A sentence for a shape of which nothing but single tokens was measured."""
+    """Yield a sentence for a shape that was measured at single tokens only."""
     for case in cases[:1]:
         phase = next(phase for phase in (GRAPH, WALL) if phase in case["rows"][0]["times"])
         speeds = {
@@ -164,21 +164,21 @@ def _decoding(results: dict[str, Any], shape: str, cases: list[dict[str, Any]]) 
             for row in case["rows"]
             if row["contender"] != COPY and phase in row["times"] and not row["wrong"]
         }
-        told = _verdict_rows(sorted(speeds, key=lambda name: speeds[name], reverse=True))
-        texts = [f"{results['titles'][name]} {speeds[name]:.1f}%" for name in told]
+        contenders = _verdict_rows(sorted(speeds, key=lambda name: speeds[name], reverse=True))
+        texts = [f"{results['titles'][name]} {speeds[name]:.1f}%" for name in contenders]
         if texts:
             yield f"{shape}, 1 token × {case['batch']}, of a copy's speed: {'; '.join(texts)}."
 
 
 def _verdict_rows(best: list[str]) -> list[str]:
-    """The fastest of ours, the fastest of the others, and transformers."""
+    """Return the fastest of ours, the fastest of the others, and transformers."""
     names = [name for name in best if name in _OUR_IMPLEMENTATIONS][:1]
     names += [name for name in best if not name.startswith("ours")][:1]
     return names + ["hf"] * ("hf" in best and "hf" not in names)
 
 
 def _not_measured_notes(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Who was not measured and why; where, unless it was nowhere."""
+    """Yield the implementations not measured, with the cases concerned, and the reasons."""
     cases = [case for case in results["cases"] if case["rows"]]
     for case in results["cases"]:
         if "not_measured" in case:
@@ -191,11 +191,13 @@ def _not_measured_notes(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 reasons.setdefault((title, row["not_measured"]), []).append(case)
             for phase, reason in row.get("failed", {}).items():
                 reasons.setdefault((f"{title}, {phase}", reason), []).append(case)
-    for (who, reason), where in reasons.items():
-        shapes = [s for s in results["shapes"] if all(c in where for c in cases if c["shape"] == s)]
-        places = shapes + [_case_label(case) for case in where if case["shape"] not in shapes]
-        everywhere = len(where) == len(cases)
-        yield who if everywhere else f"{who} ({'; '.join(places)})", reason
+    for (subject, reason), affected in reasons.items():
+        shapes = [
+            s for s in results["shapes"] if all(c in affected for c in cases if c["shape"] == s)
+        ]
+        places = shapes + [_case_label(case) for case in affected if case["shape"] not in shapes]
+        everywhere = len(affected) == len(cases)
+        yield subject if everywhere else f"{subject} ({'; '.join(places)})", reason
     for row in results["steps"]:
         if "not_measured" in row:
             yield f"whole model {row['model']}", row["not_measured"]

@@ -1,4 +1,4 @@
-"""What is rotated: queries and keys of well-known models, as their projections lay them out."""
+"""Benchmark problems: queries and keys of well-known models, in their projections' layouts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Shape:
         return f"{self.name}: {does} of {self.heads} + {self.key_heads} heads of {self.head_dim}"
 
     def inv_freq(self) -> torch.Tensor:
-        """Radians per token, float32 `[D / 2]`."""
+        """Return radians per token, float32 `[D / 2]`."""
         steps = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         return 1.0 / self.theta**steps
 
@@ -93,12 +93,12 @@ SHAPES = {shape.name: shape for shape in (_LLAMA, _QWEN, _GEMMA)}
 
 @dataclass(frozen=True)
 class Sample:
-    """One set of tensors to work on, of `[B, S, H, D]` each, with the storage they are part of.
+    """One set of input tensors, `[B, S, H, D]` each, with their strides.
 
     Attributes:
         q: Queries.
         k: Keys.
-        grads: Gradients of both when rotated, `[B, H, S, D]`.
+        grads: Gradients of both outputs, `[B, H, S, D]`.
     """
 
     q: torch.Tensor
@@ -106,14 +106,14 @@ class Sample:
     grads: tuple[torch.Tensor, torch.Tensor]
 
     def clone(self) -> Sample:
-        """A copy with the same layout, for who writes over what it is given."""
+        """Return a copy with the same layout, for implementations that work in place."""
         q, k, *grads = map(_clone_layout, (self.q, self.k, *self.grads))
         return Sample(q.requires_grad_(), k.requires_grad_(), (grads[0], grads[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One shape at one size, with all that its samples share."""
+    """One shape at one size, with the tensors that its samples share."""
 
     shape: Shape
     batch: int
@@ -124,7 +124,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the queries and the keys, N: moving them in and out takes twice as many."""
+        """Bytes of queries and keys, N; reading and writing them moves twice as many."""
         heads = self.shape.heads + self.shape.key_heads
         return self.batch * self.length * heads * self.shape.head_dim * self.dtype.itemsize
 
@@ -148,30 +148,30 @@ class Problem:
 
     @cached_property
     def packed_freqs(self) -> torch.Tensor:
-        """What our ops rotate by instead."""
+        """Packed frequencies, which our ops take instead."""
         from rope_patch.ops.angles import pack_frequencies
 
         return pack_frequencies(self.inv_freq)
 
     @cached_property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
-        """The norms' of queries and keys; none without a norm."""
+        """Weights of the query and key norms; empty without norms."""
         if self.shape.norm is None:
             return ()
-        drawn = torch.Generator().manual_seed(_SEED)
+        generator = torch.Generator().manual_seed(_SEED)
         size = (2, self.shape.head_dim)
-        around = 1 - self.shape.offset + _WEIGHT_STD * torch.randn(size, generator=drawn)
+        around = 1 - self.shape.offset + _WEIGHT_STD * torch.randn(size, generator=generator)
         rows = around.to(self.device, self.dtype).unbind()
         return tuple(torch.nn.Parameter(row.clone()) for row in rows)
 
     def sample(self, seed: int) -> Sample:
-        """Draws queries, keys and gradients."""
-        drawn = torch.Generator(self.device).manual_seed(seed)
+        """Draw queries, keys and gradients."""
+        generator = torch.Generator(self.device).manual_seed(seed)
         shape, dims = self.shape, (self.batch, self.length)
         heads = (shape.heads, shape.key_heads)
 
         def draw(*size: int) -> torch.Tensor:
-            return torch.randn(size, generator=drawn, device=self.device, dtype=self.dtype)
+            return torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
 
         if self.layout == PACKED:
             qkv = draw(*dims, shape.heads + 2 * shape.key_heads, shape.head_dim)
@@ -188,12 +188,12 @@ class Problem:
 
 
 def _clone_layout(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, also of a slice, whose gaps stay empty."""
+    """Return a copy with the same strides, also of a slice; its gaps stay uninitialised."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     base = torch.empty(max(extent, 0), dtype=x.dtype, device=x.device)
     return base.as_strided(x.shape, x.stride()).copy_(x.detach())
 
 
 def samples_needed(problem: Problem, cache: int) -> int:
-    """How many samples in turn make every call find its own out of a cache of so many bytes."""
+    """Return the number of samples in rotation that keeps each one out of a cache of that size."""
     return min(max(math.ceil(4 * cache / problem.bytes), 1), 8)

@@ -1,4 +1,4 @@
-"""The kernel benchmark's results as tables, the same for every form that they are shown in."""
+"""Tables of the kernel benchmark's results, shared by all formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS
 from rope_patch.benchmarks.kernels.workers import BACKWARD, BOTH, FORWARD, GRAPH, WALL
 from rope_patch.evaluation.report.table import NOTHING, Cell, Row, Table
 
-REFERENCE_LENGTH = 8192  # tokens at which memory is told, and near which the verdict is
+REFERENCE_LENGTH = 8192  # tokens; for the memory tables and the verdict
 
 # Colours of figures and tables, by contender.
 COLOURS = {
@@ -43,28 +43,28 @@ class _Column(NamedTuple):
 
 
 def default_layout_cases(results: dict[str, Any], shape: str) -> list[Case]:
-    """A shape's measured cases in the usual layout."""
+    """Return a shape's measured cases in the default layout."""
     return [case for case in _measured_cases(results, shape) if case["layout"] == VIEWS]
 
 
 def row_of(case: Case, contender: str) -> dict[str, Any]:
-    """A contender's row; one without anything where it has none."""
+    """Return a contender's row in a case; an empty one if it has none."""
     rows = (row for row in case["rows"] if row["contender"] == contender)
     return next(rows, {"contender": contender, "times": {}})
 
 
 def shape_tables(results: dict[str, Any], shape: str) -> list[Table]:
-    """Everything measured of one shape."""
-    found = [
+    """Return all tables of one shape."""
+    tables = [
         *_speed_tables(results, shape),
         *_memory_tables(results, shape),
         _saved_for_backward(results, shape),
     ]
-    return [table for table in (*found, _error_table(results, shape)) if table.rows]
+    return [table for table in (*tables, _error_table(results, shape)) if table.rows]
 
 
 def step_table(results: dict[str, Any]) -> Table:
-    """Steps of whole models."""
+    """Return the table of whole models' steps."""
     rows = []
     for r in (row for row in results["steps"] if "token" in row):
         name = f"{r['model']}, {'transformers' if r['kernels'] == 'hf' else 'rope_patch'}"
@@ -101,12 +101,12 @@ def _speed_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
         if phase in case["rows"][0]["times"]
     ]
     yield _speed_table(results, "Forward of one token", columns)
-    others = [case for case in _measured_cases(results, shape) if case["layout"] != VIEWS]
-    sizes = {(case["batch"], case["length"]) for case in others}
-    same = [case for case in usual if (case["batch"], case["length"]) in sizes]
+    other_cases = [case for case in _measured_cases(results, shape) if case["layout"] != VIEWS]
+    sizes = {(case["batch"], case["length"]) for case in other_cases}
+    matching_cases = [case for case in usual if (case["batch"], case["length"]) in sizes]
     columns = [
         _Column(case["layout"], phase, case, phase)
-        for case in (same + others if others else [])
+        for case in (matching_cases + other_cases if other_cases else [])
         for phase in (FORWARD, BACKWARD)
     ]
     at = ", ".join(f"{length:,} tokens × {batch}" for batch, length in sizes)
@@ -142,7 +142,7 @@ def _speed_cell(row: dict[str, Any], phase: str) -> Cell:
 
 
 def _memory_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
-    """Of the longest case up to `REFERENCE_LENGTH` tokens."""
+    """Yield the memory table of the longest case up to `REFERENCE_LENGTH` tokens."""
     cases = [
         case
         for case in default_layout_cases(results, shape)
@@ -170,17 +170,19 @@ def _memory_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
 
 
 def _saved_for_backward(results: dict[str, Any], shape: str) -> Table:
-    """Measured once for each shape, and scaled by tokens and layers to the whole model."""
+    """Return the table of saved bytes, measured once per shape and scaled to a whole model."""
     case = next(case for case in results["kept"] if case["shape"] == shape)
     layers = SHAPES[shape].layers
     rows = []
     for row in (row for row in case["rows"] if "kept" in row):
-        beside = row["kept"] - row["outputs"]
+        beside_outputs = row["kept"] - row["outputs"]
         cells = [
             _in_tensor_sizes(row["kept"], case["bytes"]),
-            _in_tensor_sizes(beside, case["bytes"]),
+            _in_tensor_sizes(beside_outputs, case["bytes"]),
         ]
-        cells.append(Cell(text=_format_bytes(beside / case["length"] * REFERENCE_LENGTH * layers)))
+        cells.append(
+            Cell(text=_format_bytes(beside_outputs / case["length"] * REFERENCE_LENGTH * layers))
+        )
         name, key = results["titles"][row["contender"]], COLOURS[row["contender"]]
         rows.append(Row(name=name, key=key, cells=cells))
     heads = (
@@ -203,17 +205,21 @@ def _in_tensor_sizes(size: int, queries_and_keys: int) -> Cell:
 
 
 def _error_table(results: dict[str, Any], shape: str) -> Table:
-    """The largest of any case; NaN is larger than everything."""
-    found = {
+    """Return the table of the largest errors over all cases; NaN counts as the largest."""
+    errors_by_contender = {
         contender: [
             row_of(case, contender).get("errors", {}) for case in _measured_cases(results, shape)
         ]
         for contender in results["titles"]
         if contender != COPY
     }
-    names = [n for n in _ERRORS if any(n in errors for all_ in found.values() for errors in all_)]
+    names = [
+        n
+        for n in _ERRORS
+        if any(n in errors for all_ in errors_by_contender.values() for errors in all_)
+    ]
     rows = []
-    for contender, errors in found.items():
+    for contender, errors in errors_by_contender.items():
         worst = [
             max((e[n] for e in errors if n in e), key=_nan_to_inf, default=None) for n in names
         ]
@@ -240,9 +246,9 @@ def _format_time(ms: float) -> str:
 
 
 def _format_bytes(size: float) -> str:
-    for unit, each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= each:
-            return f"{size / each:.3g} {unit}"
+    for unit, unit_bytes in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= unit_bytes:
+            return f"{size / unit_bytes:.3g} {unit}"
     return f"{size:.0f} B"
 
 

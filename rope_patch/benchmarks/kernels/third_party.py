@@ -1,7 +1,7 @@
-"""Who else rotates: packages if they are installed, and files that no package installs.
+"""Third-party implementations: installed packages, and files that no package installs.
 
-No line of theirs is here, and none is to be: their licences are not ours. What is not installed is
-read from a folder that the user fills; the help of `rope-patch bench` says with what.
+This project must contain no line of their code, because of their licences. Files come from a folder
+that the user fills; the help of `rope-patch bench` names them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from rope_patch.benchmarks.kernels.implementations import Call, Implementation, Unavailable
 from rope_patch.benchmarks.kernels.shapes import Problem
 
-_UNSLOTH = "_rope_patch_rival_unsloth"  # its files import from packages around them
-_INT32_LIMIT = 2**31  # elements that 32-bit indices cannot reach
+_UNSLOTH = "_rope_patch_rival_unsloth"  # parent package of its files' relative imports
+_INT32_LIMIT = 2**31  # elements beyond 32-bit indices
 
 
 def third_party_implementations(folder: Path | None) -> list[Implementation]:
-    """All of them; whether one is there shows when it is built."""
+    """Return all third-party implementations; building one raises if it is missing."""
 
     def file(build: Callable[[Problem, Path], Call]) -> Callable[[Problem], Call]:
         return lambda problem: build(problem, folder or Path())
@@ -102,10 +102,10 @@ def _unsloth(problem: Problem, folder: Path) -> Call:
         return lambda q, k: rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     fused = _load_module(folder / "qk_norm_rope.py", f"{inside}.qk_norm_rope").Fast_QK_Norm_RoPE
     weights = [weight.detach() for weight in problem.weights]
-    given = (cos[0], sin[0], cos.new_empty(1, dtype=torch.int32), shape.eps, shape.eps, False)
+    op_inputs = (cos[0], sin[0], cos.new_empty(1, dtype=torch.int32), shape.eps, shape.eps, False)
 
     def call(q: torch.Tensor, k: torch.Tensor) -> Any:
-        q, k = fused.apply(q, k, *weights, *given)
+        q, k = fused.apply(q, k, *weights, *op_inputs)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     return call
@@ -137,9 +137,9 @@ def _require_no_norm(problem: Problem) -> None:
         raise Unavailable("it rotates, and norms nothing")
 
 
-@functools.cache  # a module of its own for each call would have its kernels compiled anew
+@functools.cache  # a new module per call would compile its kernels again
 def _load_module(path: Path, name: str) -> Any:
-    """A file as a module."""
+    """Load a file as a module."""
     if not path.is_file():
         raise Unavailable(f"no {path.name} in the folder that --rivals names")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -152,19 +152,19 @@ def _load_module(path: Path, name: str) -> Any:
 
 
 def _without_device(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """On a CPU, without the CUDA device that flash-attention's launcher enters."""
+    """Disable `torch.cuda.device` for a CPU tensor, which flash-attention's launcher enters."""
     if x.device.type == "cpu":
         return mock.patch.object(torch.cuda, "device", nullcontext)
     return nullcontext()
 
 
 def _extent(x: torch.Tensor) -> int:
-    """Elements from the first to the last one."""
+    """Return the number of elements from the first to the last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _stub_unsloth() -> None:
-    """Puts in place the few names that Unsloth's files import from the rest of Unsloth."""
+    """Define the few names that Unsloth's files import from the rest of Unsloth."""
     import triton
 
     def device(of: torch.device) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""How long calls take, and how much memory they hold for a moment."""
+"""Time and peak memory of calls."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from rope_patch.evaluation.measures.timed_method import time_call
 
 Thunk = Callable[[], Any]
 
-# Cycles that a GPU waits before a call: about a millisecond, in which the CPU queues the call's
-# kernels, so that the time is theirs and not that of launching them.
+# Cycles that a GPU sleeps before a call: about a millisecond, in which the CPU queues the call's
+# kernels, so that their time excludes the launches.
 _SLEEP_CYCLES = 2_000_000
 
-# Calls in a row where one alone is shorter than what starts a clock or a graph.
+# Calls per loop, where a single call is shorter than the overhead of a clock or a graph.
 _CALLS_PER_LOOP = 20
 
-_CPU_CACHE = 32 * 2**20  # bytes; torch does not know it, and more does no harm
+_CPU_CACHE = 32 * 2**20  # bytes; torch does not report it, and too much does no harm
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the last cache before memory."""
+    """Return the size of the last-level cache."""
     if device.type != "cuda":
         return _CPU_CACHE
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _CPU_CACHE)
 
 
 def time_calls(calls: list[Thunk]) -> list[float]:
-    """Seconds of each call: by the GPU's own clock where there is one.
+    """Return the seconds of each call, by CUDA events if there is a GPU.
 
-    What the calls return lives until all are done, so that each writes to memory of its own.
+    The results live until all calls are done, so that each call writes to different memory.
     """
-    kept: list[Any] = []
+    results: list[Any] = []
     if not torch.cuda.is_available():
-        return [time_call(partial(_append_result, kept, call)) for call in calls]
+        return [time_call(partial(_append_result, results, call)) for call in calls]
     events = []
     for call in calls:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_SLEEP_CYCLES)
         start.record()
-        kept.append(call())
+        results.append(call())
         end.record()
         events.append((start, end))
     torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def _append_result(results: list[Any], call: Thunk) -> None:
 
 
 def unrolled(calls: list[Thunk]) -> Thunk:
-    """`_CALLS_PER_LOOP` calls as one, the given ones in rotation."""
+    """Return a call that runs `_CALLS_PER_LOOP` of the calls, in rotation."""
 
     def loop() -> None:
         for i in range(_CALLS_PER_LOOP):
@@ -67,20 +67,20 @@ def unrolled(calls: list[Thunk]) -> Thunk:
 
 
 def wall_time(loop: Thunk) -> list[float]:
-    """Seconds of one call within a loop, as a program sees them: with the launching."""
+    """Return the seconds of one call within a loop, launches included."""
     return [time_call(loop) / _CALLS_PER_LOOP]
 
 
 def graph_time(graph: Thunk) -> list[float]:
-    """Seconds of one call within a graph of a loop."""
+    """Return the seconds of one call within a CUDA graph of a loop."""
     return [time_calls([graph])[0] / _CALLS_PER_LOOP]
 
 
 def capture_graph(loop: Thunk) -> Thunk:
-    """A loop as a CUDA graph, to be replayed."""
+    """Capture a loop in a CUDA graph; return its replay."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # kernels compile and libraries set up outside of the graph
+    with torch.cuda.stream(aside):  # warm up outside of the graph: compilation, library setup
         loop()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
@@ -90,7 +90,7 @@ def capture_graph(loop: Thunk) -> Thunk:
 
 
 def peak_memory(call: Thunk) -> int:
-    """The most bytes that a call holds at once, beyond what was held before it."""
+    """Return the peak bytes of a call, beyond those held before it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -98,13 +98,13 @@ def peak_memory(call: Thunk) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or some builds of torch report on stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else some builds of torch log to stderr
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
-    return max(accumulate(memory_changes(profiled)), default=0)
+    return max(accumulate(memory_changes(profiler)), default=0)
 
 
-def memory_changes(profiled: Any) -> list[int]:
-    """Bytes taken and given back, in order of time."""
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+def memory_changes(profiler: Any) -> list[int]:
+    """Return the bytes allocated (positive) and freed (negative), in order of time."""
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

@@ -1,4 +1,4 @@
-"""Contenders at work: what of them is timed, checked and weighed."""
+"""Timed calls of implementations: their preparation, errors and saved memory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ TRAINING = (FORWARD, BACKWARD, BOTH)
 
 
 class TimedCalls(ABC):
-    """Someone whose calls are timed, each on another one of several samples."""
+    """Base class of timed calls, one per sample."""
 
     def __init__(self, count: int) -> None:
         self._count = count
 
     @abstractmethod
     def prepare(self, phase: str, index: int) -> Thunk:
-        """What is timed of a phase on a sample; everything before it is done when this returns."""
+        """Return the timed part of a phase on a sample; all else is done before."""
 
     def clock(self, phase: str) -> Callable[[], list[float]]:
-        """What runs a phase on every sample and returns the seconds of each call.
+        """Return a function that runs a phase on every sample and returns the seconds per call.
 
-        A single token is timed in a loop, because one call is shorter than what starts a clock.
+        A single token is timed in a loop, because one call is shorter than a clock's overhead.
         """
         if phase in TRAINING:
             return lambda: timing.time_calls(self._prepare_all(phase))
@@ -46,7 +46,7 @@ class TimedCalls(ABC):
 
 
 class CopyBaseline(TimedCalls):
-    """The roof: as many bytes as the queries and keys have, read and written once."""
+    """The baseline: a copy of as many bytes as queries and keys have."""
 
     def __init__(self, problem: Problem, count: int) -> None:
         super().__init__(count)
@@ -63,7 +63,7 @@ class CopyBaseline(TimedCalls):
 
 
 class ImplementationRun(TimedCalls):
-    """One contender at work on one problem's samples."""
+    """An implementation on one problem's samples."""
 
     def __init__(self, contender: Implementation, problem: Problem, samples: list[Sample]) -> None:
         super().__init__(len(samples))
@@ -81,42 +81,50 @@ class ImplementationRun(TimedCalls):
         return partial(self._call, sample.q, sample.k)
 
     def relative_errors(self) -> dict[str, float]:
-        """Errors against float64, see `checking.errors`."""
+        """Return the errors against float64; see `ground_truth.relative_errors`."""
         sample = self._sample(0)
         rotated = self._call(sample.q, sample.k)
-        kept = [x.detach().clone() for x in rotated]  # who works in place may do so again
+        outputs = [x.detach().clone() for x in rotated]  # the backward pass may work in place, too
         gradients = self._backward(rotated, sample)
-        return relative_errors(self._problem, self._samples[0], kept, gradients)
+        return relative_errors(self._problem, self._samples[0], outputs, gradients)
 
     def saved_bytes(self) -> dict[str, int]:
-        """Bytes kept for backward, without what all layers share and what is kept anyway.
+        """Return the bytes saved for backward, without tensors that all layers share.
 
-        `kept` is all of it; `outputs` the part that is the rotated queries and keys, which
-        attention keeps for its own backward in any case.
+        `kept` is all of them; `outputs` the part of the rotated queries and keys, which attention
+        saves in any case.
         """
         problem = self._problem
-        shared = (*problem.weights, *problem.cos_sin, problem.positions, problem.packed_freqs)
-        known = {_storage_address(x) for x in shared}
-        kept: dict[int, int] = {}
+        shared_tensors = (
+            *problem.weights,
+            *problem.cos_sin,
+            problem.positions,
+            problem.packed_freqs,
+        )
+        shared_storages = {_storage_address(x) for x in shared_tensors}
+        saved_storages: dict[int, int] = {}
 
         def pack(x: torch.Tensor) -> torch.Tensor:
-            if _storage_address(x) not in known:
-                kept[_storage_address(x)] = x.untyped_storage().nbytes()
+            if _storage_address(x) not in shared_storages:
+                saved_storages[_storage_address(x)] = x.untyped_storage().nbytes()
             return x
 
         sample = self._sample(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             rotated = self._call(sample.q, sample.k)
-        outputs = {_storage_address(x) for x in rotated} & set(kept)
-        return {"kept": sum(kept.values()), "outputs": sum(kept[x] for x in outputs)}
+        outputs = {_storage_address(x) for x in rotated} & set(saved_storages)
+        return {
+            "kept": sum(saved_storages.values()),
+            "outputs": sum(saved_storages[x] for x in outputs),
+        }
 
     def _sample(self, index: int) -> Sample:
         sample = self._samples[index]
         return sample.clone() if self._contender.in_place else sample
 
     def _backward(self, rotated: Any, sample: Sample) -> tuple[torch.Tensor, ...]:
-        wanted = (sample.q, sample.k, *self._weights)
-        return torch.autograd.grad(rotated, wanted, sample.grads)
+        inputs = (sample.q, sample.k, *self._weights)
+        return torch.autograd.grad(rotated, inputs, sample.grads)
 
 
 def _storage_address(x: torch.Tensor) -> int:

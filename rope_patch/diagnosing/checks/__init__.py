@@ -1,1 +1,1 @@
-"""The checks of a diagnosis, by what they look at."""
+"""Checks of a diagnosis, grouped by their subject."""

@@ -1,4 +1,4 @@
-"""Whether an adapter and the model below it rotate alike."""
+"""Check that an adapter and its base model rotate alike."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from rope_patch.pretrained.saving import SIDECAR
 
 
 def adapter_findings(facts: Facts) -> Iterator[Finding]:
-    """Looks at an adapter's folder, at the adapters on a live model, or at a saved folder."""
+    """Yield findings about an adapter's folder, a live model's adapters, or a saved folder."""
     subject = facts.subject
     if subject.adapter:
         yield from _adapter_folder_findings(facts)
     elif subject.sidecar is not None:
         yield from _saved_folder_findings(facts, subject.sidecar)
     for name, config in (getattr(subject.model, "peft_config", None) or {}).items():
-        kind = getattr(getattr(config, "peft_type", None), "value", "adapter")
+        adapter_type = getattr(getattr(config, "peft_type", None), "value", "adapter")
         yield Finding(
             "note",
             "adapter-says-nothing",
-            f"the adapter {name!r} ({kind}) does not say under which rotation it was trained",
+            f"the adapter {name!r} ({adapter_type}) does not say under which rotation it was "
+            "trained",
             "PEFT's config has no field about the rotation; the model below rotates "
             + (f"as it is patched, {subject.handle}" if subject.handle else "as its config says"),
             f"rope_patch.save(model, folder) writes {SIDECAR} beside an adapter that is trained "
@@ -34,24 +35,25 @@ def adapter_findings(facts: Facts) -> Iterator[Finding]:
 def _adapter_folder_findings(facts: Facts) -> Iterator[Finding]:
     subject, sidecar = facts.subject, facts.subject.sidecar
     if sidecar is None:
-        about = sorted(key for key in subject.adapter if "rope" in key or "position" in key)
+        rotation_keys = sorted(key for key in subject.adapter if "rope" in key or "position" in key)
         scalings = ", ".join(sorted({layer.scaling for layer in facts.layers.values()}))
         yield Finding(
             "warning",
             "adapter-says-nothing",
             f"the adapter does not say under which rotation it was trained: no {SIDECAR} is beside "
             "it",
-            f"adapter_config.json has {len(subject.adapter)} fields, {len(about)} of them about "
+            f"adapter_config.json has {len(subject.adapter)} fields, {len(rotation_keys)} of "
+            "them about "
             f"the rotation; its base, {subject.path}, rotates as {scalings!r} up to "
             f"{facts.promised_length:,} tokens",
             "if it was trained on an extended model, extend the base in the same way: "
             'rope_patch.patch(base, ...), then rope_patch.load_adapter(base, "...")',
-            numbers={"fields": len(subject.adapter), "about_rotation": len(about)},
+            numbers={"fields": len(subject.adapter), "about_rotation": len(rotation_keys)},
         )
         return
     trained = f"{sidecar['method']!r} from {sidecar['trained_length']:,} tokens"
     try:
-        needed = subject.model and require_same_rotation(subject.model, subject.adapter_path)
+        is_unpatched = subject.model and require_same_rotation(subject.model, subject.adapter_path)
     except ValueError as error:
         yield Finding(
             "error",
@@ -61,7 +63,7 @@ def _adapter_folder_findings(facts: Facts) -> Iterator[Finding]:
             "give the base that it was trained on",
         )
         return
-    if needed:
+    if is_unpatched:
         yield Finding(
             "warning",
             "adapter-trained-patched",
@@ -74,7 +76,7 @@ def _adapter_folder_findings(facts: Facts) -> Iterator[Finding]:
 
 
 def _saved_folder_findings(facts: Facts, sidecar: dict[str, Any]) -> Iterator[Finding]:
-    """A folder that rope_patch.save wrote."""
+    """Yield a finding if a folder written by rope_patch.save needs rope_patch to load."""
     if sidecar.get("native", True):
         return
     yield Finding(

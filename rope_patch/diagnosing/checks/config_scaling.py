@@ -1,4 +1,4 @@
-"""Whether transformers does what a config says, from the config and fresh modules alone."""
+"""Check the config's scaling against freshly built rotary modules, without weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rope_patch.diagnosing.layer_facts import (
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import config_rope_type
 
-# What scalings are spelled with in transformers and elsewhere, and which of it each reads there.
+# Keys that spell scalings in transformers and elsewhere, and those that each scaling reads.
 _YARN_KEYS = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 _KEYS_READ = {
     "linear": {"factor"},
@@ -39,7 +39,7 @@ _ALL_KEYS = set().union(*_KEYS_READ.values()) | {
 
 
 def scaling_findings(facts: Facts) -> Iterator[Finding]:
-    """All that can be said without weights."""
+    """Yield all findings about the config's scaling."""
     yield from _flat_dict_finding(facts)
     if facts.subject.problem is not None:
         yield Finding(
@@ -91,41 +91,45 @@ def _unknown_rope_type(layer: LayerFacts) -> Finding:
 
 
 def _flat_dict_finding(facts: Facts) -> Iterator[Finding]:
-    """A flat dict on a model whose layer types rotate apart: silently ignored."""
+    """Yield a finding for a flat dict on a model with layer types: transformers ignores it."""
     parameters = facts.subject.config.rope_parameters
     if None in facts.layers:
         return
     flat = {key: value for key, value in parameters.items() if not isinstance(value, dict)}
-    asked = config_rope_type(flat)
-    if asked == "default" or any(asked == layer.scaling for layer in facts.layers.values()):
+    scaling = config_rope_type(flat)
+    if scaling == "default" or any(scaling == layer.scaling for layer in facts.layers.values()):
         return
-    kinds = list(facts.layers)
-    far = [kind for kind in kinds if kind and "sliding" not in kind and "chunked" not in kind]
-    kind = (far or kinds)[0]
-    layer = facts.layers[kind]
-    inner = {key: value for key, value in flat.items() if key != "type"} | {"rope_type": asked}
+    layer_types = list(facts.layers)
+    full_attention_types = [
+        layer_type
+        for layer_type in layer_types
+        if layer_type and "sliding" not in layer_type and "chunked" not in layer_type
+    ]
+    layer_type = (full_attention_types or layer_types)[0]
+    layer = facts.layers[layer_type]
+    inner = {key: value for key, value in flat.items() if key != "type"} | {"rope_type": scaling}
     inner.setdefault("rope_theta", layer.parameters.get("rope_theta"))
     factor = flat.get("factor")
     pairs = layer.geometry.rotary_dim // 2
     yield Finding(
         "error",
         "flat-on-layer-types",
-        f"rope_parameters asks for {asked!r} beside its layer types, where transformers does not "
+        f"rope_parameters asks for {scaling!r} beside its layer types, where transformers does not "
         "look: no layer is scaled",
-        f"layer types {', '.join(map(str, kinds))} run with "
+        f"layer types {', '.join(map(str, layer_types))} run with "
         f"{', '.join(sorted({found.scaling for found in facts.layers.values()}))}: 0 of {pairs} "
         f"pairs stretched{f', instead of by up to {factor:g}' if _read_number(factor) else ''}",
-        f'config.rope_parameters["{kind}"] = {inner!r} before the model is made',
+        f'config.rope_parameters["{layer_type}"] = {inner!r} before the model is made',
         numbers={"pairs": pairs, "changed": 0},
     )
 
 
 def _formula_mismatch(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
-    """Whether a fresh module turns as the config's formula says."""
-    asked = layer.configured(1)
-    if asked is None or layer.actual is None or asked.close_to(layer.actual):
+    """Yield a finding if a fresh module differs from the config's formula."""
+    configured = layer.configured(1)
+    if configured is None or layer.actual is None or configured.close_to(layer.actual):
         return
-    count, farthest = frequency_difference(asked, layer.actual)
+    count, farthest = frequency_difference(configured, layer.actual)
     nested = layer.layer_type is not None and layer.parameters.get("truncate") is False
     if layer.scaling == "yarn" and nested:
         where = facts.subject.config.rope_parameters.get("truncate")
@@ -134,38 +138,38 @@ def _formula_mismatch(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
             "truncate-unread",
             "truncate stands in the layer type's dict, and transformers reads it one level above",
             f"there it is {where!r}, so the ramp's ends are rounded: {count} of "
-            f"{len(asked.inv_freq)} pairs differ, by up to {100 * (farthest - 1):.3g}%",
+            f"{len(configured.inv_freq)} pairs differ, by up to {100 * (farthest - 1):.3g}%",
             'config.rope_parameters["truncate"] = False before the model is made, if all layer '
             "types mean it",
             layer.layer_type,
-            {"pairs": len(asked.inv_freq), "changed": count, "ratio": farthest},
+            {"pairs": len(configured.inv_freq), "changed": count, "ratio": farthest},
         )
         return
     yield Finding(
         "error",
         "formula",
         f"transformers computes other frequencies than {layer.scaling!r} as the config has it",
-        f"{count} of {len(asked.inv_freq)} pairs differ, by up to a factor of {farthest:.6g}; "
+        f"{count} of {len(configured.inv_freq)} pairs differ, by up to a factor of {farthest:.6g}; "
         f"attention factor {layer.actual.attention_factor:.6g} instead of "
-        f"{asked.attention_factor:.6g}",
+        f"{configured.attention_factor:.6g}",
         "",
         layer.layer_type,
-        {"pairs": len(asked.inv_freq), "changed": count, "ratio": farthest},
+        {"pairs": len(configured.inv_freq), "changed": count, "ratio": farthest},
     )
 
 
 def _ignored_keys(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
-    """Keys that mean something in other scalings or elsewhere, and nothing here."""
+    """Yield a finding for keys of other scalings, which this scaling ignores."""
     unread = [
         key
         for key, value in layer.parameters.items()
         if key in _ALL_KEYS - _KEYS_READ.get(layer.scaling, _ALL_KEYS) and value is not None
     ]
     if layer.scaling == "dynamic" and "original_max_position_embeddings" in unread:
-        unread.remove("original_max_position_embeddings")  # told apart, below
+        unread.remove("original_max_position_embeddings")  # reported separately
     if not unread:
         return
-    said = ", ".join(f"{key} = {_format(layer.parameters[key])}" for key in unread)
+    settings = ", ".join(f"{key} = {_format(layer.parameters[key])}" for key in unread)
     fix = f"take {'it' if len(unread) == 1 else 'them'} out of the config"
     if "attn_factor" in unread:
         fix = "attention_factor is transformers' name for attn_factor"
@@ -175,7 +179,7 @@ def _ignored_keys(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
         "note" if layer.scaling == "default" and unread == ["factor"] else "warning",
         "unread-keys",
         f"{layer.scaling!r} does not read {', '.join(unread)}",
-        f"the config has {said}, which change{'s' if len(unread) == 1 else ''} no frequency in "
+        f"the config has {settings}, which change{'s' if len(unread) == 1 else ''} no frequency in "
         "transformers",
         fix,
         layer.layer_type,
@@ -183,53 +187,55 @@ def _ignored_keys(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
 
 
 def _length_mismatch(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
-    """YaRN's factor x original length against max_position_embeddings."""
-    full = getattr(facts.subject.config, "max_position_embeddings", None)
+    """Compare YaRN's factor times original length with max_position_embeddings."""
+    max_positions = getattr(facts.subject.config, "max_position_embeddings", None)
     original, factor = layer.geometry.trained_length, layer.parameters["factor"]
-    if not isinstance(full, int):
+    if not isinstance(max_positions, int):
         return
     reached = round(original * factor)
-    written = facts.subject.raw_config
-    if full == original and factor > 1:
-        said = any(
+    raw_config = facts.subject.raw_config
+    if max_positions == original and factor > 1:
+        says_original = any(
             isinstance(found, dict)
             and (found.get(layer.layer_type) or found).get("original_max_position_embeddings")
-            for found in (written.get("rope_parameters"), written.get("rope_scaling"))
+            for found in (raw_config.get("rope_parameters"), raw_config.get("rope_scaling"))
         )
-        unsaid = bool(written) and not said
+        is_silent = bool(raw_config) and not says_original
         yield Finding(
             "warning",
-            "promises-too-little" if not unsaid else "original-length-unsaid",
-            f"max_position_embeddings says {full:,}, the scaling reaches {reached:,} tokens"
+            "promises-too-little" if not is_silent else "original-length-unsaid",
+            f"max_position_embeddings says {max_positions:,}, the scaling reaches {reached:,} "
+            "tokens"
             + (
                 ", and the config does not say original_max_position_embeddings, for which "
                 "transformers takes max_position_embeddings"
-                if unsaid
+                if is_silent
                 else ""
             ),
             f"factor {factor:g} times {original:,}; what looks at max_position_embeddings "
             "(tokenizers, lm-eval, serving engines) stops there",
             f"max_position_embeddings {reached} and original_max_position_embeddings {original} "
-            f"in the config; if the model was trained on {full / factor:,.0f} tokens, "
-            f"original_max_position_embeddings {full / factor:.0f}",
+            f"in the config; if the model was trained on {max_positions / factor:,.0f} tokens, "
+            f"original_max_position_embeddings {max_positions / factor:.0f}",
             layer.layer_type,
-            {"full": full, "reached": reached},
+            {"full": max_positions, "reached": reached},
         )
-    elif abs(full - reached) > 1:
+    elif abs(max_positions - reached) > 1:
         yield Finding(
             "warning",
             "factor-and-lengths",
             f"factor {factor:g} times {original:,} trained tokens is {reached:,}, and "
-            f"max_position_embeddings says {full:,}",
-            f"transformers goes by the factor; its own lengths would make it {full / original:g}",
-            f"factor {full / original:g} in the config for {full:,} tokens, or "
+            f"max_position_embeddings says {max_positions:,}",
+            "transformers goes by the factor; its own lengths would make it "
+            f"{max_positions / original:g}",
+            f"factor {max_positions / original:g} in the config for {max_positions:,} tokens, or "
             f"max_position_embeddings {reached}",
             layer.layer_type,
             {
-                "full": full,
+                "full": max_positions,
                 "reached": reached,
                 "factor": factor,
-                "implied": full / original,
+                "implied": max_positions / original,
             },
         )
 

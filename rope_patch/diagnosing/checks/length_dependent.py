@@ -1,4 +1,4 @@
-"""Scalings that change with the text: where they begin, and what a cache makes of them."""
+"""Check length-dependent scalings: where they begin, and their effect on cached keys."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts, LayerFacts, frequency_difference
 from rope_patch.methods import Frequencies, build
 
-# They read the prompt again, without cached keys, when a text passes the original length.
+# Architectures that recompute the prompt without cached keys beyond the original length.
 _RECOMPUTING = ("phi3", "phimoe", "phi4_multimodal")
 
 
 def dynamic_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
-    """transformers' own dynamic NTK."""
-    start = facts.subject.config.max_position_embeddings  # what transformers takes for trained
+    """Yield findings about transformers' own dynamic NTK."""
+    start = (
+        facts.subject.config.max_position_embeddings
+    )  # transformers takes it for the trained length
     trained, factor = layer.geometry.trained_length, float(layer.parameters["factor"])
-    plain = Frequencies(layer.geometry.inv_freq())
+    unscaled = Frequencies(layer.geometry.inv_freq())
     if trained < start:
-        meant = build("dynamic", factor=factor, growth="exact").frequencies(layer.geometry, start)
-        count, farthest = frequency_difference(meant, plain)
-        said = layer.parameters.get("original_max_position_embeddings")
+        intended = build("dynamic", factor=factor, growth="exact").frequencies(
+            layer.geometry, start
+        )
+        count, farthest = frequency_difference(intended, unscaled)
+        original_length = layer.parameters.get("original_max_position_embeddings")
         yield Finding(
             "error",
             "dynamic-starts-late",
             "transformers' dynamic scaling begins at max_position_embeddings"
-            + (", and ignores original_max_position_embeddings" if said is not None else ""),
+            + (
+                ", and ignores original_max_position_embeddings"
+                if original_length is not None
+                else ""
+            ),
             f"nothing is scaled up to {start:,} tokens, {start / trained:g} times the trained "
-            f"{trained:,}: there {count} of {len(plain.inv_freq)} pairs should be stretched, by "
+            f"{trained:,}: there {count} of {len(unscaled.inv_freq)} pairs should be stretched, by "
             f"up to {farthest:.4g}",
             facts.subject.patch_call("dynamic", f"factor={factor:g}, trained_length={trained}")
             + f", or max_position_embeddings {trained} in the config",
@@ -36,10 +44,10 @@ def dynamic_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
             {"starts": start, "trained": trained, "ratio": farthest, "changed": count},
         )
     length = max(facts.target_length, 2 * start)
-    late = build("dynamic", factor=factor, growth="exact").frequencies(
+    grown = build("dynamic", factor=factor, growth="exact").frequencies(
         layer.geometry, length * trained / start
     )
-    pair, angle = _worst_stale_pair(plain, late, start)
+    pair, angle = _worst_stale_pair(unscaled, grown, start)
     yield Finding(
         "warning",
         "cached-keys-left-behind",
@@ -54,13 +62,13 @@ def dynamic_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
 
 
 def longrope_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
-    """Two sets of frequencies, of which the longest row of a batch chooses one."""
+    """Yield findings about LongRoPE, whose two sets switch with a batch's longest row."""
     short, long = layer.configured(1), layer.configured(math.inf)
     if short is None or long is None or short.same_as(long):
         return
     original = layer.geometry.trained_length
     pair, angle = _worst_stale_pair(short, long, original)
-    shown = (
+    evidence = (
         f"a text that passes {original:,} tokens: the key at {original - 1:,} is {angle:.3g} "
         f"radians off in pair {pair}"
     )
@@ -71,27 +79,28 @@ def longrope_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
             "prompt-read-again",
             "where a text passes the original length, generate drops the cached keys of this "
             "architecture and reads the text again",
-            shown + ", were they kept",
+            evidence + ", were they kept",
             "",
             layer.layer_type,
             numbers,
         )
         return
     factor = layer.configured_method.factor if layer.configured_method else 1.0
-    p = "model.config.rope_parameters" + (
+    parameters_path = "model.config.rope_parameters" + (
         "" if layer.layer_type is None else f'["{layer.layer_type}"]'
     )
-    own = ("long_factor", "short_factor", "attention_factor")
+    factor_keys = ("long_factor", "short_factor", "attention_factor")
     options = ", ".join(
-        f'{name}=p["{name}"]' for name in own if layer.parameters.get(name) is not None
+        f'{name}=p["{name}"]' for name in factor_keys if layer.parameters.get(name) is not None
     )
     yield Finding(
         "warning",
         "cached-keys-left-behind",
         "with a key-value cache, transformers leaves the keys of a text that passes the original "
         "length under the short factors",
-        shown,
-        f'p = {p}; rope_patch.patch(model, "longrope", factor={factor:g}, start="unscaled", '
+        evidence,
+        f'p = {parameters_path}; rope_patch.patch(model, "longrope", factor={factor:g}, '
+        'start="unscaled", '
         f"{options})",
         layer.layer_type,
         numbers,
@@ -99,7 +108,7 @@ def longrope_findings(facts: Facts, layer: LayerFacts) -> Iterator[Finding]:
 
 
 def _worst_stale_pair(before: Frequencies, after: Frequencies, length: int) -> tuple[int, float]:
-    """The pair whose key at the last of `target_length` positions is off most, and by how many radians."""
+    """Return the pair whose key at the last of `length` positions is most stale, in radians."""
     angles = ((before.inv_freq - after.inv_freq).abs() * (length - 1)).tolist()
     pair = max(range(len(angles)), key=angles.__getitem__)
     return pair, angles[pair]

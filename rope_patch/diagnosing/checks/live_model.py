@@ -1,4 +1,4 @@
-"""Whether a live model turns as its config says now."""
+"""Check a live model's rotation against its config."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rope_patch.patching.architecture.attention_source import (
 )
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_owner
 
-# What others replace: in most files, in Qwen 2 VL's, in Llama 4's.
+# Functions that other libraries replace: in most files, in Qwen 2 VL's, in Llama 4's.
 _ROTATION_FUNCTIONS = (APPLY, "apply_multimodal_rotary_pos_emb", "apply_rotary_emb")
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")  # these modules change their buffer as they go
+_LENGTH_DEPENDENT = ("dynamic", "longrope")  # these modules change their buffer during forward
 
 
 def live_findings(facts: Facts) -> Iterator[Finding]:
-    """Looks at a live model's modules; nothing where a patch of ours stands on them."""
+    """Yield findings about a live model; rotary modules under our patch are skipped."""
     subject = facts.subject
     if not subject.live:
         return
@@ -42,14 +42,16 @@ def live_findings(facts: Facts) -> Iterator[Finding]:
 
 def _check_buffers(facts: Facts, rotary: RotaryModule) -> Iterator[Finding]:
     module: Any = rotary.module
-    for kind, prefix in rotary.prefixes.items():
-        layer = facts.layers.get(kind)
+    for layer_type, prefix in rotary.prefixes.items():
+        layer = facts.layers.get(layer_type)
         if layer is None or layer.actual is None:
             continue
-        built = module.rope_type[kind] if isinstance(module.rope_type, dict) else module.rope_type
+        built_rope_type = (
+            module.rope_type[layer_type] if isinstance(module.rope_type, dict) else module.rope_type
+        )
         name = f"{prefix}inv_freq"
         if (
-            built in _LENGTH_DEPENDENT
+            built_rope_type in _LENGTH_DEPENDENT
             and getattr(module, f"{prefix}original_inv_freq", None) is not None
         ):
             name = f"{prefix}original_inv_freq"
@@ -57,13 +59,15 @@ def _check_buffers(facts: Facts, rotary: RotaryModule) -> Iterator[Finding]:
         if buffer.is_meta:
             continue
         live = Frequencies(buffer.double().cpu(), _attention_factor(module, prefix))
-        if built == layer.scaling and live.close_to(layer.actual):
+        if built_rope_type == layer.scaling and live.close_to(layer.actual):
             continue
         cast = _dtype_it_was_cast_to(buffer, layer.actual)
-        if cast is not None and built == layer.scaling:
-            yield _cast_finding(facts, kind, cast, live, layer.actual)
+        if cast is not None and built_rope_type == layer.scaling:
+            yield _cast_finding(facts, layer_type, cast, live, layer.actual)
         else:
-            yield _edited_config_finding(facts, kind, str(built), live, layer.actual)
+            yield _edited_config_finding(
+                facts, layer_type, str(built_rope_type), live, layer.actual
+            )
 
 
 def _attention_factor(module: Any, prefix: str) -> float:
@@ -71,7 +75,7 @@ def _attention_factor(module: Any, prefix: str) -> float:
 
 
 def _dtype_it_was_cast_to(buffer: torch.Tensor, exact: Frequencies) -> torch.dtype | None:
-    """The type that exact frequencies were cast to, if that is all that befell them."""
+    """Return the dtype that exact frequencies were cast to, if nothing else changed them."""
     if buffer.shape != exact.inv_freq.shape:
         return None
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
@@ -82,7 +86,7 @@ def _dtype_it_was_cast_to(buffer: torch.Tensor, exact: Frequencies) -> torch.dty
 
 
 def _cast_finding(
-    facts: Facts, kind: str | None, cast: torch.dtype, live: Frequencies, exact: Frequencies
+    facts: Facts, layer_type: str | None, cast: torch.dtype, live: Frequencies, exact: Frequencies
 ) -> Finding:
     name = str(cast).removeprefix("torch.")
     off = (live.inv_freq - exact.inv_freq).abs()
@@ -100,25 +104,29 @@ def _cast_finding(
         f"{worst:.2g}; a quarter of a turn is passed after {math.pi / 2 / error:,.0f} tokens",
         f"model = AutoModelForCausalLM.from_pretrained({source}, dtype=torch.{name}) instead of a "
         "cast afterwards; rope_patch.patch(model, ...) makes them exact, too",
-        kind,
+        layer_type,
         {"length": length, "pair": pair, "radians": error * (length - 1), "cos": worst},
     )
 
 
 def _edited_config_finding(
-    facts: Facts, kind: str | None, built: str, live: Frequencies, exact: Frequencies
+    facts: Facts,
+    layer_type: str | None,
+    built_rope_type: str,
+    live: Frequencies,
+    exact: Frequencies,
 ) -> Finding:
-    layer = facts.layers[kind]
+    layer = facts.layers[layer_type]
     if live.inv_freq.shape == exact.inv_freq.shape:
         count, farthest = frequency_difference(live, exact)
-        shown = f"{count} of {len(live.inv_freq)} pairs differ"
+        evidence = f"{count} of {len(live.inv_freq)} pairs differ"
         if count:
-            shown += f", by up to a factor of {farthest:.6g}"
+            evidence += f", by up to a factor of {farthest:.6g}"
     else:
         count, farthest = len(exact.inv_freq), math.inf
-        shown = f"{len(live.inv_freq)} pairs turn instead of {len(exact.inv_freq)}"
+        evidence = f"{len(live.inv_freq)} pairs turn instead of {len(exact.inv_freq)}"
     if abs(live.attention_factor - exact.attention_factor) > 1e-6:
-        shown += (
+        evidence += (
             f"; attention factor {live.attention_factor:.6g} instead of "
             f"{exact.attention_factor:.6g}"
         )
@@ -126,47 +134,49 @@ def _edited_config_finding(
     return Finding(
         "error",
         "config-edited-after-load",
-        f"the model runs with {built!r} as it was built, and its config says {layer.scaling!r} "
+        f"the model runs with {built_rope_type!r} as it was built, and its config says "
+        f"{layer.scaling!r} "
         "now: edits after loading do nothing"
-        if built != layer.scaling
+        if built_rope_type != layer.scaling
         else f"the model's frequencies are not those of its config's {layer.scaling!r}: the "
         "config or the module was edited after loading",
-        shown,
+        evidence,
         f"model = AutoModelForCausalLM.from_pretrained({source}, config=model.config), which "
         "builds what the config says",
-        kind,
+        layer_type,
         {"pairs": len(live.inv_freq), "changed": count, "ratio": farthest},
     )
 
 
 def _raised_max_positions_finding(facts: Facts, rotary: RotaryModule) -> Iterator[Finding]:
-    """max_position_embeddings edited on a live model whose rotation stayed."""
-    built = getattr(rotary.module, "original_max_seq_len", None)
+    """Yield a finding if max_position_embeddings was edited on the live model."""
+    built_length = getattr(rotary.module, "original_max_seq_len", None)
     now = facts.subject.config.max_position_embeddings
-    if not isinstance(built, int) or not isinstance(now, int) or built == now:
+    if not isinstance(built_length, int) or not isinstance(now, int) or built_length == now:
         return
     dynamic = any(layer.scaling == "dynamic" for layer in facts.layers.values())
     yield Finding(
         "error",
         "length-edited-after-load",
-        f"max_position_embeddings was {built:,} when the model was built and is {now:,} now: "
+        f"max_position_embeddings was {built_length:,} when the model was built and is {now:,} "
+        "now: "
         + (
             "its dynamic scaling counts from the one in some places and from the other elsewhere"
             if dynamic
             else "the rotation is as before"
         ),
         f"0 of {facts.layers[next(iter(facts.layers))].geometry.rotary_dim // 2} pairs stretched "
-        f"for a length {now / built:g} times the one it was built for",
-        f"model.config.max_position_embeddings = {built}, then "
+        f"for a length {now / built_length:g} times the one it was built for",
+        f"model.config.max_position_embeddings = {built_length}, then "
         f"{facts.subject.patch_call('yarn', f'length={now}')}"
-        if now > built
-        else f"model.config.max_position_embeddings = {built}",
-        numbers={"built": built, "now": now},
+        if now > built_length
+        else f"model.config.max_position_embeddings = {built_length}",
+        numbers={"built": built_length, "now": now},
     )
 
 
 def _replaced_function_finding(facts: Facts) -> Iterator[Finding]:
-    """Somebody's function in the place of transformers' own, for every model of the process."""
+    """Yield findings for rotation functions that another library replaced in the process."""
     seen = set()
     for rotary in facts.subject.rotaries:
         home = sys.modules[type(rotary.module).__module__]
@@ -177,12 +187,12 @@ def _replaced_function_finding(facts: Facts) -> Iterator[Finding]:
                 name = undecorated_forward(type(module)).__globals__["__name__"]
                 places[name] = sys.modules.get(name, home)
         for (name, place), function in itertools.product(places.items(), _ROTATION_FUNCTIONS):
-            found = getattr(place, function, None)
-            origin = _defining_module(found)
+            replacement = getattr(place, function, None)
+            origin = _defining_module(replacement)
             if (name, function) in seen or origin in (None, name) or _is_expected_module(origin):
                 continue
             seen.add((name, function))
-            off = _max_rotation_difference(place, found) if function == APPLY else None
+            difference = _max_rotation_difference(place, replacement) if function == APPLY else None
             yield Finding(
                 "warning",
                 "rotation-replaced",
@@ -191,41 +201,45 @@ def _replaced_function_finding(facts: Facts) -> Iterator[Finding]:
                 "on random vectors it "
                 + (
                     "could not be tried here"
-                    if off is None
-                    else f"differs from transformers' own by at most {off:.3g}"
+                    if difference is None
+                    else f"differs from transformers' own by at most {difference:.3g}"
                 )
                 + "; it is given cos and sin, so frequencies act",
                 "leave it out where rotations are to be exact (Liger: rope=False), and start the "
                 "process again: it was replaced in the module",
-                numbers={} if off is None else {"difference": off},
+                numbers={} if difference is None else {"difference": difference},
             )
 
 
 def _defining_module(function: Any) -> str | None:
-    function = getattr(function, "forward", function)  # a module where `kernels` is installed
+    function = getattr(function, "forward", function)  # with `kernels` installed it is a module
     try:
         return inspect.unwrap(function).__module__
     except (AttributeError, ValueError):
         return None
 
 
-def _is_expected_module(origin: str | None) -> bool:
-    return bool(origin) and str(origin).split(".")[0] in ("transformers", "kernels", "rope_patch")
+def _is_expected_module(module_name: str | None) -> bool:
+    return bool(module_name) and str(module_name).split(".")[0] in (
+        "transformers",
+        "kernels",
+        "rope_patch",
+    )
 
 
-def _max_rotation_difference(home: Any, found: Any) -> float | None:
-    """By how much two functions rotate random vectors apart; None if one cannot be tried here."""
+def _max_rotation_difference(home: Any, replacement: Any) -> float | None:
+    """Return the largest difference of two rotations of random vectors; None if one fails."""
     try:
         spec = importlib.util.find_spec(home.__name__)
-        fresh = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-        spec.loader.exec_module(fresh)  # type: ignore[union-attr]
-        own: Any = getattr(fresh, APPLY)
+        fresh_module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        spec.loader.exec_module(fresh_module)  # type: ignore[union-attr]
+        original: Any = getattr(fresh_module, APPLY)
         generator = torch.Generator().manual_seed(0)
         q, k = torch.randn(2, 1, 2, 8, 16, generator=generator)
         angles = torch.outer(torch.arange(8.0), 1e4 ** -torch.arange(0, 1, 1 / 8))
         angles = torch.cat([angles, angles], dim=-1)[None]
-        expected = own(q.clone(), k.clone(), angles.cos(), angles.sin())
-        got = found(q.clone(), k.clone(), angles.cos(), angles.sin())
+        expected = original(q.clone(), k.clone(), angles.cos(), angles.sin())
+        got = replacement(q.clone(), k.clone(), angles.cos(), angles.sin())
         return max(float((a - b).abs().max()) for a, b in zip(expected, got, strict=True))
-    except Exception:  # somebody else's code, on a device it may not be made for
+    except Exception:  # foreign code, possibly made for another device
         return None

@@ -1,8 +1,8 @@
-"""What memory a recipe needs on each device, what row length fits, and what to change if none does.
+"""Memory plan of a recipe: bytes per device, the longest rows that fit, suggestions if none does.
 
-`python -m rope_patch.training.memory.plan` prints the lengths that fit. How it is computed, and
-what of it was never measured (all of a GPU), is said in `rope_patch.training.memory.model`;
-`recipes/experiments/check_memory_plan.py` compares it with what a step on a CPU takes.
+`python -m rope_patch.training.memory.plan` prints the lengths that fit. The computation, and what
+of it was never measured (everything on a GPU), is described in `rope_patch.training.memory.model`;
+`recipes/experiments/check_memory_plan.py` compares it with the peak of a step on a CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,8 @@ from rope_patch.patching import check as check_request
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.rope_config import read_geometries
-from rope_patch.training.memory.model import (
-    RESERVE,
-    MemoryNeed,
-    TrainingSetup,
-    longest_row,
-    memory_need,
-)
+from rope_patch.training.memory.model import RESERVE, MemoryNeed, longest_row, memory_need
+from rope_patch.training.memory.setup import TrainingSetup
 from rope_patch.utils.resources import resource_folder
 
 __all__ = [
@@ -42,8 +37,8 @@ __all__ = [
 __all__ += ["lengths_table", "require_memory", "to_dict"]
 
 GIB = 2**30
-# What torch reports of an RTX 4090, an H100 and an H200: a device "of 24 GB" has 24 GiB at most,
-# less what its driver keeps.
+# Memory that torch reports of an RTX 4090, an H100 and an H200: a device "of 24 GB" has at most
+# 24 GiB, less its driver's share.
 DEVICES = {"24 GB": int(23.5 * GIB), "80 GB": int(79.1 * GIB), "141 GB": int(139.7 * GIB)}
 SHAPES = resource_folder("recipes/shapes")
 _MODELS = {"1B": "llama-3.2-1b", "8B": "llama-3.1-8b"}
@@ -62,28 +57,28 @@ _DEVICE_LAYOUTS: dict[str, dict[str, Any]] = {
 def from_settings(
     settings: Any, *, processes: int | None = None, environment: Mapping[str, str] | None = None
 ) -> MemoryNeed:
-    """What a recipe needs on each device.
+    """Return the memory that a recipe needs on each device.
 
     Args:
-        settings: The recipe, as `rope_patch.training.settings.parse` gives it.
-        processes: How many share the work; what `accelerate launch` said unless given.
-        environment: Variables that `accelerate launch` sets; the process's own unless given.
+        settings: The recipe, from `rope_patch.training.settings.parse`.
+        processes: Processes that share the work; None reads `accelerate launch`'s variables.
+        environment: Variables set by `accelerate launch`; None reads this process's environment.
     """
     config = _read_config(settings)
-    how = _training_setup(settings, config, processes, environment)
-    return memory_need(config, length=_row_length(settings, config), **vars(how))
+    setup = _training_setup(settings, config, processes, environment)
+    return memory_need(config, length=_row_length(settings, config), **vars(setup))
 
 
 def require_memory(need: MemoryNeed, available: int, suggestions: Sequence[str] = ()) -> None:
-    """Refuses a step that a device's memory is too small for.
+    """Raise if a device has too little memory for a step.
 
     Args:
-        need: What the step needs.
-        available: Bytes of the device, of which `RESERVE` is left free.
-        suggestions: What would make it fit; general advice unless given.
+        need: The step's need.
+        available: Bytes of the device, of which `RESERVE` stays free.
+        suggestions: Changes that make it fit; general advice if empty.
 
     Raises:
-        ValueError: Says what is needed by part, what there is, and what to change.
+        ValueError: The step does not fit; names the need by part, the memory, and the changes.
     """
     usable = int(available * (1 - RESERVE))
     if need.total <= usable:
@@ -98,39 +93,43 @@ def require_memory(need: MemoryNeed, available: int, suggestions: Sequence[str] 
         "a shorter train_length",
     )
     raise ValueError(
-        f"a step needs {_format_gib(need.total)} on each device ({parts}; most in: {need.moment}), but "
-        f"the device has {_format_gib(available)}, {_format_gib(usable)} of it to be planned with; expected one "
+        f"a step needs {_format_gib(need.total)} on each device ({parts}; most in: "
+        f"{need.moment}), but "
+        f"the device has {_format_gib(available)}, {_format_gib(usable)} of it to be planned "
+        "with; expected one "
         "of: " + "; ".join(advice) + " (ignore_plan: true starts anyway)"
     )
 
 
 def require_device(settings: Any) -> None:
-    """Refuses a recipe that this process's device is too small for; see `require_memory`."""
+    """Raise if this process's device is too small for a recipe; see `require_memory`."""
     if (available := _device_memory(settings)) is None:
         return
     config = _read_config(settings)
-    how, length = _training_setup(settings, config), _row_length(settings, config)
-    need = memory_need(config, length=length, **vars(how))
+    setup, length = _training_setup(settings, config), _row_length(settings, config)
+    need = memory_need(config, length=length, **vars(setup))
     short = need.total > available * (1 - RESERVE)
-    require_memory(need, available, _suggestions(config, length, how, available) if short else ())
+    require_memory(need, available, _suggestions(config, length, setup, available) if short else ())
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
-    """The plan of a recipe as numbers, in bytes and tokens."""
+    """Return a recipe's plan as JSON data, in bytes and tokens."""
     config = _read_config(settings)
-    how, length = _training_setup(settings, config), _row_length(settings, config)
-    need, training = memory_need(config, length=length, **vars(how)), settings.training
+    setup, length = _training_setup(settings, config), _row_length(settings, config)
+    need, training = memory_need(config, length=length, **vars(setup)), settings.training
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    rows = how.rows * training.gradient_accumulation_steps * max(1, world // how.context_parallel)
+    rows = (
+        setup.rows * training.gradient_accumulation_steps * max(1, world // setup.context_parallel)
+    )
     tokens = settings.extension.tokens
     steps = training.max_steps if tokens is None else -(-int(tokens) // (rows * length))
     return {
         "model": settings.extension.model,
         "length": length,
         "processes": world,
-        "shards": how.shards,
-        "context_parallel": how.context_parallel,
-        "loss": how.loss,
+        "shards": setup.shards,
+        "context_parallel": setup.context_parallel,
+        "loss": setup.loss,
         "need": {**need.parts(), "total": need.total},
         "moment": need.moment,
         "steps": steps,
@@ -139,7 +138,7 @@ def to_dict(settings: Any) -> dict[str, Any]:
         "reserve": RESERVE,
         "longest": {
             spread: {
-                name: longest_row(config, size, **vars(replace(how, **split)))
+                name: longest_row(config, size, **vars(replace(setup, **split)))
                 for name, size in DEVICES.items()
             }
             for spread, split in (_DEVICE_LAYOUTS if world == 1 else {"as it is": {}}).items()
@@ -148,24 +147,25 @@ def to_dict(settings: Any) -> dict[str, Any]:
 
 
 def format_plan(settings: Any, as_json: bool = False) -> str:
-    """The plan of a recipe, to be read; or as JSON."""
-    said = to_dict(settings)
+    """Return a recipe's plan as text or JSON."""
+    numbers = to_dict(settings)
     if as_json:
-        return json.dumps(said, indent=2)
-    spread = f"{said['processes']} process{'es' if said['processes'] > 1 else ''}"
-    if said["shards"] > 1:
-        spread += f", weights in {said['shards']} shards"
-    if said["context_parallel"] > 1:
-        spread += f", rows in {said['context_parallel']} parts"
+        return json.dumps(numbers, indent=2)
+    spread = f"{numbers['processes']} process{'es' if numbers['processes'] > 1 else ''}"
+    if numbers["shards"] > 1:
+        spread += f", weights in {numbers['shards']} shards"
+    if numbers["context_parallel"] > 1:
+        spread += f", rows in {numbers['context_parallel']} parts"
     lines = [
-        f"{said['model']}: rows of {said['length']:,} tokens, {spread}",
-        f"{said['steps']:,} steps of {said['tokens_per_step']:,} tokens: {said['tokens']:,} in all",
+        f"{numbers['model']}: rows of {numbers['length']:,} tokens, {spread}",
+        f"{numbers['steps']:,} steps of {numbers['tokens_per_step']:,} tokens: "
+        f"{numbers['tokens']:,} in all",
         "",
-        f"memory on each device, in the moment that needs most ({said['moment']}):",
+        f"memory on each device, in the moment that needs most ({numbers['moment']}):",
     ]
-    lines += [f"  {name:<12}{_format_gib(size):>14}" for name, size in said["need"].items()]
+    lines += [f"  {name:<12}{_format_gib(size):>14}" for name, size in numbers["need"].items()]
     lines += ["", f"longest rows that fit, {RESERVE:.0%} of a device left free:"]
-    for spread, longest in said["longest"].items():
+    for spread, longest in numbers["longest"].items():
         fitting = "".join(
             f"{name:>8}{_format_tokens(tokens):>12}" for name, tokens in longest.items()
         )
@@ -175,18 +175,18 @@ def format_plan(settings: Any, as_json: bool = False) -> str:
 
 
 def lengths_table() -> str:
-    """The longest rows of two models on three devices, as Markdown."""
+    """Return the longest rows of two models on three devices, as Markdown."""
     lines = ["| model | trained | GPUs | " + " | ".join(DEVICES) + " |"]
     lines.append("|---" * 3 + "|---:" * len(DEVICES) + "|")
     for model, folder in _MODELS.items():
         config = read_config(SHAPES / folder)
-        for way, how in _TRAINING_MODES.items():
-            for spread, shared in _DEVICE_LAYOUTS.items():
-                found = [
-                    _format_tokens(longest_row(config, size, **how, **shared))
+        for mode, setup in _TRAINING_MODES.items():
+            for spread, layout in _DEVICE_LAYOUTS.items():
+                lengths = [
+                    _format_tokens(longest_row(config, size, **setup, **layout))
                     for size in DEVICES.values()
                 ]
-                lines.append(f"| {model} | {way} | {spread} | " + " | ".join(found) + " |")
+                lines.append(f"| {model} | {mode} | {spread} | " + " | ".join(lengths) + " |")
     return "\n".join(lines)
 
 
@@ -195,18 +195,22 @@ def _read_config(settings: Any) -> Any:
 
 
 def _row_length(settings: Any, config: Any) -> int:
-    """Tokens of a row, as `preparing.prepare` will have it."""
-    asked = settings.extension
-    if asked.train_length:
-        return asked.train_length
-    if asked.method != "none":
-        request = {name: getattr(asked, name) for name in ("factor", "length", "trained_length")}
-        request |= {"layer_types": asked.layer_types, **settings.method_options}
-        planned = check_request(empty_model(asked.model, config), asked.method, **request)
-        if planned.length is not None:
-            return planned.length
+    """Return the tokens per row that `model_setup.prepare` will use."""
+    extension = settings.extension
+    if extension.train_length:
+        return extension.train_length
+    if extension.method != "none":
+        request = {
+            name: getattr(extension, name) for name in ("factor", "length", "trained_length")
+        }
+        request |= {"layer_types": extension.layer_types, **settings.method_options}
+        request_check = check_request(
+            empty_model(extension.model, config), extension.method, **request
+        )
+        if request_check.length is not None:
+            return request_check.length
     text = config.get_text_config(decoder=True)
-    return next(iter(read_geometries(text, asked.trained_length).values())).trained_length
+    return next(iter(read_geometries(text, extension.trained_length).values())).trained_length
 
 
 def _training_setup(
@@ -215,48 +219,48 @@ def _training_setup(
     processes: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> TrainingSetup:
-    asked, training, data = settings.extension, settings.training, settings.data
-    said = os.environ if environment is None else environment
-    world = processes or int(said.get("WORLD_SIZE", "1"))
+    extension, training, data = settings.extension, settings.training, settings.data
+    variables = os.environ if environment is None else environment
+    world = processes or int(variables.get("WORLD_SIZE", "1"))
     sizes = {
-        name: int(said.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
+        name: int(variables.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
         for name in ("CP", "SP", "DP_REPLICATE")
     }
-    fsdp = said.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    deepspeed = said.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    shares = fsdp or (deepspeed and said.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3")
-    dtype = getattr(torch, asked.dtype)
+    fsdp = variables.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    deepspeed = variables.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    is_sharded = fsdp or (deepspeed and variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3")
+    dtype = getattr(torch, extension.dtype)
     compute = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else dtype
     return TrainingSetup(
         rows=training.per_device_train_batch_size,
         dtype=dtype,
         compute_dtype=compute,
-        lora_rank=asked.lora_rank,
-        lora_targets=tuple(asked.lora_targets),
-        lora_trains=tuple(asked.lora_trains),
+        lora_rank=extension.lora_rank,
+        lora_targets=tuple(extension.lora_targets),
+        lora_trains=tuple(extension.lora_trains),
         loss=_resolved_loss(settings.loss, config),
         checkpointing=bool(training.gradient_checkpointing),
-        offload_activations=asked.offload_activations,
-        attention=asked.attention,
+        offload_activations=extension.offload_activations,
+        attention=extension.attention,
         packed_masks=data.packing == "masked" or data.short_share > 0,
-        shards=max(1, world // sizes["DP_REPLICATE"]) if shares else 1,
+        shards=max(1, world // sizes["DP_REPLICATE"]) if is_sharded else 1,
         context_parallel=sizes["CP"] * sizes["SP"],
-        replicated=world > 1 and not shares,
+        replicated=world > 1 and not is_sharded,
         accumulates=training.gradient_accumulation_steps > 1,
         optimizer=getattr(training.optim, "value", training.optim),
     )
 
 
-def _resolved_loss(asked: str, config: Any) -> str:
-    """Which loss `losses.use` will take, as far as a config tells."""
-    if asked != "auto":
-        return asked
+def _resolved_loss(loss: str, config: Any) -> str:
+    """Return the loss that training will use, as far as the config tells."""
+    if loss != "auto":
+        return loss
     caps = getattr(config.get_text_config(decoder=True), "final_logit_softcapping", None)
     return "full" if caps or not hasattr(functional, "linear_cross_entropy") else "torch"
 
 
 def _device_memory(settings: Any) -> int | None:
-    """Bytes of this process's GPU, or of the machine where it has none; None if unknown."""
+    """Return the bytes of this process's GPU, or of the machine without one; None if unknown."""
     if torch.cuda.is_available() and not settings.training.use_cpu:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         return torch.cuda.get_device_properties(index).total_memory
@@ -266,39 +270,39 @@ def _device_memory(settings: Any) -> int | None:
         return None
 
 
-def _suggestions(config: Any, length: int, how: TrainingSetup, available: int) -> list[str]:
-    """Settings that make a recipe fit, each on its own; and the longest row that fits as it is."""
-    masks = how.packed_masks and how.attention == "sdpa"
+def _suggestions(config: Any, length: int, setup: TrainingSetup, available: int) -> list[str]:
+    """Return single settings that make a recipe fit, and its longest row that fits unchanged."""
+    masks = setup.packed_masks and setup.attention == "sdpa"
     changes: list[tuple[bool, str, dict[str, Any]]] = [
-        (not how.checkpointing, "gradient_checkpointing: true", {"checkpointing": True}),
-        (how.loss == "full", "loss: torch", {"loss": "torch"}),
-        (how.attention == "eager", "attention: sdpa", {"attention": "sdpa"}),
+        (not setup.checkpointing, "gradient_checkpointing: true", {"checkpointing": True}),
+        (setup.loss == "full", "loss: torch", {"loss": "torch"}),
+        (setup.attention == "eager", "attention: sdpa", {"attention": "sdpa"}),
         (masks, "attention: flash_attention_2", {"attention": "flash_attention_2"}),
-        (how.rows > 1, "per_device_train_batch_size: 1", {"rows": 1}),
-        (not how.offload_activations, "offload_activations: true", {"offload_activations": True}),
-        (how.lora_rank == 0, "lora_rank: 8", {"lora_rank": 8}),
-        (how.shards == 1, "8 GPUs with FSDP", {"shards": 8, "replicated": False}),
+        (setup.rows > 1, "per_device_train_batch_size: 1", {"rows": 1}),
+        (not setup.offload_activations, "offload_activations: true", {"offload_activations": True}),
+        (setup.lora_rank == 0, "lora_rank: 8", {"lora_rank": 8}),
+        (setup.shards == 1, "8 GPUs with FSDP", {"shards": 8, "replicated": False}),
         (
-            how.context_parallel == 1 and not how.packed_masks,
+            setup.context_parallel == 1 and not setup.packed_masks,
             "8 GPUs with FSDP and context parallelism",
-            {"shards": max(8, how.shards), "context_parallel": 8, "replicated": False},
+            {"shards": max(8, setup.shards), "context_parallel": 8, "replicated": False},
         ),
     ]
-    usable, together = available * (1 - RESERVE), how
-    alone: list[str] = []
+    usable, combined = available * (1 - RESERVE), setup
+    suggestions: list[str] = []
     names: list[str] = []
     for applies, name, change in changes:
-        need = memory_need(config, length=length, **vars(replace(how, **change)))
+        need = memory_need(config, length=length, **vars(replace(setup, **change)))
         if applies and need.total <= usable:
-            alone.append(f"{name} ({_format_gib(need.total)})")
-    if longest := longest_row(config, available, **vars(how)):
-        alone.append(f"train_length: {longest} or less")
-    for _, name, change in [] if alone else [entry for entry in changes if entry[0]]:
-        together, names = replace(together, **change), [*names, name]
-        need = memory_need(config, length=length, **vars(together))
+            suggestions.append(f"{name} ({_format_gib(need.total)})")
+    if longest := longest_row(config, available, **vars(setup)):
+        suggestions.append(f"train_length: {longest} or less")
+    for _, name, change in [] if suggestions else [entry for entry in changes if entry[0]]:
+        combined, names = replace(combined, **change), [*names, name]
+        need = memory_need(config, length=length, **vars(combined))
         if need.total <= usable:
             return [f"{', '.join(names)}, all at once ({_format_gib(need.total)})"]
-    return alone or ["larger or more devices, or a smaller model"]
+    return suggestions or ["larger or more devices, or a smaller model"]
 
 
 def _format_gib(size: int) -> str:

@@ -1,0 +1,105 @@
+"""Recipe keys for documents and their packing, and checks of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rope_patch.training.documents import did_you_mean
+
+PACKINGS = ("single", "concatenate", "masked")
+
+
+@dataclass
+class DataArguments:
+    """Recipe keys for the documents and for how they are packed into rows."""
+
+    data: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Long documents: files (.txt and .md: one each; .jsonl, .parquet), folders, "
+            "globs, hub:NAME[,CONFIG][@SPLIT], novels:NAME."
+        },
+    )
+    data_weights: list[float] | None = field(
+        default=None, metadata={"help": "Each source's share of tokens; equal if left out."}
+    )
+    short_data: list[str] | None = field(
+        default=None, metadata={"help": "Documents of the short rows; data if left out."}
+    )
+    short_share: float = field(
+        default=0.0, metadata={"help": "Share of rows that are packed of short documents."}
+    )
+    short_length: int | None = field(
+        default=None, metadata={"help": "Tokens of the longest of those; the trained length."}
+    )
+    packing: str = field(
+        default="single",
+        metadata={
+            "help": "single: a row is a slice of one document; concatenate: documents one after "
+            "another; masked: the same, each keeps to itself."
+        },
+    )
+    min_document_length: int = field(
+        default=0, metadata={"help": "Leave out documents of fewer tokens."}
+    )
+    text_column: str = field(
+        default="text",
+        metadata={"help": "Where records have their text, unless they have input_ids."},
+    )
+    shuffle_window: int = field(
+        default=0, metadata={"help": "Shuffle documents among so many; 0 keeps their order."}
+    )
+
+    def __post_init__(self) -> None:
+        """Turn a single source into a list; a recipe may omit the brackets."""
+        self.data = [self.data] if isinstance(self.data, str) else self.data
+        if isinstance(self.short_data, str):
+            self.short_data = [self.short_data]
+
+
+def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
+    """Checks what can be checked without reading.
+
+    Raises:
+        ValueError: Says which argument is wrong, and what it may be.
+    """
+    a = arguments
+    for name, sources in (("data", a.data), ("short_data", a.short_data)):
+        if sources is not None and not sources:
+            raise ValueError(f"no documents: say {name}: a list of files, folders or novels:emma")
+        if twice := sorted({s for s in sources or [] if (sources or []).count(s) > 1}):
+            raise ValueError(f"{name} names {twice[0]!r} twice: say data_weights instead")
+    if a.packing not in PACKINGS:
+        hint = did_you_mean(a.packing, PACKINGS)
+        raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {a.packing!r}{hint}")
+    if not 0 <= a.short_share < 1:
+        raise ValueError(f"short_share must be at least 0 and below 1, got {a.short_share}")
+    if a.data_weights is not None and len(a.data_weights) != len(a.data):
+        raise ValueError(
+            f"expected a data_weights for each of {len(a.data)} sources in data, got "
+            f"{len(a.data_weights)}"
+        )
+    if any(not 0 < weight < float("inf") for weight in a.data_weights or []):
+        raise ValueError(f"data_weights must be above 0, got {a.data_weights}: leave a source out")
+    if a.short_length is not None and not 0 < a.short_length <= row_length:
+        raise ValueError(
+            f"short_length must be 1 to {row_length}, the tokens of a row, got {a.short_length}"
+        )
+    for name in ("min_document_length", "shuffle_window"):
+        if getattr(a, name) < 0:
+            raise ValueError(f"{name} must be at least 0, got {getattr(a, name)}")
+
+
+def require_no_document_masks(arguments: DataArguments) -> None:
+    """Raise if rows need a mask between documents, which torch's context parallelism lacks.
+
+    Raises:
+        ValueError: Rows would need such a mask.
+    """
+    if arguments.packing == "masked" or arguments.short_share > 0:
+        raise ValueError(
+            "documents packed in a row would see each other under torch's context parallelism, "
+            "which takes no mask: expected packing single or concatenate and short_share 0, or "
+            f"sequence parallelism with flash attention; got packing {arguments.packing} and "
+            f"short_share {arguments.short_share:g}"
+        )

@@ -1,0 +1,50 @@
+"""How a model is trained, as far as memory depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """How a model is trained; the defaults are those of a recipe on one device, in float32.
+
+    Attributes:
+        rows: Rows per device and batch.
+        dtype: Type of weights, gradients and optimizer states.
+        compute_dtype: Type that autocast computes in; None means `dtype`.
+        lora_rank: Rank of LoRA; 0 trains all weights.
+        lora_targets: Linear layers with LoRA.
+        lora_trains: Modules trained in full beside LoRA: embeddings, norms.
+        loss: full, torch or liger.
+        checkpointing: Whether only layer inputs are saved (activation checkpointing).
+        offload_activations: Whether saved activations move to CPU memory.
+        attention: transformers' name of the attention implementation.
+        packed_masks: Whether rows contain documents that do not see each other.
+        shards: Devices that share the weights (FSDP).
+        context_parallel: Devices that share a row.
+        replicated: Whether each device has all weights and averages gradients (DDP).
+        accumulates: Whether gradients of several batches are summed.
+        optimizer_states: transformers' name of the optimizer.
+    """
+
+    rows: int = 1
+    dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype | None = None
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = _LORA_TARGETS
+    lora_trains: tuple[str, ...] = ("embeddings", "norms")
+    loss: str = "torch"
+    checkpointing: bool = True
+    offload_activations: bool = False
+    attention: str = "sdpa"
+    packed_masks: bool = False
+    shards: int = 1
+    context_parallel: int = 1
+    replicated: bool = False
+    accumulates: bool = False
+    optimizer: str = "adamw_torch_fused"
