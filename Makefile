@@ -43,8 +43,8 @@ test-oldest: $(VENV)/installed
 	$(BIN)/python tests/oldest/minima.py demo eval search train > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt \
 		".[demo,eval,search,train]"
-	$(OLDEST)/bin/pytest tests/test_cli.py tests/evaluation/test_compare_command.py \
-		tests/searching/test_search_command.py tests/recipes/test_identity.py
+	$(OLDEST)/bin/pytest tests/cli/test_cli.py tests/evaluation/test_compare_command.py \
+		tests/searching/test_search_command.py tests/training/test_identity.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

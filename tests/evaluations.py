@@ -6,7 +6,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from forked import FORK
+from helpers.processes import FORK
 
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.evaluation.request import EvalRequest

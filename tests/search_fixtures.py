@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from forked import FORK
+from helpers.processes import FORK
 from train_tiny import recall_batch
 from transformers import AutoModelForCausalLM
 

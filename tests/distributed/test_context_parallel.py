@@ -7,7 +7,7 @@ import json
 
 import pytest
 import shims
-from processes import launch, shared_folder
+from helpers.processes import launch, shared_folder
 
 PROCESSES = 2  # it takes them 10 to 25 seconds
 FOLLOWING = ["dynamic", "dynamic-yarn", "longrope"]

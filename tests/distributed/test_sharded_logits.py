@@ -7,7 +7,7 @@ import json
 
 import pytest
 import shims
-from processes import launch, shared_folder
+from helpers.processes import launch, shared_folder
 
 PROCESSES = 2
 METHODS = ["linear", "yarn", "dynamic-yarn", "longrope"]

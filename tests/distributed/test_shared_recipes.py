@@ -16,7 +16,7 @@ import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from processes import launch, shared_folder
+from helpers.processes import launch, shared_folder
 from tiny_models import forward, tokens
 from transformers import AutoModelForCausalLM
 

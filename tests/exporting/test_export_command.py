@@ -64,7 +64,7 @@ def test_a_saved_patch_that_no_config_says_is_refused(tmp_path):
     rope_patch.save(found, tmp_path / "saved")
     for words in ((), ("--factor", "4")):
         done = run(str(tmp_path / "saved"), "--engine", "vllm", *words)
-        assert isinstance(done.exception, ValueError)  # a line on stderr: tests/test_cli.py
+        assert isinstance(done.exception, ValueError)  # a line on stderr: tests/cli/test_cli.py
         assert "dynamic-yarn" in str(done.exception)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import FORK, together
+from helpers.processes import FORK, together
 from search_fixtures import load, questions
 from transformers import AutoModelForCausalLM
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from forked import together
+from helpers.processes import together
 from search_fixtures import (
     LENGTH,
     arguments,

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from evaluations import request
-from forked import FORK, together
+from helpers.processes import FORK, together
 
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.utils.folder_lock import FolderLock, lock_folder

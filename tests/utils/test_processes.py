@@ -7,7 +7,7 @@ import accelerate
 import pytest
 import torch
 from evaluations import lines, numbers, request
-from forked import together
+from helpers.processes import together
 
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.utils.processes import Processes

@@ -5,9 +5,19 @@ from random import Random
 
 import pytest
 import torch
-from runs import RECIPES, Child, Hang, Poison, curve, equal_tensors, require_same, run, tensors
-from runs import truth as truth
 from small_disk import disk as disk
+from training_runs import (
+    RECIPES,
+    Child,
+    Hang,
+    Poison,
+    curve,
+    equal_tensors,
+    require_same,
+    run,
+    tensors,
+)
+from training_runs import truth as truth
 
 from rope_patch.training import checkpoints
 from rope_patch.training.monitor import TrainingStopped

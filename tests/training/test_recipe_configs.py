@@ -1,30 +1,19 @@
 """The recipes that come along: they can be read, name their sources, and hold what those say."""
 
 import math
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from accelerate import ParallelismConfig
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.launch import (
-    prepare_deepspeed_cmd_env,
-    prepare_multi_gpu_env,
-    prepare_simple_launcher_cmd_env,
-)
-from transformers import LlamaForCausalLM, get_scheduler
+from transformers import get_scheduler
 
 import rope_patch
 from rope_patch.geometry import Geometry
 from rope_patch.methods.registry import build
 from rope_patch.patching.plan import resolve_options
-from rope_patch.training import packing
+from rope_patch.training import data_arguments
 from rope_patch.training.settings import parse
 
 ROOT = Path(__file__).parents[2]
@@ -268,11 +257,11 @@ def test_its_method_goes_with_its_model(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_its_rows_can_be_made_where_it_is_launched(name):
     settings, ours = read(name), said(name)
-    packing.check_data_arguments(settings.data, ours["row_length"])
+    data_arguments.check_data_arguments(settings.data, ours["row_length"])
     launch = yaml.safe_load(launcher(name).read_text())
     parallelism = launch.get("parallelism_config", {})
     if (shared := parallelism.get("parallelism_config_cp_size", 1)) > 1:
-        packing.require_no_document_masks(settings.data)
+        data_arguments.require_no_document_masks(settings.data)
         assert settings.extension.attention == "sdpa"
         assert ours["row_length"] % (2 * shared) == 0
     if parallelism.get("parallelism_config_sp_size", 1) > 1:
@@ -356,86 +345,3 @@ def test_position_interpolations_warm_up_begins_at_a_tenth():
         scheduler.step()
     assert rates[0] == pytest.approx(2e-6)
     assert rates[20:] == pytest.approx([2e-5] * 980)
-
-
-def launch(path, monkeypatch):
-    """accelerate's arguments and the environment that its launcher gives to each process."""
-    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
-        monkeypatch.delenv(key)
-    words = ["--config_file", str(path), "--main_process_port", "0"]
-    words += ["-m", "rope_patch.recipes.finetune"]
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    if arguments.use_deepspeed:
-        arguments.deepspeed_fields_from_accelerate_config = ""
-        environment = prepare_deepspeed_cmd_env(arguments)[1]
-    elif arguments.use_fsdp:
-        environment = prepare_multi_gpu_env(arguments)
-    else:
-        environment = prepare_simple_launcher_cmd_env(arguments)[1]
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    return arguments, SimpleNamespace(**environment)
-
-
-@pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)
-def test_accelerate_knows_every_key_of_a_launch_file(path):
-    parser = vars(launch_command_parser().parse_args(["script.py"]))
-    config = load_config_from_file(str(path))
-    for part in (config.fsdp_config, config.deepspeed_config, config.parallelism_config):
-        assert set(part) <= set(parser)
-    assert path.read_text().startswith("# ")
-
-
-def test_a_single_process_leaves_the_precision_to_the_recipe(monkeypatch):
-    arguments, environment = launch(ROOT / "recipes/accelerate/single.yaml", monkeypatch)
-    assert arguments.num_processes == 1
-    assert environment.ACCELERATE_MIXED_PRECISION == "no"
-    assert read("yarn_64k").training.mixed_precision == "bf16"
-    assert read("smoke_cpu").training.mixed_precision == "no"
-
-
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_cp8"])
-def test_fsdp2_reaches_the_processes(name, monkeypatch):
-    arguments, environment = launch(ROOT / f"recipes/accelerate/{name}.yaml", monkeypatch)
-    assert arguments.num_processes == 8
-    assert environment.ACCELERATE_USE_FSDP == "true"
-    assert environment.ACCELERATE_MIXED_PRECISION == "bf16"
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is True
-    assert not plugin.activation_checkpointing  # gradient_checkpointing is the recipes'
-    assert not plugin.cpu_ram_efficient_loading
-    assert plugin.state_dict_type.name == "FULL_STATE_DICT"
-    model = LlamaForCausalLM.from_pretrained(TINY)
-    plugin.set_auto_wrap_policy(model)
-    assert plugin.auto_wrap_policy.keywords["transformer_layer_cls"] == {
-        type(model.model.layers[0])
-    }
-
-
-def test_context_parallelism_reaches_the_processes(monkeypatch):
-    arguments, environment = launch(ROOT / "recipes/accelerate/fsdp2_cp8.yaml", monkeypatch)
-    assert environment.ACCELERATE_USE_PARALLELISM_CONFIG == "true"
-    parallelism = ParallelismConfig()
-    assert parallelism.cp_size == parallelism.total_size == arguments.num_processes
-    assert parallelism.cp_handler.cp_comm_strategy == "allgather"
-
-
-def test_sequence_parallelism_reaches_the_processes(monkeypatch):
-    arguments, environment = launch(ROOT / "recipes/accelerate/deepspeed_sp8.yaml", monkeypatch)
-    assert environment.ACCELERATE_USE_DEEPSPEED == "true"
-    assert environment.ACCELERATE_DEEPSPEED_ZERO_STAGE == "3"
-    assert environment.ACCELERATE_DEEPSPEED_ZERO3_INIT == "false"
-    assert environment.ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL == "true"
-    assert environment.ACCELERATE_MIXED_PRECISION == "bf16"
-    parallelism = ParallelismConfig()
-    assert parallelism.sp_size == parallelism.total_size == arguments.num_processes
-    assert parallelism.sp_handler.sp_attn_implementation == "flash_attention_2"
-    assert parallelism.sp_handler.sp_seq_length_is_variable
-
-
-@pytest.mark.parametrize("path", LAUNCHES, ids=lambda path: path.stem)
-def test_accumulation_and_clipping_are_left_to_the_recipe(path, monkeypatch):
-    _, environment = launch(path, monkeypatch)
-    assert not hasattr(environment, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-    assert not hasattr(environment, "ACCELERATE_GRADIENT_CLIPPING")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import here
 
-TINY = str(Path(__file__).parent / "assets" / "tiny-llama")
+TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 # Sends SIGINT while torch is imported, as part of a library that takes any exception for a missing
 # package.
@@ -65,7 +65,7 @@ def test_during_imports():
             ["recommend", TINY, "--length", 512, "--minutes", 1],
         ),
         ("rope_patch.evaluation.pipeline.read_config", ["eval", TINY, "--method", "none"]),
-        ("rope_patch.cli.info.json.dumps", ["methods", "--json"]),
+        ("rope_patch.cli.methods.json.dumps", ["methods", "--json"]),
     ],
 )
 def test_while_a_command_works(target, words, tmp_path, monkeypatch):

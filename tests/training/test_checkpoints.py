@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from runs import (
+from training_runs import (
     ASSETS,
     RECIPES,
     STEPS,
@@ -21,7 +21,7 @@ from runs import (
     stopped,
     tensors,
 )
-from runs import truth as truth
+from training_runs import truth as truth
 
 from rope_patch.training import checkpoints
 

@@ -5,12 +5,12 @@ import re
 import shutil
 
 import pytest
-import runs
 import torch
+import training_runs as runs
 from commands import here
-from runs import ASSETS, STEPS, arguments, curve, equal_tensors, require_same, run, stopped
-from runs import truth as truth
 from safetensors.torch import load_file, save_file
+from training_runs import ASSETS, STEPS, arguments, curve, equal_tensors, require_same, run, stopped
+from training_runs import truth as truth
 from transformers import get_scheduler
 
 from rope_patch.training import identity, schedule

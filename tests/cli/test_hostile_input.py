@@ -15,7 +15,7 @@ from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import read_model, read_tokenizer
 from rope_patch.utils.errors import describe_error, one_line
 
-TINY = Path(__file__).parent / "assets" / "tiny-llama"
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 DEEP = "[" * 3000 + "]" * 3000
 
 

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from runs import RECIPES, run
+from training_runs import RECIPES, run
 
 from rope_patch.training.monitor import (
     LOG,

@@ -10,6 +10,7 @@ import torch
 from transformers import Gemma3TextConfig, Qwen3Config
 
 from rope_patch.pretrained.loading import empty_model, read_config
+from rope_patch.training.data_arguments import DataArguments
 from rope_patch.training.memory import plan as planning
 from rope_patch.training.memory.plan import (
     GIB,
@@ -19,7 +20,6 @@ from rope_patch.training.memory.plan import (
     memory_need,
     require_memory,
 )
-from rope_patch.training.packing import DataArguments
 from rope_patch.training.settings import ExtensionArguments, Settings, TrainArguments
 
 LLAMA_8B = planning.SHAPES / "llama-3.1-8b"

@@ -11,7 +11,7 @@ from commands import here, typed
 
 import rope_patch
 
-TINY = str(Path(__file__).parent / "assets" / "tiny-llama")
+TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 
 def test_methods_are_listed_with_paper_and_need_for_training():

@@ -1,76 +1,19 @@
-"""Rows for fine-tuning: what is in them, their order, and going on exactly where a run was."""
+"""Packed rows: their tokens, their order, and what is refused."""
 
 import itertools
 import json
 import logging
-import random
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, HfArgumentParser, LlamaForCausalLM
+from packed_rows import END, KEYS, LENGTH, SETTINGS, TINY, Counting, lengths, make, segments, tokens
+from packed_rows import source as source
+from packed_rows import tokenizer as tokenizer
+from transformers import HfArgumentParser, LlamaForCausalLM
 
-from rope_patch.training.packing import (
-    DataArguments,
-    PackedRows,
-    collate,
-    require_no_document_masks,
-)
-
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
-END = 1
-LENGTH = 48
-SETTINGS = {"row_length": LENGTH, "trained_length": 16, "seed": 0}
-KEYS = ("input_ids", "labels", "position_ids")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture
-def source(tmp_path):
-    """Writes a file of documents of the given lengths, end token included; no two are alike."""
-
-    def write(name, lengths):
-        made = random.Random(name)
-        lines = [[made.randrange(3, 512) for _ in range(n - 1)] + [END] for n in lengths]
-        path = tmp_path / name
-        path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in lines))
-        return str(path), lines
-
-    return write
-
-
-def lengths(name, count=9, most=130):
-    made = random.Random(f"lengths {name}")
-    return [made.randrange(2, most) for _ in range(count - 1)] + [LENGTH + 5]
-
-
-def make(tokenizer, count, data, settings=SETTINGS, **arguments):
-    rows = PackedRows(DataArguments(data=data, **arguments), tokenizer, **settings)
-    return list(itertools.islice(rows, count))
-
-
-def tokens(rows):
-    return [token for row in rows for token in row["input_ids"].tolist()]
-
-
-def same(rows, others):
-    assert len(rows) == len(others)
-    for row, other in zip(rows, others, strict=True):
-        assert all(torch.equal(row[key], other[key]) for key in KEYS)
-        assert row["row"] == other["row"]
-
-
-def segments(row):
-    """The pieces of a masked row: where positions restart."""
-    starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
-    return [row["input_ids"][a:b] for a, b in zip(starts, [*starts[1:], LENGTH], strict=True)]
+from rope_patch.training.data_arguments import DataArguments, require_no_document_masks
+from rope_patch.training.packing import PackedRows, collate
 
 
 def test_single_rows_are_slices_of_one_document(tokenizer, tmp_path):
@@ -243,119 +186,6 @@ def test_shuffling_changes_the_order_alone(tokenizer, source, tmp_path):
     assert len(list(itertools.groupby(files))) <= 7
 
 
-@pytest.mark.parametrize("window", [0, 3, 100])
-@pytest.mark.parametrize("packing", ["single", "concatenate", "masked"])
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_resuming_at_every_row(tokenizer, source, tmp_path, packing, window, share):
-    (tmp_path / "all").mkdir()
-    for n in range(3):
-        source(f"all/{n}.jsonl", lengths(n, 4, 80))
-    other, brief = source("other.jsonl", lengths("other"))[0], source("b.jsonl", [7, 40, 3])[0]
-    arguments = DataArguments(
-        data=[str(tmp_path / "all"), other],
-        data_weights=[1.0, 1.5],
-        short_data=[brief],
-        short_share=share,
-        packing=packing,
-        min_document_length=10,
-        shuffle_window=window,
-    )
-    count = 64
-    run = list(itertools.islice(PackedRows(arguments, tokenizer, **SETTINGS), count))
-    same(list(itertools.islice(PackedRows(arguments, tokenizer, **SETTINGS), count)), run)
-    assert min(c["epochs"] for c in run[-1]["row"]["counts"].values()) >= 1
-    for row in run[:-1]:
-        at = row["row"]["index"] + 1
-        state = json.loads(json.dumps(row["row"]["state"]))
-        for first in (at, min(at + 3, count - 1)):
-            again = PackedRows(arguments, tokenizer, **SETTINGS)
-            again.resume(state, first)
-            last = min(first + 4, count)
-            same(list(itertools.islice(again, last - first)), run[first:last])
-
-
-def test_resuming_tokenises_one_document(tokenizer, source, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{n} came. " * 20}) + "\n" for n in range(1000)))
-    counting = Counting(tokenizer)
-    arguments = DataArguments(data=[str(path)], packing="concatenate", shuffle_window=10)
-    rows = list(itertools.islice(PackedRows(arguments, counting, **SETTINGS), 400))
-    assert counting.calls > 50
-    again = PackedRows(arguments, counting, **SETTINGS)
-    again.resume(rows[-2]["row"]["state"], 399)
-    counting.calls = 0
-    same([next(iter(again))], rows[-1:])
-    assert counting.calls <= 2
-
-
-def test_resuming_what_has_changed(tokenizer, source, tmp_path):
-    path, _ = source("a.jsonl", [90, 200, 70])
-    rows = make(tokenizer, 2, [path])
-    state = rows[1]["row"]["state"]
-    other = PackedRows(DataArguments(data=[path], packing="masked"), tokenizer, **SETTINGS)
-    with pytest.raises(ValueError, match="packing was single, got masked: set it back"):
-        other.resume(state, 2)
-    other = PackedRows(DataArguments(data=[path]), tokenizer, **SETTINGS | {"seed": 1})
-    with pytest.raises(ValueError, match="seed was 0, got 1"):
-        other.resume(state, 2)
-    again = PackedRows(DataArguments(data=[path]), tokenizer, **SETTINGS)
-    with pytest.raises(ValueError, match="cannot resume at row 1: the state is of row 2"):
-        again.resume(state, 1)
-    source("a.jsonl", [90, 201, 70])
-    again.resume(state, 2)
-    with pytest.raises(ValueError, match=r"jsonl:2 has 201 tokens, it had 200 .* bring back"):
-        next(iter(again))
-
-
-def test_resuming_data_that_has_moved(tokenizer, source):
-    path, _ = source("a.jsonl", [90, 200, 70])
-    moved, rows = path.replace("a.jsonl", "b.jsonl"), make(tokenizer, 4, [path])
-    Path(path).rename(moved)
-    again = PackedRows(DataArguments(data=[moved]), tokenizer, **SETTINGS)
-    again.resume(rows[1]["row"]["state"], 2)
-    assert tokens(itertools.islice(again, 2)) == tokens(rows[2:])
-
-
-@pytest.mark.parametrize(("batch", "world"), [(2, 2), (1, 3), (3, 1)])
-def test_ranks_share_the_rows(tokenizer, source, batch, world):
-    path, _ = source("a.jsonl", lengths("a"))
-    run = make(tokenizer, 24, [path], packing="masked")
-    shares = [
-        make(
-            tokenizer, 24 // world, [path], packing="masked",
-            settings=SETTINGS | {"batch": batch, "world": world, "rank": rank},
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    for rank, share in enumerate(shares):
-        assert all(r["row"]["index"] // batch % world == rank for r in share)
-    same(sorted(itertools.chain(*shares), key=lambda row: row["row"]["index"]), run)
-
-
-def test_one_worker_gives_what_none_gives(tokenizer, source):
-    path, _ = source("a.jsonl", lengths("a"))
-    rows = PackedRows(DataArguments(data=[path], packing="masked", shuffle_window=3), tokenizer,
-                **SETTINGS | {"batch": 2})  # fmt: skip
-    rows.resume(next(iter(rows))["row"]["state"], 4)
-    batches = [
-        list(itertools.islice(DataLoader(rows, 2, collate_fn=collate, num_workers=n), 6))
-        for n in (0, 1)
-    ]
-    for mine, other in zip(*batches, strict=True):
-        assert mine["input_ids"].shape == (2, LENGTH)
-        assert all(torch.equal(mine[key], other[key]) for key in KEYS)
-        assert mine["rows"] == other["rows"]
-    assert batches[0][0]["rows"][0]["index"] == 4
-
-
-def test_several_workers_are_refused(tokenizer, monkeypatch):
-    rows = PackedRows(DataArguments(data=["novels:emma"]), tokenizer, **SETTINGS)
-    worker = SimpleNamespace(num_workers=2)  # real ones that fail take torch 10 s to shut down
-    monkeypatch.setattr("rope_patch.training.packing.get_worker_info", lambda: worker)
-    with pytest.raises(ValueError, match=r"dataloader_num_workers of 0 or 1, got 2"):
-        next(iter(rows))
-
-
 def test_collate(tokenizer, source):
     path, _ = source("a.jsonl", [200])
     rows = make(tokenizer, 2, [path])
@@ -365,18 +195,6 @@ def test_collate(tokenizer, source):
     labels = torch.stack([row["labels"] for row in rows])
     assert batch["labels"][:, 1:].equal(labels[:, 1:])
     assert batch["labels"][:, 0].eq(-100).all()  # nothing predicts it
-
-
-class Counting:
-    """A tokenizer that counts its calls."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.calls = tokenizer, 0
-        self.eos_token_id = tokenizer.eos_token_id
-
-    def __call__(self, *args, **kwargs):
-        self.calls += 1
-        return self.tokenizer(*args, **kwargs)
 
 
 def test_no_more_is_read_than_needed(tokenizer, tmp_path):

@@ -1,0 +1,141 @@
+"""Several processes on this machine: forked from this one, or started as torchrun would."""
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+from filelock import FileLock
+
+TESTS = Path(__file__).parents[1]
+SCRIPTS = TESTS / "distributed"
+FORK = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
+
+
+def together(job, size=2, patience=120):
+    """Run a job in several forked processes that know each other.
+
+    Args:
+        job: Called without arguments in each process.
+        size: Number of processes.
+        patience: Seconds to wait for each result.
+
+    Returns:
+        The job's results by rank.
+
+    Raises:
+        BaseException: The job raised it in one of the processes.
+    """
+    port, queue = _free_port(), FORK.Queue()
+    members = [
+        FORK.Process(target=_member, args=(job, port, rank, size, queue)) for rank in range(size)
+    ]
+    try:
+        for process in members:
+            process.start()
+        results = dict(queue.get(timeout=patience) for _ in members)
+        for process in members:
+            process.join(10)
+    finally:
+        for process in members:
+            process.kill()
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[rank] for rank in range(size)]
+
+
+def _member(job, port, rank, size, queue):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    PartialState._reset_state()  # the parent's state
+    try:
+        queue.put((rank, job()))
+    except BaseException as error:
+        queue.put((rank, error))
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def launch(script, folder, *arguments, processes=2, patience=120, **variables):
+    """Run a script of tests/distributed in processes that can meet in `FOLDER/rendezvous`.
+
+    If one fails or they take longer than `patience` seconds, end them all and fail with their
+    output (`FOLDER/RANK.log`).
+    """
+    failed = folder / "failed"  # shared, so that later tests fail at once
+    if failed.exists():
+        pytest.fail(failed.read_text(), pytrace=False)
+    (folder / "rendezvous").unlink(missing_ok=True)
+    logs = [folder / f"{rank}.log" for rank in range(processes)]
+    running = []
+    try:
+        for rank, log in enumerate(logs):
+            command = [sys.executable, SCRIPTS / script, folder, *arguments]
+            variables_of_rank = environment(rank, processes) | variables
+            with log.open("w") as output:
+                running.append(
+                    subprocess.Popen(
+                        command, stdout=output, stderr=subprocess.STDOUT, env=variables_of_rank
+                    )
+                )
+        deadline = time.monotonic() + patience
+        codes = [None]
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            codes = [process.poll() for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    if any(code != 0 for code in codes):
+        output = "\n".join(f"-- process {log.stem} --\n{log.read_text()}" for log in logs)
+        failed.write_text(f"exit codes {codes} (None: ended from here)\n{output}")
+        pytest.fail(failed.read_text(), pytrace=False)
+
+
+def environment(rank, processes):
+    """Return the environment that torchrun would set for a process, without a GPU."""
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    alone = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    if processes == 1:
+        return alone
+    return alone | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+
+
+@contextmanager
+def shared_folder(tmp_path_factory, name):
+    """Lock a folder that pytest-xdist's workers share."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / name
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        yield folder

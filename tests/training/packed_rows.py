@@ -1,0 +1,77 @@
+"""Packed rows of small documents, for tests."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from rope_patch.training.data_arguments import DataArguments
+from rope_patch.training.packing import PackedRows
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
+END = 1
+LENGTH = 48
+SETTINGS = {"row_length": LENGTH, "trained_length": 16, "seed": 0}
+KEYS = ("input_ids", "labels", "position_ids")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Writes a file of documents of the given lengths, end token included; no two are alike."""
+
+    def write(name, lengths):
+        made = random.Random(name)
+        lines = [[made.randrange(3, 512) for _ in range(n - 1)] + [END] for n in lengths]
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in lines))
+        return str(path), lines
+
+    return write
+
+
+def lengths(name, count=9, most=130):
+    made = random.Random(f"lengths {name}")
+    return [made.randrange(2, most) for _ in range(count - 1)] + [LENGTH + 5]
+
+
+def make(tokenizer, count, data, settings=SETTINGS, **arguments):
+    rows = PackedRows(DataArguments(data=data, **arguments), tokenizer, **settings)
+    return list(itertools.islice(rows, count))
+
+
+def tokens(rows):
+    return [token for row in rows for token in row["input_ids"].tolist()]
+
+
+def same(rows, others):
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        assert all(torch.equal(row[key], other[key]) for key in KEYS)
+        assert row["row"] == other["row"]
+
+
+def segments(row):
+    """The pieces of a masked row: where positions restart."""
+    starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
+    return [row["input_ids"][a:b] for a, b in zip(starts, [*starts[1:], LENGTH], strict=True)]
+
+
+class Counting:
+    """A tokenizer that counts its calls."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.calls = tokenizer, 0
+        self.eos_token_id = tokenizer.eos_token_id
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.tokenizer(*args, **kwargs)
