@@ -1,4 +1,4 @@
-"""Rotation of queries and keys: in Triton where it runs, in plain torch everywhere."""
+"""Rotation of queries and keys, in Triton where it runs and in plain torch everywhere else."""
 
 from rope_patch.ops.angles import cos_sin, pack_frequencies
 from rope_patch.ops.dispatch import (

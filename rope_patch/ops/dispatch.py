@@ -1,7 +1,7 @@
-"""Who rotates: Triton's kernels where they run, plain torch everywhere else.
+"""Dispatch of the public ops: Triton kernels where they run, plain torch everywhere else.
 
-In eager mode kernels are launched directly, because going through an operator would cost several
-times the Python of the launch itself. In graphs they are operators.
+In eager mode kernels are launched directly, because a custom op costs several times the Python of
+the launch itself. In graphs they are custom ops.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ _DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _MIN_TRITON, _MAX_TRITON = (3, 6), (3, 9)
 
-# Weights of a rotated pair further apart than this make a normed x that is derived from rounded
-# outputs too wrong: the error grows with the ratio, and at 64 it is that of a rounding or two.
+# Largest ratio of the two weights of a rotated pair at which the normed input may be recomputed
+# from rounded outputs. The error grows with the ratio; at 64 it is that of one or two roundings.
 _MAX_PAIR_RATIO = 64.0
 
-# Weights below this make outputs that float16 has no bits for.
+# Smaller weights make outputs that float16 cannot represent.
 _MIN_WEIGHT = 2.0**-14
 
-
-# Modules of `ops/kernels`, once Triton has turned out to run.
+# Modules of `ops/kernels`, imported once Triton is known to run.
 _kernel_modules: dict[str, Any] = {}
 
 
 def triton_unavailable_reason() -> str | None:
-    """Why Triton's kernels cannot run here, or None; logged once, where there is a GPU."""
+    """Return why Triton's kernels cannot run here, or None; logged once, if there is a GPU."""
     return _triton_unavailable_reason()
 
 
@@ -50,48 +49,44 @@ def triton_unavailable_reason() -> str | None:
 def _triton_unavailable_reason() -> str | None:
     try:
         version = importlib.import_module("triton").__version__
-        known = tuple(int(part) for part in version.split(".")[:2])
-        if not _MIN_TRITON <= known <= _MAX_TRITON:
+        release = tuple(int(part) for part in version.split(".")[:2])
+        if not _MIN_TRITON <= release <= _MAX_TRITON:
             problem = f"Triton is {version}, and 3.6 to 3.9 are supported"
         else:
-            for name in ("autograd", "custom_ops", "rope", "qk_norm_rope"):
+            for name in ("rope", "qk_norm_rope"):
                 _kernel_modules[name] = importlib.import_module(f"rope_patch.ops.kernels.{name}")
             return None
     except Exception as error:  # a broken installation can raise anything
         problem = f"Triton cannot be imported ({error})"
-    if torch.cuda.is_available():  # on a CPU there is nothing to miss
+    if torch.cuda.is_available():  # a CPU has no kernels to miss
         logger.info("%s: rotating in plain torch", problem)
     return problem
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, slowly, for tests."""
+    """Return whether Triton interprets kernels on the CPU, slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-# torch.compiler.assume_constant_result, without importing the compiler for it.
+# As torch.compiler.assume_constant_result does, without importing the compiler.
 for _constant in (triton_unavailable_reason, is_interpreted):
     setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def use_triton(x: torch.Tensor, kernels: str = "auto") -> bool:
-    """Whether a tensor is one for Triton's kernels.
+    """Return whether to use Triton's kernels for a tensor.
 
     Args:
-        x: Queries, or what has their device, type and dtype.
-        kernels: "auto" where it can be; "triton" demands it; anything else never.
+        x: Queries, or a tensor of their device, type and dtype.
+        kernels: "auto" uses them where they run, "triton" requires them, anything else never does.
 
     Raises:
-        ValueError: It is demanded and cannot be.
+        ValueError: `kernels` is "triton" and they cannot run.
     """
     if kernels == "auto":
-        fits = (
-            x.is_cuda
-            and type(x) in _PLAIN_TYPES
-            and x.dtype in _DTYPES
-            and triton_unavailable_reason() is None
-        )
-        return fits and (torch.compiler.is_compiling() or not needs_plain_torch())
+        is_supported = x.is_cuda and type(x) in _PLAIN_TYPES and x.dtype in _DTYPES
+        runs = is_supported and triton_unavailable_reason() is None
+        return runs and (torch.compiler.is_compiling() or not needs_plain_torch())
     if kernels != "triton":
         return False
     if problem := triton_unavailable_reason():
@@ -124,62 +119,65 @@ def rope(
     inplace: bool = False,
     kernels: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotates queries and keys to their positions (RoFormer, arXiv:2104.09864, equation 34).
+    """Rotate queries and keys to their positions (RoFormer, arXiv:2104.09864, equation 34).
 
-    One launch for both where Triton runs; angles are exact at any position, arithmetic is in
-    float32, and the result is rounded once. Differentiable in q and k, to any order.
+    Triton rotates both in one launch. Angles are exact at any position, arithmetic is in float32,
+    and the result is rounded once. Differentiable in q and k, to any order.
 
     Args:
         q: Queries, `[B, S, H, D]`; any strides.
         k: Keys, `[B, S, K, D]`, or None.
-        positions: Tokens, integers `[S]` or `[B, S]`; `[A, B, S]` with `sections`.
-        packed_freqs: Frequencies, see `make_turns`, `[R / 2 + 1]` or `[B, R / 2 + 1]`; R <= D
-            dimensions rotate, the others stay.
-        sections: Where tokens have a position on each of A axes, which one each pair turns by,
-            integers `[R / 2]` (M-RoPE, arXiv:2409.12191).
-        interleaved: Whether a pair is two neighbours (GPT-J, Cohere) rather than the same place in
+        positions: Token positions, integers `[S]` or `[B, S]`; `[A, B, S]` with `sections`.
+        packed_freqs: Frequencies from `pack_frequencies`, `[R / 2 + 1]` or `[B, R / 2 + 1]`. The
+            first R <= D dimensions rotate, the others keep their values.
+        sections: For tokens with a position on each of A axes (M-RoPE, arXiv:2409.12191): the axis
+            that each pair rotates by, integers `[R / 2]`.
+        interleaved: Whether a pair is two neighbours (GPT-J, Cohere) rather than the same index in
             both halves of the rotated dimensions (Llama).
-        heads_dim: Where the heads are: 2, or 1 for `[B, H, S, D]`.
-        inplace: Write over q and k, as autograd is told: whoever needs them as they were gets an
-            error in the backward pass, and leaves that require gradients get one at once.
+        heads_dim: Dimension of the heads: 2, or 1 for `[B, H, S, D]`.
+        inplace: Overwrite q and k, and tell autograd. If their old values are needed, the backward
+            pass raises; leaves that require gradients raise at once.
         kernels: "auto", "reference" for plain torch, or "triton".
 
     Returns:
-        Both, rotated, laid out as they came (q and k themselves where `inplace`); None for keys
-        that were None.
+        Both, rotated, in their memory layouts (q and k themselves if `inplace`); None for keys that
+        are None.
 
     Raises:
-        ValueError: Tensors that do not fit together, or kernels that cannot run.
+        ValueError: Shapes or dtypes do not match, or the kernels cannot run.
     """
     if positions is None or packed_freqs is None:
-        raise ValueError("positions and turns are needed: see rope_patch.ops.make_turns")
+        raise ValueError(
+            "positions and packed_freqs are needed: see rope_patch.ops.pack_frequencies"
+        )
     if not use_triton(q, kernels):
         _require_torch_backend(kernels)
         validate_shapes(q, k, positions, packed_freqs, sections, heads_dim)
-        given: Any = {"interleaved": interleaved, "heads_dim": heads_dim}
-        if kernels == "auto":  # quicker on a CPU, and itself the reference elsewhere
+        layout: Any = {"interleaved": interleaved, "heads_dim": heads_dim}
+        if kernels == "auto":  # faster on a CPU, and the same as the reference elsewhere
             cos, sin = cos_sin(positions, packed_freqs, sections)
-            turned = rope_from_cos_sin(q, k, cos, sin, repeated=False, **given)
+            rotated = rope_from_cos_sin(q, k, cos, sin, repeated=False, **layout)
         else:
-            turned = reference.rope(q, k, positions, packed_freqs, sections=sections, **given)
-        return _copy_inplace(q, k, *turned) if inplace else turned
+            rotated = reference.rope(q, k, positions, packed_freqs, sections=sections, **layout)
+        return _copy_inplace(q, k, *rotated) if inplace else rotated
     rest = (positions, packed_freqs, sections, interleaved, heads_dim, False)
     if torch.compiler.is_compiling():
-        made = [*torch.ops.rope_patch.rope(q, k, *rest), None]
-        return _copy_inplace(q, k, made[0], made[1]) if inplace else (made[0], made[1])
+        outputs = [*torch.ops.rope_patch.rope(q, k, *rest), None]
+        return _copy_inplace(q, k, outputs[0], outputs[1]) if inplace else (outputs[0], outputs[1])
+    kernel = _kernel_modules["rope"]
     if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
-        return _kernel_modules["autograd"].Rope.apply(q, k, *rest, inplace)
+        return kernel.RopeFunction.apply(q, k, *rest, inplace)
     if inplace:
         torch.autograd.graph.increment_version([x for x in (q, k) if x is not None])
-    return _kernel_modules["rope"].rope(q, k, *rest, inplace)
+    return kernel.launch(q, k, *rest, inplace)
 
 
 def _copy_inplace(
-    q: torch.Tensor, k: torch.Tensor | None, turned_q: torch.Tensor, turned_k: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor | None, rotated_q: torch.Tensor, rotated_k: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    q.copy_(turned_q)
-    if k is not None and turned_k is not None:
-        k.copy_(turned_k)
+    q.copy_(rotated_q)
+    if k is not None and rotated_k is not None:
+        k.copy_(rotated_k)
     return q, k
 
 
@@ -199,16 +197,16 @@ def qk_norm_rope(
     save: str = "input",
     kernels: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of queries and keys (arXiv:1910.07467), and `rope`, rounded once.
+    """Apply RMSNorm (arXiv:1910.07467) to queries and keys, then `rope`; round once.
 
-    One launch where Triton runs, and one backward with a sum for the weights' gradients, which is
-    taken in the same order each time.
+    Triton takes one launch forward and one backward, and a sum for the gradients of the weights,
+    always in the same order.
 
     Args:
         q: Queries, `[B, S, H, D]`; any strides.
         k: Keys, `[B, S, K, D]`.
-        q_weight: `[D]` where each head is normed by itself (Qwen 3, Gemma 3), `[H, D]` where all
-            heads of a token are normed together (OLMo 2).
+        q_weight: `[D]` if each head is normed by itself (Qwen 3, Gemma 3), `[H, D]` if all heads of
+            a token are normed together (OLMo 2).
         k_weight: The same, `[D]` or `[K, D]`.
         positions: See `rope`.
         packed_freqs: See `rope`.
@@ -217,17 +215,17 @@ def qk_norm_rope(
         sections: See `rope`.
         interleaved: See `rope`.
         heads_dim: See `rope`.
-        save: What is kept for the backward pass beside reciprocal norms: "input", q and k; or
-            "output", the results, which attention keeps anyway, so that next to nothing is added.
-            The normed input is then derived from rounded results, which is close where the weights
-            of a rotated pair are of like size; where they are not, the input is kept.
+        save: What autograd saves besides the reciprocal norms: "input", q and k; or "output", the
+            results, which attention saves anyway, so that it costs next to no memory. The backward
+            pass then recomputes the normed input from rounded results. That is accurate where the
+            two weights of each rotated pair are of similar size; elsewhere the input is saved.
         kernels: See `rope`.
 
     Returns:
-        Both, in the dtypes they came in.
+        Both, in the dtypes of q and k.
 
     Raises:
-        ValueError: Tensors that do not fit together, or kernels that cannot run.
+        ValueError: Shapes or dtypes do not match, or the kernels cannot run.
     """
     if save not in ("input", "output"):
         raise ValueError(f'save must be "input" or "output", got {save!r}')
@@ -235,21 +233,23 @@ def qk_norm_rope(
         _require_torch_backend(kernels)
         validate_shapes(q, k, positions, packed_freqs, sections, heads_dim, q_weight, k_weight)
         return reference.qk_norm_rope(
-            q, k, q_weight, k_weight, positions, packed_freqs, eps=eps, offset=offset, sections=sections,
-            interleaved=interleaved, heads_dim=heads_dim,
+            q, k, q_weight, k_weight, positions, packed_freqs, eps=eps, offset=offset,
+            sections=sections, interleaved=interleaved, heads_dim=heads_dim,
         )  # fmt: skip
     rest = (
-        q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved, heads_dim,
+        q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved,
+        heads_dim,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        normed = torch.ops.rope_patch.qk_norm_rope(*rest)
-        return normed[0], normed[1]
+        outputs = torch.ops.rope_patch.qk_norm_rope(*rest)
+        return outputs[0], outputs[1]
+    kernel = _kernel_modules["qk_norm_rope"]
     if torch.is_grad_enabled() and any(x.requires_grad for x in rest[:4]):
-        rederive = save == "output" and can_recompute_from_output(
+        recompute_input = save == "output" and can_recompute_from_output(
             q_weight, k_weight, packed_freqs, offset=offset, interleaved=interleaved
         )
-        return _kernel_modules["autograd"].QKNormRope.apply(*rest, rederive)
-    return _kernel_modules["qk_norm_rope"].forward(*rest, False)[:2]
+        return kernel.QKNormRopeFunction.apply(*rest, recompute_input)
+    return kernel.launch_forward(*rest, False)[:2]
 
 
 @torch.no_grad()
@@ -262,35 +262,35 @@ def rerotate_(
     interleaved: bool = False,
     kernels: str = "auto",
 ) -> None:
-    """Takes rotated keys from one set of frequencies to another, in place and exactly.
+    """Re-rotate keys from one set of frequencies to another, in place and exactly.
 
-    A launch a layer where Triton runs, and nothing beside the keys is held meanwhile. Keys in 16
-    bits are rounded up or down by chance, so that they do not drift over many changes; the chance
-    is a hash, so the same keys always become the same.
+    Triton takes one launch a layer and no memory besides the keys. Keys in 16 bits are rounded
+    stochastically, so that they do not drift over many changes. The random bits are a hash of the
+    value, so equal keys always become equal keys.
 
     Args:
-        layers: Keys of one layer or of several on one device, `[B, K, S, D]` each, of which the
-            first R dimensions of each head are rotated.
-        positions: Tokens, `[B, S]` or `[S]`.
-        old: What the keys were rotated by, `[R / 2 + 1]` or `[B, R / 2 + 1]`; see `make_turns`.
-        new: What to rotate them by.
+        layers: Keys of one or several layers on one device, `[B, K, S, D]` each. The first R
+            dimensions of each head are rotated.
+        positions: Token positions, `[B, S]` or `[S]`.
+        old: The frequencies of the keys, `[R / 2 + 1]` or `[B, R / 2 + 1]`; see `pack_frequencies`.
+        new: The frequencies to rotate them to.
         interleaved: See `rope`.
         kernels: See `rope`.
 
     Raises:
-        ValueError: Tensors that do not fit together, or kernels that cannot run.
+        ValueError: Shapes or dtypes do not match, or the kernels cannot run.
     """
-    between = rerotation_frequencies(old, new)
+    difference = rerotation_frequencies(old, new)
     if not all(use_triton(keys, kernels) for keys in layers):
         _require_torch_backend(kernels)
         for keys in layers:
-            validate_shapes(keys, None, positions, between, None, 1)
-        reference.rerotate_(layers, positions, between, interleaved=interleaved)
+            validate_shapes(keys, None, positions, difference, None, 1)
+        reference.rerotate_(layers, positions, difference, interleaved=interleaved)
         return
-    how = (None, interleaved, 1, False, True, True)
+    settings = (None, interleaved, 1, False, True, True)
     for keys in layers:
-        _kernel_modules["rope"].rope(keys, None, positions, between, *how)
-        torch.autograd.graph.increment_version(keys)  # as any operation in place does
+        _kernel_modules["rope"].launch(keys, None, positions, difference, *settings)
+        torch.autograd.graph.increment_version(keys)  # as any in-place operation does
 
 
 def can_recompute_from_output(
@@ -301,20 +301,20 @@ def can_recompute_from_output(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> bool:
-    """Whether weights let the normed input be derived from the output.
+    """Return whether the normed input can be recomputed accurately from the output.
 
-    Rounding errors are as large as a pair is long; turned back they fall on both of its numbers,
-    and dividing by the smaller weight makes them grow by the ratio of the two.
+    The rounding error of a pair scales with its length. Rotated back, it falls on both numbers of
+    the pair, and division by the smaller weight amplifies it by the ratio of the two weights.
     """
+    rotary_dim = 2 * (packed_freqs.shape[-1] - 1)
     return all(
-        _pair_weight_ratio(weight.detach() + offset, 2 * (packed_freqs.shape[-1] - 1), interleaved)
-        <= _MAX_PAIR_RATIO
+        _pair_weight_ratio(weight.detach() + offset, rotary_dim, interleaved) <= _MAX_PAIR_RATIO
         for weight in (q_weight, k_weight)
     )
 
 
 def _pair_weight_ratio(weight: torch.Tensor, rotary_dim: int, interleaved: bool) -> float:
-    """The largest ratio of the two weights of a pair; infinite where one is next to 0."""
+    """Return the largest ratio of the two weights of a pair; infinite if one is next to 0."""
     size = weight.abs().float()
     pairs = size[..., :rotary_dim].unflatten(-1, (-1, 2) if interleaved else (2, -1))
     low, high = torch.aminmax(pairs, dim=-1 if interleaved else -2)

@@ -1,4 +1,4 @@
-"""Modes of torch in which neither kernels nor operations with `out=` can take part."""
+"""Modes of torch that support neither our kernels nor operations with `out=`."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch.autograd import forward_ad
 
 
 def needs_plain_torch() -> bool:
-    """Whether `torch.jit.trace` records, or forward-mode AD derives, what runs now."""
+    """Return whether `torch.jit.trace` or forward-mode AD is active."""
     return torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0

@@ -1,4 +1,4 @@
-"""Whether what is to be rotated fits together; asked once for each new set of shapes."""
+"""Validation of the ops' tensors, once for each new set of shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def validate_shapes(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
 ) -> None:
-    """Raises a `ValueError` that names what was expected where tensors do not fit together."""
+    """Raise ValueError, naming the expected shape or dtype, if tensors do not match."""
     if heads_dim not in (1, 2):
         raise ValueError(f"heads_dim must be 1 ([B, H, S, D]) or 2 ([B, S, H, D]), got {heads_dim}")
     if q.ndim != 4:
@@ -33,24 +33,23 @@ def validate_shapes(
     if positions.dtype not in _INTEGERS:
         raise ValueError(f"positions must be int32 or int64, got {positions.dtype}")
     axes = positions.shape[:-2] if sections is not None else ()
-    fits = positions.shape[len(axes) :] in ((tokens,), (batch, tokens), (1, tokens))
-    if not fits or (sections is not None and len(axes) != 1):
+    matches = positions.shape[len(axes) :] in ((tokens,), (batch, tokens), (1, tokens))
+    if not matches or (sections is not None and len(axes) != 1):
         expected = f"[{tokens}] or [{batch}, {tokens}]" if sections is None else (
             f"[axes, {batch}, {tokens}]"
         )  # fmt: skip
         raise ValueError(f"positions must be {expected}, got {_shape(positions)}")
     pairs = packed_freqs.shape[-1] - 1
-    if packed_freqs.dtype != torch.int64 or tuple(packed_freqs.shape[:-1]) not in (
-        (),
-        (1,),
-        (batch,),
-    ):
+    rows = tuple(packed_freqs.shape[:-1])
+    if packed_freqs.dtype != torch.int64 or rows not in ((), (1,), (batch,)):
         raise ValueError(
-            f"turns must be int64 [R / 2 + 1] or [{batch}, R / 2 + 1] as make_turns returns them, "
-            f"got {packed_freqs.dtype} {_shape(packed_freqs)}"
+            f"packed_freqs must be int64 [R / 2 + 1] or [{batch}, R / 2 + 1] as pack_frequencies "
+            f"returns them, got {packed_freqs.dtype} {_shape(packed_freqs)}"
         )
     if packed_freqs.stride(-1) != 1 or not (sections is None or sections.is_contiguous()):
-        raise ValueError("turns and sections must be contiguous, but for the rows of turns")
+        raise ValueError(
+            "packed_freqs and sections must be contiguous, but for the rows of packed_freqs"
+        )
     if 2 * pairs > dim:
         raise ValueError(f"{pairs} pairs do not fit into heads of {dim} dimensions")
     if sections is not None and tuple(sections.shape) != (pairs,):

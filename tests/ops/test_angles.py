@@ -1,10 +1,10 @@
-"""Angles at any position, in plain torch and in Triton's kernels, against whole numbers."""
+"""Angles at any position, in plain torch and in Triton, against integer arithmetic."""
 
 import math
 
 import pytest
 import torch
-from rotations import DEVICE, TWO_PI, exact_angles, frequencies
+from helpers.exact_rotation import DEVICE, TWO_PI, exact_angles, frequencies
 
 from rope_patch import ops
 from rope_patch.ops.angles import rerotation_frequencies
@@ -19,7 +19,7 @@ def in_torch(positions, turns, sections=None):
 
 
 def in_triton(positions, turns, sections=None):
-    """Pairs of 1 and 0 become cos and sin."""
+    """Return cos and sin: the rotation of pairs (1, 0)."""
     pytest.importorskip("triton")
     pairs, tokens = turns.shape[-1] - 1, positions.shape[-1]
     rows = max(turns.numel() // (pairs + 1), positions.shape[-2] if positions.ndim > 1 else 1)
@@ -52,14 +52,14 @@ def test_angles_are_exact_at_any_position(cos_sin, theta):
 
 @both
 def test_angles_in_all_quarters_of_a_turn(cos_sin):
-    """Through four turns in small steps, across every border between quarters."""
+    """Check four turns in small steps, across every border between quarters."""
     inv_freq, positions = torch.tensor([0.005, 1 / 3, 3.0, -0.7]), torch.arange(-80, 80) * 63
     assert_angles(cos_sin(positions, ops.pack_frequencies(inv_freq)), positions, inv_freq, 2e-7)
 
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_turns_are_frequencies_in_whole_numbers(theta):
-    """Of all but the last of 64 bits; the last may have been rounded the other way."""
+    """Check all but the last of 64 bits, which may be rounded the other way."""
     inv_freq = torch.cat([frequencies(256, theta), torch.tensor([0.0, -0.3, 1.0, 3.2, 40.0])])
     *turns, factor = ops.pack_frequencies(inv_freq).tolist()
     for got, freq in zip(turns, inv_freq.tolist(), strict=True):
@@ -160,7 +160,7 @@ def test_turns_between_may_be_per_row(rows):
 
 
 def test_frequencies_are_those_of_transformers_over_short_distances():
-    """Where float32 products are still good: both mean the same angle, sign and unit."""
+    """Check sign and unit at positions where float32 products are still accurate."""
     inv_freq, positions = frequencies(128), torch.arange(64)
     cos, sin = ops.cos_sin(positions, ops.pack_frequencies(inv_freq))
     angle = positions[:, None].float() * inv_freq

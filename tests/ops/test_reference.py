@@ -1,11 +1,11 @@
-"""The rotation against transformers' own and float64, and turning cached keys on."""
+"""Reference rotation and re-rotation against transformers' own and float64."""
 
 import importlib
 import itertools
 
 import pytest
 import torch
-from rotations import DEVICE, Rotation, assert_rounded, draw_heads, make_rotation
+from helpers.exact_rotation import DEVICE, Rotation, assert_rounded, draw_heads, make_rotation
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rope_patch
@@ -28,7 +28,7 @@ def keys_of(head_dim, slots=7, batch=2, dtype=torch.float32):
 
 
 def angles(positions, inv_freq, scale=1.0):
-    """cos and sin `[B, 1, S, R / 2]` by float64."""
+    """Return cos and sin `[B, 1, S, R / 2]`, computed in float64."""
     angle = positions[:, None, :, None].double() * inv_freq.double()
     return angle.cos() * scale, angle.sin() * scale
 
@@ -47,7 +47,7 @@ def frequencies(geometry, method="default", **options):
 
 @pytest.mark.parametrize("layout", ["llama", "cohere", "phi3", "glm"])
 def test_rotation_is_the_one_of_the_architecture(layout):
-    """Halves (Llama), neighbours (Cohere), a part of each head (Phi-3), both of these (GLM)."""
+    """Check halves (Llama), neighbours (Cohere), a part of each head (Phi-3), and both (GLM)."""
     modeling = importlib.import_module(f"transformers.models.{layout}.modeling_{layout}")
     keys, positions = keys_of(64), torch.arange(7)[None] * 3
     pairs = 16 if layout in ("phi3", "glm") else 32
@@ -75,7 +75,7 @@ def test_rotation_rounds_once(dtype):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_turning_on_is_rotating_afresh(geometry, interleaved):
-    """Rows with frequencies, factors and positions of their own, in any order."""
+    """Check rows with different frequencies, factors and positions, in any order."""
     raw, trained = keys_of(geometry[0]), geometry[3]
     generator = torch.Generator().manual_seed(1)
     positions = torch.randint(0, 2000, (2, 7), generator=generator)
@@ -111,7 +111,7 @@ def test_turning_on_is_rotating_afresh(geometry, interleaved):
 
 
 def test_angles_are_those_of_transformers_to_the_last_bit():
-    """At 100,000 tokens float32 products are off by 1e-3: the same way for old and new keys."""
+    """At 100,000 tokens float32 products are off by 1e-3, equally for old and new keys."""
     geometry = GEOMETRIES[0]
     raw, positions = keys_of(128, batch=1), torch.arange(100_000, 100_007)[None]
 
@@ -144,7 +144,7 @@ def test_long_caches_are_turned_piece_by_piece():
 
 
 def theirs_in(dtype, raw, positions, f):
-    """Keys as transformers rotates them in a dtype."""
+    """Rotate keys as transformers does in a dtype."""
     angle = positions[..., None].float() * f.inv_freq.float()
     wide = torch.cat([angle, angle], -1)
     cos, sin = ((c * f.attention_factor).to(dtype) for c in (wide.cos(), wide.sin()))
@@ -156,7 +156,7 @@ def theirs_in(dtype, raw, positions, f):
     "method", ["dynamic", "dynamic-linear", "dynamic-ntk-by-parts", "dynamic-yarn"]
 )
 def test_sixteen_turns_round_no_more_than_four_rotations_in_bfloat16(method, geometry):
-    """A decode from 8k to 128k takes 16 steps; the keys of the prompt go through all of them."""
+    """Check 16 re-rotations of the prompt's keys, as in a decode from 8k to 128k."""
     trained = geometry[3]
     raw, positions = keys_of(geometry[0], 4096, 1, torch.bfloat16), torch.arange(0, 8192, 2)[None]
     sets = [frequencies(geometry, method, seq_len=trained * 2 ** (k / 4)) for k in range(17)]
@@ -212,8 +212,8 @@ def test_rotation_to_positions(name, heads_dim, interleaved):
 def test_conjugate_rotation_is_backwards():
     rotation = make_rotation(48)
     q, positions = draw_heads(3, 64, rotation), rotation.positions.to(DEVICE)
-    turned, _ = reference.rope(q, None, positions, rotation.turns)
-    back, _ = reference.rope(turned, None, positions, rotation.turns, conjugate=True)
+    turned, _ = reference.rope(q, None, positions, rotation.packed_freqs)
+    back, _ = reference.rope(turned, None, positions, rotation.packed_freqs, conjugate=True)
     torch.testing.assert_close(back, q, rtol=0, atol=2e-6)
 
 
@@ -254,7 +254,7 @@ def turns_of(f):
 
 
 def exactly(raw, positions, f, interleaved=False):
-    """`[B, K, S, D]` rotated in float64."""
+    """Rotate `[B, K, S, D]` in float64."""
     settings = {"interleaved": interleaved, "heads_dim": 1}
     return Rotation(positions, f.inv_freq.float(), f.attention_factor, **settings).true_rope(raw)
 

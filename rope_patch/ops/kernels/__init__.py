@@ -1,1 +1,1 @@
-"""The rotation in Triton. Nothing here is imported before it is needed; see `ops/choosing.py`."""
+"""The rotation in Triton; imported lazily by `ops/dispatch.py`."""

@@ -1,4 +1,8 @@
-"""Queries and keys normed and rotated, in one launch each way."""
+"""The op `qk_norm_rope`: queries and keys normed and rotated, in one launch each way.
+
+From the inside out: the launches of the kernels in `qk_norm_rope_kernels.py`, the autograd function
+for eager mode, and the custom ops for compiled and exported graphs.
+"""
 
 from __future__ import annotations
 
@@ -6,221 +10,42 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from rope_patch.ops.kernels.launcher import (
     Launcher,
-    Plan,
+    LaunchSpec,
+    head_splits,
     position_strides,
     row_stride,
-    shares,
     strides,
-    tile,
+    tile_sizes,
 )
-from rope_patch.ops.kernels.tile import (
-    angles,
-    dot,
-    factor_of,
-    load_pairs,
-    load_tail,
-    load_weights,
-    store_pairs,
-    store_tail,
-    turn,
-)
+from rope_patch.ops.kernels.qk_norm_rope_kernels import backward_kernel, forward_kernel
 from rope_patch.ops.validation import validate_shapes
 
-# Programs of the backward pass: enough to fill a large GPU, few enough that the weights' gradients,
-# of which each program writes its own part, are little beside the keys. The same everywhere, so
-# that sums are taken in the same order on every device.
+# Programs of the backward pass: enough to fill a large GPU, and few enough that the partial weight
+# gradients, one set for each program, stay small beside the keys. The number is the same on every
+# device, so sums are taken in the same order.
 _PROGRAMS = 2048
 
-# The same where a program holds all heads of a token at once, with as many weights, in 8 warps.
-_PROGRAMS_ACROSS = 512
-_WARPS_ACROSS = 8
+# The same where one program holds all heads of a token, with as many weights, in 8 warps.
+_PROGRAMS_ALL_HEADS = 512
+_WARPS_ALL_HEADS = 8
+
+# -- launches --------------------------------------------------------------------------------------
+
+_forward_launcher = Launcher(forward_kernel)
+_backward_launcher = Launcher(backward_kernel)
 
 
-@triton.jit
-def _norm_and_rotate(
-    x, weight, out, rstd, heads, x_h, x_d, out_h, out_d, cos, sin, eps, OFFSET: tl.constexpr,
-    ACROSS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    PAIRS: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """All heads of a token that are this program's; the pointers stand at the token."""
-    shared: tl.constexpr = HEADS if ACROSS else 1
-    weight_h: tl.constexpr = D if ACROSS else 0
-    w1, w2, w3 = load_weights(
-        weight, heads, weight_h, 0, OFFSET, D, R, PAIRS, TAIL, shared, INTERLEAVED
-    )
-    size = D * heads if ACROSS else D
-    for row in range(tl.program_id(1) * HEADS, heads, tl.num_programs(1) * HEADS):
-        x1, x2 = load_pairs(x, heads, x_h, x_d, row, R, PAIRS, HEADS, INTERLEAVED)
-        x3 = load_tail(x, heads, x_h, x_d, row, D, R, TAIL, HEADS)
-        squares = dot(x1, x2, x3, x1, x2, x3, ACROSS, TAIL)
-        r = tl.rsqrt(squares / size + eps)
-        if SAVE:
-            at = row + tl.arange(0, HEADS)
-            tl.store(rstd + at, r, mask=at < (1 if ACROSS else heads))
-        r = r[:, None]
-        y1, y2 = turn(x1 * r * w1, x2 * r * w2, cos, sin)
-        store_pairs(out, y1, y2, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
-        store_tail(out, x3 * r * w3, heads, out_h, out_d, row, D, R, TAIL, HEADS)
-
-
-@triton.jit(
-    do_not_specialize=["S", "H", "K", "positions_a", "positions_b", "positions_s", "turns_b"],
-    do_not_specialize_on_alignment=["positions", "turns", "sections"],
-)
-def forward_kernel(
-    q, k, q_weight, k_weight, q_out, k_out, q_rstd, k_rstd, positions, turns, sections,
-    eps, S, H, K,
-    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d,
-    qo_b, qo_s, qo_h, qo_d, ko_b, ko_s, ko_h, ko_d,
-    positions_a, positions_b, positions_s, turns_b,
-    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
-    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
-    OFFSET: tl.constexpr, ACROSS: tl.constexpr, SAVE: tl.constexpr,
-):  # fmt: skip
-    """One program a token, or several with a share of its heads each (grid: tokens, shares)."""
-    token = tl.program_id(0).to(tl.int64)
-    b = (tl.program_id(0) // S).to(tl.int64)
-    s = (tl.program_id(0) % S).to(tl.int64)
-    turns += b * turns_b
-    positions += b * positions_b + s * positions_s
-    cos, sin = angles(positions, turns, sections, positions_a, SECTIONS, R, PAIRS)
-    factor = factor_of(turns, R)
-    cos *= factor
-    sin *= factor
-    _norm_and_rotate(
-        q + b * q_b + s * q_s, q_weight, q_out + b * qo_b + s * qo_s,
-        q_rstd + token * (1 if ACROSS else H), H, q_h, q_d, qo_h, qo_d, cos, sin, eps,
-        OFFSET, ACROSS, SAVE, D, R, PAIRS, TAIL, HEADS, INTERLEAVED,
-    )  # fmt: skip
-    _norm_and_rotate(
-        k + b * k_b + s * k_s, k_weight, k_out + b * ko_b + s * ko_s,
-        k_rstd + token * (1 if ACROSS else K), K, k_h, k_d, ko_h, ko_d, cos, sin, eps,
-        OFFSET, ACROSS, SAVE, D, R, PAIRS, TAIL, HEADS, INTERLEAVED,
-    )  # fmt: skip
-
-
-@triton.jit
-def _gradients(
-    saved, weight, rstd, grad, out, weight_grads, positions, turns, sections, tokens, S, heads,
-    saved_b, saved_s, saved_h, saved_d, grad_b, grad_s, grad_h, grad_d, out_b, out_s, out_h, out_d,
-    positions_a, positions_b, positions_s, turns_b, D: tl.constexpr, R: tl.constexpr,
-    PAIRS: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    SECTIONS: tl.constexpr, OFFSET: tl.constexpr, ACROSS: tl.constexpr, REDERIVE: tl.constexpr,
-):  # fmt: skip
-    """The gradients of queries or of keys, of every token that is this program's."""
-    shared: tl.constexpr = HEADS if ACROSS else 1
-    weight_h: tl.constexpr = D if ACROSS else 0
-    w1, w2, w3 = load_weights(
-        weight, heads, weight_h, 0, OFFSET, D, R, PAIRS, TAIL, shared, INTERLEAVED
-    )
-    size = D * heads if ACROSS else D
-    sum1 = tl.zeros((HEADS, PAIRS), dtype=tl.float32)
-    sum2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32)
-    sum3 = tl.zeros((HEADS, TAIL if TAIL > 0 else 1), dtype=tl.float32)
-    for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        wide = tl.full((), 0, tl.int64)
-        token, b, s = index + wide, index // S + wide, index % S + wide
-        own_turns = turns + b * turns_b
-        at = positions + b * positions_b + s * positions_s
-        cos, sin = angles(at, own_turns, sections, positions_a, SECTIONS, R, PAIRS)
-        factor = factor_of(own_turns, R)
-        x = saved + b * saved_b + s * saved_s
-        g = grad + b * grad_b + s * grad_s
-        to = out + b * out_b + s * out_s
-        reciprocals = rstd + token * (1 if ACROSS else heads)
-        for row in range(0, heads, HEADS):
-            g1, g2 = load_pairs(g, heads, grad_h, grad_d, row, R, PAIRS, HEADS, INTERLEAVED)
-            g3 = load_tail(g, heads, grad_h, grad_d, row, D, R, TAIL, HEADS)
-            g1, g2 = turn(g1, g2, cos * factor, -sin * factor)
-            n1, n2 = load_pairs(x, heads, saved_h, saved_d, row, R, PAIRS, HEADS, INTERLEAVED)
-            n3 = load_tail(x, heads, saved_h, saved_d, row, D, R, TAIL, HEADS)
-            if ACROSS:
-                r = tl.load(reciprocals) + tl.zeros((HEADS,), dtype=tl.float32)
-            else:
-                rows = row + tl.arange(0, HEADS)
-                r = tl.load(reciprocals + rows, mask=rows < heads, other=0.0)
-            r = r[:, None]
-            if REDERIVE:  # x is the output: turned back and without weights it is the normed x
-                n1, n2 = turn(n1, n2, cos / factor, -sin / factor)
-                n1 = n1 / tl.where(w1 == 0, 1.0, w1)  # what is masked has no weight
-                n2 = n2 / tl.where(w2 == 0, 1.0, w2)
-                n3 = n3 / tl.where(w3 == 0, 1.0, w3)
-            else:
-                n1, n2, n3 = n1 * r, n2 * r, n3 * r
-            mean = dot(g1 * w1, g2 * w2, g3 * w3, n1, n2, n3, ACROSS, TAIL)[:, None] / size
-            d1 = (g1 * w1 - n1 * mean) * r
-            d2 = (g2 * w2 - n2 * mean) * r
-            d3 = (g3 * w3 - n3 * mean) * r
-            store_pairs(to, d1, d2, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
-            store_tail(to, d3, heads, out_h, out_d, row, D, R, TAIL, HEADS)
-            sum1 += g1 * n1
-            sum2 += g2 * n2
-            sum3 += g3 * n3
-    if not ACROSS:  # all heads share the weights
-        sum1 = tl.sum(sum1, axis=0)[None, :]
-        sum2 = tl.sum(sum2, axis=0)[None, :]
-        sum3 = tl.sum(sum3, axis=0)[None, :]
-    owners = heads if ACROSS else 1
-    store_pairs(weight_grads, sum1, sum2, owners, D, 1, 0, R, PAIRS, shared, INTERLEAVED)
-    store_tail(weight_grads, sum3, owners, D, 1, 0, D, R, TAIL, shared)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "S", "H", "K", "tokens", "positions_a", "positions_b", "positions_s", "turns_b",
-    ],
-    do_not_specialize_on_alignment=["positions", "turns", "sections"],
-)  # fmt: skip
-def backward_kernel(
-    q, k, q_weight, k_weight, q_rstd, k_rstd, q_grad, k_grad, q_out, k_out, weight_grads,
-    positions, turns, sections,
-    tokens, S, H, K,
-    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d,
-    qg_b, qg_s, qg_h, qg_d, kg_b, kg_s, kg_h, kg_d,
-    qo_b, qo_s, qo_h, qo_d, ko_b, ko_s, ko_h, ko_d,
-    positions_a, positions_b, positions_s, turns_b,
-    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
-    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
-    OFFSET: tl.constexpr, ACROSS: tl.constexpr, REDERIVE: tl.constexpr,
-):  # fmt: skip
-    """Half of the programs take the queries, half the keys (grid: programs, 2).
-
-    `weight_grads` is `[programs, weights of q and then of k]`, to be summed over its rows.
-    """
-    q_size = D * H if ACROSS else D
-    k_size = D * K if ACROSS else D
-    mine = weight_grads + tl.program_id(0).to(tl.int64) * (q_size + k_size)
-    if tl.program_id(1) == 0:
-        _gradients(
-            q, q_weight, q_rstd, q_grad, q_out, mine, positions, turns, sections, tokens, S, H,
-            q_b, q_s, q_h, q_d, qg_b, qg_s, qg_h, qg_d, qo_b, qo_s, qo_h, qo_d,
-            positions_a, positions_b, positions_s, turns_b, D, R, PAIRS, TAIL, HEADS, INTERLEAVED,
-            SECTIONS, OFFSET, ACROSS, REDERIVE,
-        )  # fmt: skip
-    else:
-        _gradients(
-            k, k_weight, k_rstd, k_grad, k_out, mine + q_size, positions, turns, sections, tokens,
-            S, K, k_b, k_s, k_h, k_d, kg_b, kg_s, kg_h, kg_d, ko_b, ko_s, ko_h, ko_d,
-            positions_a, positions_b, positions_s, turns_b, D, R, PAIRS, TAIL, HEADS, INTERLEAVED,
-            SECTIONS, OFFSET, ACROSS, REDERIVE,
-        )  # fmt: skip
-
-
-_forward = Launcher(forward_kernel)
-_backward = Launcher(backward_kernel)
-
-
-def forward(
+def launch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     q_weight: torch.Tensor,
     k_weight: torch.Tensor,
     positions: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     sections: torch.Tensor | None,
     eps: float,
     offset: float,
@@ -228,36 +53,40 @@ def forward(
     heads_dim: int,
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launches the kernel; see `rope_patch.ops.reference.qk_norm_rope`, which it equals.
+    """Launch the forward kernel; its results equal `rope_patch.ops.reference.qk_norm_rope`.
 
     Returns:
-        Queries and keys, and where `save`, the reciprocal norms of both in float32, `[B, S, H]`, or
+        Queries and keys, and if `save`, the reciprocal norms of both in float32: `[B, S, H]`, or
         `[B, S]` where heads are normed together.
     """
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     if save:
-        q_rstd, k_rstd = (empty_rstd(x, heads_dim, q_weight.ndim == 2) for x in (q, k))
+        q_rstd, k_rstd = (_empty_rstd(x, heads_dim, q_weight.ndim == 2) for x in (q, k))
     else:
-        q_rstd, k_rstd = q_weight, k_weight  # pointers that nothing is written to
-    axes = turns if sections is None else sections
+        q_rstd, k_rstd = q_weight, k_weight  # the kernel does not write to these pointers
+    axes = packed_freqs if sections is None else sections
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, q_weight.dtype, k_weight.dtype,
         q_weight.shape, q_weight.stride(), k_weight.shape, k_weight.stride(),
         positions.shape, positions.stride(), positions.dtype,
-        turns.shape, turns.stride(), turns.dtype,
+        packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
         q.device.index, eps, offset, interleaved, heads_dim, save,
     )  # fmt: skip
 
     if q.numel() or k.numel():
-        bits = q.data_ptr() | k.data_ptr() | q_weight.data_ptr() | k_weight.data_ptr()
-        tensors = (q, k, q_weight, k_weight, q_out, k_out, q_rstd, k_rstd, positions, turns, axes)
-        how = (eps, offset, interleaved, heads_dim, save)
-        _forward(key, tensors, bits, _forward_plan, tensors, sections, how)
+        address_bits = q.data_ptr() | k.data_ptr() | q_weight.data_ptr() | k_weight.data_ptr()
+        tensors = (
+            q, k, q_weight, k_weight, q_out, k_out, q_rstd, k_rstd, positions, packed_freqs, axes,
+        )  # fmt: skip
+        settings = (eps, offset, interleaved, heads_dim, save)
+        _forward_launcher(
+            key, tensors, address_bits, _make_forward_spec, tensors, sections, settings
+        )
     return q_out, k_out, q_rstd, k_rstd
 
 
-def backward(
+def launch_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     q_weight: torch.Tensor,
@@ -267,51 +96,53 @@ def backward(
     q_grad: torch.Tensor,
     k_grad: torch.Tensor,
     positions: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     sections: torch.Tensor | None,
     offset: float,
     interleaved: bool,
     heads_dim: int,
-    rederive: bool,
+    recompute_input: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of queries, keys and both weights.
+    """Return the gradients of queries, keys and both weights.
 
     Args:
-        q: What went in, or what came out where `rederive`.
+        q: The op's input; its output if `recompute_input`.
         k: The same.
     """
-    across = q_weight.ndim == 2
+    norm_all_heads = q_weight.ndim == 2
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     tokens = q.shape[0] * q.shape[3 - heads_dim]
-    parts = torch.empty(
-        min(tokens, _PROGRAMS_ACROSS if across else _PROGRAMS),
+    partial_sums = torch.empty(
+        min(tokens, _PROGRAMS_ALL_HEADS if norm_all_heads else _PROGRAMS),
         q_weight.numel() + k_weight.numel(),
         device=q.device,
         dtype=torch.float32,
     )
-    axes = turns if sections is None else sections
+    axes = packed_freqs if sections is None else sections
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, q_weight.dtype, k_weight.dtype,
         q_grad.stride(), q_grad.dtype, k_grad.stride(), k_grad.dtype,
         q_weight.shape, q_weight.stride(), k_weight.shape, k_weight.stride(),
         positions.shape, positions.stride(), positions.dtype,
-        turns.shape, turns.stride(), turns.dtype,
+        packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
-        q.device.index, offset, interleaved, heads_dim, rederive,
+        q.device.index, offset, interleaved, heads_dim, recompute_input,
     )  # fmt: skip
 
     if tokens:
-        bits = (
+        address_bits = (
             q.data_ptr() | k.data_ptr() | q_weight.data_ptr() | k_weight.data_ptr()
             | q_grad.data_ptr() | k_grad.data_ptr()
         )  # fmt: skip
         tensors = (
-            q, k, q_weight, k_weight, q_rstd, k_rstd, q_grad, k_grad, q_out, k_out, parts,
-            positions, turns, axes,
+            q, k, q_weight, k_weight, q_rstd, k_rstd, q_grad, k_grad, q_out, k_out, partial_sums,
+            positions, packed_freqs, axes,
         )  # fmt: skip
-        how = (offset, interleaved, heads_dim, rederive)
-        _backward(key, tensors, bits, _backward_plan, tensors, sections, how)
-    q_sum, k_sum = parts.sum(0).split([q_weight.numel(), k_weight.numel()])
+        settings = (offset, interleaved, heads_dim, recompute_input)
+        _backward_launcher(
+            key, tensors, address_bits, _make_backward_spec, tensors, sections, settings
+        )
+    q_sum, k_sum = partial_sums.sum(0).split([q_weight.numel(), k_weight.numel()])
     return (
         q_out,
         k_out,
@@ -320,79 +151,215 @@ def backward(
     )
 
 
-def empty_rstd(x: torch.Tensor, heads_dim: int, across: bool) -> torch.Tensor:
-    """Room for the reciprocal norms of x, `[B, S, H]`, or `[B, S]` where `across` heads."""
-    shape = (x.shape[0], x.shape[3 - heads_dim], *(() if across else (x.shape[heads_dim],)))
+def _empty_rstd(x: torch.Tensor, heads_dim: int, norm_all_heads: bool) -> torch.Tensor:
+    """Allocate the reciprocal norms of x: `[B, S]` if `norm_all_heads`, else `[B, S, H]`."""
+    shape = (x.shape[0], x.shape[3 - heads_dim], *(() if norm_all_heads else (x.shape[heads_dim],)))
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def _forward_plan(
-    tensors: tuple[torch.Tensor, ...], sections: torch.Tensor | None, how: tuple[Any, ...]
-) -> Plan:
-    q, k, q_weight, k_weight, q_out, k_out, _, _, positions, turns, _ = tensors
-    eps, offset, interleaved, heads_dim, save = how
-    validate_shapes(q, k, positions, turns, sections, heads_dim, q_weight, k_weight)
-    across, tokens = q_weight.ndim == 2, q.shape[0] * q.shape[3 - heads_dim]
-    constants = _constants(q, k, turns, sections, offset, interleaved, heads_dim, across)
-    many = max(q.shape[heads_dim], k.shape[heads_dim])
-    return Plan(
-        (tokens, 1 if across else shares(tokens, many, constants["HEADS"]), 1),
-        (eps, *_numbers((q, k, q_out, k_out), positions, turns, heads_dim)),
-        {**constants, "SAVE": save},
-        _WARPS_ACROSS if across else 1,
+def _make_forward_spec(
+    tensors: tuple[torch.Tensor, ...], sections: torch.Tensor | None, settings: tuple[Any, ...]
+) -> LaunchSpec:
+    q, k, q_weight, k_weight, q_out, k_out, _, _, positions, packed_freqs, _ = tensors
+    eps, offset, interleaved, heads_dim, save = settings
+    validate_shapes(q, k, positions, packed_freqs, sections, heads_dim, q_weight, k_weight)
+    norm_all_heads, tokens = q_weight.ndim == 2, q.shape[0] * q.shape[3 - heads_dim]
+    constexprs = _make_constexprs(
+        q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
+    )
+    max_heads = max(q.shape[heads_dim], k.shape[heads_dim])
+    return LaunchSpec(
+        (tokens, 1 if norm_all_heads else head_splits(tokens, max_heads, constexprs["HEADS"]), 1),
+        (eps, *_scalar_args((q, k, q_out, k_out), positions, packed_freqs, heads_dim)),
+        {**constexprs, "SAVE": save},
+        _WARPS_ALL_HEADS if norm_all_heads else 1,
     )
 
 
-def _backward_plan(
-    tensors: tuple[torch.Tensor, ...], sections: torch.Tensor | None, how: tuple[Any, ...]
-) -> Plan:
-    q, k, q_weight, _, _, _, q_grad, k_grad, q_out, k_out, parts, positions, turns, _ = tensors
-    offset, interleaved, heads_dim, rederive = how
-    across, tokens = q_weight.ndim == 2, q.shape[0] * q.shape[3 - heads_dim]
-    constants = _constants(q, k, turns, sections, offset, interleaved, heads_dim, across)
-    if not across:  # two tiles at once and the sums: half a tile each leaves registers
-        constants["HEADS"] = max(constants["HEADS"] // 2, 1)
-    numbers = _numbers((q, k, q_grad, k_grad, q_out, k_out), positions, turns, heads_dim)
-    return Plan(
-        (len(parts), 2, 1),
-        (tokens, *numbers),
-        {**constants, "REDERIVE": rederive},
-        _WARPS_ACROSS if across else 1,
+def _make_backward_spec(
+    tensors: tuple[torch.Tensor, ...], sections: torch.Tensor | None, settings: tuple[Any, ...]
+) -> LaunchSpec:
+    (
+        q, k, q_weight, _, _, _, q_grad, k_grad, q_out, k_out, partial_sums, positions,
+        packed_freqs, _,
+    ) = tensors  # fmt: skip
+    offset, interleaved, heads_dim, recompute_input = settings
+    norm_all_heads, tokens = q_weight.ndim == 2, q.shape[0] * q.shape[3 - heads_dim]
+    constexprs = _make_constexprs(
+        q, k, packed_freqs, sections, offset, interleaved, heads_dim, norm_all_heads
+    )
+    if not norm_all_heads:  # half a tile, because two tiles and the sums must fit into registers
+        constexprs["HEADS"] = max(constexprs["HEADS"] // 2, 1)
+    scalars = _scalar_args((q, k, q_grad, k_grad, q_out, k_out), positions, packed_freqs, heads_dim)
+    return LaunchSpec(
+        (len(partial_sums), 2, 1),
+        (tokens, *scalars),
+        {**constexprs, "RECOMPUTE_INPUT": recompute_input},
+        _WARPS_ALL_HEADS if norm_all_heads else 1,
     )
 
 
-def _constants(
+def _make_constexprs(
     q: torch.Tensor,
     k: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     sections: torch.Tensor | None,
     offset: float,
     interleaved: bool,
     heads_dim: int,
-    across: bool,
+    norm_all_heads: bool,
 ) -> dict[str, Any]:
-    many = max(q.shape[heads_dim], k.shape[heads_dim])
-    sizes: dict[str, Any] = dict(tile(q.shape[-1], 2 * (turns.shape[-1] - 1), many))
-    if across:
-        sizes["HEADS"] = triton.next_power_of_2(many)
+    max_heads = max(q.shape[heads_dim], k.shape[heads_dim])
+    rotary_dim = 2 * (packed_freqs.shape[-1] - 1)
+    sizes: dict[str, Any] = dict(tile_sizes(q.shape[-1], rotary_dim, max_heads))
+    if norm_all_heads:
+        sizes["HEADS"] = triton.next_power_of_2(max_heads)
     return {
         **sizes,
         "INTERLEAVED": interleaved,
         "SECTIONS": sections is not None,
         "OFFSET": offset,
-        "ACROSS": across,
+        "NORM_ALL_HEADS": norm_all_heads,
     }
 
 
-def _numbers(
+def _scalar_args(
     tensors: tuple[torch.Tensor, ...],
     positions: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     heads_dim: int,
 ) -> tuple[int, ...]:
-    """Sizes and strides; `tensors` start with queries and keys."""
+    """Return sizes and strides; `tensors` start with queries and keys."""
     q, k = tensors[:2]
-    numbers = [q.shape[3 - heads_dim], q.shape[heads_dim], k.shape[heads_dim]]
+    scalars = [q.shape[3 - heads_dim], q.shape[heads_dim], k.shape[heads_dim]]
     for x in tensors:
-        numbers += strides(x, heads_dim)
-    return (*numbers, *position_strides(positions), row_stride(turns))
+        scalars += strides(x, heads_dim)
+    return (*scalars, *position_strides(positions), row_stride(packed_freqs))
+
+
+# -- autograd function, for eager mode -------------------------------------------------------------
+
+
+class QKNormRopeFunction(torch.autograd.Function):
+    """RMSNorm and rotation of queries and keys; saves the input, or the output instead."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        positions: torch.Tensor,
+        packed_freqs: torch.Tensor,
+        sections: torch.Tensor | None,
+        eps: float,
+        offset: float,
+        interleaved: bool,
+        heads_dim: int,
+        recompute_input: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q_out, k_out, *rstd = launch_forward(
+            q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved,
+            heads_dim, True,
+        )  # fmt: skip
+        saved = (q_out, k_out) if recompute_input else (q, k)
+        ctx.save_for_backward(*saved, q_weight, k_weight, *rstd, positions, packed_freqs, sections)
+        ctx.settings = (offset, interleaved, heads_dim, recompute_input)
+        return q_out, k_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, q_grad: torch.Tensor, k_grad: torch.Tensor) -> Any:
+        *tensors, positions, packed_freqs, sections = ctx.saved_tensors
+        arguments: Any = (*tensors, q_grad, k_grad, positions, packed_freqs, sections)
+        grads = launch_backward(*arguments, *ctx.settings)
+        needed = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
+        return *needed, None, None, None, None, None, None, None, None
+
+
+# -- custom ops, for graphs ------------------------------------------------------------------------
+
+
+@torch.library.custom_op("rope_patch::qk_norm_rope", mutates_args=())
+def qk_norm_rope_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    positions: torch.Tensor,
+    packed_freqs: torch.Tensor,
+    sections: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    interleaved: bool,
+    heads_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries and keys, normed and rotated, and the reciprocal norms of both."""
+    return launch_forward(
+        q, k, q_weight, k_weight, positions, packed_freqs, sections, eps, offset, interleaved,
+        heads_dim, True,
+    )  # fmt: skip
+
+
+@qk_norm_rope_op.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    heads_dim, norm_all_heads = rest[-1], q_weight.ndim == 2
+    q_rstd, k_rstd = (_empty_rstd(x, heads_dim, norm_all_heads) for x in (q, k))
+    return torch.empty_like(q), torch.empty_like(k), q_rstd, k_rstd
+
+
+@torch.library.custom_op("rope_patch::qk_norm_rope_backward", mutates_args=())
+def qk_norm_rope_backward_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    q_rstd: torch.Tensor,
+    k_rstd: torch.Tensor,
+    q_grad: torch.Tensor,
+    k_grad: torch.Tensor,
+    positions: torch.Tensor,
+    packed_freqs: torch.Tensor,
+    sections: torch.Tensor | None,
+    offset: float,
+    interleaved: bool,
+    heads_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of `qk_norm_rope`."""
+    dq, dk, dq_weight, dk_weight = launch_backward(
+        q, k, q_weight, k_weight, q_rstd, k_rstd, q_grad, k_grad, positions, packed_freqs, sections,
+        offset, interleaved, heads_dim, False,
+    )  # fmt: skip
+    # Both may be views of one sum, and outputs of an op must not share memory.
+    return dq, dk, dq_weight.clone(), dk_weight.clone()
+
+
+@qk_norm_rope_backward_op.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    grads = [torch.empty_like(x) for x in (q, k, q_weight, k_weight)]
+    return grads[0], grads[1], grads[2], grads[3]
+
+
+def _norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, q_weight, k_weight, positions, packed_freqs, sections, _, *settings = inputs
+    ctx.save_for_backward(q, k, q_weight, k_weight, *output[2:], positions, packed_freqs, sections)
+    ctx.settings = settings
+
+
+def _norm_backward(ctx: Any, q_grad: torch.Tensor, k_grad: torch.Tensor, *_: Any) -> Any:
+    *tensors, positions, packed_freqs, sections = ctx.saved_tensors
+    q, k = tensors[:2]
+    q_grad = torch.zeros_like(q) if q_grad is None else q_grad
+    k_grad = torch.zeros_like(k) if k_grad is None else k_grad
+    grads = qk_norm_rope_backward_op(
+        *tensors, q_grad, k_grad, positions, packed_freqs, sections, *ctx.settings
+    )
+    return *grads, None, None, None, None, None, None, None
+
+
+qk_norm_rope_op.register_autograd(_norm_backward, setup_context=_norm_setup_context)

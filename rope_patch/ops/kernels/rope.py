@@ -1,6 +1,13 @@
-"""Queries and keys rotated to their positions, in one launch."""
+"""The op `rope`: queries and keys rotated to their positions, in one launch.
+
+From the inside out: the Triton kernel, its launch, the autograd function for eager mode, and the
+custom op for compiled and exported graphs. A custom op costs several times the Python of an
+autograd function, but a graph does not pay it.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -8,69 +15,71 @@ import triton.language as tl
 
 from rope_patch.ops.kernels.launcher import (
     Launcher,
-    Plan,
+    LaunchSpec,
+    head_splits,
     position_strides,
     row_stride,
-    shares,
     strides,
-    tile,
+    tile_sizes,
 )
 from rope_patch.ops.kernels.tile import (
     angles,
-    factor_of,
+    attention_factor,
     load_pairs,
-    round_fairly,
+    rotate,
+    stochastic_round,
     store_pairs,
-    tail_at,
-    turn,
+    unrotated_at,
 )
 from rope_patch.ops.validation import validate_shapes
 
+# -- kernel ----------------------------------------------------------------------------------------
+
 
 @triton.jit
-def _rotate(
+def _rotate_heads(
     x, out, heads, x_h, x_d, out_h, out_d, row, cos, sin, D: tl.constexpr, R: tl.constexpr,
-    PAIRS: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FAIR: tl.constexpr,
+    PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     first, second = load_pairs(x, heads, x_h, x_d, row, R, PAIRS, HEADS, INTERLEAVED)
-    first, second = turn(first, second, cos, sin)
-    if FAIR:
-        first = round_fairly(first, out.dtype.element_ty)
-        second = round_fairly(second, out.dtype.element_ty)
+    first, second = rotate(first, second, cos, sin)
+    if STOCHASTIC:
+        first = stochastic_round(first, out.dtype.element_ty)
+        second = stochastic_round(second, out.dtype.element_ty)
     store_pairs(out, first, second, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
-    if TAIL > 0:
-        source, real = tail_at(x, heads, x_h, x_d, row, D, R, TAIL, HEADS)
-        target, _ = tail_at(out, heads, out_h, out_d, row, D, R, TAIL, HEADS)
-        tl.store(target, tl.load(source, mask=real), mask=real)
+    if UNROTATED > 0:
+        source, valid = unrotated_at(x, heads, x_h, x_d, row, D, R, UNROTATED, HEADS)
+        target, _ = unrotated_at(out, heads, out_h, out_d, row, D, R, UNROTATED, HEADS)
+        tl.store(target, tl.load(source, mask=valid), mask=valid)
 
 
 @triton.jit(
-    do_not_specialize=["S", "H", "K", "positions_a", "positions_b", "positions_s", "turns_b"],
-    do_not_specialize_on_alignment=["positions", "turns", "sections"],
+    do_not_specialize=["S", "H", "K", "positions_a", "positions_b", "positions_s", "freqs_b"],
+    do_not_specialize_on_alignment=["positions", "packed_freqs", "sections"],
 )
 def rope_kernel(
-    q, k, q_out, k_out, positions, turns, sections,
+    q, k, q_out, k_out, positions, packed_freqs, sections,
     S, H, K,
     q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d,
     qo_b, qo_s, qo_h, qo_d, ko_b, ko_s, ko_h, ko_d,
-    positions_a, positions_b, positions_s, turns_b,
-    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
+    positions_a, positions_b, positions_s, freqs_b,
+    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, CONJUGATE: tl.constexpr,
-    SECTIONS: tl.constexpr, KEYS: tl.constexpr, FAIR: tl.constexpr,
+    SECTIONS: tl.constexpr, KEYS: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """One program a token, or several with a share of its heads each (grid: tokens, shares).
+    """Rotate one token, or a share of its heads (grid: tokens, shares).
 
-    The angles are computed once and serve all heads of queries and keys. Backwards is the same
-    with the angle negated, as the rotation is orthogonal but for the attention factor. FAIR is for
-    keys that are turned many times: see `rope_patch.ops.reference.rerotate_`.
+    The angles are computed once for all heads of queries and keys. The backward pass negates the
+    angle, because the rotation is orthogonal up to the attention factor. STOCHASTIC is for keys
+    that are re-rotated many times: see `rope_patch.ops.reference.rerotate_`.
     """
     b = (tl.program_id(0) // S).to(tl.int64)
     s = (tl.program_id(0) % S).to(tl.int64)
-    turns += b * turns_b
+    packed_freqs += b * freqs_b
     positions += b * positions_b + s * positions_s
-    cos, sin = angles(positions, turns, sections, positions_a, SECTIONS, R, PAIRS)
-    factor = factor_of(turns, R)
+    cos, sin = angles(positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS)
+    factor = attention_factor(packed_freqs, R)
     cos *= factor
     sin *= factor
     if CONJUGATE:
@@ -80,94 +89,186 @@ def rope_kernel(
     q += b * q_b + s * q_s
     q_out += b * qo_b + s * qo_s
     for row in range(share, H, step):
-        _rotate(
-            q, q_out, H, q_h, q_d, qo_h, qo_d, row, cos, sin, D, R, PAIRS, TAIL, HEADS,
-            INTERLEAVED, FAIR,
+        _rotate_heads(
+            q, q_out, H, q_h, q_d, qo_h, qo_d, row, cos, sin, D, R, PAIRS, UNROTATED, HEADS,
+            INTERLEAVED, STOCHASTIC,
         )  # fmt: skip
     if KEYS:
         k += b * k_b + s * k_s
         k_out += b * ko_b + s * ko_s
         for row in range(share, K, step):
-            _rotate(
-                k, k_out, K, k_h, k_d, ko_h, ko_d, row, cos, sin, D, R, PAIRS, TAIL, HEADS,
-                INTERLEAVED, FAIR,
+            _rotate_heads(
+                k, k_out, K, k_h, k_d, ko_h, ko_d, row, cos, sin, D, R, PAIRS, UNROTATED, HEADS,
+                INTERLEAVED, STOCHASTIC,
             )  # fmt: skip
 
+
+# -- launch ----------------------------------------------------------------------------------------
 
 _launcher = Launcher(rope_kernel)
 
 
-def rope(
+def launch(
     q: torch.Tensor,
     k: torch.Tensor | None,
     positions: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     sections: torch.Tensor | None,
     interleaved: bool,
     heads_dim: int,
     conjugate: bool,
     inplace: bool = False,
-    fair: bool = False,
+    stochastic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launches the kernel; see `rope_patch.ops.reference.rope`, which it equals.
+    """Launch the kernel; its results equal `rope_patch.ops.reference.rope`.
 
     Args:
-        inplace: Write over what goes in.
-        fair: Round as `rope_patch.ops.reference.rerotate_` does.
+        inplace: Overwrite q and k.
+        stochastic: Round as `rope_patch.ops.reference.rerotate_` does.
     """
     q_out = q if inplace else torch.empty_like(q)
-    keys, keys_out = q, q_out  # pointers that nothing reads where there are no keys
+    keys, keys_out = q, q_out  # without keys, the kernel does not read these pointers
     k_out = None
     if k is not None:
         keys = k
         keys_out = k_out = k if inplace else torch.empty_like(k)
-    axes = turns if sections is None else sections
+    axes = packed_freqs if sections is None else sections
     key = (
         q.shape, q.stride(), q.dtype, keys.shape, keys.stride(), keys.dtype, k is None,
-        positions.shape, positions.stride(), positions.dtype, turns.shape, turns.stride(),
-        turns.dtype,
+        positions.shape, positions.stride(), positions.dtype,
+        packed_freqs.shape, packed_freqs.stride(), packed_freqs.dtype,
         None if sections is None else (sections.shape, sections.stride(), sections.dtype),
-        q.device.index, interleaved, heads_dim, conjugate, inplace, fair,
+        q.device.index, interleaved, heads_dim, conjugate, inplace, stochastic,
     )  # fmt: skip
 
     if q.numel() or (k is not None and k.numel()):
-        bits = q.data_ptr() | keys.data_ptr()
-        tensors = (q, keys, q_out, keys_out, positions, turns, axes)
-        how = (interleaved, heads_dim, conjugate, inplace, fair)
-        _launcher(key, tensors, bits, _plan, q, k, q_out, keys_out, positions, turns, sections, how)
+        address_bits = q.data_ptr() | keys.data_ptr()
+        tensors = (q, keys, q_out, keys_out, positions, packed_freqs, axes)
+        settings = (interleaved, heads_dim, conjugate, inplace, stochastic)
+        _launcher(
+            key, tensors, address_bits, _make_spec, q, k, q_out, keys_out, positions, packed_freqs,
+            sections, settings,
+        )  # fmt: skip
     return q_out, k_out
 
 
-def _plan(
+def _make_spec(
     q: torch.Tensor,
     k: torch.Tensor | None,
     q_out: torch.Tensor,
     keys_out: torch.Tensor,
     positions: torch.Tensor,
-    turns: torch.Tensor,
+    packed_freqs: torch.Tensor,
     sections: torch.Tensor | None,
-    how: tuple[bool, int, bool, bool, bool],
-) -> Plan:
-    interleaved, heads_dim, conjugate, inplace, fair = how
-    validate_shapes(q, k, positions, turns, sections, heads_dim)
+    settings: tuple[bool, int, bool, bool, bool],
+) -> LaunchSpec:
+    interleaved, heads_dim, conjugate, inplace, stochastic = settings
+    validate_shapes(q, k, positions, packed_freqs, sections, heads_dim)
     keys = q if k is None else k
     tokens, heads, key_heads = q.shape[3 - heads_dim], q.shape[heads_dim], keys.shape[heads_dim]
-    many = max(heads, key_heads)
-    sizes = tile(q.shape[-1], 2 * (turns.shape[-1] - 1), many)
+    max_heads = max(heads, key_heads)
+    sizes = tile_sizes(q.shape[-1], 2 * (packed_freqs.shape[-1] - 1), max_heads)
     if inplace:
-        sizes["TAIL"] = 0  # stands where it is to be
-    numbers = [tokens, heads, key_heads]
+        sizes["UNROTATED"] = 0  # in place, these dimensions need no copy
+    scalars = [tokens, heads, key_heads]
     for x in (q, keys, q_out, keys_out):
-        numbers += strides(x, heads_dim)
-    return Plan(
-        (q.shape[0] * tokens, shares(q.shape[0] * tokens, many, sizes["HEADS"]), 1),
-        (*numbers, *position_strides(positions), row_stride(turns)),
+        scalars += strides(x, heads_dim)
+    return LaunchSpec(
+        (q.shape[0] * tokens, head_splits(q.shape[0] * tokens, max_heads, sizes["HEADS"]), 1),
+        (*scalars, *position_strides(positions), row_stride(packed_freqs)),
         {
             **sizes,
             "INTERLEAVED": interleaved,
             "CONJUGATE": conjugate,
             "SECTIONS": sections is not None,
             "KEYS": k is not None,
-            "FAIR": fair,
+            "STOCHASTIC": stochastic,
         },
     )
+
+
+# -- autograd function, for eager mode -------------------------------------------------------------
+
+
+class RopeFunction(torch.autograd.Function):
+    """Rotation; its gradient is the backward rotation, and so on for higher derivatives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        positions: torch.Tensor,
+        packed_freqs: torch.Tensor,
+        sections: torch.Tensor | None,
+        interleaved: bool,
+        heads_dim: int,
+        conjugate: bool,
+        inplace: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.save_for_backward(positions, packed_freqs, sections)
+        ctx.set_materialize_grads(False)
+        ctx.settings = (interleaved, heads_dim, not conjugate)
+        if inplace:
+            ctx.mark_dirty(*(x for x in (q, k) if x is not None))
+        return launch(
+            q, k, positions, packed_freqs, sections, interleaved, heads_dim, conjugate, inplace
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        needed = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
+        rotated = _rotate_grads(*needed, *ctx.saved_tensors, *ctx.settings)
+        return *rotated, None, None, None, None, None, None, None
+
+
+def _rotate_grads(
+    q: torch.Tensor | None, k: torch.Tensor | None, *rest: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Rotate those of the two gradients that exist, in one launch."""
+    if q is None:
+        return (None, None) if k is None else (None, RopeFunction.apply(k, None, *rest, False)[0])
+    return RopeFunction.apply(q, k, *rest, False)
+
+
+# -- custom op, for graphs -------------------------------------------------------------------------
+
+
+@torch.library.custom_op("rope_patch::rope", mutates_args=())
+def rope_op(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    positions: torch.Tensor,
+    packed_freqs: torch.Tensor,
+    sections: torch.Tensor | None,
+    interleaved: bool,
+    heads_dim: int,
+    conjugate: bool,
+) -> list[torch.Tensor]:
+    """Return rotated queries, and keys if there are any."""
+    rotated = launch(q, k, positions, packed_freqs, sections, interleaved, heads_dim, conjugate)
+    return [x for x in rotated if x is not None]
+
+
+@rope_op.register_fake
+def _(q: torch.Tensor, k: torch.Tensor | None, *_: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in (q, k) if x is not None]
+
+
+def _rope_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, positions, packed_freqs, sections, interleaved, heads_dim, conjugate = inputs
+    ctx.save_for_backward(positions, packed_freqs, sections)
+    ctx.settings = (interleaved, heads_dim, not conjugate)
+
+
+def _rope_backward(ctx: Any, grads: list[torch.Tensor | None]) -> Any:
+    q, k = (*grads, None)[:2]
+    rest = (*ctx.saved_tensors, *ctx.settings)
+    if q is None:
+        rotated: Any = [None, None if k is None else rope_op(k, None, *rest)[0]]
+    else:
+        rotated = [*rope_op(q, k, *rest), None][:2]
+    return *rotated, None, None, None, None, None, None
+
+
+rope_op.register_autograd(_rope_backward, setup_context=_rope_setup_context)

@@ -1,8 +1,8 @@
-"""What all kernels do with a tile of heads: angles, and pairs in and out of memory.
+"""Building blocks of the kernels for a tile of heads: angles, loads, stores and rotation of pairs.
 
-A tile is `[HEADS, PAIRS]` twice, the first and the second dimension of each rotated pair, in
-float32. Dimensions that do not rotate are a third part, `[HEADS, TAIL]`. Counts are padded to
-powers of two, and what is beyond the real ones is masked.
+A tile has two parts `[HEADS, PAIRS]` in float32, the first and the second dimension of each rotated
+pair, and a third part `[HEADS, UNROTATED]`, the dimensions that do not rotate. Sizes are padded to
+powers of two, and the padding is masked.
 """
 
 import triton
@@ -11,10 +11,10 @@ import triton.language as tl
 
 @triton.jit
 def cos_sin(phase):
-    """cos and sin of an angle in 2^-64 turns, int64, to 1.2e-7.
+    """Return cos and sin of an angle in units of 2^-64 turns, int64, to 1.2e-7.
 
-    The two upper bits say which quarter of a turn is nearest, what is left lies within an eighth
-    of a turn of it, and the polynomials are those of Cephes' sinf and cosf.
+    The two upper bits give the nearest quarter of a turn. The rest is at most an eighth of a turn,
+    where the polynomials of Cephes' sinf and cosf hold.
     """
     quarter = (phase + (1 << 61)) >> 62
     rest = ((phase - (quarter << 62)) >> 32).to(tl.int32).to(tl.float32)
@@ -32,29 +32,29 @@ def cos_sin(phase):
 
 
 @triton.jit
-def factor_of(turns, R: tl.constexpr):
-    """The attention factor, whose float32 bits stand behind the frequencies."""
-    return tl.load(turns + R // 2).to(tl.int32).to(tl.float32, bitcast=True)
+def attention_factor(packed_freqs, R: tl.constexpr):
+    """Load the attention factor: the float32 bits after the frequencies."""
+    return tl.load(packed_freqs + R // 2).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def angles(
-    positions, turns, sections, axis_stride, SECTIONS: tl.constexpr, R: tl.constexpr,
+    positions, packed_freqs, sections, axis_stride, SECTIONS: tl.constexpr, R: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of one token, `[PAIRS]`, without the attention factor.
+    """Return cos and sin of one token, `[PAIRS]`, without the attention factor.
 
-    Both pointers stand at the token's row; `positions` at its first axis.
+    `packed_freqs` points at the token's row, `positions` at the token on the first axis.
     """
     pair = tl.arange(0, PAIRS)
-    real = pair < R // 2
-    turn = tl.load(turns + pair, mask=real, other=0)
+    valid = pair < R // 2
+    freqs = tl.load(packed_freqs + pair, mask=valid, other=0)
     if SECTIONS:
-        axis = tl.load(sections + pair, mask=real, other=0).to(tl.int64)
-        at = tl.load(positions + axis * axis_stride, mask=real, other=0).to(tl.int64)
+        axis = tl.load(sections + pair, mask=valid, other=0).to(tl.int64)
+        position = tl.load(positions + axis * axis_stride, mask=valid, other=0).to(tl.int64)
     else:
-        at = tl.load(positions).to(tl.int64)
-    return cos_sin(at * turn)
+        position = tl.load(positions).to(tl.int64)
+    return cos_sin(position * freqs)
 
 
 @triton.jit
@@ -62,32 +62,35 @@ def load_pairs(
     x, heads, head_stride, stride, row, R: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Two `[HEADS, PAIRS]` in float32, from heads `row` on; `stride` is that of the dimensions."""
+    """Load heads from `row` on as two `[HEADS, PAIRS]` in float32.
+
+    `stride` is the stride of the head's dimensions.
+    """
     rows = row + tl.arange(0, HEADS)
     start = x + rows[:, None].to(tl.int64) * head_stride
-    real = (rows < heads)[:, None]
+    valid = (rows < heads)[:, None]
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)
         if R != 2 * PAIRS:
-            real = real & (column < R)[None, :]
-        both = tl.load(start + column[None, :] * stride, mask=real, other=0.0)
+            valid = valid & (column < R)[None, :]
+        both = tl.load(start + column[None, :] * stride, mask=valid, other=0.0)
         first, second = tl.split(tl.reshape(both.to(tl.float32), (HEADS, PAIRS, 2)))
     else:
         pair = tl.arange(0, PAIRS)
         if R != 2 * PAIRS:
-            real = real & (pair < R // 2)[None, :]
+            valid = valid & (pair < R // 2)[None, :]
         at = start + pair[None, :] * stride
-        first = tl.load(at, mask=real, other=0.0).to(tl.float32)
-        second = tl.load(at + (R // 2) * stride, mask=real, other=0.0).to(tl.float32)
+        first = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+        second = tl.load(at + (R // 2) * stride, mask=valid, other=0.0).to(tl.float32)
     return first, second
 
 
 @triton.jit
-def round_fairly(x, kind: tl.constexpr):
-    """Stochastic rounding, as `rope_patch.ops.reference` does it and to the same bits."""
-    if kind == tl.float32:
+def stochastic_round(x, dtype: tl.constexpr):
+    """Round stochastically, to the same bits as `rope_patch.ops.reference`."""
+    if dtype == tl.float32:
         return x
-    spare: tl.constexpr = 16 if kind == tl.bfloat16 else 13
+    spare: tl.constexpr = 16 if dtype == tl.bfloat16 else 13
     bits = x.to(tl.int32, bitcast=True)
     chance = (bits ^ (bits >> 15)) * -1640531535
     chance = (chance ^ (chance >> 13)) * -2048144777
@@ -100,34 +103,34 @@ def store_pairs(
     x, first, second, heads, head_stride, stride, row, R: tl.constexpr, PAIRS: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The reverse of `load_pairs`; rounds to what `x` points at."""
+    """Store what `load_pairs` loads, rounded to the dtype that `x` points at."""
     rows = row + tl.arange(0, HEADS)
     start = x + rows[:, None].to(tl.int64) * head_stride
-    real = (rows < heads)[:, None]
-    kind = x.dtype.element_ty
+    valid = (rows < heads)[:, None]
+    dtype = x.dtype.element_ty
     if INTERLEAVED:
         column = tl.arange(0, 2 * PAIRS)
         if R != 2 * PAIRS:
-            real = real & (column < R)[None, :]
-        both = tl.reshape(tl.join(first.to(kind), second.to(kind)), (HEADS, 2 * PAIRS))
-        tl.store(start + column[None, :] * stride, both, mask=real)
+            valid = valid & (column < R)[None, :]
+        both = tl.reshape(tl.join(first.to(dtype), second.to(dtype)), (HEADS, 2 * PAIRS))
+        tl.store(start + column[None, :] * stride, both, mask=valid)
     else:
         pair = tl.arange(0, PAIRS)
         if R != 2 * PAIRS:
-            real = real & (pair < R // 2)[None, :]
+            valid = valid & (pair < R // 2)[None, :]
         at = start + pair[None, :] * stride
-        tl.store(at, first.to(kind), mask=real)
-        tl.store(at + (R // 2) * stride, second.to(kind), mask=real)
+        tl.store(at, first.to(dtype), mask=valid)
+        tl.store(at + (R // 2) * stride, second.to(dtype), mask=valid)
 
 
 @triton.jit
-def tail_at(
-    x, heads, head_stride, stride, row, D: tl.constexpr, R: tl.constexpr, TAIL: tl.constexpr,
+def unrotated_at(
+    x, heads, head_stride, stride, row, D: tl.constexpr, R: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the dimensions that do not rotate, `[HEADS, TAIL]`, and which of them are."""
+    """Return pointers to the dimensions that do not rotate, `[HEADS, UNROTATED]`, and a mask."""
     rows = row + tl.arange(0, HEADS)
-    column = R + tl.arange(0, TAIL)
+    column = R + tl.arange(0, UNROTATED)
     at = x + rows[:, None].to(tl.int64) * head_stride + column[None, :] * stride
     return at, (rows < heads)[:, None] & (column < D)[None, :]
 
@@ -135,51 +138,51 @@ def tail_at(
 @triton.jit
 def load_weights(
     weights, heads, head_stride, row, OFFSET: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    PAIRS: tl.constexpr, TAIL: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """A norm's weights as three parts of a tile; `head_stride` is 0 where heads share them."""
+    """Load a norm's weights as three parts of a tile; `head_stride` is 0 where heads share them."""
     first, second = load_pairs(weights, heads, head_stride, 1, row, R, PAIRS, HEADS, INTERLEAVED)
-    third = load_tail(weights, heads, head_stride, 1, row, D, R, TAIL, HEADS)
+    third = load_unrotated(weights, heads, head_stride, 1, row, D, R, UNROTATED, HEADS)
     return first + OFFSET, second + OFFSET, third + OFFSET
 
 
 @triton.jit
-def load_tail(
-    x, heads, head_stride, stride, row, D: tl.constexpr, R: tl.constexpr, TAIL: tl.constexpr,
+def load_unrotated(
+    x, heads, head_stride, stride, row, D: tl.constexpr, R: tl.constexpr, UNROTATED: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The dimensions that do not rotate, in float32; one of zeros where all do."""
-    if TAIL > 0:
-        at, real = tail_at(x, heads, head_stride, stride, row, D, R, TAIL, HEADS)
-        return tl.load(at, mask=real, other=0.0).to(tl.float32)
+    """Load the dimensions that do not rotate in float32; one column of zeros if there are none."""
+    if UNROTATED > 0:
+        at, valid = unrotated_at(x, heads, head_stride, stride, row, D, R, UNROTATED, HEADS)
+        return tl.load(at, mask=valid, other=0.0).to(tl.float32)
     else:
         return tl.zeros((HEADS, 1), dtype=tl.float32)
 
 
 @triton.jit
-def store_tail(
-    x, tail, heads, head_stride, stride, row, D: tl.constexpr, R: tl.constexpr,
-    TAIL: tl.constexpr, HEADS: tl.constexpr,
+def store_unrotated(
+    x, unrotated, heads, head_stride, stride, row, D: tl.constexpr, R: tl.constexpr,
+    UNROTATED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The reverse of `load_tail`."""
-    if TAIL > 0:
-        at, real = tail_at(x, heads, head_stride, stride, row, D, R, TAIL, HEADS)
-        tl.store(at, tail.to(x.dtype.element_ty), mask=real)
+    """Store what `load_unrotated` loads."""
+    if UNROTATED > 0:
+        at, valid = unrotated_at(x, heads, head_stride, stride, row, D, R, UNROTATED, HEADS)
+        tl.store(at, unrotated.to(x.dtype.element_ty), mask=valid)
 
 
 @triton.jit
-def dot(a1, a2, a3, b1, b2, b3, ACROSS: tl.constexpr, TAIL: tl.constexpr):
-    """Sum of products for each head, `[HEADS]`, or of all heads together, repeated."""
+def dot(a1, a2, a3, b1, b2, b3, NORM_ALL_HEADS: tl.constexpr, UNROTATED: tl.constexpr):
+    """Return each head's dot product, `[HEADS]`, or the sum over all heads, repeated."""
     total = tl.sum(a1 * b1 + a2 * b2, axis=1)
-    if TAIL > 0:
+    if UNROTATED > 0:
         total += tl.sum(a3 * b3, axis=1)
-    if ACROSS:
+    if NORM_ALL_HEADS:
         total = tl.sum(total, axis=0) + tl.zeros_like(total)
     return total
 
 
 @triton.jit
-def turn(first, second, cos, sin):
-    """Rotates pairs `[HEADS, PAIRS]` by angles `[PAIRS]`."""
+def rotate(first, second, cos, sin):
+    """Rotate pairs `[HEADS, PAIRS]` by angles `[PAIRS]`."""
     c, s = cos[None, :], sin[None, :]
     return first * c - second * s, second * c + first * s

@@ -33,7 +33,7 @@ def counted(monkeypatch):
 
         monkeypatch.setattr(module, function, counting)
 
-    count("rope", "rope", "rope")
-    count("qk_norm_rope", "forward", "norm")
-    count("qk_norm_rope", "backward", "backward")
+    count("rope", "launch", "rope")
+    count("qk_norm_rope", "launch_forward", "norm")
+    count("qk_norm_rope", "launch_backward", "backward")
     return counts

@@ -1,4 +1,4 @@
-"""The rotation by tables against transformers' own, float64, and itself in other layouts."""
+"""Rotation from cos and sin against transformers' own, float64, and other memory layouts."""
 
 import importlib
 
@@ -17,19 +17,19 @@ LENGTHS = [0, 1, 5, 49]
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """16 tokens of 4 heads of 128 dimensions, so that small tensors take every way."""
+    """Lower the limits to 16 tokens of 4 heads of 128, so that small tensors take every path."""
     monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 16 * 4 * 128)
     monkeypatch.setattr(cpu, "_JOINED_NUMEL", 8 * 4 * 128)
 
 
 def heads(count, tokens, dim=128, batch=2, dtype=torch.float32, seed=0):
-    """`[B, H, S, D]`, lying in memory as `[B, S, H, D]`, as projections leave them."""
+    """Return `[B, H, S, D]` in the memory of `[B, S, H, D]`, as projections do."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, tokens, count, dim, generator=generator).to(dtype).transpose(1, 2)
 
 
 def angles(tokens, rotary_dim=128, batch=1, start=3):
-    """`[B, S, R / 2]`, rows at positions of their own."""
+    """Return cos and sin `[B, S, R / 2]`, with different positions for each row."""
     positions = torch.arange(tokens) * 7 + start + 100 * torch.arange(batch)[:, None]
     return positions[..., None] * 1e4 ** -torch.arange(0, 1, 2 / rotary_dim)
 
@@ -44,7 +44,7 @@ def repeat(x, interleaved):
 
 
 def full_tables(*args, interleaved=False, **options):
-    """As rotary modules of transformers have them, `[B, S, R]`."""
+    """Return cos and sin as transformers' rotary modules do, `[B, S, R]`."""
     pairs = pair_tables(*args, **options)
     return [repeat(c, interleaved) for c in pairs]
 
@@ -60,7 +60,7 @@ def by_reference(x, pairs, interleaved=False, heads_dim=1):
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("layout", ["llama", "cohere", "phi3", "glm"])
 def test_float32_has_the_bits_of_transformers(layout, tokens, batch):
-    """Halves (Llama), neighbours (Cohere), a part of each head (Phi-3), both of these (GLM)."""
+    """Check halves (Llama), neighbours (Cohere), a part of each head (Phi-3), and both (GLM)."""
     modeling = importlib.import_module(f"transformers.models.{layout}.modeling_{layout}")
     q, k = heads(4, tokens), heads(2, tokens, seed=1)
     rotary_dim = 96 if layout in ("phi3", "glm") else 128
@@ -103,7 +103,7 @@ def test_tables_of_another_dtype(dtype):
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 20), (80, 32), (128, 96), (128, 128)])
 def test_it_is_the_reference(head_dim, rotary_dim, tokens, repeated, interleaved):
-    """Odd counts of heads, every width, keys or none."""
+    """Check odd head counts, every dtype, with and without keys."""
     q, k = heads(5, tokens, head_dim), heads(3, tokens, head_dim, seed=1)
     pairs = pair_tables(tokens, rotary_dim, batch=2)
     given = full_tables(tokens, rotary_dim, batch=2, interleaved=interleaved) if repeated else pairs
@@ -130,7 +130,7 @@ def as_tokens_first(x):
 
 
 def as_packed(x):
-    """A slice of queries, keys and values in one tensor."""
+    """Check a slice of queries, keys and values in one tensor."""
     wide = torch.zeros(x.shape[0], x.shape[2], x.shape[1], 3 * x.shape[3], dtype=x.dtype)
     part = wide[..., x.shape[3] : 2 * x.shape[3]].transpose(1, 2)
     return part.copy_(x)
@@ -212,7 +212,7 @@ def test_gradients(wanted, tokens, interleaved, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 5, 49])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_rotated_backwards(dtype, tokens):
-    """Also those of a sum, which all lie in one place, and where only one result was used."""
+    """Check gradients of a sum, which share one memory cell, and of a single used output."""
     q, k = heads(4, tokens, dtype=dtype), heads(2, tokens, dtype=dtype, seed=1)
     cos, sin = full_tables(tokens, batch=2)
     q, k = (x.detach().requires_grad_() for x in (q, k))

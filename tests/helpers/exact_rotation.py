@@ -1,7 +1,4 @@
-"""Norm and rotation written a second time, for tests to compare with.
-
-Numbers are complex and in float64; angles are taken from whole numbers of any size.
-"""
+"""Independent norm and rotation in complex float64, with angles from whole numbers of any size."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -16,8 +13,8 @@ from rope_patch.ops.dispatch import is_interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# Triton's interpreter cuts off what bfloat16 has no room for, where a GPU rounds.
-CUTS = {torch.bfloat16} if is_interpreted() else set()
+# Triton's interpreter truncates to bfloat16, where a GPU rounds.
+TRUNCATED_DTYPES = {torch.bfloat16} if is_interpreted() else set()
 
 
 # -- angles ----------------------------------------------------------------------------------------
@@ -26,7 +23,7 @@ _BITS = 256
 
 
 def _arctan_of_inverse(n):
-    """In units of 2^-256."""
+    """Return arctan(1 / n) in units of 2^-256."""
     power, total, sign, odd = (1 << _BITS) // n, 0, 1, 1
     while power:
         total += sign * (power // odd)
@@ -39,26 +36,28 @@ TWO_PI = Fraction(8 * (4 * _arctan_of_inverse(5) - _arctan_of_inverse(239)), 1 <
 
 @lru_cache(maxsize=100_000)
 def exact_angle(position, inv_freq):
-    """Radians within half a turn of zero, of a whole number times a float."""
+    """Return position * inv_freq in radians, within half a turn of zero."""
     turns = position * Fraction(inv_freq) / TWO_PI
     return float(turns - round(turns)) * tau
 
 
 def exact_angles(positions, inv_freq, sections=None):
-    """What `ops.cos_sin` returns the cos and sin of, in float64."""
+    """Return the angles behind `ops.cos_sin`, in float64."""
     if sections is not None:
-        at = torch.stack([positions[axis] for axis in sections.tolist()], dim=-1)
+        tokens = torch.stack([positions[axis] for axis in sections.tolist()], dim=-1)
     else:
-        at = positions.unsqueeze(-1)
-    at, freq = torch.broadcast_tensors(
-        at if at.ndim == 3 else at[None], inv_freq.reshape(-1, 1, inv_freq.shape[-1])
+        tokens = positions.unsqueeze(-1)
+    tokens, freq = torch.broadcast_tensors(
+        tokens if tokens.ndim == 3 else tokens[None], inv_freq.reshape(-1, 1, inv_freq.shape[-1])
     )
-    pairs = zip(at.flatten().tolist(), freq.flatten().tolist(), strict=True)
-    return torch.tensor([exact_angle(*pair) for pair in pairs], dtype=torch.float64).view(at.shape)
+    pairs = zip(tokens.flatten().tolist(), freq.flatten().tolist(), strict=True)
+    return torch.tensor([exact_angle(*pair) for pair in pairs], dtype=torch.float64).view(
+        tokens.shape
+    )
 
 
 def frequencies(rotary_dim, theta=1e4):
-    """Radians per token in float32, `[R / 2]`."""
+    """Return radians per token in float32, `[R / 2]`."""
     return (theta ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)).float()
 
 
@@ -67,7 +66,7 @@ def frequencies(rotary_dim, theta=1e4):
 
 @dataclass(frozen=True)
 class Rotation:
-    """One rotation, for this package to apply and for tests to know the truth of."""
+    """One rotation, applied by this package and, as the truth, in float64."""
 
     positions: torch.Tensor
     inv_freq: torch.Tensor
@@ -77,7 +76,7 @@ class Rotation:
     heads_dim: int = 2
 
     @property
-    def turns(self):
+    def packed_freqs(self):
         return ops.pack_frequencies(self.inv_freq, self.factor).to(DEVICE)
 
     @property
@@ -89,27 +88,27 @@ class Rotation:
 
     def rope(self, q, k=None, kernels="triton"):
         positions = self.positions.to(DEVICE)
-        return ops.rope(q, k, positions, self.turns, kernels=kernels, **self.settings)
+        return ops.rope(q, k, positions, self.packed_freqs, kernels=kernels, **self.settings)
 
     def norm_and_rope(self, q, k, q_weight, k_weight, kernels="triton", **settings):
-        given = (q, k, q_weight, k_weight, self.positions.to(DEVICE), self.turns)
-        return ops.qk_norm_rope(*given, kernels=kernels, **self.settings, **settings)
+        tensors = (q, k, q_weight, k_weight, self.positions.to(DEVICE), self.packed_freqs)
+        return ops.qk_norm_rope(*tensors, kernels=kernels, **self.settings, **settings)
 
     def true_rope(self, x, conjugate=False):
-        """In float64, on the CPU."""
+        """Rotate in float64, on the CPU."""
         angles = exact_angles(self.positions.cpu(), self.inv_freq, self.sections)
         angles = (-angles if conjugate else angles).unsqueeze(self.heads_dim)
         factor = torch.as_tensor(self.factor, dtype=torch.float64).view(-1, 1, 1, 1)
         x, size = x.cpu().double(), 2 * angles.shape[-1]
         part = x[..., :size].unflatten(-1, (-1, 2) if self.interleaved else (2, -1))
         part = part if self.interleaved else part.transpose(-1, -2)
-        turned = torch.complex(part[..., 0], part[..., 1]) * torch.polar(factor, angles)
-        part = torch.stack([turned.real, turned.imag], dim=-1)
+        rotated = torch.complex(part[..., 0], part[..., 1]) * torch.polar(factor, angles)
+        part = torch.stack([rotated.real, rotated.imag], dim=-1)
         part = part if self.interleaved else part.transpose(-1, -2)
         return torch.cat([part.flatten(-2), x[..., size:]], dim=-1)
 
     def true_norm_and_rope(self, x, weight, eps, offset=0.0):
-        """The same."""
+        """Norm and rotate in float64, on the CPU."""
         dims = (-1,) if weight.ndim == 1 else (-1, self.heads_dim)
         x, weight = x.cpu().double(), weight.cpu().double() + offset
         if weight.ndim == 2 and self.heads_dim == 1:
@@ -120,53 +119,53 @@ class Rotation:
 
 
 def make_rotation(rotary_dim, tokens=2, theta=1e4, **changes):
-    """One of a few tokens, far enough apart that all angles matter."""
+    """Return a rotation of a few tokens, far enough apart that all angles matter."""
     rotation = Rotation(torch.arange(tokens) * 37 + 5, frequencies(rotary_dim, theta))
     return replace(rotation, **changes)
 
 
 def draw(*shape, dtype=torch.float32, seed=0, grad=False):
-    """Normal numbers; the same for the same seed on every device."""
+    """Return normal numbers, the same for a seed on every device."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
     return x.requires_grad_() if grad else x
 
 
 def draw_heads(heads, head_dim, rotation, batch=2, **settings):
-    """Queries or keys that fit a rotation, contiguous."""
+    """Return contiguous queries or keys for a rotation."""
     tokens = rotation.positions.shape[-1]
-    between = (tokens, heads) if rotation.heads_dim == 2 else (heads, tokens)
-    return draw(batch, *between, head_dim, **settings)
+    middle = (tokens, heads) if rotation.heads_dim == 2 else (heads, tokens)
+    return draw(batch, *middle, head_dim, **settings)
 
 
 # -- how close -------------------------------------------------------------------------------------
 
 
 def assert_rounded(got, truth, slack=4e-7):
-    """Numbers are the truth, rounded once to their dtype, but for what float32 costs on the way.
+    """Assert that numbers are the truth, rounded once to their dtype.
 
-    `slack` is that, relative to the largest.
+    `slack` allows for float32 arithmetic, relative to the largest number.
     """
     assert got.shape == truth.shape
     if not truth.numel():
         return
-    got, kind = got.detach().cpu().double(), got.dtype
+    got, dtype = got.detach().cpu().double(), got.dtype
     assert got.isfinite().all()
     truth = truth.detach()
-    info = torch.finfo(kind)
+    info = torch.finfo(dtype)
     ulp = info.eps * truth.abs().clamp(min=info.tiny).log2().floor().exp2()
-    allowed = ulp * (1 if kind in CUTS else 0.5) + slack * truth.abs().max()
+    allowed = ulp * (1 if dtype in TRUNCATED_DTYPES else 0.5) + slack * truth.abs().max()
     excess = ((got - truth).abs() - allowed).max().item()
     assert excess <= 0, f"off by {(got - truth).abs().max():.3g}, {excess:.3g} more than rounding"
 
 
 def assert_laid_out_as(got, x):
-    """Shape, dtype and strides are those that a new tensor like `x` has."""
+    """Assert the shape, dtype and strides of a new tensor like `x`."""
     like = torch.empty_like(x)
     assert (got.shape, got.dtype, got.stride()) == (like.shape, like.dtype, like.stride())
 
 
 def relative_error(got, truth):
-    """Root mean square of the difference over that of the truth."""
+    """Return the root mean square of the difference over that of the truth."""
     difference = got.detach().cpu().double() - truth.detach().cpu()
     return (difference.norm() / truth.detach().norm()).item()

@@ -1,4 +1,4 @@
-"""Which kernels run, what is said where they cannot, and what they are launched with."""
+"""Dispatch: the backend that runs, errors if it cannot, and validation of arguments."""
 
 import logging
 import os
@@ -7,14 +7,14 @@ import sys
 
 import pytest
 import torch
-from rotations import draw, frequencies
+from helpers.exact_rotation import draw, frequencies
 from tiny_models import make_model
 
 import rope_patch
 from rope_patch import ops
 from rope_patch.ops import dispatch
 
-TURNS = ops.pack_frequencies(frequencies(8))
+PACKED_FREQS = ops.pack_frequencies(frequencies(8))
 POSITIONS = torch.arange(3)
 
 
@@ -22,16 +22,16 @@ def heads(count=2, batch=2, tokens=3, dim=8, dtype=torch.float32, grad=False):
     return draw(batch, tokens, count, dim, dtype=dtype).cpu().requires_grad_(grad)
 
 
-def rope(q, k=None, positions=POSITIONS, turns=TURNS, **settings):
-    return ops.rope(q, k, positions, turns, **settings)
+def rope(q, k=None, positions=POSITIONS, packed_freqs=PACKED_FREQS, **settings):
+    return ops.rope(q, k, positions, packed_freqs, **settings)
 
 
 def norm_and_rope(q, k, q_weight, k_weight, **settings):
-    return ops.qk_norm_rope(q, k, q_weight, k_weight, POSITIONS, TURNS, eps=1e-6, **settings)
+    return ops.qk_norm_rope(q, k, q_weight, k_weight, POSITIONS, PACKED_FREQS, eps=1e-6, **settings)
 
 
 def rerotate(keys, **settings):
-    return ops.rerotate_([keys], POSITIONS, TURNS, TURNS, **settings)
+    return ops.rerotate_([keys], POSITIONS, PACKED_FREQS, PACKED_FREQS, **settings)
 
 
 CALLS = {
@@ -46,7 +46,7 @@ calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 @pytest.fixture
 def triton_is(monkeypatch):
-    """Sets which Triton there is: none, or one of a version."""
+    """Return a function that removes Triton or sets its version."""
 
     def as_(version):
         if version is None:
@@ -89,7 +89,7 @@ def test_plain_torch_without_triton(triton_is, call):
 
 
 def test_any_dtype_in_plain_torch():
-    """float64 stays what it is."""
+    """Check that float64 keeps its dtype."""
     turned, _ = rope(heads(dtype=torch.float64))
     assert turned.dtype == torch.float64
 
@@ -107,13 +107,13 @@ def test_triton_on_a_gpu():
 
 
 class OnGPU:
-    """Has what `use_triton` asks a tensor for."""
+    """A stand-in with the attributes of a tensor that `use_triton` reads."""
 
     is_cuda, dtype = True, torch.bfloat16
 
 
 def test_what_triton_is_for(monkeypatch, triton_is):
-    """Plain tensors of three dtypes on a GPU, told from what else looks like one."""
+    """Check that Triton takes plain tensors of three dtypes on a GPU and nothing else."""
     pytest.importorskip("triton")
     monkeypatch.setattr(dispatch, "_PLAIN_TYPES", frozenset((OnGPU,)))
     x = OnGPU()
@@ -185,13 +185,13 @@ def test_tensors_on_a_cpu_are_an_error_without_the_interpreter(monkeypatch, call
 
 
 def test_kernels_do_not_run_on_a_cpu_of_themselves():
-    """In another process, as Triton reads whether to interpret them when it is imported."""
+    """Run in another process, because Triton reads TRITON_INTERPRET at import."""
     pytest.importorskip("triton")
     code = """
 import torch
 from rope_patch import ops
-turns = ops.make_turns(torch.ones(4))
-ops.rope(torch.ones(1, 1, 1, 8), None, torch.arange(1), turns, kernels="triton")
+packed_freqs = ops.pack_frequencies(torch.ones(4))
+ops.rope(torch.ones(1, 1, 1, 8), None, torch.arange(1), packed_freqs, kernels="triton")
 """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
@@ -217,7 +217,7 @@ def test_what_else_is_not_known():
     with pytest.raises(ValueError, match='save must be "input" or "output", got \'both\''):
         CALLS["qk_norm_rope"](save="both")
     for missing in ({"positions": None}, {"packed_freqs": None}):
-        with pytest.raises(ValueError, match="positions and turns are needed"):
+        with pytest.raises(ValueError, match="positions and packed_freqs are needed"):
             rope(heads(), **missing)
 
 
@@ -267,22 +267,23 @@ ROPE_ERRORS = {
         {"positions": AXES, "sections": SECTIONS[:3]},
         r"sections must be \[4\], one axis a pair, got \[3\]",
     ),
-    "turns in floats": (
-        {"packed_freqs": TURNS.float()},
-        r"turns must be int64 \[R / 2 \+ 1\] or \[2, R / 2 \+ 1\] as make_turns returns them, got "
+    "packed_freqs in floats": (
+        {"packed_freqs": PACKED_FREQS.float()},
+        r"packed_freqs must be int64 \[R / 2 \+ 1\] or \[2, R / 2 \+ 1\] as pack_frequencies "
+        r"returns them, got "
         r"torch.float32 \[5\]",
     ),
-    "turns of other rows": (
-        {"packed_freqs": TURNS.expand(3, -1)},
-        r"turns must be .* got .* \[3, 5\]",
+    "packed_freqs of other rows": (
+        {"packed_freqs": PACKED_FREQS.expand(3, -1)},
+        r"packed_freqs must be .* got .* \[3, 5\]",
     ),
-    "turns of other memory": (
-        {"packed_freqs": TURNS.repeat_interleave(2)[::2]},
-        "turns and sections must be contiguous",
+    "packed_freqs of other memory": (
+        {"packed_freqs": PACKED_FREQS.repeat_interleave(2)[::2]},
+        "packed_freqs and sections must be contiguous",
     ),
     "sections of other memory": (
         {"positions": AXES, "sections": SECTIONS.repeat(2)[::2]},
-        "turns and sections must be contiguous",
+        "packed_freqs and sections must be contiguous",
     ),
     "too many pairs": (
         {"packed_freqs": ops.pack_frequencies(frequencies(10))},

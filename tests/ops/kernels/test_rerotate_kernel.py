@@ -1,10 +1,10 @@
-"""Turning cached keys on in Triton, against plain torch and against rotating them afresh."""
+"""Re-rotation of keys in Triton against plain torch and against rotating raw keys."""
 
 import itertools
 
 import pytest
 import torch
-from rotations import DEVICE, Rotation, draw, frequencies, relative_error
+from helpers.exact_rotation import DEVICE, Rotation, draw, frequencies, relative_error
 
 pytest.importorskip("triton")
 
@@ -17,7 +17,7 @@ POSITIONS = torch.tensor([[5, 1000, 10_000_000], [0, -3, 2**33]])
 
 
 def sets(rotary_dim=D, rows=None):
-    """Frequencies and factor of before and after."""
+    """Return old and new frequencies, each with its factor."""
     old = frequencies(rotary_dim, 1e4), 1.25
     new = frequencies(rotary_dim, 5e5) / 3, 1.5
     if rows is not None:
@@ -27,7 +27,7 @@ def sets(rotary_dim=D, rows=None):
 
 
 def turn_on(keys, positions, old, new, kernels="triton", **settings):
-    """In place, from one set of frequencies and factor to another."""
+    """Re-rotate keys in place from one set of frequencies and factor to another."""
     positions, *turns = (
         x.to(DEVICE) for x in (positions, *(ops.pack_frequencies(*f) for f in (old, new)))
     )
@@ -37,7 +37,7 @@ def turn_on(keys, positions, old, new, kernels="triton", **settings):
 
 
 def afresh(raw, positions, frequencies_and_factor, interleaved=False):
-    """`[B, K, S, D]` rotated in float64."""
+    """Rotate `[B, K, S, D]` in float64."""
     rotation = Rotation(positions, *frequencies_and_factor, None, interleaved, heads_dim=1)
     return rotation.true_rope(raw)
 
@@ -58,7 +58,7 @@ def test_turning_on_is_rotating_afresh(rotary_dim, rows, interleaved):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", ["[S]", "[1, S]", "[B, S]"])
 def test_it_is_what_plain_torch_does(shape, dtype, interleaved):
-    """In 16 bits to the last one, but where float32 differs in its own and so does the chance."""
+    """In 16 bits results agree, except where float32 differs in its last bit and so the noise."""
     raw, (old, new) = draw(B, K, S, D, dtype=dtype), sets(48)
     positions = {"[S]": POSITIONS[0], "[1, S]": POSITIONS[:1], "[B, S]": POSITIONS}[shape]
     got, expected = (
@@ -75,7 +75,7 @@ def test_it_is_what_plain_torch_does(shape, dtype, interleaved):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rounding_is_that_of_plain_torch_to_the_bit(dtype):
-    """Where nothing turns, and factors alone change, float32 has the same numbers in both."""
+    """Change factors alone: without rotation, float32 has the same numbers in both."""
     raw, still = draw(B, K, S, D, dtype=dtype), torch.zeros(D // 2)
     got, expected = (
         turn_on(raw.clone(), POSITIONS, (still, 1.0), (still, 1.01), kernels)
@@ -86,7 +86,7 @@ def test_rounding_is_that_of_plain_torch_to_the_bit(dtype):
 
 
 def test_rounding_is_fair():
-    """A small turn of a number is taken as often as it is large, not never, nor always."""
+    """Check that a small change is applied with a probability in proportion to its size."""
     keys = torch.zeros(1, 1, 1, 2048, dtype=torch.bfloat16, device=DEVICE)
     keys[..., :1024] = torch.linspace(1, 2, 1024)  # of pairs whose other half is 0
     new = torch.zeros(1024), 1 + 2**-10  # an eighth of the way to the next number, and less
@@ -107,7 +107,7 @@ def test_the_same_frequencies_leave_the_bits(dtype):
 
 @pytest.mark.parametrize("value", [0.0, float("inf"), -float("inf"), float("nan"), 6e-8, 65504.0])
 def test_numbers_at_the_ends_of_float16(value):
-    """Rounding by bits neither makes them up nor carries them over."""
+    """Check that bitwise rounding keeps zeros, infinities and the largest numbers."""
     keys = torch.full((1, 1, 1, 64), value, dtype=torch.float16, device=DEVICE)
     got, expected = (
         turn_on(keys.clone(), torch.tensor([1]), *sets(), kernels)
@@ -154,7 +154,7 @@ def test_memory_of_any_kind_is_written_in_place(name, interleaved):
 
 
 def test_slots_further_apart_than_32_bits_count():
-    """In 8 GB of which almost nothing is touched; these are written as well as read."""
+    """Check reads and writes in 8 GB of memory of which almost nothing is touched."""
     try:
         memory = torch.empty(2**32 + 2**20, dtype=torch.float16, device=DEVICE)
     except RuntimeError:
@@ -195,9 +195,9 @@ def test_going_and_coming_back():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_many_turns_drift_no_more_than_those_of_plain_torch(dtype):
-    """16 steps, as a decode from 8k to 128k takes; the mean of what a query sees stays right.
+    """Check 16 steps, as in a decode from 8k to 128k; the mean of attention scores stays right.
 
-    Each rounds by chance, with an error of 2^(1/2) of that to the nearest: 5.7 times in all.
+    Each rounds stochastically, with 2^(1/2) times the error of the nearest: 5.7 times in all.
     """
     slots = 8
     raw, positions = draw(1, 8, slots, 128), torch.arange(slots)[None] * 682
@@ -218,7 +218,7 @@ def test_many_turns_drift_no_more_than_those_of_plain_torch(dtype):
 
 
 def test_the_rotation_is_that_of_the_reference():
-    """Of the frequencies' and factors' difference, in no other order or sign."""
+    """Check the sign and order of the frequencies' difference and the factors' ratio."""
     keys, (old, new) = draw(1, 1, 2, D), sets()
     positions = torch.tensor([0, 7])
     angle = positions[:, None] * (new[0].double() - old[0].double())

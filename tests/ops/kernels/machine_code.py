@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs that are not here, and counts what their machine code does.
+"""Cross-compilation of the kernels for GPUs, and counts of their machine instructions.
 
 Run as a script, as Triton must not be interpreting. Prints JSON: a `Code` for each of `JOBS` on an
 H200, and for an MI300 what Triton has made of each.
@@ -30,7 +30,7 @@ TYPES = {
 
 @dataclass
 class Code:
-    """What a kernel has become.
+    """Machine code of a kernel.
 
     Attributes:
         registers: Of a thread.
@@ -51,25 +51,25 @@ class Code:
     warps: int = 1
 
 
-class Noting:
-    """Stands where a launcher does."""
+class LaunchRecorder:
+    """A stand-in for a launcher that records a launch."""
 
     def __init__(self, kernel):
         self.kernel = kernel
 
-    def __call__(self, key, tensors, bits, plan, *about):
-        self.tensors, self.plan = tensors, plan(*about)
+    def __call__(self, key, tensors, address_bits, make_spec, *spec_args):
+        self.tensors, self.spec = tensors, make_spec(*spec_args)
 
 
-def compiled(launcher, target):
-    """The kernel, specialised as Triton does for what the launcher noted, all of it aligned."""
-    kernel, plan = launcher.kernel, launcher.plan
+def compile_launch(recorder, target):
+    """Compile the kernel, specialised as Triton does for the recorded launch, all aligned."""
+    kernel, spec = recorder.kernel, recorder.spec
     signature, constants, attributes = {}, {}, {}
-    given = (*launcher.tensors, *plan.numbers, *plan.constants.values())
-    for index, (name, x) in enumerate(zip(kernel.arg_names, given, strict=True)):
+    args = (*recorder.tensors, *spec.scalars, *spec.constexprs.values())
+    for index, (name, x) in enumerate(zip(kernel.arg_names, args, strict=True)):
         plain = name in (kernel.do_not_specialize or ())
         unaligned = name in (kernel.do_not_specialize_on_alignment or ())
-        if name in plan.constants or (not plain and isinstance(x, int) and x == 1):
+        if name in spec.constexprs or (not plain and isinstance(x, int) and x == 1):
             signature[name], constants[index,] = "constexpr", x
         elif isinstance(x, torch.Tensor):
             signature[name] = TYPES[x.dtype]
@@ -82,14 +82,14 @@ def compiled(launcher, target):
             if not plain and x % 16 == 0:
                 attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=target, options={"num_warps": plan.warps, "num_stages": 1})
+    return triton.compile(source, target=target, options={"num_warps": spec.warps, "num_stages": 1})
 
 
-def read(made, plan):
-    """Counts, by the tools that come with Triton."""
+def count_instructions(compiled, spec):
+    """Count instructions with the tools that come with Triton."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
         usage, sass = (
             subprocess.run(
@@ -101,56 +101,58 @@ def read(made, plan):
         r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?((?:LD|ST|RED|ATOM|BAR)[A-Z0-9_.]*)", sass, re.M
     )
     widths = re.findall(
-        r"\b(ld|st)\.global(?:\.[a-z]\w*(?:::\w+)*)*?((?:\.v\d)?\.[bfsu]\d+)\b", made.asm["ptx"]
+        r"\b(ld|st)\.global(?:\.[a-z]\w*(?:::\w+)*)*?((?:\.v\d)?\.[bfsu]\d+)\b", compiled.asm["ptx"]
     )
     used = {name: int(x) for name, x in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return Code(
         used["REG"],
         used["STACK"] + used["LOCAL"],
-        made.metadata.shared,
+        compiled.metadata.shared,
         dict(Counter(names)),
         dict(Counter(f"{kind} {width[1:]}" for kind, width in widths)),
-        plan.constants,
-        plan.warps,
+        spec.constexprs,
+        spec.warps,
     )
 
 
 def heads(count, head_dim, dtype=torch.bfloat16):
-    """Of 8k tokens, as projections leave them."""
+    """Return heads of 8k tokens, laid out as projections do."""
     return torch.empty(1, 8192, count, head_dim, dtype=dtype, device="meta").transpose(1, 2)
 
 
-def noted(kernel, head_dim, rotary_dim=None, interleaved=False, across=False, counts=(32, 8)):
-    """A launcher that has noted one launch of a kernel by its name, for bfloat16."""
+def record_launch(
+    kernel, head_dim, rotary_dim=None, interleaved=False, across=False, counts=(32, 8)
+):
+    """Record one launch of a kernel by its name, for bfloat16."""
     rotary_dim = rotary_dim or head_dim
     q, k = (heads(n, head_dim) for n in counts)
     shapes = [(n, head_dim) if across else (head_dim,) for n in counts]
     weights = [torch.empty(s, dtype=q.dtype, device="meta") for s in shapes]
     positions = torch.empty(1, 8192, dtype=torch.int64, device="meta")
-    turns = torch.empty(rotary_dim // 2 + 1, dtype=torch.int64, device="meta")
-    where = (positions, turns, None)
+    packed_freqs = torch.empty(rotary_dim // 2 + 1, dtype=torch.int64, device="meta")
+    where = (positions, packed_freqs, None)
     module, attribute = {
         "rope": (rope, "_launcher"),
         "rope backwards": (rope, "_launcher"),
-        "turning on": (rope, "_launcher"),
-        "norm": (qk_norm_rope, "_forward"),
-    }.get(kernel, (qk_norm_rope, "_backward"))
-    was = getattr(module, attribute)
-    launcher = Noting(was.kernel)
-    setattr(module, attribute, launcher)
-    if kernel == "turning on":
-        rope.rope(k, None, *where, interleaved, 1, False, True, True)
+        "re-rotation": (rope, "_launcher"),
+        "norm": (qk_norm_rope, "_forward_launcher"),
+    }.get(kernel, (qk_norm_rope, "_backward_launcher"))
+    original = getattr(module, attribute)
+    recorder = LaunchRecorder(original.kernel)
+    setattr(module, attribute, recorder)
+    if kernel == "re-rotation":
+        rope.launch(k, None, *where, interleaved, 1, False, True, True)
     elif module is rope:
-        rope.rope(q, k, *where, interleaved, 1, kernel == "rope backwards")
+        rope.launch(q, k, *where, interleaved, 1, kernel == "rope backwards")
     elif kernel == "norm":
-        qk_norm_rope.forward(q, k, *weights, *where, 1e-6, 0.0, interleaved, 1, True)
+        qk_norm_rope.launch_forward(q, k, *weights, *where, 1e-6, 0.0, interleaved, 1, True)
     else:
         rows = [(1, 8192) if across else (1, 8192, n) for n in counts]
         rstds = [torch.empty(row, dtype=torch.float32, device="meta") for row in rows]
         rest = (*rstds, q, k, *where, 0.0, interleaved, 1, kernel.endswith("by output"))
-        qk_norm_rope.backward(q, k, *weights, *rest)
-    setattr(module, attribute, was)
-    return launcher
+        qk_norm_rope.launch_backward(q, k, *weights, *rest)
+    setattr(module, attribute, original)
+    return recorder
 
 
 KERNELS = ("rope", "rope backwards", "norm", "norm backwards", "norm backwards by output")
@@ -169,7 +171,7 @@ JOBS = {
     },
     "norm, together": {"kernel": "norm", "head_dim": 128, "across": True},
     "norm backwards, together": {"kernel": "norm backwards", "head_dim": 128, "across": True},
-    "turning on": {"kernel": "turning on", "head_dim": 128},
+    "re-rotation": {"kernel": "re-rotation", "head_dim": 128},
     "rope, a part": {"kernel": "rope", "head_dim": 128, "rotary_dim": 32},
 }
 
@@ -180,9 +182,12 @@ OTHER_JOBS = {kernel: {"kernel": kernel, "head_dim": 128} for kernel in KERNELS}
 def main():
     codes = {}
     for name, job in JOBS.items():
-        launcher = noted(**job)
-        codes[name] = asdict(read(compiled(launcher, H200), launcher.plan))
-    others = {name: sorted(compiled(noted(**job), MI300).asm) for name, job in OTHER_JOBS.items()}
+        recorder = record_launch(**job)
+        codes[name] = asdict(count_instructions(compile_launch(recorder, H200), recorder.spec))
+    others = {
+        name: sorted(compile_launch(record_launch(**job), MI300).asm)
+        for name, job in OTHER_JOBS.items()
+    }
     print(json.dumps({"H200": codes, "MI300": others}))
 
 

@@ -1,8 +1,8 @@
-"""The kernels in graphs: as operators, compiled, exported."""
+"""Custom ops of the kernels: opcheck, torch.compile and torch.export."""
 
 import pytest
 import torch
-from rotations import DEVICE, assert_laid_out_as, draw, frequencies
+from helpers.exact_rotation import DEVICE, assert_laid_out_as, draw, frequencies
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
@@ -21,7 +21,7 @@ TURNS = ops.pack_frequencies(frequencies(12)).to(DEVICE)
 
 
 def heads(count, batch=1, tokens=2, seed=0, grad=False, dtype=torch.float32):
-    """`[B, H, S, D]`, lying in memory as projections leave them."""
+    """Return `[B, H, S, D]` in the memory layout of projections."""
     x = draw(batch, tokens, count, D, seed=seed, dtype=dtype).transpose(1, 2)
     return x.detach().requires_grad_(grad)
 
@@ -31,7 +31,7 @@ def positions(batch=1, tokens=2):
 
 
 def weights(*counts, grad=False):
-    """For each head by itself, or for all `counts` of them together."""
+    """Return weights for each head by itself, or for all `counts` heads together."""
     shapes = [(n, D) for n in counts] or [(D,), (D,)]
     return [(1 + draw(*s, seed=i) / 10).requires_grad_(grad) for i, s in enumerate(shapes)]
 
@@ -120,7 +120,7 @@ MEMORY = {
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_of_any_kind_has_results_of_the_same_kind(name):
-    """Of the kernels as of what stands for them without data."""
+    """Check real and fake kernels."""
     x, mode = MEMORY[name](), FakeTensorMode()
     rest = (positions(2, x.shape[2]), TURNS, None)
     given = [(x, x, *rest, False, 1, False), (x, x, *weights(), *rest, EPS, 0.0, False, 1)]
@@ -193,7 +193,7 @@ def test_derivatives_of_the_second_order_of_operators():
 
 
 def attended(q, k, positions, q_weight, k_weight):
-    """What a layer does, in little: both ways to rotate, between other operations."""
+    """A small layer: both ops, between other operations."""
     settings = {"heads_dim": 1, "kernels": "triton"}
     q, k = ops.qk_norm_rope(
         q * 2, k, q_weight, k_weight, positions, TURNS, eps=EPS, save="output", **settings
@@ -205,7 +205,7 @@ def attended(q, k, positions, q_weight, k_weight):
 
 
 def both_ways(f, batch=2, tokens=1):
-    """Results and gradients of all that has one."""
+    """Return outputs and gradients of all inputs."""
     leaves = heads(3, batch, tokens, 1, True), heads(1, batch, tokens, 2, True)
     w = weights(grad=True)
     out = f(*leaves, positions(batch, tokens), *w)
@@ -252,7 +252,7 @@ def names_in(graph):
 
 
 def test_graphs_hold_the_operators():
-    """And plain torch where Triton does not run, so that they are fused with what is around."""
+    """Check that graphs hold plain torch without Triton, so that Inductor can fuse it."""
     seen = []
 
     def backend(graph, _):

@@ -1,6 +1,6 @@
-"""What kernels are launched with, and when a launch is found again; Triton itself is stood in for.
+"""Launch arguments, and reuse of launches; Triton itself is mocked.
 
-Tensors are without data, so that they may be of any size.
+Tensors are on the meta device, so they can have any size.
 """
 
 import inspect
@@ -19,7 +19,7 @@ DTYPE = torch.bfloat16
 
 @dataclass
 class Kernel:
-    """Notes launches through Triton, which are slow, and those of a kernel compiled before."""
+    """A mock kernel that records slow launches through Triton and fast ones of compiled kernels."""
 
     fn: object
     slow: list = field(default_factory=list)
@@ -43,13 +43,13 @@ class Compiled:
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Stands in for all three kernels; `launched.rope` and so on are what notes launches."""
+    """Mock all three kernels; `launched.rope` and so on record launches."""
     monkeypatch.setattr(launcher, "INTERPRETED", False)
     noted = SimpleNamespace()
     for name, module, attribute in (
         ("rope", rope, "_launcher"),
-        ("forward", qk_norm_rope, "_forward"),
-        ("backward", qk_norm_rope, "_backward"),
+        ("forward", qk_norm_rope, "_forward_launcher"),
+        ("backward", qk_norm_rope, "_backward_launcher"),
     ):
         kernel = Kernel(getattr(module, attribute).kernel.fn)
         setattr(noted, name, kernel)
@@ -70,7 +70,7 @@ def rope_inputs(batch=2, tokens=4, heads=4, key_heads=2, dim=64):
         "q": empty(batch, tokens, heads, dim),
         "k": empty(batch, tokens, key_heads, dim),
         "positions": integers(tokens),
-        "turns": integers(33),
+        "packed_freqs": integers(33),
         "sections": None,
         "interleaved": False,
         "heads_dim": 2,
@@ -91,13 +91,13 @@ def backward_inputs(**sizes):
     for x in ("q", "k"):
         made[f"{x}_grad"] = torch.empty_like(made[x])
         made[f"{x}_rstd"] = empty(*made[x].shape[:3], dtype=torch.float32)
-    return {**made, "rederive": False}
+    return {**made, "recompute_input": False}
 
 
 KERNELS = {
-    "rope": (rope.rope, rope_inputs),
-    "forward": (qk_norm_rope.forward, forward_inputs),
-    "backward": (qk_norm_rope.backward, backward_inputs),
+    "rope": (rope.launch, rope_inputs),
+    "forward": (qk_norm_rope.launch_forward, forward_inputs),
+    "backward": (qk_norm_rope.launch_backward, backward_inputs),
 }
 kernels = pytest.mark.parametrize("name", KERNELS)
 
@@ -117,7 +117,7 @@ def test_arguments_are_those_of_the_kernel_in_its_order(launched, name):
     assert [given[f"q_{x}"] for x in "bshd"] == [4 * 4 * 64, 4 * 64, 64, 1]
     assert [given[f"ko_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
     assert [given[f"positions_{x}"] for x in "abs"] == [0, 0, 1]
-    assert given["turns_b"] == 0
+    assert given["freqs_b"] == 0
     if name == "backward":
         assert given["tokens"] == 8
         assert [given[f"kg_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
@@ -163,9 +163,9 @@ CHANGES = {
     "other rows of positions": lambda x: {"positions": integers(2, 4)},
     "positions of other strides": lambda x: {"positions": integers(8)[::2]},
     "narrow positions": lambda x: {"positions": integers(4, dtype=torch.int32)},
-    "rows of frequencies": lambda x: {"turns": integers(2, 33)},
-    "rows of the same": lambda x: {"turns": integers(33).expand(2, -1)},
-    "fewer pairs": lambda x: {"turns": integers(17)},
+    "rows of frequencies": lambda x: {"packed_freqs": integers(2, 33)},
+    "rows of the same": lambda x: {"packed_freqs": integers(33).expand(2, -1)},
+    "fewer pairs": lambda x: {"packed_freqs": integers(17)},
     "sections": lambda x: {"positions": integers(3, 2, 4), "sections": integers(32)},
     "neighbours": lambda x: {"interleaved": True},
     # [B, S, H, D] and [B, H, S, D] of the same sizes, with all else the same
@@ -174,7 +174,7 @@ CHANGES = {
 ROPE_CHANGES = {
     "backwards": lambda x: {"conjugate": True},
     "in place": lambda x: {"inplace": True},
-    "fair": lambda x: {"fair": True},
+    "stochastic": lambda x: {"stochastic": True},
     "queries alone": lambda x: {"k": None},
 }
 NORM_CHANGES = {
@@ -188,7 +188,7 @@ FORWARD_CHANGES = {
     "not for training": lambda x: {"save": False},
 }
 BACKWARD_CHANGES = {
-    "by the output": lambda x: {"rederive": True},
+    "by the output": lambda x: {"recompute_input": True},
     "gradients of other strides": lambda x: {"q_grad": empty().expand(2, 4, 4, 64)},
     "keys' gradients of other strides": lambda x: {"k_grad": empty().expand(2, 4, 2, 64)},
     "wide gradients": lambda x: {"q_grad": x["q_grad"].float()},
@@ -220,25 +220,25 @@ def test_anything_else_is_looked_at_by_triton(launched, name, change):
     assert len(noted.fast) == 2
 
 
-@pytest.mark.parametrize("name", ["turns", "sections"])
+@pytest.mark.parametrize("name", ["packed_freqs", "sections"])
 def test_what_does_not_fit_is_an_error_after_what_does(launched, name):
-    """A launch that is found again asks no questions, so it must not be found for these."""
+    """Check that invalid tensors do not reuse a launch, which skips validation."""
     made = rope_inputs() | {"positions": integers(3, 2, 4), "sections": integers(32)}
-    rope.rope(**made)
+    rope.launch(**made)
     wrong = {
-        "turns": (made["turns"].double(), integers(66)[::2]),
+        "packed_freqs": (made["packed_freqs"].double(), integers(66)[::2]),
         "sections": (integers(16), integers(64)[::2]),
     }
     for x in wrong[name]:
         with pytest.raises(ValueError, match=f"{name} (and sections )?must be"):
-            rope.rope(**{**made, name: x})
+            rope.launch(**{**made, name: x})
 
 
 def test_weights_of_other_memory_are_an_error_after_those_that_fit(launched):
-    qk_norm_rope.forward(**forward_inputs())
+    qk_norm_rope.launch_forward(**forward_inputs())
     for weight in ("q_weight", "k_weight"):
         with pytest.raises(ValueError, match="weights must be contiguous"):
-            qk_norm_rope.forward(**forward_inputs() | {weight: empty(128)[::2]})
+            qk_norm_rope.launch_forward(**forward_inputs() | {weight: empty(128)[::2]})
 
 
 @kernels
@@ -260,25 +260,25 @@ def test_memory_that_is_not_aligned_takes_the_long_way_each_time(launched, name)
         for given in (off, off, x):
             function(**{**made, which: given})
         # The code for positions and turns serves any, and reciprocal norms are of our own making.
-        any_will_do = which in ("positions", "turns", "q_rstd", "k_rstd")
+        any_will_do = which in ("positions", "packed_freqs", "q_rstd", "k_rstd")
         assert (len(noted.slow), len(noted.fast)) == ((0, 3) if any_will_do else (2, 1))
         count += not any_will_do
     assert count == {"rope": 2, "forward": 4, "backward": 6}[name]
 
 
 def test_a_launch_for_memory_that_is_not_aligned_does_not_serve_what_is(launched):
-    """It would be right, and slow from then on."""
+    """Check that an unaligned launch is not remembered, because it would stay slow."""
     aligned = rope_inputs()
     q = torch.zeros(aligned["q"].numel() + 1, dtype=DTYPE)
     for start, fast in ((1, 0), (0, 0), (0, 1)):
-        rope.rope(**aligned | {"q": q[start:][: len(q) - 1].view(aligned["q"].shape)})
+        rope.launch(**aligned | {"q": q[start:][: len(q) - 1].view(aligned["q"].shape)})
         assert len(launched.rope.fast) == fast
 
 
 def test_launches_of_many_sizes_do_not_fill_the_memory(launched):
     for tokens in range(1030):
-        rope.rope(**rope_inputs(tokens=tokens + 1))
-    assert len(rope._launcher._known) == 6
+        rope.launch(**rope_inputs(tokens=tokens + 1))
+    assert len(rope._launcher._launches) == 6
 
 
 def test_nothing_is_launched_for_nothing(launched):
@@ -293,7 +293,7 @@ def test_nothing_is_launched_for_nothing(launched):
 
 @pytest.mark.parametrize("tokens", [2**20, 2**24])
 def test_tokens_are_where_a_grid_has_room_for_them(launched, tokens):
-    """A GPU takes 2^31 - 1 programs along the first dimension, and 65,535 along the others."""
+    """Check grids: a GPU allows 2^31 - 1 programs in the first dimension, 65,535 in the others."""
     for name, (function, inputs) in KERNELS.items():
         function(**inputs(batch=3, tokens=tokens))
         (call,) = getattr(launched, name).slow
@@ -305,7 +305,7 @@ def test_tokens_are_where_a_grid_has_room_for_them(launched, tokens):
 
 @pytest.mark.parametrize(("tokens", "shares"), [(1, 4), (1023, 4), (1024, 1)])
 def test_few_tokens_are_shared_between_programs(launched, tokens, shares):
-    """4 shares of the 40 heads: 16 heads of 64 dimensions are a tile, 3 of them are enough."""
+    """Check that 64 heads of 64 dimensions are split into 4 tiles of 16 heads."""
     sizes = {"batch": 1, "tokens": tokens, "heads": 64}
     for name in ("rope", "forward"):
         function, inputs = KERNELS[name]
@@ -321,10 +321,10 @@ def test_few_tokens_are_shared_between_programs(launched, tokens, shares):
 )
 def test_tiles_hold_what_there_is_in_powers_of_two(sizes, heads):
     head_dim, rotary_dim = sizes
-    made = launcher.tile(head_dim, rotary_dim, heads)
-    for name in ("PAIRS", "TAIL", "HEADS"):
+    made = launcher.tile_sizes(head_dim, rotary_dim, heads)
+    for name in ("PAIRS", "UNROTATED", "HEADS"):
         assert not made[name] & (made[name] - 1)
     assert rotary_dim // 2 <= made["PAIRS"] < rotary_dim
-    assert head_dim - rotary_dim <= made["TAIL"] < 2 * max(head_dim - rotary_dim, 0.6)
+    assert head_dim - rotary_dim <= made["UNROTATED"] < 2 * max(head_dim - rotary_dim, 0.6)
     assert made["HEADS"] >= 1
     assert made["HEADS"] < 2 * heads

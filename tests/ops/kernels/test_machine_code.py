@@ -1,6 +1,6 @@
-"""What Triton makes of the kernels for GPUs: wide accesses to memory, and nothing spilled.
+"""Machine code of the kernels for GPUs: wide memory accesses, and no register spills.
 
-No GPU is needed for this. `python tests/ops/machine_code.py` prints what is read here.
+No GPU is needed. `python tests/ops/kernels/machine_code.py` prints the input of these tests.
 """
 
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 REGISTERS = {
     "rope": 96,
     "rope backwards": 80,
-    "turning on": 80,
+    "re-rotation": 80,
     "norm": 104,
     "norm backwards": 136,
     "norm backwards by output": 184,
@@ -40,7 +40,7 @@ BFLOAT16, ACCESS, WARP = 2, 16, 32
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """What the script says; run once, by whichever worker is the first to ask."""
+    """Return the script's output; the first worker runs it once for all."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     answer = folder / "machine_code.json"
@@ -62,7 +62,7 @@ jobs = pytest.mark.parametrize("name", JOBS)
 
 
 def for_each_tile(code):
-    """Accesses of a thread to all of a tile of x, where each is of 16 bytes."""
+    """Return a thread's accesses to a whole tile of x, at 16 bytes each."""
     c = code.constants
     return c["HEADS"] * 2 * c["PAIRS"] * BFLOAT16 // (ACCESS * WARP * code.warps)
 
@@ -79,7 +79,7 @@ def test_nothing_is_spilled(name, code, record_property):
 def test_heads_are_read_and_written_16_bytes_at_a_time(name, code):
     kernel, tile = JOBS[name]["kernel"], for_each_tile(code)
     assert tile >= 1
-    both = 1 if kernel == "turning on" else 2  # queries and keys
+    both = 1 if kernel == "re-rotation" else 2  # queries and keys
     backwards = kernel.startswith("norm backwards")
     wide = {kind: code.accesses.get(f"{kind} v4.b32", 0) for kind in ("ld", "st")}
     assert wide["ld"] >= both * tile * (2 if backwards else 1)
@@ -108,7 +108,7 @@ def test_heads_are_read_and_written_16_bytes_at_a_time(name, code):
 
 @jobs
 def test_positions_and_turns_are_read_once(name, code):
-    """Not for each head; backwards for queries by some programs, and for keys by others."""
+    """Check one read for all heads; backwards, queries and keys are in different programs."""
     turns = max(code.constants["PAIRS"] // WARP, 1)
     times = 2 if "norm backwards" in name else 1
     limit = times * (max(turns, 8) + 2)  # 8 where a thread's pairs are neighbours

@@ -1,0 +1,197 @@
+"""Triton kernels of the op `qk_norm_rope`: norm and rotation, and their gradients.
+
+`qk_norm_rope.py` launches them.
+"""
+
+import triton
+import triton.language as tl
+
+from rope_patch.ops.kernels.tile import (
+    angles,
+    attention_factor,
+    dot,
+    load_pairs,
+    load_unrotated,
+    load_weights,
+    rotate,
+    store_pairs,
+    store_unrotated,
+)
+
+
+@triton.jit
+def _norm_and_rotate(
+    x, weight, out, rstd, heads, x_h, x_d, out_h, out_d, cos, sin, eps, OFFSET: tl.constexpr,
+    NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate this program's heads of a token, which the pointers point at."""
+    shared: tl.constexpr = HEADS if NORM_ALL_HEADS else 1
+    weight_h: tl.constexpr = D if NORM_ALL_HEADS else 0
+    w1, w2, w3 = load_weights(
+        weight, heads, weight_h, 0, OFFSET, D, R, PAIRS, UNROTATED, shared, INTERLEAVED
+    )
+    size = D * heads if NORM_ALL_HEADS else D
+    for row in range(tl.program_id(1) * HEADS, heads, tl.num_programs(1) * HEADS):
+        x1, x2 = load_pairs(x, heads, x_h, x_d, row, R, PAIRS, HEADS, INTERLEAVED)
+        x3 = load_unrotated(x, heads, x_h, x_d, row, D, R, UNROTATED, HEADS)
+        squares = dot(x1, x2, x3, x1, x2, x3, NORM_ALL_HEADS, UNROTATED)
+        r = tl.rsqrt(squares / size + eps)
+        if SAVE:
+            rows = row + tl.arange(0, HEADS)
+            tl.store(rstd + rows, r, mask=rows < (1 if NORM_ALL_HEADS else heads))
+        r = r[:, None]
+        y1, y2 = rotate(x1 * r * w1, x2 * r * w2, cos, sin)
+        store_pairs(out, y1, y2, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
+        store_unrotated(out, x3 * r * w3, heads, out_h, out_d, row, D, R, UNROTATED, HEADS)
+
+
+@triton.jit(
+    do_not_specialize=["S", "H", "K", "positions_a", "positions_b", "positions_s", "freqs_b"],
+    do_not_specialize_on_alignment=["positions", "packed_freqs", "sections"],
+)
+def forward_kernel(
+    q, k, q_weight, k_weight, q_out, k_out, q_rstd, k_rstd, positions, packed_freqs, sections,
+    eps, S, H, K,
+    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d,
+    qo_b, qo_s, qo_h, qo_d, ko_b, ko_s, ko_h, ko_d,
+    positions_a, positions_b, positions_s, freqs_b,
+    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
+    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
+    OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate one token, or a share of its heads (grid: tokens, shares)."""
+    token = tl.program_id(0).to(tl.int64)
+    b = (tl.program_id(0) // S).to(tl.int64)
+    s = (tl.program_id(0) % S).to(tl.int64)
+    packed_freqs += b * freqs_b
+    positions += b * positions_b + s * positions_s
+    cos, sin = angles(positions, packed_freqs, sections, positions_a, SECTIONS, R, PAIRS)
+    factor = attention_factor(packed_freqs, R)
+    cos *= factor
+    sin *= factor
+    _norm_and_rotate(
+        q + b * q_b + s * q_s, q_weight, q_out + b * qo_b + s * qo_s,
+        q_rstd + token * (1 if NORM_ALL_HEADS else H), H, q_h, q_d, qo_h, qo_d, cos, sin, eps,
+        OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
+    )  # fmt: skip
+    _norm_and_rotate(
+        k + b * k_b + s * k_s, k_weight, k_out + b * ko_b + s * ko_s,
+        k_rstd + token * (1 if NORM_ALL_HEADS else K), K, k_h, k_d, ko_h, ko_d, cos, sin, eps,
+        OFFSET, NORM_ALL_HEADS, SAVE, D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gradients(
+    saved, weight, rstd, grad, out, weight_grads, positions, packed_freqs, sections,
+    tokens, S, heads,
+    saved_b, saved_s, saved_h, saved_d, grad_b, grad_s, grad_h, grad_d, out_b, out_s, out_h, out_d,
+    positions_a, positions_b, positions_s, freqs_b, D: tl.constexpr, R: tl.constexpr,
+    PAIRS: tl.constexpr, UNROTATED: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SECTIONS: tl.constexpr, OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr,
+    RECOMPUTE_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of queries or keys for every token of this program."""
+    shared: tl.constexpr = HEADS if NORM_ALL_HEADS else 1
+    weight_h: tl.constexpr = D if NORM_ALL_HEADS else 0
+    w1, w2, w3 = load_weights(
+        weight, heads, weight_h, 0, OFFSET, D, R, PAIRS, UNROTATED, shared, INTERLEAVED
+    )
+    size = D * heads if NORM_ALL_HEADS else D
+    sum1 = tl.zeros((HEADS, PAIRS), dtype=tl.float32)
+    sum2 = tl.zeros((HEADS, PAIRS), dtype=tl.float32)
+    sum3 = tl.zeros((HEADS, UNROTATED if UNROTATED > 0 else 1), dtype=tl.float32)
+    for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        wide = tl.full((), 0, tl.int64)
+        token, b, s = index + wide, index // S + wide, index % S + wide
+        row_freqs = packed_freqs + b * freqs_b
+        row_positions = positions + b * positions_b + s * positions_s
+        cos, sin = angles(row_positions, row_freqs, sections, positions_a, SECTIONS, R, PAIRS)
+        factor = attention_factor(row_freqs, R)
+        x = saved + b * saved_b + s * saved_s
+        g = grad + b * grad_b + s * grad_s
+        x_grad = out + b * out_b + s * out_s
+        reciprocals = rstd + token * (1 if NORM_ALL_HEADS else heads)
+        for row in range(0, heads, HEADS):
+            g1, g2 = load_pairs(g, heads, grad_h, grad_d, row, R, PAIRS, HEADS, INTERLEAVED)
+            g3 = load_unrotated(g, heads, grad_h, grad_d, row, D, R, UNROTATED, HEADS)
+            g1, g2 = rotate(g1, g2, cos * factor, -sin * factor)
+            n1, n2 = load_pairs(x, heads, saved_h, saved_d, row, R, PAIRS, HEADS, INTERLEAVED)
+            n3 = load_unrotated(x, heads, saved_h, saved_d, row, D, R, UNROTATED, HEADS)
+            if NORM_ALL_HEADS:
+                r = tl.load(reciprocals) + tl.zeros((HEADS,), dtype=tl.float32)
+            else:
+                rows = row + tl.arange(0, HEADS)
+                r = tl.load(reciprocals + rows, mask=rows < heads, other=0.0)
+            r = r[:, None]
+            if RECOMPUTE_INPUT:  # x is the output: rotate it back and divide by the weights
+                n1, n2 = rotate(n1, n2, cos / factor, -sin / factor)
+                n1 = n1 / tl.where(w1 == 0, 1.0, w1)  # masked weights are 0
+                n2 = n2 / tl.where(w2 == 0, 1.0, w2)
+                n3 = n3 / tl.where(w3 == 0, 1.0, w3)
+            else:
+                n1, n2, n3 = n1 * r, n2 * r, n3 * r
+            total = dot(g1 * w1, g2 * w2, g3 * w3, n1, n2, n3, NORM_ALL_HEADS, UNROTATED)
+            mean = total[:, None] / size
+            d1 = (g1 * w1 - n1 * mean) * r
+            d2 = (g2 * w2 - n2 * mean) * r
+            d3 = (g3 * w3 - n3 * mean) * r
+            store_pairs(x_grad, d1, d2, heads, out_h, out_d, row, R, PAIRS, HEADS, INTERLEAVED)
+            store_unrotated(x_grad, d3, heads, out_h, out_d, row, D, R, UNROTATED, HEADS)
+            sum1 += g1 * n1
+            sum2 += g2 * n2
+            sum3 += g3 * n3
+    if not NORM_ALL_HEADS:  # all heads share the weights
+        sum1 = tl.sum(sum1, axis=0)[None, :]
+        sum2 = tl.sum(sum2, axis=0)[None, :]
+        sum3 = tl.sum(sum3, axis=0)[None, :]
+    owners = heads if NORM_ALL_HEADS else 1
+    store_pairs(weight_grads, sum1, sum2, owners, D, 1, 0, R, PAIRS, shared, INTERLEAVED)
+    store_unrotated(weight_grads, sum3, owners, D, 1, 0, D, R, UNROTATED, shared)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "S", "H", "K", "tokens", "positions_a", "positions_b", "positions_s", "freqs_b",
+    ],
+    do_not_specialize_on_alignment=["positions", "packed_freqs", "sections"],
+)  # fmt: skip
+def backward_kernel(
+    q, k, q_weight, k_weight, q_rstd, k_rstd, q_grad, k_grad, q_out, k_out, weight_grads,
+    positions, packed_freqs, sections,
+    tokens, S, H, K,
+    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d,
+    qg_b, qg_s, qg_h, qg_d, kg_b, kg_s, kg_h, kg_d,
+    qo_b, qo_s, qo_h, qo_d, ko_b, ko_s, ko_h, ko_d,
+    positions_a, positions_b, positions_s, freqs_b,
+    D: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, UNROTATED: tl.constexpr,
+    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, SECTIONS: tl.constexpr,
+    OFFSET: tl.constexpr, NORM_ALL_HEADS: tl.constexpr, RECOMPUTE_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Compute all gradients: half of the programs take queries, half keys (grid: programs, 2).
+
+    `weight_grads` is `[programs, weights of q and then of k]`; the caller sums its rows.
+    """
+    q_size = D * H if NORM_ALL_HEADS else D
+    k_size = D * K if NORM_ALL_HEADS else D
+    weight_sums = weight_grads + tl.program_id(0).to(tl.int64) * (q_size + k_size)
+    if tl.program_id(1) == 0:
+        _gradients(
+            q, q_weight, q_rstd, q_grad, q_out, weight_sums, positions, packed_freqs, sections,
+            tokens, S, H,
+            q_b, q_s, q_h, q_d, qg_b, qg_s, qg_h, qg_d, qo_b, qo_s, qo_h, qo_d,
+            positions_a, positions_b, positions_s, freqs_b,
+            D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
+            RECOMPUTE_INPUT,
+        )  # fmt: skip
+    else:
+        _gradients(
+            k, k_weight, k_rstd, k_grad, k_out, weight_sums + q_size, positions, packed_freqs,
+            sections,
+            tokens, S, K,
+            k_b, k_s, k_h, k_d, kg_b, kg_s, kg_h, kg_d, ko_b, ko_s, ko_h, ko_d,
+            positions_a, positions_b, positions_s, freqs_b,
+            D, R, PAIRS, UNROTATED, HEADS, INTERLEAVED, SECTIONS, OFFSET, NORM_ALL_HEADS,
+            RECOMPUTE_INPUT,
+        )  # fmt: skip

@@ -1,0 +1,271 @@
+"""Autograd of norm and rotation in Triton: gradients of each input, and saved tensors."""
+
+import pytest
+import torch
+from helpers.exact_rotation import (
+    DEVICE,
+    assert_rounded,
+    draw,
+    frequencies,
+    make_rotation,
+    relative_error,
+)
+from qk_norm_rope_checks import EPS, check, float64_results, make_inputs
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+from rope_patch import ops
+from rope_patch.ops.dispatch import can_recompute_from_output
+from rope_patch.ops.kernels import qk_norm_rope
+
+layouts = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+heads_dims = pytest.mark.parametrize("heads_dim", [1, 2])
+forms = pytest.mark.parametrize(
+    ("offset", "across"), [(0.0, False), (1.0, False), (0.0, True)], ids=["llama", "gemma", "olmo2"]
+)
+
+
+# -- what is wanted --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", ["0111", "1011", "1100", "0011", "1000", "0001", "0000"])
+def test_gradients_of_some_of_them(wanted):
+    """Check subsets, among them frozen weights and weights trained alone."""
+    rotation = make_rotation(48)
+    inputs = [
+        x.requires_grad_(w == "1") for x, w in zip(make_inputs(rotation), wanted, strict=True)
+    ]
+    outputs, _ = check(inputs, rotation)
+    assert any(x.requires_grad for x in outputs) == ("1" in wanted)
+
+
+@pytest.mark.parametrize("save", ["input", "output"])
+def test_only_one_of_the_two_is_used(save):
+    rotation = make_rotation(48)
+    inputs = make_inputs(rotation)
+    outputs = rotation.norm_and_rope(*inputs, eps=EPS, save=save)
+    grad = draw(*outputs[1].shape, seed=6)
+    torch.autograd.backward(outputs[1], grad)
+    expected = float64_results(inputs, rotation, (torch.zeros(outputs[0].shape), grad))[1]
+    for x, truth in zip(inputs, expected, strict=True):
+        assert_rounded(x.grad, truth, slack=4e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_training_after_inference(mode):
+    rotation = make_rotation(48)
+    inputs = make_inputs(rotation)
+    with mode():
+        before = rotation.norm_and_rope(*inputs, eps=EPS)
+    assert not any(x.requires_grad for x in before)
+    for one, other in zip(check(inputs, rotation)[0], before, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("save", ["input", "output"])
+def test_checkpoints(save, reentrant):
+    rotation = make_rotation(48)
+
+    def run(through):
+        inputs = make_inputs(rotation)
+        through(lambda *x: rotation.norm_and_rope(*x, eps=EPS, save=save), inputs).backward()
+        return [x.grad for x in inputs]
+
+    def attended(f, inputs):
+        return sum(x.square().sum() for x in f(*inputs))
+
+    got = run(lambda f, inputs: checkpoint(attended, f, inputs, use_reentrant=False))
+    if reentrant:
+        got = run(
+            lambda f, inputs: sum(
+                x.square().sum() for x in checkpoint(f, *inputs, use_reentrant=True)
+            )
+        )
+    for one, other in zip(got, run(attended), strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_gradients_are_the_same_bits_each_time(monkeypatch, across):
+    monkeypatch.setattr(qk_norm_rope, "_PROGRAMS", 4)
+    monkeypatch.setattr(qk_norm_rope, "_PROGRAMS_ALL_HEADS", 4)
+    rotation = make_rotation(48)
+    inputs = make_inputs(rotation, across=across)
+    once, again = (check(inputs, rotation)[1] for _ in range(2))
+    for one, other in zip(once, again, strict=True):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("save", ["input", "output"])
+@pytest.mark.parametrize("changed", ["x", "weight", "positions", "packed_freqs", "sections"])
+def test_what_changed_before_the_backward_pass_is_an_error(changed, save):
+    rotation = make_rotation(48, 1)
+    q, k, *weights = make_inputs(rotation)
+    inputs = {
+        "positions": torch.zeros(3, 1, 1, dtype=torch.int64, device=DEVICE),
+        "packed_freqs": rotation.packed_freqs,
+        "sections": (torch.arange(24) % 3).to(DEVICE),
+    }
+    x, weight = q * 1, weights[0] * 1
+    outputs = ops.qk_norm_rope(
+        x, k, weight, weights[1], **inputs, eps=EPS, save=save, kernels="triton"
+    )
+    # Where the output is kept, what goes in may change, and what comes out may not.
+    if changed == "x" and save == "output":
+        x.add_(1)
+        torch.autograd.grad(outputs[0].sum(), q, retain_graph=True)
+        x = outputs[0]
+    inputs = {**inputs, "x": x, "weight": weight}
+    with torch.no_grad():
+        inputs[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs[1].sum().backward()
+
+
+@pytest.mark.parametrize("save", ["input", "output"])
+def test_derivatives_of_the_second_order_are_an_error(save):
+    rotation = make_rotation(48, tokens=1)
+    inputs = make_inputs(rotation)
+    outputs = rotation.norm_and_rope(*inputs, eps=EPS, save=save)
+    (back,) = torch.autograd.grad(outputs[0].square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        back.sum().backward()
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("save", ["input", "output"])
+def test_next_to_nothing_is_kept_beside_the_output(save, across):
+    rotation = make_rotation(64)
+    inputs = make_inputs(rotation, 4, 2, across=across, dtype=torch.float16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        outputs = rotation.norm_and_rope(*inputs, eps=EPS, save=save)
+    known = {x.data_ptr() for x in (*inputs[2:], *outputs)}
+    added = [x for x in kept if x.data_ptr() not in known and x.dtype != torch.int64]
+    rstd = (2 * 4) * (2 if across else 4 + 2)  # tokens, bytes of float32, heads
+    through = sum(x.nbytes for x in inputs[:2]) if save == "input" else 0
+    assert sum(x.nbytes for x in added) == rstd + through
+    assert {x.data_ptr() for x in inputs[:2]} <= {x.data_ptr() for x in kept} or save == "output"
+
+
+@forms
+@layouts
+def test_gradients_by_the_output_are_close_where_weights_are_alike(interleaved, offset, across):
+    """Check weights within 1 +- 0.1, as after training: the error is that of rounding x."""
+    dtype = torch.bfloat16 if interleaved else torch.float16
+    rotation = make_rotation(48, interleaved=interleaved, factor=1.2)
+    inputs = make_inputs(rotation, across=across, offset=offset, dtype=dtype)
+    with torch.no_grad():
+        for weight in inputs[2:]:
+            weight.copy_(1 - offset + 0.1 * draw(*weight.shape).clamp(-2, 2))
+    outputs = rotation.norm_and_rope(*inputs, eps=EPS, offset=offset, save="output")
+    assert all(x.grad_fn.settings[-1] for x in outputs)  # by the output indeed
+    grads = [draw(*x.shape, dtype=dtype, seed=6) for x in outputs]
+    _, truth = float64_results(inputs, rotation, grads, offset=offset)
+    for got, expected in zip(torch.autograd.grad(outputs, inputs, grads), truth, strict=True):
+        assert relative_error(got, expected) < 2 * torch.finfo(dtype).eps
+
+
+@forms
+def test_gradients_by_the_output_are_right_in_float32(offset, across):
+    """Check in float32, where errors in parts, padding and signs are visible."""
+    rotation = make_rotation(40, interleaved=across, factor=0.7)
+    inputs = make_inputs(rotation, 5, 1, 80, across=across, offset=offset)
+    outputs, _ = check(inputs, rotation, offset=offset, save="output", slack=2e-5)
+    assert outputs[0].grad_fn.settings[-1] is True
+
+
+def spread_far(inputs):
+    """Return the inputs with lognormal weights."""
+    with torch.no_grad():
+        for seed, weight in enumerate(inputs[2:]):
+            weight.copy_((2 * draw(*weight.shape, seed=seed)).exp())
+    return inputs
+
+
+def by_output(rotation, inputs, recompute_input):
+    """Return the relative errors of gradients, whether or not the weights allow the output."""
+    packed_freqs, positions = rotation.packed_freqs, rotation.positions.to(DEVICE)
+    rest = (positions, packed_freqs, None, EPS, 0.0, rotation.interleaved, 2, recompute_input)
+    outputs = qk_norm_rope.QKNormRopeFunction.apply(*inputs, *rest)
+    grads = [draw(*x.shape, dtype=x.dtype, seed=6) for x in outputs]
+    _, truth = float64_results(inputs, rotation, grads)
+    got = torch.autograd.grad(outputs, inputs, grads)
+    return [relative_error(x, expected) for x, expected in zip(got, truth, strict=True)]
+
+
+def test_gradients_by_the_output_would_be_wrong_where_weights_are_spread():
+    """Check that the input is saved instead: weight gradients would lose a digit."""
+    rotation = make_rotation(64)
+    inputs = spread_far(make_inputs(rotation, dtype=torch.bfloat16))
+    assert max(by_output(rotation, inputs, False)[2:]) < 1e-5
+    assert max(by_output(rotation, inputs, True)[2:]) > 5e-3
+    outputs = rotation.norm_and_rope(*inputs, eps=EPS, save="output")
+    assert outputs[0].grad_fn.settings[-1] is False
+    check(inputs, rotation, save="output")
+
+
+@forms
+@pytest.mark.parametrize("place", [0, 50], ids=["in a pair", "in none"])
+def test_weights_of_zero_need_the_input(place, offset, across):
+    rotation = make_rotation(48)
+    inputs = make_inputs(rotation, across=across, offset=offset)
+    with torch.no_grad():
+        inputs[3][..., place] = -offset
+    outputs, _ = check(inputs, rotation, offset=offset, save="output")
+    assert outputs[0].grad_fn.settings[-1] is False
+
+
+def test_weights_next_to_zero_need_the_input():
+    """Check equal but tiny weights, whose outputs float16 cannot represent."""
+    rotation = make_rotation(48)
+    inputs = make_inputs(rotation, dtype=torch.float16)
+    with torch.no_grad():
+        inputs[2].mul_(1e-6)
+        inputs[3].mul_(1e-6)
+    assert max(by_output(rotation, inputs, True)[2:]) > 5e-3
+    check(inputs, rotation, save="output")
+
+
+class TestWhetherWeightsAllowTheOutput:
+    """Tests of `can_recompute_from_output`."""
+
+    TURNS = ops.pack_frequencies(frequencies(4))
+
+    @pytest.mark.parametrize(
+        ("weight", "halves", "neighbours"),
+        [
+            ([1.0, 1.1, 0.9, 1.0, 1.2], True, True),
+            ([-1.0, 1.1, 0.9, -1.0, 1.2], True, True),
+            ([1.0, 100.0, 1.0, 100.0, 1.0], True, False),
+            ([1.0, 1.0, 100.0, 100.0, 1.0], False, True),
+            ([1.0, 1.0, 1.0, 1.0, 1e6], True, True),  # what does not rotate is in no pair
+            ([1.0, 1.0, 1.0, 1.0, 0.0], False, False),
+            ([1.0, 0.0, 1.0, 0.0, 1.0], False, False),
+            ([1.0, 63.0, 63.0, 1.0, 1.0], True, True),
+            ([1.0, 65.0, 65.0, 1.0, 1.0], False, False),
+            ([1.0, 1.0, float("nan"), 1.0, 1.0], False, False),
+            ([1.0, float("inf"), 1.0, float("inf"), 1.0], False, False),
+        ],
+    )
+    def test_by_the_ratios_of_pairs(self, weight, halves, neighbours):
+        good, weight = torch.ones(5), torch.tensor(weight)
+        for interleaved, expected in ((False, halves), (True, neighbours)):
+            settings = {"interleaved": interleaved}
+            assert can_recompute_from_output(weight, good, self.TURNS, **settings) is expected
+            assert can_recompute_from_output(good, weight, self.TURNS, **settings) is expected
+            both = torch.stack([good, weight])
+            assert can_recompute_from_output(good[None], both, self.TURNS, **settings) is expected
+
+    def test_with_the_offset(self):
+        weight = torch.zeros(5)
+        assert can_recompute_from_output(weight, weight, self.TURNS, offset=1.0)
+        assert not can_recompute_from_output(weight - 1, weight, self.TURNS, offset=1.0)
+
+    def test_where_nothing_rotates(self):
+        assert can_recompute_from_output(torch.ones(5), torch.ones(5), self.TURNS[-1:])
