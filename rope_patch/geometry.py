@@ -1,4 +1,4 @@
-"""Geometry: one kind of layer's rotation before an extension, as plain numbers."""
+"""Geometry: the rotation of one layer type before an extension, as plain numbers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The rotation of one kind of layer, before any extension.
+    """The rotation of one layer type, before any extension.
 
     Attributes:
         head_dim: Size of one attention head (D).
         theta: Rope base.
-        trained_length: Tokens that the model saw at once in pretraining.
-        rotary_dim: Dimensions of each head that rotate (R); `head_dim` unless given.
-        layer_type: The kind of layer this holds for, where a model has several; else None.
-        base: Radians per token of every pair, where an extension starts from others than
-            theta^(-2i / R): from those that a config's own scaling made, and training knows.
-        attention_factor: Multiplier of cos and sin that the start has already.
+        trained_length: Context length in pretraining, in tokens.
+        rotary_dim: Dimensions of each head that rotate (R); `head_dim` by default.
+        layer_type: The layer type, if the model has several; else None.
+        base: Radians per token of every pair, if an extension starts from other frequencies than
+            theta^(-2i / R): those of the config's own scaling, which the model was trained with.
+        attention_factor: Multiplier of cos and sin in the config's own scaling.
     """
 
     head_dim: int
@@ -52,11 +52,11 @@ class Geometry:
             )
 
     def inv_freq(self, theta: float | None = None) -> torch.Tensor:
-        """Frequencies to start from: theta^(-2i / R) for pair i (RoFormer, arXiv:2104.09864).
+        """Return the frequencies to extend: theta^(-2i / R) (RoFormer, arXiv:2104.09864).
 
         Args:
-            theta: Another base than the geometry's own; where the start is another, each pair is
-                changed by as much as this would change an unscaled one.
+            theta: Rope base to use instead of the geometry's. If the geometry has `base`, each of
+                its pairs is scaled by the ratio this base makes on the unscaled pair.
 
         Returns:
             Radians per token, float64, `[R / 2]`.
@@ -65,25 +65,25 @@ class Geometry:
             return self.unscaled_inv_freq(theta)
         import torch
 
-        start = torch.tensor(self.base, dtype=torch.float64, device="cpu")
+        inv_freq = torch.tensor(self.base, dtype=torch.float64, device="cpu")
         return (
-            start
+            inv_freq
             if theta is None
-            else start * (self.unscaled_inv_freq(theta) / self.unscaled_inv_freq())
+            else inv_freq * (self.unscaled_inv_freq(theta) / self.unscaled_inv_freq())
         )
 
     def unscaled_inv_freq(self, theta: float | None = None) -> torch.Tensor:
-        """theta^(-2i / R), whatever the start is; float64, `[R / 2]`."""
+        """Return theta^(-2i / R), ignoring `base`; float64, `[R / 2]`."""
         import torch
 
         pair = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu")
         return (self.theta if theta is None else theta) ** (-pair / self.rotary_dim)
 
     def pair_with_rotations(self, rotations: float) -> float:
-        """Index, not rounded, of the pair that turns so many times within the trained length.
+        """Return the fractional index of the pair with this many rotations in the trained length.
 
-        Between pairs, and beyond the first and the last, wavelengths grow as powers, as unscaled
-        ones do everywhere (the YaRN authors' `find_correction_dim`).
+        Wavelengths are interpolated between pairs, and extrapolated beyond the first and the last,
+        as powers, like unscaled ones (the YaRN authors' `find_correction_dim`).
         """
         step = 2 * math.log(self.theta) / self.rotary_dim
         target = math.log(2 * math.pi * rotations / self.trained_length)
@@ -92,7 +92,7 @@ class Geometry:
         import torch
 
         logs = torch.tensor([f for f in self.base if f > 0], dtype=torch.float64).log()
-        logs = logs.cummin(0).values  # searched stretches may leave neighbours out of order
+        logs = logs.cummin(0).values  # searched stretches may be out of order
         if not len(logs) or target >= logs[0]:
             return (float(logs[0]) - target) / step if len(logs) else 0.0
         if target < logs[-1]:

@@ -1,6 +1,6 @@
-"""What a model's config says about its rotation, read once, from the config alone.
+"""Parsing of a config's RoPE fields into `Geometry`.
 
-Live buffers are never consulted: `model.bfloat16()` silently rounds them.
+Only the config is read. Live buffers are not, because `model.bfloat16()` silently rounds them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from rope_patch.geometry import Geometry
 
 START_CHOICES = ("auto", "unscaled", "running")
 
-# Scalings that a new method replaces unless told otherwise: it starts again from the unscaled
-# frequencies at the original length. The others were trained in, so starting from the unscaled
-# frequencies would undo training.
+# Scalings that a new method replaces with start="auto": it extends the unscaled frequencies at the
+# original length. Models were trained with the other scalings, so doing that would undo training.
 _DISCARDED_SCALINGS = ("default", "linear", "dynamic", "yarn")
 
-# Architectures whose configs refuse every scaling but longrope.
+# Architectures whose configs accept no scaling but longrope.
 LONGROPE_ONLY = ("phi3",)
 
-# A `type` that transformers leaves beside the `rope_type` it makes of it (Qwen 2 VL, Phi 3).
+# Values of `type` that transformers converts to a `rope_type`, keeping both (Qwen 2 VL, Phi 3).
 _ALIASES = {"mrope": "default", "su": "longrope"}
 
-# What transformers' scalings cannot do without, and the least that their numbers can be.
+# Required keys of transformers' scalings, and lower bounds of their numbers.
 _REQUIRED_KEYS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -46,21 +45,21 @@ _LOWER_BOUNDS = {
 def read_geometries(
     config: Any, trained_length: int | None = None, start: str = "auto"
 ) -> dict[str | None, Geometry]:
-    """Reads the geometry of every layer type from a transformers text config.
+    """Read the geometry of every layer type from a transformers text config.
 
-    Frequencies are the unscaled ones; the trained length is that of the start.
+    Frequencies are unscaled; the trained length is that of the frequencies `start` selects.
 
     Args:
         config: A decoder's config, as transformers 5 standardises it (`rope_parameters`).
-        trained_length: Overrides what the config says about the trained length.
+        trained_length: Overrides the config's trained length.
         start: See `patch`.
 
     Returns:
-        One geometry a layer type, or a single one under None where all layers rotate alike. Layer
-        types without rotation are left out.
+        One geometry for each layer type with rotation, or a single one under None if all layers
+        rotate alike.
 
     Raises:
-        ValueError: The config has no RoPE, or says something about it that cannot be.
+        ValueError: The config has no RoPE, or invalid fields for it.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
@@ -71,112 +70,119 @@ def read_geometries(
     if not isinstance(parameters, dict):
         raise ValueError(f"rope_parameters must be a dict, got {parameters!r} in the config")
     return {
-        kind: _read_geometry(config, kind, spelled, trained_length, start)
-        for kind, spelled in by_layer_type(parameters).items()
+        layer_type: _read_geometry(config, layer_type, layer_parameters, trained_length, start)
+        for layer_type, layer_parameters in by_layer_type(parameters).items()
     }
 
 
 def by_layer_type(parameters: dict[str, Any]) -> dict[str | None, dict[str, Any]]:
-    """Splits `rope_parameters` into one dict a layer type (None where there is just one)."""
+    """Split `rope_parameters` into one dict for each layer type (None if there is just one)."""
     nested: dict[str | None, dict[str, Any]] = {
         key: value for key, value in parameters.items() if isinstance(value, dict)
     }
-    # A flat entry may be left over beside the layer types (DeepSeek-V4).
+    # Flat entries beside the layer types are leftovers (DeepSeek-V4).
     return nested or {None: parameters}
 
 
-def require_valid_rope_config(said: dict[str, Any]) -> None:
-    """Finds what is wrong with the rotation in a config.json that transformers cannot read.
+def require_valid_rope_config(config_dict: dict[str, Any]) -> None:
+    """Raise if the RoPE fields of a config.json that transformers cannot read are invalid.
 
     Args:
-        said: All of the file, or the decoder's part.
+        config_dict: The whole file, or the decoder's part.
 
     Raises:
-        ValueError: Something is; names the field.
+        ValueError: A field is invalid; names it.
     """
-    text = said.get("text_config")
-    text = text if isinstance(text, dict) else said
-    spelled: Any = (
+    text = config_dict.get("text_config")
+    text = text if isinstance(text, dict) else config_dict
+    parameters: Any = (
         text.get("rope_scaling") or text.get("rope_parameters") or {"rope_type": "default"}
     )
-    if isinstance(spelled, dict):
-        found = {
-            kind: _with_defaults(text, inner) for kind, inner in by_layer_type(spelled).items()
+    if isinstance(parameters, dict):
+        completed = {
+            layer_type: _with_defaults(text, layer_parameters)
+            for layer_type, layer_parameters in by_layer_type(parameters).items()
         }
-        spelled = found.get(None) or found
-    named = type("config.json", (SimpleNamespace,), {})
-    read_geometries(named(**{**text, "rope_parameters": spelled}))
+        parameters = completed.get(None) or completed
+    # Named for error messages, which name the config's class.
+    config_class = type("config.json", (SimpleNamespace,), {})
+    read_geometries(config_class(**{**text, "rope_parameters": parameters}))
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = {"default", *ROPE_INIT_FUNCTIONS}
-    for kind in {config_rope_type(inner) for inner in by_layer_type(spelled).values()} - known:
+    rope_types = {config_rope_type(inner) for inner in by_layer_type(parameters).values()}
+    for rope_type in rope_types - known:
         raise ValueError(
             f"rope_type must be one that transformers knows ({', '.join(sorted(known))}), got "
-            f"{kind!r} in the config"
+            f"{rope_type!r} in the config"
         )
 
 
 def _with_defaults(text: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
-    """With what transformers puts where nothing is said."""
-    filled = {"rope_theta": text.get("rope_theta", 1e4)}
+    """Return `parameters` with transformers' defaults for missing keys."""
+    defaults = {"rope_theta": text.get("rope_theta", 1e4)}
     if config_rope_type(parameters) != "default":
-        filled["original_max_position_embeddings"] = text.get("max_position_embeddings")
-    return {**filled, **parameters}
+        defaults["original_max_position_embeddings"] = text.get("max_position_embeddings")
+    return {**defaults, **parameters}
 
 
 def config_rope_type(parameters: dict[str, Any]) -> str:
-    """The scaling that a config itself asks for; "default" is none."""
-    spelled = [parameters[name] for name in ("rope_type", "type") if parameters.get(name)]
-    if len(spelled) == 2 and _ALIASES.get(str(spelled[1])) == spelled[0]:
-        return str(spelled[0])
-    if len({str(name) for name in spelled}) > 1:
+    """Return the rope_type of a config's own scaling; "default" is none."""
+    names = [parameters[key] for key in ("rope_type", "type") if parameters.get(key)]
+    if len(names) == 2 and _ALIASES.get(str(names[1])) == names[0]:
+        return str(names[0])
+    if len({str(name) for name in names}) > 1:
         raise ValueError(
-            f"the config names two scalings, rope_type={spelled[0]!r} and type={spelled[1]!r}: "
+            f"the config names two scalings, rope_type={names[0]!r} and type={names[1]!r}: "
             "leave one of them out"
         )
-    kind = spelled[0] if spelled else "default"
-    if not isinstance(kind, str):
-        raise ValueError(f"rope_type must be a name such as 'yarn', got {kind!r} in the config")
-    return kind
+    rope_type = names[0] if names else "default"
+    if not isinstance(rope_type, str):
+        raise ValueError(
+            f"rope_type must be a name such as 'yarn', got {rope_type!r} in the config"
+        )
+    return rope_type
 
 
 def extends_scaled_frequencies(parameters: dict[str, Any], start: str) -> bool:
-    """Whether an extension starts from the frequencies that a model's own scaling made.
+    """Return whether an extension starts from the frequencies of the config's own scaling.
 
     Args:
         parameters: `rope_parameters` of one layer type.
         start: See `patch`.
 
     Raises:
-        ValueError: `start` is none of `START_CHOICES`, or the scaling has no one set of
-            frequencies.
+        ValueError: `start` is not in `START_CHOICES`, or the scaling's frequencies change with the
+            length.
     """
     if start not in START_CHOICES:
         raise ValueError(f"start must be one of {', '.join(START_CHOICES)}, got {start!r}")
-    kind = config_rope_type(parameters)
-    if kind == "default":
+    rope_type = config_rope_type(parameters)
+    if rope_type == "default":
         return False
-    if start == "running" and kind == "dynamic":
+    if start == "running" and rope_type == "dynamic":
         raise ValueError(
             "start='running' needs frequencies that stay, and the config's own scaling, "
             "'dynamic', changes them with the length; use start='unscaled'"
         )
-    return kind not in _DISCARDED_SCALINGS if start == "auto" else start == "running"
+    return rope_type not in _DISCARDED_SCALINGS if start == "auto" else start == "running"
 
 
 def _read_geometry(
     config: Any,
-    kind: str | None,
+    layer_type: str | None,
     parameters: dict[str, Any],
     trained_length: int | None,
     start: str,
 ) -> Geometry:
-    head_dim = _head_dim(config, kind)
+    head_dim = _head_dim(config, layer_type)
     _require_rope_keys(parameters)
     share = parameters.get("partial_rotary_factor")
     share = 1.0 if share is None else _read_number(parameters, "partial_rotary_factor", least=0)
     if config_rope_type(parameters) == "proportional":
-        share = 1.0  # there it says how many of the pairs turn, maybe none, not how many there are
+        share = (
+            1.0  # there it is the share of pairs that rotate, maybe none; all dimensions are pairs
+        )
     if int(head_dim * share) < 2:
         raise ValueError(
             f"partial_rotary_factor must leave at least one pair of the {head_dim} dimensions of a "
@@ -189,15 +195,15 @@ def _read_geometry(
         theta=_read_number(parameters, "rope_theta", least=1),
         trained_length=trained_length,
         rotary_dim=int(head_dim * share),
-        layer_type=kind,
+        layer_type=layer_type,
     )
 
 
-def _head_dim(config: Any, kind: str | None) -> int:
+def _head_dim(config: Any, layer_type: str | None) -> int:
     try:
         head_dim = getattr(config, "head_dim", None)
-    except RuntimeError:  # transformers will not say one size for all layers (Gemma 4)
-        head_dim = config.per_layer_config[kind].head_dim
+    except RuntimeError:  # layers have different sizes (Gemma 4)
+        head_dim = config.per_layer_config[layer_type].head_dim
     if head_dim is None:
         for name in ("hidden_size", "num_attention_heads"):
             if not _is_count(getattr(config, name, None)):
@@ -215,10 +221,10 @@ def _head_dim(config: Any, kind: str | None) -> int:
 
 
 def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
-    kind = config_rope_type(parameters)
-    full = getattr(config, "max_position_embeddings", None)
+    rope_type = config_rope_type(parameters)
+    max_positions = getattr(config, "max_position_embeddings", None)
     original = parameters.get("original_max_position_embeddings")
-    if original is None and kind != "default":
+    if original is None and rope_type != "default":
         original = getattr(config, "original_max_position_embeddings", None)
     if original is not None and not _is_count(original):
         raise ValueError(
@@ -226,39 +232,39 @@ def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
             f"{original!r} in the config"
         )
     if extends_scaled_frequencies(parameters, start):
-        lengths = [full] if isinstance(full, int) else []
-        if kind in ("linear", "yarn") and original:  # some configs keep the original as `full`
+        lengths = [max_positions] if isinstance(max_positions, int) else []
+        if rope_type in ("linear", "yarn") and original:  # max_positions may be the original
             lengths.append(round(_read_number(parameters, "factor", least=1) * original))
-        found = max(lengths, default=None)
-    elif kind == "default":
-        found = original or full
+        trained_length = max(lengths, default=None)
+    elif rope_type == "default":
+        trained_length = original or max_positions
     elif original is None:
         raise ValueError(
-            f"the checkpoint's own config already scales its rotation with {kind!r} and does not "
-            "say for how many tokens it was trained before; pass trained_length=..., or "
+            f"the checkpoint's own config already scales its rotation with {rope_type!r} and does "
+            "not say for how many tokens it was trained before; pass trained_length=..., or "
             "start='running' to extend what the model runs with"
         )
     else:
-        found = original
-    if not _is_count(found):
+        trained_length = original
+    if not _is_count(trained_length):
         raise ValueError(
             f"{type(config).__name__} does not say on how many tokens the model was trained "
-            f"(max_position_embeddings is {full!r:.40}); pass trained_length=..."
+            f"(max_position_embeddings is {max_positions!r:.40}); pass trained_length=..."
         )
-    assert isinstance(found, int)
-    return found
+    assert isinstance(trained_length, int)
+    return trained_length
 
 
 def _require_rope_keys(parameters: dict[str, Any]) -> None:
-    """Refuses a scaling of transformers' own that is not spelled with what its formula needs."""
-    kind = config_rope_type(parameters)
-    needed = _REQUIRED_KEYS.get(kind, ())
+    """Raise if a scaling of transformers lacks a key of its formula or has an invalid value."""
+    rope_type = config_rope_type(parameters)
+    required = _REQUIRED_KEYS.get(rope_type, ())
     for name, least in _LOWER_BOUNDS.items():
-        if kind in _REQUIRED_KEYS and (name in needed or parameters.get(name) is not None):
+        if rope_type in _REQUIRED_KEYS and (name in required or parameters.get(name) is not None):
             _read_number(parameters, name, least=least)
     for name in ("long_factor", "short_factor"):
         value = parameters.get(name)
-        if name in needed and not (
+        if name in required and not (
             isinstance(value, list | tuple)
             and value
             and all(_is_number(v) and v > 0 for v in value)
@@ -267,7 +273,9 @@ def _require_rope_keys(parameters: dict[str, Any]) -> None:
                 f"{name} must be a list of numbers above 0 in the config's rope_parameters, got "
                 f"{'nothing' if value is None else repr(value)}"
             )
-    if kind == "longrope" and len(parameters["long_factor"]) != len(parameters["short_factor"]):
+    if rope_type == "longrope" and len(parameters["long_factor"]) != len(
+        parameters["short_factor"]
+    ):
         raise ValueError(
             "long_factor and short_factor must both have one number for each rotated pair, got "
             f"{len(parameters['long_factor'])} and {len(parameters['short_factor'])} in the config"
@@ -283,7 +291,7 @@ def _is_number(value: Any) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer beyond the range of floats
         return False
 
 

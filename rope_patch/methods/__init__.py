@@ -1,4 +1,4 @@
-"""The methods, one file each. Importing this package registers them, in the order users see."""
+"""The methods, one file each; importing this package registers them in the order users see."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for _file in (
 
 
 def list_methods() -> dict[str, str]:
-    """Return the names and one-line descriptions of all methods, in a stable order."""
+    """Return names and one-line descriptions of all methods, in a stable order."""
     return {name: (cls.__doc__ or "").splitlines()[0] for name, cls in registered_methods().items()}
 
 
@@ -48,23 +48,23 @@ def frequencies(
     rotary_dim: int | None = None,
     **options: Any,
 ) -> Frequencies:
-    """Compute a method's rotation without any model.
+    """Compute a method's rotation without a model.
 
     Args:
         method: A name from `list_methods()`.
         head_dim: Size of one attention head (D).
         theta: Rope base.
-        trained_length: Tokens the model saw at once in pretraining.
+        trained_length: Context length in pretraining, in tokens.
         factor: Target length / trained length.
-        seq_len: Tokens in the sequence, for methods that depend on it; None means the target.
+        seq_len: Tokens in the sequence, for methods that depend on it; None for the target length.
         rotary_dim: Dimensions that rotate (R), if not the whole head.
-        **options: The method's own.
+        **options: The method's options.
 
     Returns:
         `.inv_freq`, radians per token, float64, `[R / 2]`, and `.attention_factor`.
 
     Raises:
-        ValueError: Unknown method or option, or a value out of range.
+        ValueError: The method or an option is unknown, or a value is out of range.
     """
     geometry = Geometry(
         head_dim=head_dim,

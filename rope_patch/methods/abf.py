@@ -1,7 +1,7 @@
 """Adjusted base frequency (Xiong et al. 2023, arXiv:2309.16039): pretrain on with a larger theta.
 
-Where no base is given it is the critical base of Liu et al. (arXiv:2310.05209, theorem 2): the pair
-whose first turn took the trained length takes the target length afterwards.
+The default base is the critical base of Liu et al. (arXiv:2310.05209, theorem 2): the pair that
+made one rotation in the trained length makes one in the target length.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ABF(Method):
                 raise ValueError(f"new_theta must be above 1, got {self.new_theta}")
 
     def theta(self, geometry: Geometry) -> float:
-        """The base that the scaled rotation has.
+        """Return the base of the scaled rotation.
 
         Raises:
-            ValueError: The given base is smaller than the model's, or the trained length too short
-                to derive one from.
+            ValueError: `new_theta` is below the model's base, or the trained length is too short to
+                derive a base from.
         """
         if self.new_theta is not None:
             if self.new_theta < geometry.theta:

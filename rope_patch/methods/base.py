@@ -1,4 +1,4 @@
-"""What every method is: frozen options, and a pure function from geometry to frequencies."""
+"""Base class of methods: frozen options, and a pure function from geometry to frequencies."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rope_patch.utils.errors import one_line
 if TYPE_CHECKING:
     import torch
 
-# The stretch that stands for a pair that no longer rotates: JSON has no infinity, and this one is
-# finite in float32. It turns a pair by 1e-9 radians in a billion tokens.
+# Stretch of a pair that no longer rotates. JSON has no infinity, and this is finite in float32: it
+# rotates a pair by 1e-9 radians in a billion tokens.
 NO_ROTATION = 1e18
 
 
 @dataclass(frozen=True, eq=False)
 class Frequencies:
-    """The rotation that a method asks for.
+    """The rotation that a method computes.
 
     Attributes:
         inv_freq: Radians per token of each pair, float64, `[R / 2]`.
@@ -32,7 +32,7 @@ class Frequencies:
     attention_factor: float = 1.0
 
     def same_as(self, other: Frequencies) -> bool:
-        """Whether both rotate alike in float32, the precision in which models rotate."""
+        """Return whether both are equal in float32, the precision in which models rotate."""
         import torch
 
         return self.attention_factor == other.attention_factor and torch.equal(
@@ -40,7 +40,7 @@ class Frequencies:
         )
 
     def close_to(self, other: Frequencies) -> bool:
-        """Whether they differ no more than by float32 rounding in how they were computed."""
+        """Return whether both are equal up to float32 rounding in their computation."""
         import torch
 
         return (
@@ -53,15 +53,15 @@ class Frequencies:
 
 
 def option(help: str, **kwargs: Any) -> Any:
-    """A dataclass field whose help text the command line shows."""
+    """Return a dataclass field with a help text for the command line."""
     return field(metadata={"help": help}, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """How frequencies stretch. Knows no model: geometry in, frequencies out.
+    """A rule that stretches frequencies: geometry in, frequencies out, without a model.
 
-    Subclasses add their options as fields and say where they come from.
+    Subclasses add their options as fields and cite their source.
 
     Attributes:
         factor: Target length / trained length.
@@ -70,8 +70,8 @@ class Method(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     training: ClassVar[str]
-    is_dynamic: ClassVar[bool] = False  # the factor follows the sequence: users need not give one
-    factor_is_option: ClassVar[bool] = False  # what they give is no target, but an option
+    is_dynamic: ClassVar[bool] = False  # the factor follows the sequence length
+    factor_is_option: ClassVar[bool] = False  # `factor` is not target / trained length
 
     factor: float = option("target length / trained length", default=1.0)
 
@@ -85,53 +85,52 @@ class Method(ABC):
 
     @property
     def has_config_form(self) -> bool:
-        """Whether a config of transformers can say it."""
+        """Whether a transformers config can express the method."""
         return True
 
     @property
     def start_token_count(self) -> int:
-        """Positions below this keep the unextended rotation, whatever `frequencies` says."""
+        """Number of first positions that keep the unextended rotation instead of `frequencies`."""
         return 0
 
     @abstractmethod
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
-        """Computes the rotation for one kind of layer.
+        """Compute the rotation of one layer type.
 
         Args:
             geometry: The unextended rotation.
-            seq_len: Tokens in the sequence, for methods that depend on it; None means the whole
-                target length, `factor * trained_length`.
+            seq_len: Tokens in the sequence, for methods that depend on it; None for the target
+                length, `factor * trained_length`.
 
         Returns:
             Frequencies in float64.
         """
 
     def valid_until(self, length: float, trained_length: int) -> float:
-        """How far the rotation that a sequence gets will serve it while it grows.
+        """Return the largest length with the same frequencies as `length`.
 
         Args:
             length: Tokens in the sequence.
-            trained_length: Tokens of pretraining.
+            trained_length: Context length in pretraining, in tokens.
 
         Returns:
-            The largest length in tokens that is rotated as `length` is; infinite where the
-            rotation does not change any more, as in every method that knows no sequence.
+            Tokens; infinite if the frequencies stay the same for all longer sequences.
         """
         return math.inf
 
     def frequencies_at(self, geometry: Geometry, length: float) -> Frequencies:
-        """The rotation that a sequence of `length` tokens gets, which serves it up to its reach."""
-        reach = self.valid_until(length, geometry.trained_length)
-        return self.frequencies(geometry, None if math.isinf(reach) else reach)
+        """Compute the rotation of a sequence of `length` tokens; it holds up to `valid_until`."""
+        valid_until = self.valid_until(length, geometry.trained_length)
+        return self.frequencies(geometry, None if math.isinf(valid_until) else valid_until)
 
     def is_length_dependent(self, trained_length: int) -> bool:
-        """Whether short sequences are rotated otherwise than long ones."""
+        """Return whether frequencies depend on the sequence length."""
         return math.isfinite(self.valid_until(1, trained_length))
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """Spells the method as a transformers `rope_parameters` dict that rotates the same.
+        """Return transformers `rope_parameters` with the same rotation.
 
-        Methods without a spelling of their own are written as `longrope` with explicit factors.
+        Methods without a rope_type of their own are written as `longrope` with explicit factors.
         """
         frequencies = self.frequencies(geometry)
         stretch = (
@@ -147,7 +146,7 @@ class Method(ABC):
         }
 
     def options(self) -> dict[str, Any]:
-        """The options as plain data, `factor` included."""
+        """Return the options as plain data, including `factor`."""
         return {f.name: _to_plain_data(getattr(self, f.name)) for f in fields(self)}
 
     def __str__(self) -> str:
@@ -155,7 +154,7 @@ class Method(ABC):
 
 
 def original_rope_parameters(geometry: Geometry) -> dict[str, Any]:
-    """The entries of `rope_parameters` that tell where an extension starts from."""
+    """Return the `rope_parameters` entries for the rotation that an extension starts from."""
     return {
         "rope_theta": geometry.theta,
         "original_max_position_embeddings": geometry.trained_length,
@@ -163,19 +162,19 @@ def original_rope_parameters(geometry: Geometry) -> dict[str, Any]:
 
 
 def require_number(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError unless `value` is a finite real number."""
+    """Raise TypeError or ValueError unless `value` is a finite real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         finite = math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer beyond the range of floats
         finite = False
     if not finite:
         raise ValueError(f"{name} must be finite, got {one_line(repr(value), 60)}")
 
 
 def require_tokens(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError unless `value` is a whole number of at least 1."""
+    """Raise TypeError or ValueError unless `value` is a whole number of at least 1."""
     require_number(name, value)
     if value < 1 or value != int(value):
         raise ValueError(f"{name} must be a whole number of tokens, at least 1, got {value!r}")

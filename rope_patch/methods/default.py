@@ -1,4 +1,4 @@
-"""The rotation as it was trained: theta^(-2i / R), nothing stretched."""
+"""The rotation of pretraining: theta^(-2i / R), without stretch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Dynamic scaling: the factor follows the sequence (YaRN paper, arXiv:2309.00071, section 3.3).
 
-A sequence of n tokens is rotated by the factor n / trained_length, and not at all up to the trained
-length, so short context costs nothing. `Dynamic` makes that of any method: put it first among the
-bases, as the classes below do.
+A sequence of n tokens has the factor n / trained_length. Up to the trained length it keeps the
+original rotation, so short context costs nothing. `Dynamic` turns any method into a dynamic one:
+put it first among the bases, as the classes below do.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from rope_patch.methods.yarn import YaRN
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic(LengthGrowth):
-    """Follows the sequence's length with the factor of the method behind it among the bases."""
+    """Mixin that sets the factor of the next base class from the sequence length."""
 
     @property
     def has_config_form(self) -> bool:
         return False
 
     def factor_at(self, ratio: float) -> float:
-        """The inner method's factor for a sequence of `ratio` times the trained length, above 1."""
+        """Return the inner method's factor at `ratio` times the trained length; ratio > 1."""
         return ratio
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         ratio = self.factor if seq_len is None else seq_len / geometry.trained_length
         if ratio <= 1:
             return Frequencies(geometry.inv_freq())
-        # The method behind this class in the bases, at the factor of this length.
+        # The next base class, with the factor of this length.
         return super(Dynamic, replace(self, factor=self.factor_at(ratio))).frequencies(  # type: ignore[safe-super]
             geometry
         )
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """The unscaled rotation: no config can say the rest, and up to there it is the truth."""
+        """Return the unscaled rotation, which holds up to the trained length.
+
+        No config can express the rest.
+        """
         return {"rope_type": "default", "rope_theta": geometry.theta}
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Growth with the sequence: up to which length a rotation serves that follows every length."""
+"""Growth of a rotation with the sequence: in steps of the length, or with every token."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import ClassVar
 from rope_patch.methods.base import Method, option
 
 _GROWTH_CHOICES = ("stepped", "exact")
-_STEPS_PER_DOUBLING = 4  # a doubling takes so many steps: the factor is on the grid 2^(k / 4)
+_STEPS_PER_DOUBLING = 4  # the factor is on the grid 2^(k / 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthGrowth(Method):
-    """Has a rotation for every length beyond the trained one, and changes it in steps."""
+    """Base of methods whose rotation changes with the length beyond the trained one."""
 
     is_dynamic: ClassVar[bool] = True
 
@@ -37,7 +37,7 @@ class LengthGrowth(Method):
         if self.growth == "exact":
             return float(length)
         step = math.ceil(_STEPS_PER_DOUBLING * math.log2(length / trained_length))
-        # The logarithm's rounding may land one step off at the steps themselves.
+        # Rounding of the logarithm can be off by one step at the steps themselves.
         while _step_length(step - 1, trained_length) >= length:
             step -= 1
         while _step_length(step, trained_length) < length:

@@ -1,7 +1,8 @@
 """The rotation of Llama 3.1 (arXiv:2407.21783; formula in Meta's reference code).
 
-Pairs with wavelengths under trained_length / high_freq_factor are kept, those over trained_length /
-low_freq_factor are interpolated, and between them the share is linear in the number of turns.
+Pairs with wavelengths below trained_length / high_freq_factor are kept, those above trained_length
+/ low_freq_factor are interpolated. Between them the share is linear in the rotations of a pair
+within the trained length.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class Llama3(Method):
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         inv_freq = geometry.inv_freq()
-        turns = geometry.trained_length * inv_freq / (2 * math.pi)
+        rotations = geometry.trained_length * inv_freq / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
-        kept = ((turns - self.low_freq_factor) / span).clamp(0, 1)
-        return Frequencies(inv_freq * kept + inv_freq / self.factor * (1 - kept))
+        kept_share = ((rotations - self.low_freq_factor) / span).clamp(0, 1)
+        return Frequencies(inv_freq * kept_share + inv_freq / self.factor * (1 - kept_share))
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         return {

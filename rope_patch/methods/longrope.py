@@ -3,12 +3,11 @@
 Sequences up to the trained length use the short factors, longer ones the long factors. cos and sin
 are multiplied by sqrt(1 + ln(factor) / ln(trained_length)) for both.
 
-The first `start_tokens` positions can be left out of all that: they keep the rotation that stands
-before the extension, with its attention factor and not this one's, as in the authors' code
-(MixedLongRoPEScaledRotaryEmbedding of github.com/microsoft/LongRoPE, which puts the original
-module's cos and sin in their place). They keep it in short sequences, too,
-so that there is one rotation of these keys and nothing to turn. Frequencies of a sequence
-(`frequencies`) are those of all other positions.
+The first `start_tokens` positions can keep the rotation from before the extension, with its
+attention factor instead of this one, as in the authors' code (MixedLongRoPEScaledRotaryEmbedding of
+github.com/microsoft/LongRoPE, which restores the original module's cos and sin there). They keep it
+in short sequences, too, so these keys have one rotation and are never re-rotated. `frequencies` are
+those of all other positions.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class LongRoPE(Method):
         return math.inf if is_long else float(trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """`longrope`; with start tokens, which no config can say, the rotation before."""
+        """Return `longrope`, or the unscaled rotation with start tokens, which no config has."""
         if not self.has_config_form:
             return {"rope_type": "default", "rope_theta": geometry.theta}
         return {

@@ -1,8 +1,8 @@
 """Mixed windows (LongRoPE2, arXiv:2502.20082): short sequences keep the original rotation.
 
-Sequences up to the trained length are rotated as they were in pretraining, longer ones by the whole
-factor, and the model is trained on both: so short context keeps what it could. `Mixed` makes that
-of any method: put it first among the bases, as the classes below do.
+Sequences up to the trained length keep the rotation of pretraining, longer ones get the whole
+factor. The model is trained on both, so it keeps its quality in short context. `Mixed` turns any
+method into a mixed one: put it first among the bases, as the classes below do.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from rope_patch.methods.yarn import YaRN
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Method):
-    """The method behind it among the bases, for sequences longer than the trained length only.
+    """Mixin that applies the next base class only beyond the trained length.
 
-    Each row is short or long by itself, a packed one by its longest document. Where the inner
-    method leaves attention alone, transformers' `longrope` says the same, with short factors of 1;
-    transformers decides for the whole batch, though, and leaves cached keys behind at the border.
-    It has one attention factor for short and long, so a method that has its own has no native form.
+    Each row is short or long by itself, a packed row by its longest document. If the inner method
+    leaves attention alone, transformers' `longrope` with short factors of 1 expresses the same.
+    transformers decides for the whole batch, though, and keeps stale cached keys at the border.
+    `longrope` has one attention factor for short and long, so a method with an attention factor has
+    no config form.
     """
 
     @property
@@ -37,7 +38,7 @@ class Mixed(Method):
         return super().has_config_form and not self.scales_attention()
 
     def scales_attention(self) -> bool:
-        """Whether the inner method's attention factor is another than 1."""
+        """Return whether the inner method's attention factor differs from 1."""
         return False
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
@@ -49,7 +50,7 @@ class Mixed(Method):
         return math.inf if length > trained_length else float(trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """`longrope` where that can say it; else the unscaled rotation, true of short sequences."""
+        """Return `longrope` if it has the form, else the unscaled rotation of short sequences."""
         if not self.has_config_form:
             return {"rope_type": "default", "rope_theta": geometry.theta}
         stretch = geometry.inv_freq() / self.frequencies(geometry).inv_freq

@@ -1,8 +1,8 @@
-"""DroPE (arXiv:2512.12167): positions are dropped from a model that was trained with them.
+"""DroPE (arXiv:2512.12167): drop the positions from a model that was trained with them.
 
-Nothing rotates any more; a short training at the original length recalibrates the model, whose
-causal mask alone then tells it about order. Beyond that length attention logits are multiplied by
-1 + temperature * ln(n / trained_length), so cos and sin by the square root of it.
+No pair rotates. A short training at the original length recalibrates the model, which then sees the
+order only through its causal mask. Beyond that length attention logits are multiplied by
+1 + temperature * ln(n / trained_length), and so cos and sin by its square root.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class NoPE(LengthGrowth):
                 "rotated: it reaches the logits through cos and sin, which the others never meet"
             )
         ratio = self.factor if seq_len is None else seq_len / geometry.trained_length
-        sharper = 1 + self.temperature * math.log(max(1.0, ratio))
-        return Frequencies(geometry.inv_freq() * 0, math.sqrt(sharper))
+        logit_scale = 1 + self.temperature * math.log(max(1.0, ratio))
+        return Frequencies(geometry.inv_freq() * 0, math.sqrt(logit_scale))
 
     def valid_until(self, length: float, trained_length: int) -> float:
         return super().valid_until(length, trained_length) if self.temperature else math.inf
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """No pair rotates: all that a config can say, as none knows the temperature."""
+        """Return parameters without rotation; no config can express the temperature."""
         return {
             "rope_type": "proportional",
             "partial_rotary_factor": 0.0,

@@ -1,7 +1,7 @@
 """NTK-aware scaling (bloc97 2023; YaRN paper, arXiv:2309.00071, definition 1).
 
-The base grows to theta * factor^(R / (R - 2)): the slowest pair is interpolated by `factor`, the
-fastest is left alone.
+The base becomes theta * factor^(R / (R - 2)): the slowest pair is interpolated by `factor`, the
+fastest keeps its frequency.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class NTK(Method):
     """NTK-aware: a larger base, so that slow pairs stretch by the factor and fast ones hardly."""
 
     def theta(self, geometry: Geometry) -> float:
-        """The base that the scaled rotation has.
+        """Return the base of the scaled rotation.
 
         Raises:
-            ValueError: Only one pair rotates, so there is nothing to spread the stretch over.
+            ValueError: Only one pair rotates, so the formula divides by zero.
         """
         if geometry.rotary_dim <= 2:
             raise ValueError(f"ntk needs rotary_dim above 2, got {geometry.rotary_dim}")

@@ -1,7 +1,7 @@
 """NTK-by-parts (YaRN paper, arXiv:2309.00071, section 3.2): interpolate slow pairs, keep fast ones.
 
-As in the YaRN authors' code the ramp is linear in the pair's index; the paper's text has it linear
-in the number of turns, which is not the same.
+As in the YaRN authors' code, the ramp is linear in the pair's index. In the paper's text it is
+linear in the number of rotations, which differs.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class NTKByParts(Method):
             )
 
     def ramp_bounds(self, geometry: Geometry) -> tuple[float, float]:
-        """The pairs, not necessarily whole ones, at which the ramp starts and ends."""
+        """Return the fractional pair indices at which the ramp starts and ends."""
         low = geometry.pair_with_rotations(self.beta_fast)
         high = geometry.pair_with_rotations(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        # The upper clamp is R - 1, not R / 2 - 1, in every implementation: kept, to rotate alike.
+        # Every implementation clamps to R - 1, not R / 2 - 1, so this one does too.
         low, high = max(low, 0), min(high, geometry.rotary_dim - 1)
-        # A step instead of a division by zero.
+        # Avoid a division by zero: the ramp becomes a step.
         return (low, high) if low != high else (low, high + 0.001)
 
     def ramp(self, geometry: Geometry) -> torch.Tensor:
-        """How far each pair is interpolated: 0 keeps it, 1 divides by the factor, `[R / 2]`."""
+        """Return each pair's interpolation, `[R / 2]`: 0 keeps it, 1 divides it by the factor."""
         import torch
 
         low, high = self.ramp_bounds(geometry)
@@ -77,29 +77,29 @@ class NTKByParts(Method):
         )
 
     def cos_sin_factor(self) -> float:
-        """The multiplier of cos and sin."""
+        """Return the multiplier of cos and sin."""
         return 1.0
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        # transformers reads `truncate` from the wrong level where layer types differ, so there the
-        # explicit form is the only one that rotates alike.
+        # With several layer types transformers reads `truncate` from the wrong level, so only the
+        # explicit form rotates the same.
         if not self.truncate and geometry.layer_type is not None:
             return super().rope_parameters(geometry)
-        spelled = {
+        parameters = {
             "rope_type": "yarn",
             "factor": float(self.factor),
             **original_rope_parameters(geometry),
         }
-        # Only what differs from the defaults of every engine: some of them know no more keys.
+        # Only values that differ from every engine's defaults: some engines reject more keys.
         if (self.beta_fast, self.beta_slow) != (32, 1):
-            spelled |= {"beta_fast": float(self.beta_fast), "beta_slow": float(self.beta_slow)}
+            parameters |= {"beta_fast": float(self.beta_fast), "beta_slow": float(self.beta_slow)}
         if not self.truncate:
-            spelled["truncate"] = False
+            parameters["truncate"] = False
         if (attention_factor := self.cos_sin_factor()) != yarn_mscale(self.factor):
-            spelled["attention_factor"] = attention_factor
-        return spelled
+            parameters["attention_factor"] = attention_factor
+        return parameters
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's multiplier of cos and sin, 0.1 ln(factor) + 1 (arXiv:2309.00071, equation 22)."""
+    """Return YaRN's multiplier of cos and sin, 0.1 ln(factor) + 1 (arXiv:2309.00071, eq. 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0

@@ -1,7 +1,7 @@
-"""The NTK-by-parts of June 2023, with two ramps: what models were fine-tuned with before YaRN.
+"""NTK-by-parts of June 2023, with two ramps, which models were fine-tuned with before YaRN.
 
-As in the YaRN authors' repository (`LlamaPartNTKScaledRotaryEmbedding`). Not the method of that
-name in the paper, which has one ramp and no NTK term.
+As in the YaRN authors' repository (`LlamaPartNTKScaledRotaryEmbedding`). The paper's method of that
+name is another one, with one ramp and no NTK term.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """p-RoPE (Barbero et al. 2024, arXiv:2410.06205): the lowest frequencies stop rotating.
 
-The pairs that remain keep the frequencies they had; the exponents go over the whole head.
+The other pairs keep their frequencies; exponents are counted over the whole head.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Proportional(Method):
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         return {
             "rope_type": "proportional",
-            "factor": 1.0,  # transformers would also divide the pairs that remain
+            "factor": 1.0,  # transformers would also divide the rotating pairs
             "partial_rotary_factor": float(self.partial_rotary_factor),
             "rope_theta": geometry.theta,
         }

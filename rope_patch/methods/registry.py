@@ -1,4 +1,4 @@
-"""Names to methods. Each method's file registers itself."""
+"""Registry of methods by name; each method's file registers itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _M = TypeVar("_M", bound=type[Method])
 
 
 def register(name: str, *, paper: str, training: str) -> Callable[[_M], _M]:
-    """Class decorator that puts a method under `name`.
+    """Return a class decorator that registers a method under `name`.
 
     Args:
-        name: What users write.
-        paper: Where the formula comes from.
+        name: The name that users write.
+        paper: Source of the formula.
         training: Whether the method needs fine-tuning to work well.
     """
 
@@ -33,16 +33,16 @@ def register(name: str, *, paper: str, training: str) -> Callable[[_M], _M]:
 
 
 def registered_methods() -> dict[str, type[Method]]:
-    """All methods by name, in order of registration."""
+    """Return all methods by name, in order of registration."""
     return dict(_REGISTRY)
 
 
 def get_method(name: str) -> type[Method]:
-    """The method of that name.
+    """Return the method class of that name.
 
     Raises:
-        ValueError: There is none; names the closest.
-        TypeError: Not a name.
+        ValueError: The name is unknown; names the closest one.
+        TypeError: The name is no string.
     """
     if not isinstance(name, str):
         raise TypeError(f"a method is given by its name, got {name!r}")
@@ -55,26 +55,26 @@ def get_method(name: str) -> type[Method]:
 
 
 def build(name: str, **options: Any) -> Method:
-    """Makes a method from its name and options.
+    """Build a method from its name and options.
 
     Raises:
-        ValueError: Unknown name or option (with the closest match), or one that is missing.
-        TypeError: A value of the wrong type.
+        ValueError: The name or an option is unknown (names the closest match), or one is missing.
+        TypeError: A value has the wrong type.
     """
     cls = get_method(name)
-    known = {f.name: f for f in fields(cls)}
+    option_fields = {f.name: f for f in fields(cls)}
     for key in options:
-        if key not in known:
+        if key not in option_fields:
             raise ValueError(
-                f"method {name!r} has no option {key!r}{_did_you_mean(key, known)}; "
-                f"its options are: {', '.join(known)}"
+                f"method {name!r} has no option {key!r}{_did_you_mean(key, option_fields)}; "
+                f"its options are: {', '.join(option_fields)}"
             )
-    for key, f in known.items():
+    for key, f in option_fields.items():
         if f.default is MISSING and key not in options:
             raise ValueError(f"method {name!r} needs the option {key!r}: {f.metadata['help']}")
     return cls(**options)
 
 
-def _did_you_mean(word: str, known: Any) -> str:
-    close = get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+def _did_you_mean(word: str, names: Any) -> str:
+    close = get_close_matches(str(word), list(names), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -36,7 +36,7 @@ class YaRN(NTKByParts):
     def cos_sin_factor(self) -> float:
         if self.attention_factor is not None:
             return float(self.attention_factor)
-        if self.mscale and self.mscale_all_dim:  # as in transformers: both, and neither of them 0
+        if self.mscale and self.mscale_all_dim:  # as in transformers, both must be nonzero
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(
                 self.factor, self.mscale_all_dim
             )

@@ -1,4 +1,4 @@
-"""On a GPU: decoding does not wait for it, and gives what the CPU gives."""
+"""Decoding on a GPU: no synchronisation with the device, and the results of the CPU."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 @pytest.fixture
 def no_waiting():
-    """Any operation that waits for the device is an error while this is entered."""
+    """Raise if an operation synchronises with the device."""
 
     class NoWaiting:
         def __enter__(self):
@@ -34,7 +34,7 @@ def test_decoding_is_as_on_the_cpu(family):
 
 
 def test_a_step_without_growth_does_not_wait(no_waiting):
-    """From 77 to 90 tokens one step of growth serves: 64 * 2^(2/4) is 90.5."""
+    """Decode from 77 to 90 tokens, within one growth step: 64 * 2^(2/4) is 90.5."""
     model, ids = make_model().cuda(), tokens(LONG).cuda()
     rope_patch.patch(model, "dynamic-yarn")
     cache = DynamicCache(config=model.config)
@@ -46,7 +46,7 @@ def test_a_step_without_growth_does_not_wait(no_waiting):
 
 
 def test_generate_does_not_wait_for_positions(no_waiting):
-    """generate itself waits, but the decoder's forward does not, from the third one on."""
+    """Check the decoder's forward from the third one on; generate itself synchronises."""
     model, ids = make_model().cuda(), tokens(TRAINED + 14).cuda()
     rope_patch.patch(model, "dynamic-yarn")
     forwards = []

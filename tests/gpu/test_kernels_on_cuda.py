@@ -1,4 +1,4 @@
-"""On a GPU: the kernels against float64, at sizes that only fit there, and what they cost."""
+"""Kernels on a GPU against float64, at sizes that only fit there, and their cost."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def inputs(geometry, dtype, batch=2, length=37):
 
 
 def close(got, expected, dtype):
-    """Within the rounding of one result; `expected` in float64."""
+    """Assert equality up to rounding of one result; `expected` is in float64."""
     away = (got.double() - expected).abs()
     assert (away <= ROUNDING[dtype] * (expected.abs() + 1)).all(), away.max()
 
@@ -98,7 +98,7 @@ def test_weights_gradients_are_the_same_bits_each_time():
     ("length", "heads"), [(70_000, 2), (600_000, 1), (270_000, 64)], ids=["2^16", "2^19", "2^31"]
 )
 def test_more_tokens_and_elements_than_small_integers_hold(length, heads):
-    """Token counts past what a grid's other dimensions hold, and offsets past 2^31."""
+    """Check token counts above the limit of a grid's other dimensions, and offsets above 2^31."""
     q = torch.zeros(1, length, heads, 128, device="cuda", dtype=torch.bfloat16)
     q[:, -3:] = torch.randn(1, 3, heads, 128, device="cuda")
     positions, turns = torch.arange(length, device="cuda"), turns_of(128)

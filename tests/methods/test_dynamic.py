@@ -1,4 +1,4 @@
-"""Methods whose factor follows the sequence, by the definition and against their static forms."""
+"""Dynamic methods against their definition and their static forms."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Mixed windows, by the definition: the original rotation, or all of another method."""
+"""Mixed windows against their definition: the original rotation, or all of another method."""
 
 import math
 

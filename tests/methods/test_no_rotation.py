@@ -1,4 +1,4 @@
-"""Positions dropped: zeros, and the paper's temperature for logits."""
+"""DroPE: zero frequencies, and the paper's temperature for logits."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What holds for every method on real geometries, and what the methods' options do."""
+"""Properties of every method on real geometries, and effects of options."""
 
 import math
 
