@@ -36,7 +36,8 @@ test-oldest: $(VENV)/installed
 	$(BIN)/python tests/oldest/minima.py > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --constraint $(OLDEST)/constraints.txt . pytest
 	$(OLDEST)/bin/python -I -c "import rope_patch; assert '$(OLDEST)' in rope_patch.__file__"
-	$(OLDEST)/bin/pytest tests/methods tests/test_loading.py tests/test_saving.py \
+	$(OLDEST)/bin/pytest tests/methods tests/pretrained/test_loading.py \
+		tests/pretrained/test_saving.py \
 		tests/patching/architecture/test_families.py tests/patching/test_undo_log.py \
 		tests/patching/dynamic/test_length_hooks.py \
 		tests/patching/dynamic/test_dynamic_generation.py

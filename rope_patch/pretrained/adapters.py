@@ -1,4 +1,4 @@
-"""PEFT adapters, which fit one rotation: the one that their base had when they were trained."""
+"""PEFT adapters, which fit one rotation: that of their base model in training."""
 
 from __future__ import annotations
 
@@ -28,61 +28,64 @@ logger = logging.getLogger("rope_patch")
 def require_same_rotation(
     model: nn.Module, folder: str | os.PathLike[str]
 ) -> dict[str, Any] | None:
-    """Whether a base rotates as an adapter's did in training, or can be made to; changes nothing.
+    """Return how to patch a base so that it rotates as an adapter's base did in training.
 
     Args:
-        model: The base.
-        folder: The adapter's.
+        model: The base. It is not changed.
+        folder: The adapter's folder.
 
     Returns:
-        What to patch the base with, or None if it is right as it is.
+        Arguments of `patch`, or None if the base rotates so already.
 
     Raises:
-        ValueError: It rotates otherwise.
+        ValueError: It rotates otherwise, or cannot be made to rotate so.
     """
     sidecar = read_sidecar(folder)
-    standing = current(model)
+    active_patch = current(model)
     if sidecar is None:
-        if standing is not None:
+        if active_patch is not None:
             logger.warning(
                 "%s has no %s, so nobody knows under which rotation the adapter was trained; its "
                 "base is now patched: %s",
                 folder,
                 SIDECAR,
-                describe_patch(standing),
+                describe_patch(active_patch),
             )
         return None
-    if standing is None and _config_already_rotates_so(model, sidecar):
+    if active_patch is None and _config_already_rotates_so(model, sidecar):
         return None
     request = request_from_sidecar(sidecar)
     trained_with = f"the adapter in {folder} was trained on a base that was patched with"
     try:
-        wanted = Patch(check(model, **request))
+        training_patch = Patch(check(model, **request))
     except (ValueError, TypeError) as error:
-        said = ", ".join(f"{k}={v!r}" for k, v in request.items() if v is not None)
-        raise ValueError(f"{trained_with} {said}, which this one cannot be: {error}") from error
-    if not _matches_sidecar(wanted, sidecar):
+        arguments = ", ".join(f"{k}={v!r}" for k, v in request.items() if v is not None)
         raise ValueError(
-            f"{trained_with} {describe_patch(wanted)}, and that would rotate {type(model).__name__} "
-            f"otherwise: the config of its base said {sidecar['original']}, that of this one says "
-            f"{wanted.original}; load the base that the adapter was trained on"
+            f"{trained_with} {arguments}, which this one cannot be: {error}"
+        ) from error
+    if not _matches_sidecar(training_patch, sidecar):
+        raise ValueError(
+            f"{trained_with} {describe_patch(training_patch)}, and that would rotate "
+            f"{type(model).__name__} otherwise: the config of its base said "
+            f"{sidecar['original']}, that of this one says {training_patch.original}; load the "
+            "base that the adapter was trained on"
         )
-    if standing is None:
+    if active_patch is None:
         return request
-    if not _patches_equal(wanted, standing):
+    if not _patches_equal(training_patch, active_patch):
         raise ValueError(
-            f"{trained_with} {describe_patch(wanted)}, got one that is patched with "
-            f"{describe_patch(standing)}; rope_patch.unpatch(model) first, and load_adapter patches it "
-            "as the adapter needs it"
+            f"{trained_with} {describe_patch(training_patch)}, got one that is patched with "
+            f"{describe_patch(active_patch)}; rope_patch.unpatch(model) first, and load_adapter "
+            "patches it as the adapter needs it"
         )
     return None
 
 
 def describe_patch(handle: Patch) -> str:
-    """A patch in one line: method, lengths, options, layer types and start."""
+    """Describe a patch in one line: method, lengths, options, layer types and start."""
     options = {k: v for k, v in handle.method.options().items() if k != "factor" and v is not None}
-    kinds = [str(kind) for kind in handle.geometries if kind is not None]
-    started = any(geometry.base for geometry in handle.geometries.values())
+    layer_types = [str(name) for name in handle.geometries if name is not None]
+    extends_scaled = any(geometry.base for geometry in handle.geometries.values())
     return "; ".join(
         [
             str(handle),
@@ -90,28 +93,28 @@ def describe_patch(handle: Patch) -> str:
                 f"{k}={f'[{len(v)} numbers]' if isinstance(v, list) else v}"
                 for k, v in options.items()
             ),
-            *([f"layers {', '.join(kinds)}"] if kinds else []),
-            *(["start='running'"] if started else []),
+            *([f"layers {', '.join(layer_types)}"] if layer_types else []),
+            *(["start='running'"] if extends_scaled else []),
         ]
     )
 
 
-def _patches_equal(wanted: Patch, standing: Patch) -> bool:
-    """Whether two patches of one model rotate sequences of all lengths alike."""
-    if abs(wanted.softmax_mscale - standing.softmax_mscale) > 1e-6:
+def _patches_equal(first: Patch, second: Patch) -> bool:
+    """Return whether two patches of one model rotate sequences of all lengths alike."""
+    if abs(first.softmax_mscale - second.softmax_mscale) > 1e-6:
         return False
-    if wanted.method.start_token_count != standing.method.start_token_count:
+    if first.method.start_token_count != second.method.start_token_count:
         return False
     lengths = {1.0}
-    for handle in (wanted, standing):
+    for handle in (first, second):
         trained, target = handle.trained_length, handle.length or 4 * handle.trained_length
         lengths |= {trained, trained + 1, 1.5 * trained, target, 2 * target}
-    # A layer type that one of them leaves alone rotates as the unpatched model does.
-    own = wanted.original_frequencies | standing.original_frequencies
+    # Layer types that a patch does not change rotate as in the unpatched model.
+    original = first.original_frequencies | second.original_frequencies
     for length in lengths:
-        ours = own | wanted.frequencies_at(length)
-        theirs = own | standing.frequencies_at(length)
-        if not all(ours[kind].close_to(theirs[kind]) for kind in own):
+        ours = original | first.frequencies_at(length)
+        theirs = original | second.frequencies_at(length)
+        if not all(ours[layer_type].close_to(theirs[layer_type]) for layer_type in original):
             return False
     return True
 
@@ -119,10 +122,10 @@ def _patches_equal(wanted: Patch, standing: Patch) -> bool:
 def _sidecar_frequencies(sidecar: dict[str, Any]) -> dict[str | None, Frequencies]:
     try:
         return {
-            None if kind == "all" else kind: Frequencies(
-                torch.tensor(said["inv_freq"], dtype=torch.float64), said["attention_factor"]
+            None if layer_type == "all" else layer_type: Frequencies(
+                torch.tensor(entry["inv_freq"], dtype=torch.float64), entry["attention_factor"]
             )
-            for kind, said in sidecar["frequencies"].items()
+            for layer_type, entry in sidecar["frequencies"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
@@ -130,41 +133,42 @@ def _sidecar_frequencies(sidecar: dict[str, Any]) -> dict[str | None, Frequencie
         ) from error
 
 
-def _matches_sidecar(wanted: Patch, sidecar: dict[str, Any]) -> bool:
-    """Whether the recorded patch, put on this base, comes to the recorded frequencies."""
-    recorded = _sidecar_frequencies(sidecar)
-    return recorded.keys() == wanted.frequencies.keys() and all(
-        frequencies.close_to(recorded[kind]) for kind, frequencies in wanted.frequencies.items()
+def _matches_sidecar(handle: Patch, sidecar: dict[str, Any]) -> bool:
+    """Return whether a patch has the frequencies of a sidecar."""
+    expected = _sidecar_frequencies(sidecar)
+    return expected.keys() == handle.frequencies.keys() and all(
+        frequencies.close_to(expected[layer_type])
+        for layer_type, frequencies in handle.frequencies.items()
     )
 
 
 def _config_already_rotates_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
-    """Whether the base's own config makes it rotate as the patch did: saved with it, say."""
-    recorded = _sidecar_frequencies(sidecar)
+    """Return whether the base's own config has the recorded rotation, e.g. saved with the patch."""
+    expected = _sidecar_frequencies(sidecar)
     method = build(sidecar["method"], **sidecar["options"])
     if (
-        not recorded
+        not expected
         or method.start_token_count
         or method.is_length_dependent(sidecar["trained_length"])
     ):
         return False
     rotaries = find_rotaries(model)
     config: Any = rotaries[0].module.config
-    standing = by_layer_type(config.rope_parameters)
-    for kind in recorded:
-        own = standing.get(kind, {})
-        switches = own.get("long_factor") != own.get("short_factor")
-        if config_rope_type(own) == "dynamic" or switches:  # then no one set is all there is
-            return False
+    own_parameters = by_layer_type(config.rope_parameters)
+    for layer_type in expected:
+        parameters = own_parameters.get(layer_type, {})
+        is_switching = parameters.get("long_factor") != parameters.get("short_factor")
+        if config_rope_type(parameters) == "dynamic" or is_switching:
+            return False  # the frequencies change with the length
     attentions = [a for rotary in rotaries for a in find_mla_attentions(find_owner(model, rotary))]
-    for attention in filter_by_layer_type(attentions, config, recorded):
+    for attention in filter_by_layer_type(attentions, config, expected):
         if abs(config_mscale(attention, config) - sidecar.get("sharpening", 1.0)) > 1e-6:
             return False
-    found = [reference_frequencies(rotary, config) for rotary in rotaries]
+    module_frequencies = [reference_frequencies(rotary, config) for rotary in rotaries]
     return all(
-        kind in rotates and rotates[kind].close_to(frequencies)
-        for rotates in found
-        for kind, frequencies in recorded.items()
+        layer_type in by_type and by_type[layer_type].close_to(frequencies)
+        for by_type in module_frequencies
+        for layer_type, frequencies in expected.items()
     )
 
 
@@ -172,26 +176,26 @@ _WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """Puts a saved PEFT adapter on its base, under the rotation that it was trained under.
+    """Load a PEFT adapter onto its base, under the rotation it was trained under.
 
-    A base that is not patched is patched as the adapter's `rope_patch.json` records. One that
-    rotates that way already, by a patch or by its own config, is taken as it is; what counts are
-    the frequencies, not the words. An adapter without that file is put on with a warning if the
-    base is patched, as nobody knows whether it should be.
+    An unpatched base is patched as the adapter's `rope_patch.json` records. A base that has that
+    rotation already, by a patch or by its own config, is used as it is; frequencies are compared,
+    not options. For an adapter without that file, a warning is logged if the base is patched,
+    because the rotation of its training is unknown.
 
     Args:
         model: The base, or a PEFT model that gets another adapter.
-        folder: What `rope_patch.save` or PEFT wrote.
-        **kwargs: What `peft.PeftModel.from_pretrained` takes: `is_trainable`, `adapter_name`, ...
+        folder: A folder that `rope_patch.save` or PEFT wrote.
+        **kwargs: Arguments of `peft.PeftModel.from_pretrained`: `is_trainable`, `adapter_name`, ...
 
     Returns:
         The PEFT model.
 
     Raises:
-        ValueError: No adapter, a damaged one, one of another model, or one that was trained under
-            another rotation: says both. The base is as before.
+        ValueError: There is no adapter, it is damaged or belongs to another model, or it was
+            trained under another rotation (names both). The base is unchanged.
     """
-    current(model)  # raises for what is no model
+    current(model)  # raises if it is no model
     require_adapter(folder)
     peft = _import_peft()
     is_peft = isinstance(model, peft.PeftModel)
@@ -206,8 +210,8 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> A
     _require_matching_model(peft, base, folder)
     handle = patch(model, **request) if request else None
     try:
-        if places := _peft_device_map(peft, base, folder):
-            kwargs.setdefault("device_map", places)
+        if device_map := _peft_device_map(peft, base, folder):
+            kwargs.setdefault("device_map", device_map)
         if is_peft:
             model.load_adapter(os.fspath(folder), **kwargs)
             return model
@@ -219,29 +223,29 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> A
 
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder with an adapter, and no whole model beside it."""
+    """Return whether a path is a folder with an adapter and without a whole model beside it."""
     folder = Path(path)
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def require_adapter(path: str | os.PathLike[str]) -> None:
-    """Refuses what is no folder with a whole adapter in it."""
+    """Raise ValueError unless a path is a folder with a complete adapter."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(
             f"no such folder: {path}; expected one with an adapter. An adapter on the Hub is to be "
             "fetched first: huggingface_hub.snapshot_download(name) returns its folder"
         )
-    there = sorted(p.name for p in folder.iterdir())
-    weights = [name for name in _WEIGHTS_FILES if name in there]
-    for needed, found in (
-        (ADAPTER_CONFIG, ADAPTER_CONFIG in there),
+    names = sorted(p.name for p in folder.iterdir())
+    weights = [name for name in _WEIGHTS_FILES if name in names]
+    for required, exists in (
+        (ADAPTER_CONFIG, ADAPTER_CONFIG in names),
         (_WEIGHTS_FILES[0], bool(weights)),
     ):
-        if not found:
+        if not exists:
             raise ValueError(
-                f"{path} holds no {needed}: expected a folder that rope_patch.save or PEFT wrote, "
-                f"found {', '.join(there[:5]) or 'nothing'}"
+                f"{path} holds no {required}: expected a folder that rope_patch.save or PEFT "
+                f"wrote, found {', '.join(names[:5]) or 'nothing'}"
             )
     if weights[0] == _WEIGHTS_FILES[0]:
         try:
@@ -254,16 +258,16 @@ def require_adapter(path: str | os.PathLike[str]) -> None:
 
 
 def adapter_base(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """The model that an adapter was trained on: its path or name on the Hub, and its revision.
+    """Return the base that an adapter was trained on (path or Hub name) and its revision.
 
     Raises:
-        ValueError: The adapter does not say, or is damaged.
+        ValueError: The adapter does not record it, or is damaged.
     """
     require_adapter(folder)
     path = Path(folder) / ADAPTER_CONFIG
     try:
-        said = parse_json(path.read_text())
-        base, revision = said.get("base_model_name_or_path"), said.get("revision")
+        config = parse_json(path.read_text())
+        base, revision = config.get("base_model_name_or_path"), config.get("revision")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): save the adapter again") from error
     base = base or (read_sidecar(folder) or {}).get("base_model")
@@ -277,31 +281,36 @@ def adapter_base(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
 
 
 def _require_matching_model(peft: Any, base: Any, folder: str | os.PathLike[str]) -> None:
-    """Tries the adapter on an empty model first: PEFT changes a model before it finds out."""
+    """Raise if an adapter does not fit a model.
+
+    Tries it on an empty copy, because PEFT changes a model before it finds out.
+    """
     try:
         with torch.device("meta"):
             empty = type(base)(copy.deepcopy(base.config))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what there is to say comes again in earnest
+            warnings.simplefilter("ignore")  # loading onto the real model repeats them
             peft.PeftModel.from_pretrained(empty, os.fspath(folder))
-    except Exception as error:  # what this cannot try is left to PEFT
+    except Exception as error:  # other errors are left to PEFT
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = next((line for line in lines if "size mismatch" in line), lines[0] if lines else "")
-        if "size mismatch" in said or "Target modules" in said:
+        message = next(
+            (line for line in lines if "size mismatch" in line), lines[0] if lines else ""
+        )
+        if "size mismatch" in message or "Target modules" in message:
             raise ValueError(
-                f"the adapter in {folder} does not fit {type(base).__name__}: {said}; expected the "
-                f"model that it was trained on, {adapter_base(folder)[0]!r}"
+                f"the adapter in {folder} does not fit {type(base).__name__}: {message}; expected "
+                f"the model that it was trained on, {adapter_base(folder)[0]!r}"
             ) from error
 
 
 def _peft_device_map(peft: Any, base: Any, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Where the parts of an offloaded base lie, by PEFT's names: it would place them anew."""
-    places = getattr(base, "hf_device_map", None) or {}
-    if not {"cpu", "disk"} & set(places.values()):
+    """Return an offloaded base's device map in PEFT's names, or PEFT would move the base."""
+    devices = getattr(base, "hf_device_map", None) or {}
+    if not {"cpu", "disk"} & set(devices.values()):
         return None
     if peft.PeftConfig.from_pretrained(os.fspath(folder)).is_prompt_learning:
         return None
-    return {f"base_model.model.{name}".rstrip("."): place for name, place in places.items()}
+    return {f"base_model.model.{name}".rstrip("."): device for name, device in devices.items()}
 
 
 def _import_peft() -> Any:

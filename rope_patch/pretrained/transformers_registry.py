@@ -1,8 +1,8 @@
-"""Our method names in transformers' own registry, for configs that name them.
+"""Registration of our method names with transformers, for configs that name them.
 
-transformers builds a rotary module from the function that stands under the config's `rope_type` in
-`ROPE_INIT_FUNCTIONS`, and has a validator for each. `register()` adds both for the methods that it
-lacks. Its own words (`yarn`, `llama3`, ...) go on meaning what it says they mean.
+transformers builds a rotary module with the function in `ROPE_INIT_FUNCTIONS` for the config's
+`rope_type`, and has a validator for each. `register()` adds both for the methods it lacks.
+transformers' own rope types (`yarn`, `llama3`, ...) keep their meaning.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from rope_patch.rope_config import by_layer_type, config_rope_type, read_geometr
 
 logger = logging.getLogger("rope_patch")
 
-# What transformers itself understands by these names holds in every version, also in one that is
-# too old to know them.
+# rope_types whose meaning is transformers' own, also in versions that are too old to know them.
 _NATIVE_ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
 
-# Keys that every method may have beside its options.
+# Keys that every method accepts besides its options.
 _LENGTH_KEY = "original_max_position_embeddings"
 _COMMON_KEYS = {"rope_theta", _LENGTH_KEY}
 
@@ -38,19 +37,19 @@ _entries: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = []
 
 
 def register() -> None:
-    """Makes transformers understand configs that name our methods.
+    """Register our methods with transformers, so that configs can name them.
 
-    From here on, in this process, a config with `rope_parameters={"rope_type": "ntk", "factor": 4,
+    From then on, in this process, a config with `rope_parameters={"rope_type": "ntk", "factor": 4,
     "rope_theta": 10000.0, "original_max_position_embeddings": 8192}` loads through transformers'
-    Auto classes and rotates as `patch(model, "ntk", factor=4)` does. A method's options stand
-    beside `rope_type`. Names that transformers has itself stay its own. Methods that follow the
-    length of a sequence (`dynamic-*`, `mixed-*`, `nope` with a temperature) need more than a rotary
-    module, so building a model whose config names one is a ValueError that says what to do instead.
+    Auto classes and rotates as `patch(model, "ntk", factor=4)` does. A method's options go beside
+    `rope_type`. Names that transformers has itself keep its meaning. Length-dependent methods
+    (`dynamic-*`, `mixed-*`, `nope` with a temperature) need more than a rotary module: building a
+    model whose config names one raises a ValueError that says what to do instead.
 
-    Calling it again does nothing. `unregister` takes the names away again.
+    Calling it again does nothing. `unregister` removes the names.
 
     Raises:
-        ValueError: Somebody else has registered one of the names; nothing is registered then.
+        ValueError: Another library has registered one of the names; nothing is registered then.
     """
     with _lock:
         if _entries:
@@ -68,10 +67,10 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Takes our names out of transformers' registry; does nothing if they are not there.
+    """Remove our names from transformers' registry; does nothing if they are not there.
 
-    What somebody else has put under one of the names meanwhile stays theirs. Models that were
-    built stay as they are.
+    Functions that another library has registered under one of the names since then stay. Existing
+    models are unchanged.
     """
     with _lock:
         for name, compute, validate in _entries:
@@ -89,41 +88,43 @@ def unregister() -> None:
 
 
 def to_native_rope_parameters(config: Any) -> dict[str, Any]:
-    """A config's `rope_parameters` without names of ours, wherever transformers has a form for it.
+    """Return a config's `rope_parameters`, with our rope types replaced where transformers can.
 
     Args:
         config: A text config.
     """
-    parameters = config.rope_parameters
-    spelled: dict[Any, dict[str, Any]] = {}
-    for kind, own in by_layer_type(parameters).items():
-        name = config_rope_type(own)
+    all_parameters = config.rope_parameters
+    replaced: dict[Any, dict[str, Any]] = {}
+    for layer_type, parameters in by_layer_type(all_parameters).items():
+        name = config_rope_type(parameters)
         if name in _NATIVE_ROPE_TYPES or name not in registered_methods():
             continue
-        method = _build_method(name, own)
-        native = method.rope_parameters(_geometry(config, kind, own))
+        method = _build_method(name, parameters)
+        native = method.rope_parameters(_geometry(config, layer_type, parameters))
         if native["rope_type"] != "default" and native["rope_type"] not in ROPE_INIT_FUNCTIONS:
             continue
-        ours = {"type", *_COMMON_KEYS, *(option.name for option in fields(method))}
-        spelled[kind] = {k: v for k, v in own.items() if k not in ours} | native
-    return spelled.get(None) or {**parameters, **spelled}
+        our_keys = {"type", *_COMMON_KEYS, *(option.name for option in fields(method))}
+        others = {key: value for key, value in parameters.items() if key not in our_keys}
+        replaced[layer_type] = others | native
+    return replaced.get(None) or {**all_parameters, **replaced}
 
 
 def needs_registration(name: Any) -> bool:
-    """Whether transformers would know a config's scaling after `register()`, and does not yet."""
+    """Return whether transformers lacks a rope_type that `register()` adds."""
     return (
         isinstance(name, str) and name in _names_to_register() and name not in ROPE_INIT_FUNCTIONS
     )
 
 
 def _names_to_register() -> list[str]:
-    own = "transformers."
     return [
         name
         for name in registered_methods()
         if name not in _NATIVE_ROPE_TYPES
-        # A later transformers may have a name, too.
-        and not str(getattr(ROPE_INIT_FUNCTIONS.get(name), "__module__", "")).startswith(own)
+        # A later transformers may have one of our names, too.
+        and not str(getattr(ROPE_INIT_FUNCTIONS.get(name), "__module__", "")).startswith(
+            "transformers."
+        )
     ]
 
 
@@ -132,33 +133,33 @@ def _validator(name: str) -> str:
 
 
 def _require_own_entries() -> None:
-    stolen = {
+    conflicts = {
         name: ROPE_INIT_FUNCTIONS[name]
         for name, compute, _ in _entries
         if ROPE_INIT_FUNCTIONS.get(name, compute) is not compute
     }
-    if stolen:
-        raise _name_conflict(stolen)
-    for name, compute, validate in _entries:  # somebody may have removed one
+    if conflicts:
+        raise _name_conflict(conflicts)
+    for name, compute, validate in _entries:  # another library may have removed one
         ROPE_INIT_FUNCTIONS.setdefault(name, compute)
         if not hasattr(RotaryEmbeddingConfigMixin, _validator(name)):
             setattr(RotaryEmbeddingConfigMixin, _validator(name), validate)
 
 
 def _name_conflict(functions: dict[str, Any]) -> ValueError:
-    whose = ", ".join(
+    owners = ", ".join(
         f"{name!r} is {getattr(f, '__module__', '?')}.{getattr(f, '__qualname__', f)}"
         for name, f in functions.items()
     )
     return ValueError(
         "expected rope types that nobody has registered with transformers, got ones that stand "
-        f"for something else already ({whose}): remove them from ROPE_INIT_FUNCTIONS first, or "
+        f"for something else already ({owners}): remove them from ROPE_INIT_FUNCTIONS first, or "
         "use rope_patch.patch, which needs no registration"
     )
 
 
 def _make_compute(name: str) -> Callable[..., tuple[torch.Tensor, float]]:
-    """The function that transformers calls when it builds a rotary module."""
+    """Return the function with which transformers computes a rotary module's frequencies."""
 
     def compute(
         config: Any,
@@ -176,20 +177,20 @@ def _make_compute(name: str) -> Callable[..., tuple[torch.Tensor, float]]:
             )
         try:
             method = _build_method(name, parameters)
-            found = method.frequencies(_geometry(config, layer_type, parameters))
+            frequencies = method.frequencies(_geometry(config, layer_type, parameters))
         except (ValueError, TypeError) as error:
             raise ValueError(f"rope_type {name!r} in rope_parameters: {error}") from error
         device = torch.get_default_device() if device is None else device
-        return found.inv_freq.float().to(device), float(found.attention_factor)
+        return frequencies.inv_freq.float().to(device), float(frequencies.attention_factor)
 
     return compute
 
 
 def _make_validate(name: str) -> Callable[..., None]:
-    """The method that transformers' configs call on what they are given.
+    """Return the method with which transformers' configs validate `rope_parameters`.
 
-    It warns, as transformers' own do: a config can be read in order to be mended. Building a model
-    from it is what fails.
+    It warns, as transformers' own do, so that an invalid config can be read and mended. Building a
+    model from it raises.
     """
 
     def validate(self: Any, rope_parameters: Any, ignore_keys: Any = None) -> None:
@@ -211,14 +212,15 @@ def _make_validate(name: str) -> Callable[..., None]:
 
 
 def _build_method(name: str, parameters: dict[str, Any]) -> Method:
-    """The method that one layer type's `rope_parameters` ask for, with its options."""
-    kind = registered_methods()[name]
-    # null is how a config leaves something to the default.
-    given = {key: value for key, value in parameters.items() if value is not None}
-    options = {option.name: given[option.name] for option in fields(kind) if option.name in given}
-    if issubclass(kind, Dynamic | Mixed):
+    """Build the method of one layer type's `rope_parameters`, with its options."""
+    method_class = registered_methods()[name]
+    # In a config, null leaves a value to its default.
+    values = {key: value for key, value in parameters.items() if value is not None}
+    names = [option.name for option in fields(method_class)]
+    options = {key: values[key] for key in names if key in values}
+    if issubclass(method_class, Dynamic | Mixed):
         raise _length_dependence_error(name, options)
-    if "factor" in _required_options(name, given) - given.keys():
+    if "factor" in _required_options(name, values) - values.keys():
         raise ValueError(
             "expected a factor (target length / trained length), got nothing: write it beside "
             "rope_type"
@@ -230,34 +232,35 @@ def _build_method(name: str, parameters: dict[str, Any]) -> Method:
 
 
 def _length_dependence_error(name: str, options: dict[str, Any]) -> ValueError:
-    said = "".join(f", {key}={value!r}" for key, value in options.items())
+    arguments = "".join(f", {key}={value!r}" for key, value in options.items())
     return ValueError(
         "expected a rotation that is the same for every length, got one that follows the length of "
         "each sequence, which a config cannot ask for: build the model with rope_type 'default' "
-        f"and call rope_patch.patch(model, {name!r}{said})"
+        f"and call rope_patch.patch(model, {name!r}{arguments})"
     )
 
 
 def _required_options(name: str, parameters: dict[str, Any]) -> set[str]:
-    """The keys without which a method's formula cannot be filled in."""
+    """Return the keys that a method's formula requires."""
     if name == "nope" or parameters.get("new_theta") is not None:
         return set()
     return {"factor"} if name == "ntk" else {"factor", _LENGTH_KEY}
 
 
 def _trained_length(config: Any, parameters: dict[str, Any]) -> int:
-    found = parameters.get(_LENGTH_KEY)
-    if found is None:  # some configs have it one level up (Phi-3)
-        found = getattr(config, _LENGTH_KEY, None)
-    if found is not None:
-        require_tokens(_LENGTH_KEY, found)
-        return int(found)
+    trained_length = parameters.get(_LENGTH_KEY)
+    if trained_length is None:  # some configs have it one level up (Phi-3)
+        trained_length = getattr(config, _LENGTH_KEY, None)
+    if trained_length is not None:
+        require_tokens(_LENGTH_KEY, trained_length)
+        return int(trained_length)
     if _LENGTH_KEY in _required_options(config_rope_type(parameters), parameters):
         raise ValueError(
-            f"expected {_LENGTH_KEY}, the tokens of pretraining, got nothing: write it beside rope_type"
+            f"expected {_LENGTH_KEY}, the tokens of pretraining, got nothing: write it beside "
+            "rope_type"
         )
-    return 1  # the formula does without
+    return 1  # the formula does not use it
 
 
-def _geometry(config: Any, kind: str | None, parameters: dict[str, Any]) -> Geometry:
-    return read_geometries(config, _trained_length(config, parameters))[kind]
+def _geometry(config: Any, layer_type: str | None, parameters: dict[str, Any]) -> Geometry:
+    return read_geometries(config, _trained_length(config, parameters))[layer_type]

@@ -18,7 +18,7 @@ import rope_patch
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Folders of unpatched checkpoints: every family, several shards, and bfloat16."""
+    """Return folders of unpatched checkpoints: every family, several shards, and bfloat16."""
     root = tmp_path_factory.mktemp("checkpoints")
     make_model().save_pretrained(root / "sharded", max_shard_size="20KB")
     make_model().bfloat16().save_pretrained(root / "bfloat16")
@@ -96,7 +96,7 @@ def test_a_recorded_method_is_not_changed_by_halves(originals, tmp_path):
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory):
-    """The tiny Llama as llama.cpp's converter would write it."""
+    """Return the tiny Llama as llama.cpp's converter would write it."""
     gguf = pytest.importorskip("gguf")
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     model = make_model()

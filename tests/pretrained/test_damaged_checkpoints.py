@@ -1,4 +1,4 @@
-"""What cannot be loaded: a ValueError that names the folder and says what is wrong with it."""
+"""Damaged checkpoints raise a ValueError that names the folder and the damage."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import rope_patch
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """The same checkpoint in one file and in several."""
+    """Return one checkpoint as one file and as several shards."""
     root = tmp_path_factory.mktemp("checkpoints")
     make_model().save_pretrained(root / "whole")
     make_model().save_pretrained(root / "sharded", max_shard_size="20KB")
@@ -21,7 +21,7 @@ def originals(tmp_path_factory):
 
 @pytest.fixture
 def checkpoint(originals, tmp_path):
-    """Copies one of the checkpoints, to be damaged."""
+    """Return a function that copies a checkpoint for a test to damage."""
     return lambda name: shutil.copytree(originals / name, tmp_path / name)
 
 

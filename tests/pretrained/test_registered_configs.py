@@ -1,18 +1,22 @@
-"""Configs that name our methods: transformers builds them, and they rotate as the method says."""
+"""Configs that name our methods: transformers builds them, and they rotate as the method does."""
 
 import copy
 import json
-import logging
 import math
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from architectures import tiny_architectures
+from rope_type_configs import (
+    BASE,
+    LENGTH,
+    NATIVE_ROPE_TYPES,
+    STATIC,
+    named,
+    rotary,
+)
 from tiny_models import (
     LONG,
     LONG_FACTOR,
@@ -29,61 +33,12 @@ from tiny_models import (
     make_native,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_patch
 
-ROWS = json.loads((Path(__file__).parent / "assets" / "golden.json").read_text())
-THEIRS = ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
-STATIC = ["ntk", "ntk-by-parts", "abf", "ntk-by-parts-2023-06", "nope"]
-FOLLOWING = [name for name in rope_patch.list_methods() if name.startswith(("dynamic-", "mixed-"))]
-LENGTH = "original_max_position_embeddings"
-BASE = {"rope_theta": 1e4, LENGTH: TRAINED}
-
-
-def registry():
-    """All that transformers holds of rope types, in its order, and what stands on its mixin."""
-    return list(ROPE_INIT_FUNCTIONS.items()), dict(vars(RotaryEmbeddingConfigMixin))
-
-
-@pytest.fixture(autouse=True)
-def untouched():
-    before = registry()
-    yield
-    rope_patch.unregister()
-    assert registry() == before
-
-
-@pytest.fixture
-def registered(untouched):
-    rope_patch.register()
-
-
-@pytest.fixture
-def said(caplog):
-    """What transformers and we log, at the level at which users see it."""
-    transformers.logging.set_verbosity_warning()
-    transformers.logging.enable_propagation()
-    caplog.set_level(logging.WARNING)
-    yield caplog
-    transformers.logging.disable_propagation()
-    transformers.logging.set_verbosity_error()
-
-
-def named(family="llama", **parameters):
-    """A tiny config whose own rotation is one of ours."""
-    config = make_config(family)
-    if family == "gemma3":
-        parameters = {**config.rope_parameters, "full_attention": parameters}
-    return make_config(family, rope_parameters=parameters, max_position_embeddings=TARGET)
-
-
-def rotary(head_dim=64, **parameters):
-    config = transformers.LlamaConfig(
-        head_dim=head_dim, rope_parameters=parameters, max_position_embeddings=2**20
-    )
-    return LlamaRotaryEmbedding(config)
+pytestmark = pytest.mark.usefixtures("restored_registry")
+ROWS = json.loads((Path(__file__).parents[1] / "assets" / "golden.json").read_text())
 
 
 def golden_id(row):
@@ -152,7 +107,7 @@ ASKED = {
 
 
 def native(name, theta):
-    """The same rotation in transformers' own words, written out by hand for 16 dimensions."""
+    """Return the same rotation in transformers' own form, written by hand for 16 dimensions."""
     plain = [theta ** (-pair / 8) for pair in range(8)]
     match name:
         case "ntk":
@@ -161,8 +116,13 @@ def native(name, theta):
             power = math.log(4 * TRAINED / math.tau) / math.log(TRAINED / math.tau)
             return {"rope_type": "default", "rope_theta": theta**power}
         case "ntk-by-parts":
-            said = {"beta_fast": 16.0, "beta_slow": 1.0, "attention_factor": 1.0}
-            return {"rope_type": "yarn", "factor": 4.0, "rope_theta": theta, LENGTH: TRAINED} | said
+            library_log = {"beta_fast": 16.0, "beta_slow": 1.0, "attention_factor": 1.0}
+            return {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": theta,
+                LENGTH: TRAINED,
+            } | library_log
         case "ntk-by-parts-2023-06":
             row = rope_patch.frequencies(  # held against the reference vectors above
                 name, head_dim=16, theta=theta, trained_length=TRAINED, factor=4
@@ -225,7 +185,7 @@ def test_a_share_of_each_head(registered):
 
 
 def bent(model_type, **parameters):
-    """A tiny model of an architecture whose config's rotation is another."""
+    """Return a tiny model of an architecture with another rotation in its config."""
     config = tiny_architectures.tiny_config(model_type)
     own = config.rope_parameters
     kept = {k: v for k, v in own.items() if k in ("rope_theta", "partial_rotary_factor")}
@@ -246,8 +206,8 @@ def test_other_architectures(registered, model_type):
     twin = bent(model_type, rope_type="default", rope_theta=base)
     twin.load_state_dict(model.state_dict())
     assert_close(logits(model), logits(twin))
-    for rotary in rotaries:
-        assert rotary.inv_freq[1] == pytest.approx(base ** (-1 / pairs), rel=1e-6)
+    for module in rotaries:
+        assert module.inv_freq[1] == pytest.approx(base ** (-1 / pairs), rel=1e-6)
 
 
 def test_frequencies_are_made_where_the_model_is(registered):
@@ -257,158 +217,6 @@ def test_frequencies_are_made_where_the_model_is(registered):
     function = ROPE_INIT_FUNCTIONS["ntk"]
     made, _ = function(named(rope_type="ntk", factor=4, **BASE), device="meta", seq_len=99)
     assert made.is_meta
-
-
-def test_what_is_registered_and_taken_away():
-    before = registry()
-    rope_patch.register()
-    now, mixin = registry()
-    assert now[: len(before[0])] == before[0]  # theirs stay theirs
-    added = [name for name, _ in now[len(before[0]) :]]
-    assert added == [name for name in rope_patch.list_methods() if name not in THEIRS]
-    assert set(added) == {*STATIC, *FOLLOWING}
-    assert mixin.keys() - before[1].keys() == {f"_validate_{n}_rope_parameters" for n in added}
-    rope_patch.register()
-    assert registry() == (now, mixin)
-    rope_patch.unregister()
-    assert registry() == before
-    rope_patch.unregister()
-    assert registry() == before
-
-
-def test_importing_registers_nothing():
-    code = (
-        "from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS as known\n"
-        "before = dict(known)\nimport rope_patch\nassert known == before\n"
-        "rope_patch.register()\nassert 'ntk' in known and known != before"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def somebody_elses(config, device=None, seq_len=None, layer_type=None):
-    return torch.ones(8), 1.0
-
-
-def test_a_name_that_somebody_else_has_is_not_taken(monkeypatch):
-    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "abf", somebody_elses)
-    before = registry()
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"'abf' is .*somebody_elses.*rope_patch\.patch"):
-            rope_patch.register()
-        assert registry() == before
-    rope_patch.unregister()
-    assert registry() == before
-
-
-def test_a_name_that_somebody_takes_meanwhile_is_left_to_them(registered, caplog):
-    ROPE_INIT_FUNCTIONS["abf"] = somebody_elses
-    try:
-        with pytest.raises(ValueError, match=r"'abf' is .*somebody_elses"):
-            rope_patch.register()
-        assert ROPE_INIT_FUNCTIONS["abf"] is somebody_elses
-        rope_patch.unregister()
-        assert ROPE_INIT_FUNCTIONS["abf"] is somebody_elses
-        assert not {*STATIC, *FOLLOWING} - {"abf"} & ROPE_INIT_FUNCTIONS.keys()
-        assert "'abf' was registered by somebody else" in caplog.text
-    finally:
-        del ROPE_INIT_FUNCTIONS["abf"]
-
-
-def test_threads(untouched):
-    errors = []
-
-    def back_and_forth():
-        try:
-            for _ in range(50):
-                rope_patch.register()
-                rope_patch.unregister()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=back_and_forth) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    rope_patch.register()
-    assert {*STATIC, *FOLLOWING} <= ROPE_INIT_FUNCTIONS.keys()
-
-
-@pytest.mark.parametrize("name", [*FOLLOWING, "nope"])
-def test_what_follows_the_length_says_what_to_do(registered, name):
-    options = {"temperature": 0.4} if name == "nope" else {"factor": 4}
-    config = named(rope_type=name, **BASE, **options)
-    with pytest.raises(
-        ValueError, match=rf"follows the length.*rope_patch\.patch\(model, '{name}'"
-    ):
-        AutoModelForCausalLM.from_config(config)
-
-
-def test_transformers_own_dynamic_stays(registered):
-    config = make_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, **BASE})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    rope_patch.unregister()
-    twin = AutoModelForCausalLM.from_config(config).eval()
-    twin.load_state_dict(model.state_dict())
-    assert logits(model).equal(logits(twin))
-
-
-BAD = {
-    "no factor": ("ntk", {"factor": None}, "expected a factor.*got nothing"),
-    "no length": ("ntk-by-parts", {LENGTH: None}, f"expected {LENGTH}.*got nothing"),
-    "no length to derive from": ("abf", {LENGTH: None}, f"expected {LENGTH}.*got nothing"),
-    "small factor": ("ntk", {"factor": 0.5}, "factor must be at least 1"),
-    "words": ("ntk-by-parts", {"factor": "four"}, "factor must be a number, got 'four'"),
-    "negative length": ("ntk-by-parts", {LENGTH: -1}, "whole number of tokens.*got -1"),
-    "infinite": ("ntk", {"factor": math.inf}, "factor must be finite"),
-    "small base": ("abf", {"new_theta": 100.0}, "new_theta must be above the model's own"),
-    "betas": ("ntk-by-parts", {"beta_fast": 1, "beta_slow": 2}, "beta"),
-    "theta": ("ntk", {"rope_theta": "big"}, "rope_theta must be a number"),
-    "share": ("ntk", {"partial_rotary_factor": 0.2}, "rotary_dim must be even"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_values(registered, case):
-    name, change, message = BAD[case]
-    parameters = {"rope_type": name, "factor": 4, **BASE, **change}
-    parameters = {key: value for key, value in parameters.items() if value is not None}
-    config = named(**parameters)
-    with pytest.raises(ValueError, match=f"(?s)rope_type '{name}' in rope_parameters: .*{message}"):
-        AutoModelForCausalLM.from_config(config)
-
-
-def test_what_transformers_validation_says(registered, said):
-    named(rope_type="ntk-by-parts-2023-06", factor=4, partial_rotary_factor=1.0, **BASE)
-    assert not said.text
-    named(rope_type="ntk", factor=4, beta_fast=16, **BASE)
-    assert (
-        "Unrecognized keys in `rope_parameters` for 'rope_type'='ntk': {'beta_fast'}" in said.text
-    )
-    said.clear()
-    named("gemma3", rope_type="ntk-by-parts", factor="4", **BASE)
-    assert "rope_type 'ntk-by-parts' in rope_parameters: factor must be a number" in said.text
-    said.clear()
-    rope_patch.unregister()
-    named(rope_type="ntk", factor=4, **BASE)
-    assert "Missing validation function" in said.text
-
-
-def test_a_layer_type_that_is_not_there(registered):
-    config = named("gemma3", rope_type="ntk", factor=4, **BASE)
-    with pytest.raises(ValueError, match="nothing for the layer type 'global'"):
-        ROPE_INIT_FUNCTIONS["ntk"](config, layer_type="global")
-
-
-def test_without_register_loading_says_what_to_do(tmp_path):
-    make_model().save_pretrained(tmp_path)
-    named(rope_type="ntk", factor=4, **BASE).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"names the scaling 'ntk'.*rope_patch\.register\(\)"):
-        rope_patch.load(tmp_path, "yarn", factor=4)
-    rope_patch.register()
-    loaded = rope_patch.load(tmp_path, "yarn", factor=4)
-    assert rope_patch.current(loaded).trained_length == TARGET
 
 
 def test_patching_builds_on_what_a_config_names(registered):
@@ -434,7 +242,7 @@ def test_patching_builds_on_what_a_config_names(registered):
 
 
 def types(folder):
-    """Every rope type that a folder's config names."""
+    """Return every rope_type in a folder's config."""
     found = []
 
     def look(part):
@@ -459,7 +267,7 @@ def test_save_writes_no_name_of_ours(registered, family, method, tmp_path):
     model = make_model(family)
     rope_patch.patch(model, method, **ALL.get(method, {"factor": 4}))
     rope_patch.save(model, tmp_path)
-    assert types(tmp_path) <= set(THEIRS)
+    assert types(tmp_path) <= set(NATIVE_ROPE_TYPES)
 
 
 @pytest.mark.parametrize("own", STATIC)
@@ -478,7 +286,7 @@ def test_save_leaves_no_name_of_ours_that_stood_there(registered, family, own, m
     plain = logits(model)
     handle = rope_patch.patch(model, method, factor=4)
     rope_patch.save(model, tmp_path)
-    assert types(tmp_path) <= set(THEIRS)
+    assert types(tmp_path) <= set(NATIVE_ROPE_TYPES)
     assert handle.original["rope_parameters"] == config.rope_parameters
     patched = logits(model)
     loaded = rope_patch.load(tmp_path)

@@ -1,4 +1,4 @@
-"""The main job on real pretrained weights: what the report claims, on a smaller scale."""
+"""The demo model: the report's claims on real pretrained weights, on a smaller scale."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_the_demos_own_text_is_sane(model, folder):
 
 
 def last_point(model, ids, label):
-    """Perplexity of the last window, given all before."""
+    """Return the perplexity of the last window, given all tokens before."""
     block = perplexity.block_size(WINDOW)
     losses = perplexity.block_losses(perplexity.document_losses(model, ids, label), block)
     return perplexity.curve_points([losses], block, WINDOW)[-1]["perplexity"]
@@ -73,7 +73,7 @@ def test_plain_breaks_down_past_its_length_and_yarn_stays_with_the_control(model
 
 
 def test_decoding_on_is_as_if_all_keys_were_rotated_afresh(folder, ids):
-    """As if the model had been trained on 512 tokens; 30 layers, and logits of size 20."""
+    """Check with a trained length of 512 tokens; 30 layers, and logits of size 20."""
     model, part = read_model(folder, dtype=torch.float32), torch.tensor([ids[:650]])
     model.config.max_position_embeddings = 512
     expected = Reference(model, "dynamic-yarn").decode(part, 500)

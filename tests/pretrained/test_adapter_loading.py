@@ -1,0 +1,157 @@
+"""Loading of adapters with their bases: arguments, revisions, several adapters, offloading."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from lora_adapters import (
+    add_adapter,
+    assert_logits,
+    assert_untouched,
+    base,
+    change,
+    lora,
+    peft,
+    state,
+)
+from tiny_models import (
+    TRAINED,
+    assert_close,
+    logits,
+)
+
+import rope_patch
+
+
+def test_load_of_an_adapter_on_a_base_that_was_saved_patched(bases, tmp_path):
+    first = base(bases)
+    rope_patch.patch(first, "yarn", factor=4)
+    rope_patch.save(first, tmp_path / "base")
+    model = add_adapter(rope_patch.load(tmp_path / "base"))
+    rope_patch.save(model, tmp_path / "recorded")
+    model.save_pretrained(tmp_path / "without_sidecar")
+    expected = logits(model)
+    for name in ("recorded", "without_sidecar"):
+        loaded = rope_patch.load(tmp_path / name)
+        assert logits(loaded).equal(expected)
+        assert rope_patch.current(loaded).original["max_position_embeddings"] == TRAINED
+
+
+def test_load_with_a_method(saved):
+    folder, expected = saved("yarn")
+    assert_logits(rope_patch.load(folder, "yarn", factor=4, beta_fast=16), expected)
+    with pytest.raises(ValueError, match=r"was trained on a base.*yarn ×4.*linear ×4"):
+        rope_patch.load(folder, "linear", factor=4)
+    with pytest.raises(ValueError, match="factor goes with a method"):
+        rope_patch.load(folder, factor=4)
+
+
+def test_nothing_large_is_read_for_a_request_that_fails(saved, bases, monkeypatch):
+    folder, _ = saved("yarn")
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
+    )
+    with pytest.raises(ValueError, match="was trained on a base"):
+        rope_patch.load(folder, "linear", factor=4)
+
+
+def test_how_the_base_is_loaded_and_the_adapter_put_on(saved):
+    folder, _ = saved("yarn")
+    loaded = rope_patch.load(
+        folder,
+        dtype=torch.bfloat16,
+        attn_implementation="eager",
+        kernels="hf",
+        is_trainable=True,
+        adapter_name="mine",
+    )
+    assert loaded.active_adapter == "mine"
+    assert loaded.get_base_model().model.layers[0].self_attn.k_proj.weight.dtype == torch.bfloat16
+    assert loaded.config._attn_implementation == "eager"
+    assert any(p.requires_grad for p in loaded.parameters())
+    assert "transformers' own" in rope_patch.current(loaded).summary()
+
+
+def test_the_revision_of_the_base_that_was_trained_on(saved, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(saved("yarn")[0], tmp_path / "adapter"))
+    change(folder, "adapter_config.json", revision="v2")
+    asked = []
+    for kind in (transformers.AutoConfig, transformers.AutoModelForCausalLM):
+
+        def read(path, *args, whole=kind.from_pretrained, **kwargs):
+            asked.append(kwargs["revision"])
+            return whole(path, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "from_pretrained", read)
+    assert_logits(rope_patch.load(folder), saved("yarn")[1])
+    assert asked[:2] == ["v2", "v2"]
+    rope_patch.load(folder, revision="v3")
+    assert asked[-1] == "v3"
+
+
+def test_several_adapters(bases, saved):
+    folder, expected = saved("yarn")
+    model = rope_patch.load_adapter(base(bases), folder)
+    with pytest.raises(ValueError, match=r"expected a new name.*'default'.*adapter_name="):
+        rope_patch.load_adapter(model, folder)
+    assert rope_patch.load_adapter(model, folder, adapter_name="again") is model
+    model.set_adapter("again")
+    assert_logits(model, expected)
+    before = state(model)
+    with pytest.raises(ValueError, match="was trained on a base"):
+        rope_patch.load_adapter(model, saved("linear")[0], adapter_name="other")
+    assert_untouched(model, before)
+
+
+def test_adapters_by_name_are_recorded_each(bases, tmp_path):
+    model = base(bases)
+    rope_patch.patch(model, "yarn", factor=4)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, lora(), adapter_name="one").eval()
+    model.add_adapter("two", lora(r=4))
+    rope_patch.save(model, tmp_path)
+    for name in ("one", "two"):
+        model.set_adapter(name)
+        got = rope_patch.load_adapter(base(bases), tmp_path / name)
+        assert rope_patch.current(got).method.name == "yarn"
+        assert logits(got).equal(logits(model))
+
+
+def test_adapters_of_transformers_own(bases, saved, tmp_path):
+    """Check `model.add_adapter`, without PEFT's model around it."""
+    model = base(bases)
+    rope_patch.patch(model, "yarn", factor=4)
+    torch.manual_seed(0)
+    model.add_adapter(lora())
+    rope_patch.save(model, tmp_path)
+    got = rope_patch.load(tmp_path)
+    assert rope_patch.current(got).method.name == "yarn"
+    assert_close(logits(got), logits(model.eval()))
+
+
+def test_the_base_goes_on_working(bases, saved):
+    folder, _ = saved("yarn")
+    model = base(bases)
+    plain = logits(model)
+    got = rope_patch.load_adapter(model, folder)
+    rope_patch.patch(patched := base(bases), "yarn", factor=4, beta_fast=16)
+    with got.disable_adapter():
+        assert logits(got).equal(logits(patched))
+    bare = got.unload()
+    assert logits(bare).equal(logits(patched))
+    rope_patch.unpatch(bare)
+    assert logits(bare).equal(plain)
+
+
+def test_offloaded_bases(bases, saved, tmp_path, monkeypatch):
+    folder, expected = saved("yarn")
+    monkeypatch.chdir(tmp_path)  # PEFT writes what it changes on the disk below where it stands
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    rest = {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    loaded = rope_patch.load(
+        folder, device_map={**places, **rest}, offload_folder=tmp_path / "offload"
+    )
+    assert rope_patch.current(loaded).method.name == "yarn"
+    assert_close(logits(loaded), expected[1])

@@ -1,0 +1,185 @@
+"""Registration of our methods with transformers: names, conflicts, and invalid values."""
+
+import math
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from rope_type_configs import (
+    BASE,
+    LENGTH,
+    LENGTH_DEPENDENT,
+    NATIVE_ROPE_TYPES,
+    STATIC,
+    named,
+    registry,
+)
+from tiny_models import (
+    TARGET,
+    logits,
+    make_config,
+    make_model,
+)
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import rope_patch
+
+pytestmark = pytest.mark.usefixtures("restored_registry")
+
+
+def test_what_is_registered_and_taken_away():
+    before = registry()
+    rope_patch.register()
+    now, mixin = registry()
+    assert now[: len(before[0])] == before[0]  # theirs stay theirs
+    added = [name for name, _ in now[len(before[0]) :]]
+    assert added == [name for name in rope_patch.list_methods() if name not in NATIVE_ROPE_TYPES]
+    assert set(added) == {*STATIC, *LENGTH_DEPENDENT}
+    assert mixin.keys() - before[1].keys() == {f"_validate_{n}_rope_parameters" for n in added}
+    rope_patch.register()
+    assert registry() == (now, mixin)
+    rope_patch.unregister()
+    assert registry() == before
+    rope_patch.unregister()
+    assert registry() == before
+
+
+def test_importing_registers_nothing():
+    code = (
+        "from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS as known\n"
+        "before = dict(known)\nimport rope_patch\nassert known == before\n"
+        "rope_patch.register()\nassert 'ntk' in known and known != before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def foreign_compute(config, device=None, seq_len=None, layer_type=None):
+    return torch.ones(8), 1.0
+
+
+def test_a_name_that_somebody_else_has_is_not_taken(monkeypatch):
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "abf", foreign_compute)
+    before = registry()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"'abf' is .*foreign_compute.*rope_patch\.patch"):
+            rope_patch.register()
+        assert registry() == before
+    rope_patch.unregister()
+    assert registry() == before
+
+
+def test_a_name_that_somebody_takes_meanwhile_is_left_to_them(registered, caplog):
+    ROPE_INIT_FUNCTIONS["abf"] = foreign_compute
+    try:
+        with pytest.raises(ValueError, match=r"'abf' is .*foreign_compute"):
+            rope_patch.register()
+        assert ROPE_INIT_FUNCTIONS["abf"] is foreign_compute
+        rope_patch.unregister()
+        assert ROPE_INIT_FUNCTIONS["abf"] is foreign_compute
+        assert not {*STATIC, *LENGTH_DEPENDENT} - {"abf"} & ROPE_INIT_FUNCTIONS.keys()
+        assert "'abf' was registered by somebody else" in caplog.text
+    finally:
+        del ROPE_INIT_FUNCTIONS["abf"]
+
+
+def test_threads(restored_registry):
+    errors = []
+
+    def back_and_forth():
+        try:
+            for _ in range(50):
+                rope_patch.register()
+                rope_patch.unregister()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=back_and_forth) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    rope_patch.register()
+    assert {*STATIC, *LENGTH_DEPENDENT} <= ROPE_INIT_FUNCTIONS.keys()
+
+
+@pytest.mark.parametrize("name", [*LENGTH_DEPENDENT, "nope"])
+def test_what_follows_the_length_says_what_to_do(registered, name):
+    options = {"temperature": 0.4} if name == "nope" else {"factor": 4}
+    config = named(rope_type=name, **BASE, **options)
+    with pytest.raises(
+        ValueError, match=rf"follows the length.*rope_patch\.patch\(model, '{name}'"
+    ):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_transformers_own_dynamic_stays(registered):
+    config = make_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, **BASE})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rope_patch.unregister()
+    twin = AutoModelForCausalLM.from_config(config).eval()
+    twin.load_state_dict(model.state_dict())
+    assert logits(model).equal(logits(twin))
+
+
+BAD = {
+    "no factor": ("ntk", {"factor": None}, "expected a factor.*got nothing"),
+    "no length": ("ntk-by-parts", {LENGTH: None}, f"expected {LENGTH}.*got nothing"),
+    "no length to derive from": ("abf", {LENGTH: None}, f"expected {LENGTH}.*got nothing"),
+    "small factor": ("ntk", {"factor": 0.5}, "factor must be at least 1"),
+    "words": ("ntk-by-parts", {"factor": "four"}, "factor must be a number, got 'four'"),
+    "negative length": ("ntk-by-parts", {LENGTH: -1}, "whole number of tokens.*got -1"),
+    "infinite": ("ntk", {"factor": math.inf}, "factor must be finite"),
+    "small base": ("abf", {"new_theta": 100.0}, "new_theta must be above the model's own"),
+    "betas": ("ntk-by-parts", {"beta_fast": 1, "beta_slow": 2}, "beta"),
+    "theta": ("ntk", {"rope_theta": "big"}, "rope_theta must be a number"),
+    "share": ("ntk", {"partial_rotary_factor": 0.2}, "rotary_dim must be even"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_values(registered, case):
+    name, change, message = BAD[case]
+    parameters = {"rope_type": name, "factor": 4, **BASE, **change}
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    config = named(**parameters)
+    with pytest.raises(ValueError, match=f"(?s)rope_type '{name}' in rope_parameters: .*{message}"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_what_transformers_validation_says(registered, library_log):
+    named(rope_type="ntk-by-parts-2023-06", factor=4, partial_rotary_factor=1.0, **BASE)
+    assert not library_log.text
+    named(rope_type="ntk", factor=4, beta_fast=16, **BASE)
+    assert (
+        "Unrecognized keys in `rope_parameters` for 'rope_type'='ntk': {'beta_fast'}"
+        in library_log.text
+    )
+    library_log.clear()
+    named("gemma3", rope_type="ntk-by-parts", factor="4", **BASE)
+    assert (
+        "rope_type 'ntk-by-parts' in rope_parameters: factor must be a number" in library_log.text
+    )
+    library_log.clear()
+    rope_patch.unregister()
+    named(rope_type="ntk", factor=4, **BASE)
+    assert "Missing validation function" in library_log.text
+
+
+def test_a_layer_type_that_is_not_there(registered):
+    config = named("gemma3", rope_type="ntk", factor=4, **BASE)
+    with pytest.raises(ValueError, match="nothing for the layer type 'global'"):
+        ROPE_INIT_FUNCTIONS["ntk"](config, layer_type="global")
+
+
+def test_without_register_loading_says_what_to_do(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    named(rope_type="ntk", factor=4, **BASE).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"names the scaling 'ntk'.*rope_patch\.register\(\)"):
+        rope_patch.load(tmp_path, "yarn", factor=4)
+    rope_patch.register()
+    loaded = rope_patch.load(tmp_path, "yarn", factor=4)
+    assert rope_patch.current(loaded).trained_length == TARGET
