@@ -1,6 +1,6 @@
-"""A patched model for another engine: what to write into its config, or to pass to the engine.
+"""Export of a model's rotation to other engines: config fields and command-line arguments.
 
-One small file an engine, each written from what that engine's own code reads.
+Each engine has one small file, written from what the engine's own code reads.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ ENGINES = tuple(_EXPORTERS)
 
 
 def export(model_or_config: Any, engine: str) -> Export:
-    """What makes another engine rotate as a model does here.
+    """Return what makes another engine rotate as a model does here.
 
-    Nothing is written, and weights are not read: a model on the meta device will do.
+    Nothing is written and weights are not read, so a model on the meta device is enough.
 
     Args:
-        model_or_config: A patched model; or a config, or a model without a patch, that says itself
-            what to rotate by, such as one that `rope_patch.save` wrote.
+        model_or_config: A patched model; or a config or an unpatched model with a scaling of its
+            own, such as one that `rope_patch.save` wrote.
         engine: One of "transformers" (5), "transformers4", "vllm", "sglang", "llama.cpp" and "mlx".
 
     Returns:
-        Fields of config.json, words for the command line, tensors, and notes; print it to read it.
+        Fields of config.json, command-line arguments, tensors and notes; print it to read it.
 
     Raises:
-        ValueError: An engine that is not known, or one that would rotate otherwise whatever it is
-            told: says why and what to do instead.
-        TypeError: Neither a model nor a config.
+        ValueError: The engine is unknown, or has no form for the rotation; says why and what to do
+            instead.
+        TypeError: The argument is neither a model nor a config.
     """
     require_engine(engine)
     return _EXPORTERS[engine](Target.from_model(model_or_config))

@@ -1,7 +1,7 @@
-"""A folder for an engine's converter: a checkpoint's own files, with an export's config in it.
+"""Folder for an engine's converter: a checkpoint's files with an export's config and tensors.
 
-The weights are linked, not copied, and the checkpoint's folder stays as it is: a tensor that an
-engine wants beside the weights is one that other programs would stumble over.
+The weights are linked, not copied. The checkpoint's folder is not changed, because other programs
+would fail on a tensor that the converter needs beside the weights.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import parse_json
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-# llama.cpp's converter takes model*.safetensors, sorted, and older ones guess the type to write
-# from the first tensor of all: this name comes after the weights'.
+# llama.cpp's converter takes model*.safetensors, sorted, and older converters guess the output type
+# from the very first tensor, so this name sorts after the weights.
 SHARD = "model_rope_freqs.safetensors"
-_NOT_LINKED = (CONFIG, INDEX, SHARD, "rope_patch.json")  # the last says what the config was before
+_NOT_LINKED = (CONFIG, INDEX, SHARD, "rope_patch.json")  # the sidecar records another config
 
 
 def write_folder(
     export: Export, source: str | os.PathLike[str], folder: str | os.PathLike[str]
 ) -> Path:
-    """Makes the folder that llama.cpp's converter is to be given.
+    """Write the input folder of llama.cpp's converter.
 
-    It has the checkpoint's files as links (copies where a disk has no links), the checkpoint's
-    `config.json` with the export's fields in it, and what tensors the export has in a file of their
-    own, which the index of the weights names, if there is one. It is whole or not there.
+    It holds links to the checkpoint's files (copies on disks without links), the checkpoint's
+    `config.json` with the export's fields, and the export's tensors in a file of their own, which
+    is added to the index of the weights, if there is one. A failure leaves no folder behind.
 
     Args:
-        export: What `export` gave for llama.cpp, with fields.
+        export: An export for llama.cpp with fields.
         source: The checkpoint's folder, in safetensors.
         folder: A new or empty folder.
 
@@ -46,9 +46,9 @@ def write_folder(
         The folder's path.
 
     Raises:
-        ValueError: The export has no fields to write, the source is no such folder, or there is
-            something in the new one.
-        OSError: It could not be written; says where.
+        ValueError: The export has no fields, the source is no checkpoint folder, or the new folder
+            is not empty.
+        OSError: Writing failed; says where.
     """
     source, folder = Path(source), Path(folder)
     if export.engine != "llama.cpp":
@@ -72,11 +72,11 @@ def write_folder(
 
 
 def require_new_folder(folder: str | os.PathLike[str]) -> None:
-    """Raise unless `write_folder` can make a folder.
+    """Raise unless `write_folder` can write a folder.
 
     Raises:
-        ValueError: There is something in it, or it is a file.
-        OSError: Nothing can be written there.
+        ValueError: It is not empty, or a file.
+        OSError: It is not writable.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -89,62 +89,62 @@ def _build_folder(
 ) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        made = Path(temporary) / folder.name
-        made.mkdir()
-        _write_json(made / CONFIG, config)
+        staging = Path(temporary) / folder.name
+        staging.mkdir()
+        _write_json(staging / CONFIG, config)
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name not in _NOT_LINKED:
-                _link_file(path, made / path.name)
+                _link_file(path, staging / path.name)
         if (source / INDEX).is_file():
-            _write_json(made / INDEX, _add_to_index(_read_json(source / INDEX), export))
+            _write_json(staging / INDEX, _add_to_index(_read_json(source / INDEX), export))
         if export.tensors:
             _require_new_tensors(export, weights)
             numbers = {k: torch.tensor(v, dtype=torch.float32) for k, v in export.tensors.items()}
-            save_file(numbers, made / SHARD, metadata={"format": "pt"})
+            save_file(numbers, staging / SHARD, metadata={"format": "pt"})
         if folder.exists():
             folder.rmdir()
-        made.rename(folder)
+        staging.rename(folder)
 
 
 def merge_config(config: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A config with other fields; those of a nested config go into it.
+    """Return a config with new fields; fields of a nested config are merged into it.
 
-    Fields of transformers 4 that say the rotation as well do not stay beside `rope_parameters`.
+    transformers 4's fields for the rotation are removed beside `rope_parameters`.
     """
-    said = dict(config)
+    result = dict(config)
     for name, value in new.items():
-        nested = isinstance(value, dict) and name.endswith("_config")
-        said[name] = merge_config(said.get(name) or {}, value) if nested else value
+        is_nested = isinstance(value, dict) and name.endswith("_config")
+        result[name] = merge_config(result.get(name) or {}, value) if is_nested else value
     if "rope_parameters" in new:
-        said.pop("rope_scaling", None)
-        theta = new["rope_parameters"].get("rope_theta")  # none where layer types have their own
-        if said.pop("rope_theta", None) is not None and theta is not None:
-            said["rope_theta"] = theta
-    return said
+        result.pop("rope_scaling", None)
+        theta = new["rope_parameters"].get("rope_theta")  # None with several layer types
+        if result.pop("rope_theta", None) is not None and theta is not None:
+            result["rope_theta"] = theta
+    return result
 
 
 def _weight_files(source: Path) -> list[Path]:
-    """The files that the converter reads."""
+    """Return the weight files that the converter reads."""
     if not source.is_dir():
         raise ValueError(
             f"{source} is not a folder: the weights are linked from where they lie; download the "
             "model first (hf download NAME --local-dir FOLDER)"
         )
-    found = [path for path in sorted(source.glob("model*.safetensors")) if path.name != SHARD]
-    if not found or not (source / CONFIG).is_file():
+    paths = [path for path in sorted(source.glob("model*.safetensors")) if path.name != SHARD]
+    if not paths or not (source / CONFIG).is_file():
         raise ValueError(
             f"{source} has no config.json with model*.safetensors beside it, which the converter "
             "reads: save the model there with save_pretrained"
         )
-    return found
+    return paths
 
 
 def _require_new_tensors(export: Export, weights: list[Path]) -> None:
     for path in weights:
         with safe_open(path, framework="pt") as opened:
-            if known := export.tensors.keys() & set(opened.keys()):
+            if existing := export.tensors.keys() & set(opened.keys()):
                 raise ValueError(
-                    f"{path} has {', '.join(sorted(known))} already: export from a checkpoint "
+                    f"{path} has {', '.join(sorted(existing))} already: export from a checkpoint "
                     "without it"
                 )
 
@@ -154,11 +154,11 @@ def _add_to_index(index: dict[str, Any], export: Export) -> dict[str, Any]:
 
 
 def _link_file(path: Path, to: Path) -> None:
-    for how in (os.symlink, os.link, shutil.copyfile):
+    for link in (os.symlink, os.link, shutil.copyfile):
         try:
-            how(path.resolve(), to)
+            link(path.resolve(), to)
         except OSError:
-            if how is shutil.copyfile:
+            if link is shutil.copyfile:
                 raise
         else:
             return
@@ -171,5 +171,5 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error}): get the checkpoint again") from error
 
 
-def _write_json(path: Path, said: dict[str, Any]) -> None:
-    path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

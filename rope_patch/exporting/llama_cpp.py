@@ -1,20 +1,20 @@
-"""llama.cpp: words for its command line, and fields of config.json for its converter.
+"""llama.cpp: command-line flags, and fields of config.json for its converter.
 
-As its own code reads them (src/llama-context.cpp, src/llama-model.cpp, src/models, ggml's rope,
+Read from its code (src/llama-context.cpp, src/llama-model.cpp, src/models, ggml's rope,
 common/arg.cpp and conversion/, 2026-10):
 
-- theta, linear and YaRN come from flags or from the GGUF file; flags reach the layers without a
-  window only, so windows that rotate alike need the file;
-- YaRN is always truncated, and its attention factor is the paper's times the file's
-  `rope.scaling.attn_factor`: newer releases ignore --yarn-attn-factor and attention_factor;
-- Llama 3's stretches are a tensor that the converter writes for Llama's own architecture; older
-  converters take the original length from outside rope_parameters, 8,192 unless given;
-- other stretches pair by pair are tensors that the converter writes for Phi-3; for Llama's own
-  architecture it takes them from a tensor beside the weights, `rope.freqs.weight`;
-- the converter passes that tensor on for Qwen and SmolLM3, too, and then their files do not load
-  ("wrong number of tensors"), and stops at it for Gemma, gpt-oss, Granite and OLMo;
-- stretches in the file act on top of what flags say;
-- llama-server cuts -c down to the context length that the file names.
+- theta, linear and YaRN come from flags or from the GGUF file. Flags reach only layers without a
+  sliding window, so windows that rotate alike need the file.
+- YaRN is always truncated. Its attention factor is the paper's times the file's
+  `rope.scaling.attn_factor`; newer releases ignore --yarn-attn-factor and attention_factor.
+- Llama 3's stretches are a tensor that the converter writes for Llama's own architecture. Older
+  converters read the original length outside rope_parameters, with 8,192 as the default.
+- Other stretches for each pair are tensors that the converter writes for Phi-3. For Llama's own
+  architecture it takes them from a tensor beside the weights, `rope.freqs.weight`.
+- The converter also copies that tensor for Qwen and SmolLM3, whose files then fail to load ("wrong
+  number of tensors"). It fails on the tensor for Gemma, gpt-oss, Granite and OLMo.
+- Stretches in the file multiply those of the flags.
+- llama-server limits -c to the context length in the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rope_patch.rope_config import config_rope_type
 
 NAME = "llama.cpp"
 
-# What GGUF files call an architecture.
+# Names of architectures in GGUF files.
 _ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -53,15 +53,13 @@ _SCALINGS_IN_FILE = (
     "llama3",
     "longrope",
     "proportional",
-)  # scalings that are tensors of a GGUF file
-_STRETCH_ARCHITECTURES = (
-    "llama",
-)  # whose files may have stretches, and whose converter passes them on
-_STRETCH_TENSOR = "rope.freqs.weight"  # as the converter knows it; rope_freqs.weight in the file
+)  # scalings that are tensors in a GGUF file
+_STRETCH_ARCHITECTURES = ("llama",)  # files and converter support the tensor
+_STRETCH_TENSOR = "rope.freqs.weight"  # the converter's name; rope_freqs.weight in the file
 
 
 def export(target: Target) -> Export:
-    """What to pass to `llama-server` and its kin, and what to convert from.
+    """Return arguments for `llama-server` and the other tools, and fields to convert with.
 
     Raises:
         ValueError: llama.cpp has no form for the rotation.
@@ -111,7 +109,7 @@ def export(target: Target) -> Export:
 
 
 def _single_rotation(target: Target) -> LayerRotation:
-    """The rotation that there are flags and fields for."""
+    """Return the one rotation that flags and fields can set."""
     rotations = target.rotations
     for rotation in rotations.values():
         if target.is_mla and rotation.scaling != "default":
@@ -131,57 +129,67 @@ def _single_rotation(target: Target) -> LayerRotation:
 
 
 def _flags(target: Target, rotation: LayerRotation) -> list[str] | None:
-    kinds = getattr(target.text, "layer_types", None) or []
-    if not target.layers_differ and "sliding_attention" in kinds:
+    layer_types = getattr(target.text, "layer_types", None) or []
+    if not target.layers_differ and "sliding_attention" in layer_types:
         return None
     if _has_untruncated_ramp(rotation):
         return None
-    own = config_rope_type(rotation.checkpoint_parameters)
-    if own in _SCALINGS_IN_FILE:
-        llamas = own == "llama3" and _ARCHITECTURES.get(target.model_type) in _STRETCH_ARCHITECTURES
-        return _flags_on_file_factors(rotation) if llamas or target.model_type == "phi3" else None
+    file_scaling = config_rope_type(rotation.checkpoint_parameters)
+    if file_scaling in _SCALINGS_IN_FILE:
+        is_llama3_file = (
+            file_scaling == "llama3"
+            and _ARCHITECTURES.get(target.model_type) in _STRETCH_ARCHITECTURES
+        )
+        return (
+            _flags_on_file_factors(rotation)
+            if is_llama3_file or target.model_type == "phi3"
+            else None
+        )
     parameters, scaling = rotation.parameters, rotation.scaling
-    words: list[str]
+    flags: list[str]
     if scaling == "default":
-        words = ["--rope-scaling", "none"]
+        flags = ["--rope-scaling", "none"]
     elif scaling == "linear":
-        words = ["--rope-scaling", "linear", "--rope-scale", _read_number(parameters["factor"])]
+        flags = ["--rope-scaling", "linear", "--rope-scale", _format_number(parameters["factor"])]
     elif scaling == "yarn":
-        words = ["--rope-scaling", "yarn", "--rope-scale", _read_number(parameters["factor"])]
-        words += ["--yarn-orig-ctx", str(parameters["original_max_position_embeddings"])]
-        words += ["--yarn-ext-factor", "1"]
-        words += ["--yarn-beta-fast", _read_number(parameters.get("beta_fast", 32))]
-        words += ["--yarn-beta-slow", _read_number(parameters.get("beta_slow", 1))]
+        flags = ["--rope-scaling", "yarn", "--rope-scale", _format_number(parameters["factor"])]
+        flags += ["--yarn-orig-ctx", str(parameters["original_max_position_embeddings"])]
+        flags += ["--yarn-ext-factor", "1"]
+        flags += ["--yarn-beta-fast", _format_number(parameters.get("beta_fast", 32))]
+        flags += ["--yarn-beta-slow", _format_number(parameters.get("beta_slow", 1))]
     else:
         return None
-    if own == "yarn":  # what the file says of that
-        words += ["--yarn-attn-factor", "1"]
-        words += [] if scaling == "yarn" else ["--yarn-ext-factor", "0"]
+    if file_scaling == "yarn":  # override the file's YaRN
+        flags += ["--yarn-attn-factor", "1"]
+        flags += [] if scaling == "yarn" else ["--yarn-ext-factor", "0"]
     if scaling == "default" or rotation.theta != rotation.checkpoint_parameters["rope_theta"]:
-        words += ["--rope-freq-base", _read_number(rotation.theta)]
-    return words
+        flags += ["--rope-freq-base", _format_number(rotation.theta)]
+    return flags
 
 
 def _flags_on_file_factors(rotation: LayerRotation) -> list[str] | None:
-    """Flags that turn the stretches in a file into wider ones, where flags can."""
-    still = not rotation.frequencies.inv_freq.all()
-    if still or rotation.attention_factor != rotation.checkpoint_frequencies.attention_factor:
+    """Return flags that multiply the file's stretches to the rotation's, or None."""
+    has_stopped_pairs = not rotation.frequencies.inv_freq.all()
+    if (
+        has_stopped_pairs
+        or rotation.attention_factor != rotation.checkpoint_frequencies.attention_factor
+    ):
         return None
-    wider = rotation.checkpoint_frequencies.inv_freq / rotation.frequencies.inv_freq
-    pair = torch.arange(len(wider), dtype=torch.float64)
-    last = len(wider) - 1
-    if torch.allclose(wider, wider[:1], rtol=1e-6, atol=0):
-        return ["--rope-scaling", "linear", "--rope-scale", _read_number(float(wider[last]))]
-    if torch.allclose(wider, wider[last] ** (pair / last), rtol=1e-6, atol=0):
-        theta = rotation.checkpoint_parameters["rope_theta"] * float(wider[last]) ** (
-            len(wider) / last
+    ratio = rotation.checkpoint_frequencies.inv_freq / rotation.frequencies.inv_freq
+    pair = torch.arange(len(ratio), dtype=torch.float64)
+    last = len(ratio) - 1
+    if torch.allclose(ratio, ratio[:1], rtol=1e-6, atol=0):
+        return ["--rope-scaling", "linear", "--rope-scale", _format_number(float(ratio[last]))]
+    if torch.allclose(ratio, ratio[last] ** (pair / last), rtol=1e-6, atol=0):
+        theta = rotation.checkpoint_parameters["rope_theta"] * float(ratio[last]) ** (
+            len(ratio) / last
         )
-        return ["--rope-scaling", "none", "--rope-freq-base", _read_number(theta)]
+        return ["--rope-scaling", "none", "--rope-freq-base", _format_number(theta)]
     return None
 
 
 def _fields(target: Target, rotation: LayerRotation) -> dict[str, Any] | None:
-    """Fields that the converter reads."""
+    """Return fields for the converter, or None if no field expresses the rotation."""
     parameters, scaling = dict(rotation.parameters), rotation.scaling
     original = rotation.trained_length
     extra: dict[str, Any] = {}
@@ -207,11 +215,11 @@ def _fields(target: Target, rotation: LayerRotation) -> dict[str, Any] | None:
 def _fields_with(
     target: Target, rotation: LayerRotation, parameters: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields for a rotation, spelled otherwise."""
-    spelled = {k: r.parameters for k, r in target.rotations.items()}
-    (kind,) = (k for k, r in target.rotations.items() if r is rotation)
-    spelled[kind] = parameters
-    return {"max_position_embeddings": target.length, **target.fields(spelled)}
+    """Return all fields, with other parameters for one rotation."""
+    all_parameters = {name: r.parameters for name, r in target.rotations.items()}
+    (layer_type,) = (name for name, r in target.rotations.items() if r is rotation)
+    all_parameters[layer_type] = parameters
+    return {"max_position_embeddings": target.length, **target.fields(all_parameters)}
 
 
 def _has_untruncated_ramp(rotation: LayerRotation) -> bool:
@@ -219,7 +227,7 @@ def _has_untruncated_ramp(rotation: LayerRotation) -> bool:
 
 
 def _checked_stretch(target: Target, rotation: LayerRotation) -> list[float]:
-    """The tensor that says it pair by pair, for what nothing else says."""
+    """Return the stretches for the tensor, or raise if the architecture has no such tensor."""
     if _ARCHITECTURES.get(target.model_type) not in _STRETCH_ARCHITECTURES:
         raise target.refuse(
             NAME,
@@ -237,15 +245,15 @@ def _checked_stretch(target: Target, rotation: LayerRotation) -> list[float]:
 
 
 def _attention_factor_flags(target: Target, rotation: LayerRotation, scaling: str) -> list[str]:
-    """What makes the attention factor that no flag sets any more.
+    """Return arguments for the attention factor, which no other flag sets in newer releases.
 
     Args:
         target: The model.
         rotation: Its rotation.
-        scaling: What it is passed as.
+        scaling: The scaling of the flags or fields.
     """
-    made = yarn_mscale(rotation.parameters["factor"]) if scaling == "yarn" else 1.0
-    if rotation.attention_factor == made and target.model_type != "phi3":
+    engine_factor = yarn_mscale(rotation.parameters["factor"]) if scaling == "yarn" else 1.0
+    if rotation.attention_factor == engine_factor and target.model_type != "phi3":
         return []
     if target.model_type == "phi3" and scaling == "default":
         return []
@@ -255,11 +263,13 @@ def _attention_factor_flags(target: Target, rotation: LayerRotation, scaling: st
             "another attention factor than YaRN's own would reach the windows, too; leave "
             "attention_factor out, or use linear, ntk or abf",
         )
-    return _override_kv(target, "rope.scaling.attn_factor=float", rotation.attention_factor / made)
+    return _override_kv(
+        target, "rope.scaling.attn_factor=float", rotation.attention_factor / engine_factor
+    )
 
 
 def _override_kv(target: Target, key: str, value: float) -> list[str]:
-    """Says an entry of a GGUF file otherwise."""
+    """Return arguments that override a key of a GGUF file."""
     architecture = _ARCHITECTURES.get(target.model_type)
     if architecture is None:
         raise target.refuse(
@@ -267,8 +277,8 @@ def _override_kv(target: Target, key: str, value: float) -> list[str]:
             f"what GGUF files call {target.model_type} is not known here; known are "
             f"{', '.join(_ARCHITECTURES)}",
         )
-    return ["--override-kv", f"{architecture}.{key}:{_read_number(value)}"]
+    return ["--override-kv", f"{architecture}.{key}:{_format_number(value)}"]
 
 
-def _read_number(value: float) -> str:
+def _format_number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(float(value))

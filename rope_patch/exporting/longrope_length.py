@@ -1,7 +1,7 @@
-"""An attention factor for readers that make it from two lengths alone.
+"""Original length for engines that compute LongRoPE's attention factor from two lengths.
 
-LongRoPE's is sqrt(1 + ln(length / original) / ln(original)) (arXiv:2402.13753), which is
-sqrt(ln(length) / ln(original)). So any factor from 1 on is an original length.
+The factor is sqrt(1 + ln(length / original) / ln(original)) (arXiv:2402.13753), which equals
+sqrt(ln(length) / ln(original)). So an original length exists for any factor of at least 1.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from rope_patch.exporting.target import STATIC_ALTERNATIVE, Target
 def original_length_for_factor(
     target: Target, engine: str, length: int, attention_factor: float
 ) -> float:
-    """The original length that gives an attention factor, not a whole number as a rule.
+    """Return the original length that yields an attention factor, usually no whole number.
 
     Args:
         target: The model, for the error.
         engine: The engine, for the error.
         length: `max_position_embeddings`, in tokens.
-        attention_factor: The multiplier of cos and sin that is wanted.
+        attention_factor: Multiplier of cos and sin to reach.
 
     Raises:
-        ValueError: It is below 1, which no length gives.
+        ValueError: It is below 1, which no length yields.
     """
     if attention_factor < 1:
         raise target.refuse(

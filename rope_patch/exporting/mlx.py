@@ -1,12 +1,12 @@
 """mlx-lm: fields of config.json.
 
-As mlx_lm/models/rope_utils.py and the model files read them (d78bf58, 2026-08). They read
-`rope_theta` and `rope_scaling` of transformers 4, and of transformers 5's nothing:
+Read from mlx_lm/models/rope_utils.py and the model files (d78bf58, 2026-08). They read transformers
+4's `rope_theta` and `rope_scaling`, and none of transformers 5's fields:
 
-- YaRN's attention_factor and truncate are not read, mscale and mscale_all_dim are, each by itself;
-- longrope uses the long set always, with an attention factor from two lengths;
-- dynamic changes the base with every call and leaves cached keys behind, within one prompt too;
-- many model files take a theta and no scaling.
+- YaRN's attention_factor and truncate are ignored; mscale and mscale_all_dim are read separately.
+- longrope always uses the long factors, with an attention factor from two lengths.
+- dynamic changes the base with every call and keeps stale cached keys, even within one prompt.
+- Many model files read a theta and no scaling.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rope_patch.methods.ntk_by_parts import yarn_mscale
 
 NAME = "mlx"
 
-# Whose model file hands rope_scaling on, with max_position_embeddings.
+# Architectures whose model file reads rope_scaling and max_position_embeddings.
 _SCALING_ARCHITECTURES = (
     "llama",
     "mistral",
@@ -38,7 +38,7 @@ _SCALING_ARCHITECTURES = (
     "olmo2",
     "seed_oss",
 )
-# Whose model file reads rope_theta alone.
+# Architectures whose model file reads rope_theta alone.
 _THETA_ONLY_ARCHITECTURES = (
     "cohere",
     "cohere2",
@@ -55,7 +55,7 @@ _THETA_ONLY_ARCHITECTURES = (
 
 
 def export(target: Target) -> Export:
-    """The fields of a converted model's config.json.
+    """Return the fields of a converted model's config.json.
 
     Raises:
         ValueError: mlx-lm has no form for the rotation.
@@ -101,7 +101,7 @@ def _original_length_field(fields: dict[str, Any]) -> Any:
 
 
 def _rope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
-    """`rope_scaling`, with what goes beside it."""
+    """Return `rope_scaling` and the fields beside it."""
     scaling, parameters = rotation.scaling, rotation.parameters
     if scaling == "default":
         return {"rope_scaling": None}
@@ -113,8 +113,8 @@ def _rope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
         if scaling == "linear":
             return {"rope_scaling": {"rope_type": "linear", "factor": parameters["factor"]}}
         if scaling == "llama3":
-            kept = {k: v for k, v in parameters.items() if k != "rope_theta"}
-            return {"rope_scaling": kept}
+            rope_scaling = {k: v for k, v in parameters.items() if k != "rope_theta"}
+            return {"rope_scaling": rope_scaling}
         if scaling == "yarn" and parameters.get("truncate", True) and parameters["factor"] > 1:
             return {"rope_scaling": _yarn_fields(rotation)}
         if scaling == "proportional" and rotation.frequencies.inv_freq.any():
@@ -137,18 +137,18 @@ def _rope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
 
 def _yarn_fields(rotation: LayerRotation) -> dict[str, Any]:
     names = ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-    kept = {key: rotation.parameters[key] for key in names if key in rotation.parameters}
-    factor, wanted = kept["factor"], rotation.attention_factor
-    if wanted != yarn_mscale(factor):
-        kept["mscale"] = (wanted - 1) / (0.1 * math.log(factor))
-        kept["mscale_all_dim"] = 0
-    return kept
+    fields = {key: rotation.parameters[key] for key in names if key in rotation.parameters}
+    factor, attention_factor = fields["factor"], rotation.attention_factor
+    if attention_factor != yarn_mscale(factor):
+        fields["mscale"] = (attention_factor - 1) / (0.1 * math.log(factor))
+        fields["mscale_all_dim"] = 0
+    return fields
 
 
 def _proportional_fields(rotation: LayerRotation) -> dict[str, Any]:
     inv_freq = rotation.frequencies.inv_freq
-    turning = int((inv_freq > 0).sum())
-    # It rounds down what the share makes of a head's dimensions; halfway to the next is safe.
-    share = (2 * turning + 0.5) / (2 * len(inv_freq)) if turning < len(inv_freq) else 1.0
+    rotating = int((inv_freq > 0).sum())
+    # mlx-lm rounds share * dimensions down, so add half a dimension.
+    share = (2 * rotating + 0.5) / (2 * len(inv_freq)) if rotating < len(inv_freq) else 1.0
     factor = float(rotation.parameters.get("factor") or 1.0)
     return {"rope_type": "proportional", "partial_rotary_factor": share, "factor": factor}

@@ -1,4 +1,4 @@
-"""What an engine is to be given."""
+"""Result of an export: what to pass to an engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Export:
-    """The fields and words that make an engine rotate as a patched model does; print it to read it.
+    """Fields and arguments that make an engine rotate as a patched model does; print it to read it.
 
     Attributes:
         engine: One of `rope_patch.exporting.ENGINES`.
-        config: Fields of `config.json`, nested as the model's config is, to write there or to pass
-            on the command line; empty where no field says it.
-        arguments: Words to add to the engine's command line.
-        notes: What else is to be known, a sentence each.
-        tensors: Numbers that a converter takes from beside the weights, by tensor name;
-            `write_folder` puts them there.
+        config: Fields of `config.json`, nested like the model's config, to write there or to pass
+            on the command line; empty if no field expresses the rotation.
+        arguments: Arguments to add to the engine's command line.
+        notes: Further instructions, one sentence each.
+        tensors: Tensors that a converter reads beside the weights, by name; `write_folder` writes
+            them.
     """
 
     engine: str
@@ -29,7 +29,7 @@ class Export:
     tensors: dict[str, list[float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""One layer type's rotation: as numbers, and as transformers spells it."""
+"""Rotation of one layer type: as numbers, and as transformers' `rope_parameters`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rope_patch.methods import Frequencies
 from rope_patch.methods.base import NO_ROTATION
 from rope_patch.rope_config import config_rope_type
 
-# Keys of `rope_parameters` that hold whatever the scaling is.
+# Keys of `rope_parameters` that are independent of the scaling.
 _PRESERVED_KEYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """How one layer type rotates.
+    """Rotation of one layer type.
 
     Attributes:
-        parameters: As transformers 5 spells it, `rope_parameters` of this layer type.
+        parameters: `rope_parameters` of this layer type in transformers 5.
         frequencies: The same as numbers, at the target length.
-        checkpoint_parameters: The `rope_parameters` that the checkpoint has itself.
-        checkpoint_frequencies: What the checkpoint rotates by itself.
-        trained_length: Tokens that an extension starts from.
+        checkpoint_parameters: The checkpoint's own `rope_parameters`.
+        checkpoint_frequencies: The checkpoint's own rotation.
+        trained_length: Tokens at which an extension starts.
     """
 
     parameters: dict[str, Any]
@@ -35,7 +35,7 @@ class LayerRotation:
 
     @property
     def scaling(self) -> str:
-        """The name of transformers' scaling; "default" is none."""
+        """The rope_type of transformers; "default" is none."""
         return config_rope_type(self.parameters)
 
     @property
@@ -50,25 +50,26 @@ class LayerRotation:
 
     @property
     def stretch(self) -> list[float]:
-        """By how much each pair's wavelength is longer than theta alone makes it, `[R / 2]`."""
+        """Ratio of each pair's wavelength to that of theta alone, `[R / 2]`."""
         inv_freq = self.frequencies.inv_freq
         pair = torch.arange(len(inv_freq), dtype=torch.float64)
-        found = self.theta ** (-pair / len(inv_freq)) / inv_freq
-        return found.clamp(max=NO_ROTATION).tolist()
+        stretch = self.theta ** (-pair / len(inv_freq)) / inv_freq
+        return stretch.clamp(max=NO_ROTATION).tolist()
 
     def as_longrope(self, length: int) -> dict[str, Any]:
-        """The rotation as `longrope` with one set of stretches, whatever its own spelling is.
+        """Return `rope_parameters` of the same rotation as `longrope` with one set of stretches.
 
         Args:
             length: Tokens at the target.
         """
-        stays = {
+        preserved = {
             key: self.checkpoint_parameters[key]
             for key in _PRESERVED_KEYS
             if key in self.checkpoint_parameters
         }
         if config_rope_type(self.checkpoint_parameters) == "proportional":
-            stays.pop("partial_rotary_factor", None)  # there it is about which pairs turn
+            # There it is the share of pairs that rotate.
+            preserved.pop("partial_rotary_factor", None)
         return {
             "rope_type": "longrope",
             "factor": length / self.trained_length,
@@ -77,5 +78,5 @@ class LayerRotation:
             "attention_factor": self.attention_factor,
             "rope_theta": self.theta,
             "original_max_position_embeddings": self.trained_length,
-            **stays,
+            **preserved,
         }

@@ -1,15 +1,15 @@
 """SGLang: overrides of config.json.
 
-As its own code reads them (srt/layers/rotary_embedding, models/gemma3_causal.py and
-utils/hf_transformers of 0.5.23):
+Read from its code (srt/layers/rotary_embedding, models/gemma3_causal.py and utils/hf_transformers
+of 0.5.23):
 
-- YaRN's attention_factor is not read; attn_factor multiplies the paper's;
-- longrope reads short_mscale and long_mscale, and at the one position that equals the original
-  length it takes a wrong row of cos and sin, so that length is put out of reach;
-- `proportional` makes the share of rotating pairs from another field;
-- Gemma 3 takes a theta for windows, and hands the rest to transformers' own functions;
-- what is passed for rope_parameters is merged into what stands there, in newer releases, and for a
-  nested config replaces that config as a whole, in older ones.
+- YaRN's attention_factor is ignored; attn_factor multiplies the paper's factor.
+- longrope reads short_mscale and long_mscale. At the position that equals the original length it
+  reads a wrong row of cos and sin, so that length is set out of reach.
+- `proportional` takes the share of rotating pairs from another field.
+- Gemma 3 takes a theta for windows and passes the other fields to transformers' own functions.
+- Newer releases merge an override of rope_parameters into the config's. Older ones replace a nested
+  config as a whole.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attn_f
 
 
 def export(target: Target) -> Export:
-    """What to pass to `python -m sglang.launch_server`.
+    """Return arguments for `python -m sglang.launch_server`.
 
     Raises:
         ValueError: SGLang has no form for the rotation.
     """
     target.require_static(NAME)
-    spelled = {k: _rope_fields(target, k, r) for k, r in target.rotations.items()}
-    fields = {"max_position_embeddings": target.length, **target.fields(spelled)}
+    all_parameters = {k: _rope_fields(target, k, r) for k, r in target.rotations.items()}
+    fields = {"max_position_embeddings": target.length, **target.fields(all_parameters)}
     nested = target.text is not target.config
     override = [] if nested else ["--json-model-override-args", json.dumps(fields)]
     notes = [
@@ -48,7 +48,7 @@ def export(target: Target) -> Export:
             "write the fields into config.json: SGLang's --json-model-override-args would put them "
             "in the place of the whole text config"
         )
-    if any("short_mscale" in p for p in spelled.values()):
+    if any("short_mscale" in p for p in all_parameters.values()):
         notes.append(
             "said pair by pair as longrope, with one set for short and long; "
             "original_max_position_embeddings is the target length there, so that SGLang never "
@@ -64,11 +64,11 @@ def export(target: Target) -> Export:
     )
 
 
-def _rope_fields(target: Target, kind: str | None, rotation: LayerRotation) -> dict[str, Any]:
+def _rope_fields(target: Target, layer_type: str | None, rotation: LayerRotation) -> dict[str, Any]:
     parameters = dict(rotation.parameters)
     scaling = rotation.scaling
-    if kind is not None:
-        return _gemma3_layer_fields(target, kind, rotation)
+    if layer_type is not None:
+        return _gemma3_layer_fields(target, layer_type, rotation)
     if scaling == "default":
         return parameters
     if target.is_mla:
@@ -111,32 +111,34 @@ def _longrope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
 
 
 def _yarn_fields(rotation: LayerRotation) -> dict[str, Any]:
-    parameters, standing = dict(rotation.parameters), rotation.checkpoint_parameters
-    law = yarn_mscale(parameters["factor"])
-    if rotation.attention_factor != law:
+    parameters, checkpoint_parameters = dict(rotation.parameters), rotation.checkpoint_parameters
+    default_factor = yarn_mscale(parameters["factor"])
+    if rotation.attention_factor != default_factor:
         parameters["attention_factor"] = rotation.attention_factor
-        parameters["attn_factor"] = rotation.attention_factor / law
-    # attn_factor says it all, and is multiplied with what these would make.
+        parameters["attn_factor"] = rotation.attention_factor / default_factor
+    # attn_factor sets the whole factor and would be multiplied by these.
     for key in ("mscale", "mscale_all_dim"):
         parameters.pop(key, None)
-        if key in standing:
+        if key in checkpoint_parameters:
             parameters[key] = None
     for key, value in _YARN_DEFAULTS.items():
-        if key in standing:
+        if key in checkpoint_parameters:
             parameters.setdefault(key, value)
     return parameters
 
 
-def _gemma3_layer_fields(target: Target, kind: str, rotation: LayerRotation) -> dict[str, Any]:
+def _gemma3_layer_fields(
+    target: Target, layer_type: str, rotation: LayerRotation
+) -> dict[str, Any]:
     if target.model_type != "gemma3_text":
         raise target.refuse(
             NAME,
             f"how it reads the layer types of {target.model_type} is not known here; use vLLM or "
             "transformers",
         )
-    if kind == "sliding_attention" and rotation.scaling != "default":
+    if layer_type == "sliding_attention" and rotation.scaling != "default":
         raise target.refuse(
             NAME, "windows take a theta there and no scaling; use ntk or abf for them"
         )
-    news = rotation.scaling == "proportional"  # for transformers before 5.5
-    return rotation.as_longrope(target.length) if news else rotation.parameters
+    is_proportional = rotation.scaling == "proportional"  # unknown to transformers before 5.5
+    return rotation.as_longrope(target.length) if is_proportional else rotation.parameters

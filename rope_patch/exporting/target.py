@@ -1,4 +1,4 @@
-"""What is to be exported: a patched model, a plan, or a config that says its rotation itself."""
+"""Target of an export: a patched model, a plan, or a config with a scaling of its own."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ class Target:
     """A model to export.
 
     Attributes:
-        name: What it rotates by, for messages.
-        config: Its config as the checkpoint has it, whole.
-        rotations: Every layer type's, None for all layers alike.
-        extended_layer_types: The layer types that the method is about.
-        length: Tokens the model is meant for.
-        has_config_form: Whether a config of transformers says it.
-        is_length_dependent: Whether short sequences are rotated otherwise than long ones.
-        is_mla: Whether the architecture sharpens in its softmax scale (`SoftmaxScaled`).
-        rotary: One of the model's rotary modules, with the config it is made from.
-        start_token_count: How many first positions keep the rotation from before, which no config
-            says.
+        name: Name of the rotation, for messages.
+        config: The checkpoint's whole config.
+        rotations: The rotation of every layer type, under None if all layers are alike.
+        extended_layer_types: The layer types that the method extends.
+        length: Context length of the exported model, in tokens.
+        has_config_form: Whether a transformers config expresses the rotation.
+        is_length_dependent: Whether frequencies depend on the sequence length.
+        is_mla: Whether the architecture has the attention factor in its softmax scale
+            (`SoftmaxScaled`).
+        rotary: One of the model's rotary modules, with the config it is built from.
+        start_token_count: Number of first positions that keep the unextended rotation, which no
+            config expresses.
     """
 
     name: str
@@ -58,11 +59,11 @@ class Target:
 
     @classmethod
     def from_model(cls, model_or_config: Any) -> Target:
-        """Reads a model, patched or not, or a config.
+        """Return the target of a patched or unpatched model, or of a config.
 
         Raises:
-            TypeError: It is neither.
-            ValueError: It has no rotation.
+            TypeError: The argument is neither a model nor a config.
+            ValueError: The model has no rotation.
         """
         if isinstance(model_or_config, PreTrainedConfig):
             return cls.from_model(empty_model(type(model_or_config).__name__, model_or_config))
@@ -79,23 +80,27 @@ class Target:
 
     @classmethod
     def from_plan(cls, plan: PatchPlan, config: Any) -> Target:
-        """A patch that is not made.
+        """Return the target of a patch that is planned but not applied.
 
         Args:
-            plan: What `rope_patch.patching.check` returned.
-            config: The checkpoint's config, whole.
+            plan: The plan from `rope_patch.patching.check`.
+            config: The checkpoint's whole config.
         """
-        before = {kind: found for _, each in plan.rotaries for kind, found in each.items()}
+        checkpoint_frequencies = {
+            layer_type: frequencies
+            for _, module_frequencies in plan.rotaries
+            for layer_type, frequencies in module_frequencies.items()
+        }
         return cls._from_method(
             plan.method,
             config=config,
             parameters=plan.rope_parameters(),
             frequencies=plan.frequencies(),
-            before=before,
-            text=plan.config,
+            checkpoint_frequencies=checkpoint_frequencies,
+            text_config=plan.config,
             length=plan.length or plan.trained_length,
             trained_length=plan.trained_length,
-            latent=bool(plan.mla_attentions),
+            is_mla=bool(plan.mla_attentions),
             rotary=plan.rotaries[0][0],
         )
 
@@ -103,18 +108,17 @@ class Target:
     def _from_patched(cls, model: nn.Module, handle: Patch) -> Target:
         rotaries = find_rotaries(model)
         patched: Any = rotaries[0].module.config
-        found = [reference_frequencies(rotary, handle.original_config) for rotary in rotaries]
         method = handle.method
         return cls._from_method(
             method,
             config=_whole_config(model, patched, handle.original_config),
             parameters=patched.rope_parameters,
             frequencies=handle.frequencies,
-            before={kind: each for one in found for kind, each in one.items()},
-            text=handle.original_config,
+            checkpoint_frequencies=_unpatched_frequencies(rotaries, handle.original_config),
+            text_config=handle.original_config,
             length=handle.length or handle.trained_length,
             trained_length=handle.trained_length,
-            latent=isinstance(method, SoftmaxScaled),
+            is_mla=isinstance(method, SoftmaxScaled),
             rotary=rotaries[0],
         )
 
@@ -126,83 +130,93 @@ class Target:
         config: Any,
         parameters: dict[str, Any],
         frequencies: dict[str | None, Frequencies],
-        before: dict[str | None, Frequencies],
-        text: Any,
+        checkpoint_frequencies: dict[str | None, Frequencies],
+        text_config: Any,
         length: int,
         trained_length: int,
-        latent: bool,
+        is_mla: bool,
         rotary: RotaryModule,
     ) -> Target:
-        standing = by_layer_type(text.rope_parameters)
+        checkpoint_parameters = by_layer_type(text_config.rope_parameters)
         rotations = {
-            kind: LayerRotation(
-                parameters=copy.deepcopy(spelled),
-                frequencies=frequencies.get(kind, before[kind]),
-                checkpoint_parameters=standing[kind],
-                checkpoint_frequencies=before[kind],
+            layer_type: LayerRotation(
+                parameters=copy.deepcopy(layer_parameters),
+                frequencies=frequencies.get(layer_type, checkpoint_frequencies[layer_type]),
+                checkpoint_parameters=checkpoint_parameters[layer_type],
+                checkpoint_frequencies=checkpoint_frequencies[layer_type],
                 trained_length=trained_length,
             )
-            for kind, spelled in by_layer_type(parameters).items()
-            if kind in before
+            for layer_type, layer_parameters in by_layer_type(parameters).items()
+            if layer_type in checkpoint_frequencies
         }
-        native, follows = method.has_config_form, method.is_length_dependent(trained_length)
+        has_config_form = method.has_config_form
+        is_length_dependent = method.is_length_dependent(trained_length)
         if method.start_token_count:
-            native = False
-        elif not follows and (not native or text.model_type in LONGROPE_ONLY):
-            # As numbers it can be said even so.
-            for kind, rotation in rotations.items():
-                if kind in frequencies and (not native or not _fits_longrope(rotation)):
-                    rotations[kind] = replace(rotation, parameters=rotation.as_longrope(length))
-            native = True
+            has_config_form = False
+        elif not is_length_dependent and (
+            not has_config_form or text_config.model_type in LONGROPE_ONLY
+        ):
+            # As per-pair numbers a config can express it.
+            for layer_type, rotation in rotations.items():
+                if layer_type in frequencies and (
+                    not has_config_form or not _fits_longrope(rotation)
+                ):
+                    rotations[layer_type] = replace(
+                        rotation, parameters=rotation.as_longrope(length)
+                    )
+            has_config_form = True
         return cls(
             name=str(method),
             config=config,
             rotations=rotations,
             extended_layer_types=tuple(frequencies),
             length=length,
-            has_config_form=native,
-            is_length_dependent=follows,
-            is_mla=latent,
-            rotary=(rotary, text),
+            has_config_form=has_config_form,
+            is_length_dependent=is_length_dependent,
+            is_mla=is_mla,
+            rotary=(rotary, text_config),
             start_token_count=method.start_token_count,
         )
 
     @classmethod
     def _from_unpatched(cls, model: nn.Module) -> Target:
-        """A config that says itself what to rotate by."""
+        """Return the target of an unpatched model with a scaling of its own."""
         rotaries = find_rotaries(model)
-        text: Any = rotaries[0].module.config
-        found = {k: each for r in rotaries for k, each in reference_frequencies(r, text).items()}
-        spelled = by_layer_type(text.rope_parameters)
-        kinds = dict.fromkeys(config_rope_type(each) for each in spelled.values())
-        scalings = [kind for kind in kinds if kind != "default"]
-        latent = any(find_mla_attentions(find_owner(model, rotary)) for rotary in rotaries)
+        text_config: Any = rotaries[0].module.config
+        frequencies = _unpatched_frequencies(rotaries, text_config)
+        all_parameters = by_layer_type(text_config.rope_parameters)
+        rope_types = dict.fromkeys(
+            config_rope_type(parameters) for parameters in all_parameters.values()
+        )
+        scalings = [name for name in rope_types if name != "default"]
+        is_mla = any(find_mla_attentions(find_owner(model, rotary)) for rotary in rotaries)
         rotations = {
-            kind: LayerRotation(
-                parameters=copy.deepcopy(each),
-                frequencies=found[kind],
-                checkpoint_parameters=each,
-                checkpoint_frequencies=found[kind],
-                trained_length=each.get("original_max_position_embeddings")
-                or text.max_position_embeddings,
+            layer_type: LayerRotation(
+                parameters=copy.deepcopy(parameters),
+                frequencies=frequencies[layer_type],
+                checkpoint_parameters=parameters,
+                checkpoint_frequencies=frequencies[layer_type],
+                trained_length=parameters.get("original_max_position_embeddings")
+                or text_config.max_position_embeddings,
             )
-            for kind, each in spelled.items()
-            if kind in found
+            for layer_type, parameters in all_parameters.items()
+            if layer_type in frequencies
         }
         return cls(
             name=f"the config's own {' and '.join(scalings) or 'rotation'}",
-            config=_whole_config(model, text, text),
+            config=_whole_config(model, text_config, text_config),
             rotations=rotations,
             extended_layer_types=tuple(rotations),
-            length=text.max_position_embeddings,
-            has_config_form=set(kinds) <= _NATIVE_ROPE_TYPES,
+            length=text_config.max_position_embeddings,
+            has_config_form=set(rope_types) <= _NATIVE_ROPE_TYPES,
             is_length_dependent=any(
-                config_rope_type(each) == "dynamic"
-                or (each.get("short_factor") or each.get("long_factor")) != each.get("long_factor")
-                for each in spelled.values()
+                config_rope_type(parameters) == "dynamic"
+                or (parameters.get("short_factor") or parameters.get("long_factor"))
+                != parameters.get("long_factor")
+                for parameters in all_parameters.values()
             ),
-            is_mla=latent,
-            rotary=(rotaries[0], text),
+            is_mla=is_mla,
+            rotary=(rotaries[0], text_config),
         )
 
     @property
@@ -217,7 +231,7 @@ class Target:
 
     @property
     def is_half_layout(self) -> bool:
-        """Whether pairs are known to be halves of a head apart, rather than neighbours."""
+        """Whether pairs are known to be half a head apart, rather than neighbours."""
         try:
             return not is_interleaved(*self.rotary)
         except ValueError:
@@ -225,43 +239,45 @@ class Target:
 
     @property
     def layers_differ(self) -> bool:
-        """Whether layer types have rotations of their own."""
+        """Whether layer types have different rotations."""
         return None not in self.rotations
 
-    def fields(self, spelled: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
-        """The fields of `config.json` for rotations as transformers 5 nests them.
+    def fields(self, all_parameters: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
+        """Return the fields of `config.json` for `rope_parameters`, nested as in transformers 5.
 
         Args:
-            spelled: `rope_parameters` of each layer type.
+            all_parameters: `rope_parameters` of each layer type.
         """
-        found: dict[str, Any] = {"rope_parameters": spelled.get(None, spelled)}
-        original = [p.get("original_max_position_embeddings") for p in spelled.values()]
-        # Some configs say it twice, and the outer one wins (Phi-3).
-        if getattr(self.text, "original_max_position_embeddings", None) and any(original):
-            found["original_max_position_embeddings"] = max(filter(None, original))
-        return found
+        config_fields: dict[str, Any] = {
+            "rope_parameters": all_parameters.get(None, all_parameters)
+        }
+        lengths = [p.get("original_max_position_embeddings") for p in all_parameters.values()]
+        # Some configs have the length twice, and the outer one wins (Phi-3).
+        if getattr(self.text, "original_max_position_embeddings", None) and any(lengths):
+            config_fields["original_max_position_embeddings"] = max(filter(None, lengths))
+        return config_fields
 
     def nest_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Fields of the text config, where they belong in the whole config."""
+        """Nest fields of the text config as in the whole config."""
         return nest_fields(self.config, fields)
 
     def refuse(self, engine: str, reason: str) -> ValueError:
-        """The error for what an engine cannot do."""
+        """Return the error for a rotation that an engine has no form for."""
         return ValueError(f"{engine} cannot run {self.name}: {reason}")
 
     def require_config_form(self, engine: str, instead: str) -> None:
-        """Refuses what no config of transformers has a form for; `instead` says what to do."""
+        """Raise unless a transformers config expresses the rotation; `instead` is the advice."""
         if self.start_token_count:
             raise self.refuse(
                 engine,
-                f"positions below {self.start_token_count} keep a rotation of their own (start_tokens), "
-                f"which no config can say; leave start_tokens out, or {instead}",
+                f"positions below {self.start_token_count} keep a rotation of their own "
+                f"(start_tokens), which no config can say; leave start_tokens out, or {instead}",
             )
         if not self.has_config_form:
             raise self.refuse(engine, "no config has a form for it; " + instead)
 
     def require_static(self, engine: str) -> None:
-        """Refuses what has no form, and what follows the length, for an engine that does not."""
+        """Raise unless a config expresses the rotation and it is the same for all lengths."""
         self.require_config_form(engine, STATIC_ALTERNATIVE)
         if self.is_length_dependent:
             raise self.refuse(
@@ -276,7 +292,7 @@ def _fits_longrope(rotation: LayerRotation) -> bool:
 
 
 def nest_fields(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a config's text config, where they belong in the config."""
+    """Nest fields of a config's text config as in the config."""
     text = config.get_text_config(decoder=True)
     if text is config or not fields:
         return fields
@@ -284,12 +300,25 @@ def nest_fields(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields}
 
 
-def _whole_config(model: nn.Module, text: Any, original: Any) -> Any:
-    """The config around a text config, as the checkpoint has it."""
+def _unpatched_frequencies(
+    rotaries: list[RotaryModule], text_config: Any
+) -> dict[str | None, Frequencies]:
+    return {
+        layer_type: frequencies
+        for rotary in rotaries
+        for layer_type, frequencies in reference_frequencies(rotary, text_config).items()
+    }
+
+
+def _whole_config(model: nn.Module, text_config: Any, original: Any) -> Any:
+    """Return the checkpoint's config around a text config."""
     for module in model.modules():
         config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig) and config.get_text_config(decoder=True) is text:
-            if config is text:
+        if (
+            isinstance(config, PreTrainedConfig)
+            and config.get_text_config(decoder=True) is text_config
+        ):
+            if config is text_config:
                 return original
             whole = copy.deepcopy(config)
             for name in ("max_position_embeddings", "rope_parameters"):

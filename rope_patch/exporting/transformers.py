@@ -1,8 +1,8 @@
 """transformers, 5 and 4: fields of config.json.
 
-4 as modeling_rope_utils.py of 4.57.6 reads them: `rope_scaling` beside a `rope_theta` of its own,
-no `proportional`, for Gemma 3 a `rope_local_base_freq` beside them, and for Phi-3 nothing in
-`rope_scaling` but the stretches, so that its attention factor comes from two lengths.
+Version 4 as modeling_rope_utils.py of 4.57.6 reads it: `rope_scaling` beside a separate
+`rope_theta`, no `proportional`, and for Gemma 3 a `rope_local_base_freq` beside them. For Phi-3
+`rope_scaling` holds only the stretches, so its attention factor comes from two lengths.
 """
 
 from __future__ import annotations
@@ -21,36 +21,39 @@ _SIDECAR_ADVICE = (
     "save the model with rope_patch.save and load it with rope_patch.load, or use yarn"
 )
 _GEMMA3 = ("gemma3_text",)
-_OUTER_KEYS = ("rope_theta", "partial_rotary_factor")  # what transformers 4 has beside rope_scaling
+_OUTER_KEYS = ("rope_theta", "partial_rotary_factor")  # beside rope_scaling in transformers 4
 
 
 def export(target: Target) -> Export:
-    """The fields for transformers 5.
+    """Return the fields for transformers 5.
 
     Raises:
         ValueError: No config says the rotation.
     """
     target.require_config_form(NAME, _SIDECAR_ADVICE)
-    spelled = {kind: _rope_fields(target, rotation) for kind, rotation in target.rotations.items()}
-    fields = {"max_position_embeddings": _positions(target), **target.fields(spelled)}
+    all_parameters = {
+        layer_type: _rope_fields(target, rotation)
+        for layer_type, rotation in target.rotations.items()
+    }
+    fields = {"max_position_embeddings": _positions(target), **target.fields(all_parameters)}
     return Export(engine=NAME, config=target.nest_fields(fields), notes=_dynamic_notes(target))
 
 
 def _rope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
-    """Without `proportional`, which 5.5 was the first to know, unless the model needs that."""
-    news = rotation.scaling == "proportional" != config_rope_type(rotation.checkpoint_parameters)
-    return rotation.as_longrope(target.length) if news else rotation.parameters
+    """Return parameters without `proportional`, new in 5.5, unless the checkpoint has it."""
+    is_new = rotation.scaling == "proportional" != config_rope_type(rotation.checkpoint_parameters)
+    return rotation.as_longrope(target.length) if is_new else rotation.parameters
 
 
 def export_v4(target: Target) -> Export:
-    """The fields for transformers 4.
+    """Return the fields for transformers 4.
 
     Raises:
         ValueError: Its configs have no form for the rotation.
     """
     target.require_config_form(NAME_V4, _SIDECAR_ADVICE)
-    alike = target.rotations.get(None)
-    fields = _gemma3_fields(target) if alike is None else _v4_fields(target, alike)
+    rotation = target.rotations.get(None)
+    fields = _gemma3_fields(target) if rotation is None else _v4_fields(target, rotation)
     return Export(
         engine=NAME_V4,
         config=target.nest_fields({"max_position_embeddings": _positions(target), **fields}),
@@ -62,7 +65,7 @@ def export_v4(target: Target) -> Export:
 
 
 def _positions(target: Target) -> int:
-    """`max_position_embeddings`, which `dynamic` takes for the trained length."""
+    """Return `max_position_embeddings`, which is the trained length for `dynamic`."""
     dynamic = [r for r in target.rotations.values() if r.scaling == "dynamic"]
     return dynamic[0].trained_length if dynamic else target.length
 

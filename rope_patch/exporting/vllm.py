@@ -1,14 +1,15 @@
 """vLLM: overrides of config.json, in a form that old and new releases read alike.
 
-As its own code reads them (model_executor/layers/rotary_embedding, models/gpt_oss.py,
-config/model.py and transformers_utils/config.py, 2025-11 to 0.33.0). transformers reads the same
-fields alike, too. Where the spelling that transformers has leaves vLLM with another rotation, pair
-by pair stretches say it (`longrope`):
+Read from its code (model_executor/layers/rotary_embedding, models/gpt_oss.py, config/model.py and
+transformers_utils/config.py, 2025-11 to 0.33.0). transformers reads the same fields alike. Where
+vLLM would rotate transformers' own form differently, `longrope` expresses it with one stretch for
+each pair:
 
-- older releases read no attention_factor and no mscale for YaRN, newer ones no attn_factor, and all
-  of them read short_mscale and long_mscale for longrope;
-- for YaRN they make cos and sin for no more than factor times the trained length;
-- older releases know no `proportional`, and newer ones do not divide by its factor.
+- Older releases read neither attention_factor nor mscale for YaRN, newer ones no attn_factor. All
+of
+  them read short_mscale and long_mscale for longrope.
+- For YaRN they compute cos and sin for at most factor times the trained length.
+- Older releases lack `proportional`, and newer ones do not divide by its factor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 def export(target: Target) -> Export:
-    """What to pass to `vllm serve`, or as `hf_overrides` and `max_model_len` to its `LLM`.
+    """Return arguments for `vllm serve`, equal to `hf_overrides` and `max_model_len` of its `LLM`.
 
     Raises:
         ValueError: vLLM has no form for the rotation.
@@ -52,20 +53,23 @@ def export(target: Target) -> Export:
 
 
 def overrides(target: Target, length: int, positions: int) -> dict[str, Any]:
-    """The entries of a model's config that make a method of it.
+    """Return the config overrides for a model's rotation.
 
     Args:
         target: The model.
-        length: Tokens of the longest sequence.
-        positions: `max_position_embeddings`: vLLM makes cos and sin for so many, and refuses a
-            larger max_model_len.
+        length: Length of the longest sequence, in tokens.
+        positions: `max_position_embeddings`: vLLM computes cos and sin for this many positions and
+            refuses a larger max_model_len.
 
     Returns:
-        For `hf_overrides`; nested as the config is.
+        Value of `hf_overrides`, nested like the config.
     """
     target.require_static(NAME)
-    spelled = {k: _rope_fields(target, r, length) for k, r in target.rotations.items()}
-    fields = {"max_position_embeddings": positions, **target.fields(spelled)}
+    all_parameters = {
+        layer_type: _rope_fields(target, rotation, length)
+        for layer_type, rotation in target.rotations.items()
+    }
+    fields = {"max_position_embeddings": positions, **target.fields(all_parameters)}
     return target.nest_fields(fields)
 
 
@@ -77,15 +81,15 @@ def _rope_fields(target: Target, rotation: LayerRotation, length: int) -> dict[s
     if target.is_mla:
         return _mla_fields(target, rotation)
     if scaling == "yarn":
-        reach = parameters["factor"] * parameters["original_max_position_embeddings"]
-        # vLLM merges what it is told about a nested config into what stands there.
-        merged = (
+        table_length = parameters["factor"] * parameters["original_max_position_embeddings"]
+        # vLLM merges overrides of a nested config into the config's values.
+        is_merged = (
             target.text is not target.config
             and config_rope_type(rotation.checkpoint_parameters) == "yarn"
         )
-        keys = parameters.keys() | (rotation.checkpoint_parameters.keys() if merged else set())
-        if length <= reach and not {"attention_factor", "mscale"} & keys:
-            return {**_YARN_DEFAULTS, **parameters} if merged else parameters
+        keys = parameters.keys() | (rotation.checkpoint_parameters.keys() if is_merged else set())
+        if length <= table_length and not {"attention_factor", "mscale"} & keys:
+            return {**_YARN_DEFAULTS, **parameters} if is_merged else parameters
     elif scaling == "default" or (
         scaling in ("linear", "llama3") and "mrope_section" not in parameters
     ):
@@ -102,13 +106,13 @@ def _rope_fields(target: Target, rotation: LayerRotation, length: int) -> dict[s
             "its longrope, which could say it pair by pair, rotates halves of heads, and this "
             "model rotates neighbours; use linear, ntk, abf, llama3 or yarn with default options",
         )
-    said = rotation.as_longrope(length) if scaling != "longrope" else parameters
+    fields = rotation.as_longrope(length) if scaling != "longrope" else parameters
     factor = rotation.attention_factor
-    return {**said, "short_mscale": factor, "long_mscale": factor}
+    return {**fields, "short_mscale": factor, "long_mscale": factor}
 
 
 def _mla_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
-    """DeepSeek's: YaRN that is always truncated, with the sharpening in the softmax scale."""
+    """Return DeepSeek's YaRN: truncated, with its attention factor in the softmax scale."""
     parameters = rotation.parameters
     if rotation.scaling == "default":
         return parameters
@@ -122,13 +126,13 @@ def _mla_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
 
 
 def is_deepseek_yarn(parameters: dict[str, Any]) -> bool:
-    """Whether YaRN is spelled as in DeepSeek's configs: cos and sin as they were."""
-    both = parameters.get("mscale_all_dim") and "attention_factor" not in parameters
-    return bool(both) and parameters.get("truncate", True)
+    """Return whether YaRN is as in DeepSeek's configs, which leaves cos and sin unscaled."""
+    is_deepseek = parameters.get("mscale_all_dim") and "attention_factor" not in parameters
+    return bool(is_deepseek) and parameters.get("truncate", True)
 
 
 def _gpt_oss_fields(target: Target, rotation: LayerRotation, length: int) -> dict[str, Any]:
-    """Its model file makes YaRN of whatever it is given: with a factor of 1, that is any theta."""
+    """Return YaRN, the only scaling of vLLM's gpt-oss; a factor of 1 is plain theta."""
     parameters = rotation.parameters
     if rotation.scaling == "default":
         return {
@@ -138,8 +142,14 @@ def _gpt_oss_fields(target: Target, rotation: LayerRotation, length: int) -> dic
             "original_max_position_embeddings": length,
             **_YARN_DEFAULTS,
         }
-    reach = parameters.get("factor", 1) * parameters.get("original_max_position_embeddings", 0)
-    if rotation.scaling == "yarn" and "attention_factor" not in parameters and length <= reach:
+    table_length = parameters.get("factor", 1) * parameters.get(
+        "original_max_position_embeddings", 0
+    )
+    if (
+        rotation.scaling == "yarn"
+        and "attention_factor" not in parameters
+        and length <= table_length
+    ):
         return {**_YARN_DEFAULTS, **parameters}
     raise target.refuse(
         NAME,
@@ -150,10 +160,11 @@ def _gpt_oss_fields(target: Target, rotation: LayerRotation, length: int) -> dic
 
 def _notes(target: Target, config: dict[str, Any]) -> list[str]:
     fields = config if target.text is target.config else next(iter(config.values()))
-    spelled = fields["rope_parameters"]
-    each = [spelled] if "rope_type" in spelled else list(spelled.values())
+    rope_parameters = fields["rope_parameters"]
+    is_flat = "rope_type" in rope_parameters
+    all_parameters = [rope_parameters] if is_flat else list(rope_parameters.values())
     notes = []
-    if any("short_mscale" in p for p in each):
+    if any("short_mscale" in p for p in all_parameters):
         notes.append(
             "said pair by pair as longrope, with one set for short and long: vLLM rotates by it in "
             "plain torch, slower than its kernels for other types"

@@ -1,4 +1,4 @@
-"""Where engines agree with us, over every geometry."""
+"""Agreements of other engines with us, over every geometry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import engines
 import formulas
-from comparing import Pair, ours, stretches
+from comparison import Pair, ours, stretches
 from formulas import Rotation
 from published import ALL, Published
 
@@ -17,7 +17,7 @@ FACTOR = 4.0
 
 @dataclass(frozen=True)
 class Agreement:
-    """An engine's formula that is ours.
+    """An engine's formula that equals ours.
 
     Attributes:
         engine: Its name.
@@ -37,7 +37,7 @@ class Agreement:
         return f"{self.engine}: {self.what}"
 
     def number(self) -> float:
-        """The largest relative difference over all geometries."""
+        """Return the largest relative difference over all geometries."""
         return max(Pair(self.ours(model), self.theirs(model)).difference() for model in ALL)
 
 

@@ -1,11 +1,11 @@
-"""What one disagreement between implementations is, and how large."""
+"""A disagreement between implementations, and its size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from comparing import Pair
+from comparison import Pair
 from formulas import Rotation
 
 
@@ -40,13 +40,13 @@ class Disagreement:
         return self.about
 
     def number(self) -> float:
-        """The largest difference, relative to ours."""
+        """Return the largest difference, relative to ours."""
         pair = Pair(self.ours(), self.theirs())
         return pair.of_frequency() if self.of == "frequency" else pair.of_attention()
 
 
 def link(name: str, place: str) -> str:
-    """A Markdown link; places of well-known hosts are given short."""
+    """Return a Markdown link, with a short text for well-known hosts."""
     for short, long in (("gh:", "https://github.com/"), ("arxiv:", "https://arxiv.org/abs/")):
         if place.startswith(short):
             place = long + place.removeprefix(short)

@@ -1,4 +1,4 @@
-"""What other engines compute, restated in plain Python floats from reading their code.
+"""Formulas of other engines, restated in plain Python floats from their code.
 
 One small function for each formula that is an engine's own. No line is theirs. Those that can be
 installed are run beside these in test_conformance_installed.py.

@@ -1,4 +1,4 @@
-"""The methods' formulas in plain Python floats, from the papers, sharing no line with rope_patch.
+"""Formulas of the methods in plain Python floats, from the papers, independent of rope_patch.
 
 `at` is anything with `head_dim`, `rotary_dim`, `theta` and `trained_length`. A rotation is a list
 of radians per token, one a pair, and the multiplier of cos and sin.

@@ -1,11 +1,11 @@
-"""Where implementations of NTK-aware and of dynamic scaling disagree."""
+"""Disagreements between implementations of NTK-aware and dynamic scaling."""
 
 from __future__ import annotations
 
 import engines
 import formulas
-import hugging
-from comparing import ours
+import hf_rotation
+from comparison import ours
 from disagreement import SGLANG, TRANSFORMERS, VLLM, YARN_REPO, Disagreement, link
 from formulas import Rotation
 from published import LLAMA2
@@ -15,7 +15,7 @@ from rope_patch.methods import build
 
 
 def _stepped(ratio: float) -> Rotation:
-    """What a patched model rotates by, whose growth is in steps unless told otherwise."""
+    """Return a patched model's rotation, which grows in steps by default."""
     method = build("dynamic")
     found = method.frequencies_at(Geometry(**LLAMA2.numbers()), ratio * LLAMA2.trained_length)
     return found.inv_freq.tolist(), found.attention_factor
@@ -53,7 +53,7 @@ NTK = (
         theirs=lambda: formulas.by_parts_2023_06(LLAMA2, 4),
         choice="the paper's; the older one is `ntk-by-parts-2023-06`",
         links=(link("code", YARN_REPO + "LlamaPartNTKScaledRotaryEmbedding.py"),),
-        followed=lambda: hugging.rotation(LLAMA2, "yarn", factor=4.0, attention_factor=1.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "yarn", factor=4.0, attention_factor=1.0),
     ),
     Disagreement(
         about="`dynamic` on short texts",
@@ -64,7 +64,7 @@ NTK = (
         theirs=lambda: engines.vllm_dynamic(LLAMA2, 4),
         choice="unscaled up to the trained length",
         links=(link("vllm#5093", "gh:vllm-project/vllm/issues/5093"), SGLANG),
-        followed=lambda: hugging.rotation(LLAMA2, "dynamic", 4096, factor=4.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "dynamic", 4096, factor=4.0),
     ),
     Disagreement(
         about="`dynamic` on long texts",
@@ -75,7 +75,7 @@ NTK = (
         theirs=lambda: engines.vllm_dynamic_since(LLAMA2, 4),
         choice="follows the length",
         links=(link("vllm#41277", "gh:vllm-project/vllm/pull/41277"), VLLM),
-        followed=lambda: hugging.rotation(LLAMA2, "dynamic", 16384, factor=4.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "dynamic", 16384, factor=4.0),
     ),
     Disagreement(
         about="`dynamic` as division of every pair",
@@ -92,7 +92,7 @@ NTK = (
                 "rotary_embedding.py",
             ),
         ),
-        followed=lambda: hugging.rotation(LLAMA2, "dynamic", 16384, factor=1.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "dynamic", 16384, factor=1.0),
     ),
     Disagreement(
         about="`dynamic` growth",
@@ -103,7 +103,7 @@ NTK = (
         theirs=lambda: engines.lmdeploy_ntk(LLAMA2, 6144),
         choice="as much as the length asks for",
         links=(link("lmdeploy#536", "gh:InternLM/lmdeploy/issues/536"),),
-        followed=lambda: hugging.rotation(LLAMA2, "dynamic", 6144, factor=1.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "dynamic", 6144, factor=1.0),
     ),
     Disagreement(
         about="growth in steps",
@@ -111,7 +111,7 @@ NTK = (
         where="Llama-2-7B, a patched model at 4,300 tokens",
         of="frequency",
         ours=lambda: _stepped(4300 / 4096),
-        theirs=lambda: hugging.rotation(LLAMA2, "dynamic", 4300, factor=1.0),
+        theirs=lambda: hf_rotation.rotation(LLAMA2, "dynamic", 4300, factor=1.0),
         choice="the factor rises on the grid 2^(k / 4), so that cached keys are seldom turned",
         links=(),
         followed=lambda: formulas.ntk(LLAMA2, 2**0.25),
@@ -122,7 +122,7 @@ NTK = (
         where="Llama-2-7B, max_position_embeddings and text of 16,384 tokens",
         of="frequency",
         ours=lambda: ours("dynamic", LLAMA2, seq_len=16384),
-        theirs=lambda: hugging.rotation(
+        theirs=lambda: hf_rotation.rotation(
             LLAMA2,
             "dynamic",
             16384,
@@ -132,7 +132,7 @@ NTK = (
         ),
         choice="the original length counts; saved configs keep max_position_embeddings at it",
         links=(TRANSFORMERS,),
-        followed=lambda: hugging.rotation(LLAMA2, "dynamic", 16384, factor=1.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "dynamic", 16384, factor=1.0),
     ),
     Disagreement(
         about="`dynamic-yarn`: factor n / original, or n / max_position_embeddings",
@@ -146,6 +146,6 @@ NTK = (
             link("code", YARN_REPO + "modeling_llama_yarn.py"),
             link("section 3.3", "arxiv:2309.00071"),
         ),
-        followed=lambda: hugging.rotation(LLAMA2, "yarn", factor=8.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "yarn", factor=8.0),
     ),
 )

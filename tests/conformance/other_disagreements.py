@@ -1,4 +1,4 @@
-"""Where implementations of LongRoPE, Llama 3, p-RoPE and the rest disagree."""
+"""Disagreements between implementations of LongRoPE, Llama 3, p-RoPE and others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 
 import engines
 import formulas
-import hugging
+import hf_rotation
 import stateful
-from comparing import ours
+from comparison import ours
 from disagreement import (
     MLX,
     SGLANG,
@@ -42,7 +42,7 @@ LONG_ROPE = (
         theirs=lambda: engines.vllm_longrope(LLAMA2, 16384, [1.0] * 64, [1.0] * 64),
         choice="both obeyed, as in transformers",
         links=(VLLM, SGLANG, MLX),
-        followed=lambda: hugging.rotation(
+        followed=lambda: hf_rotation.rotation(
             LLAMA2,
             "longrope",
             factor=4.0,
@@ -64,7 +64,7 @@ LONG_ROPE = (
             VLLM,
             TRANSFORMERS,
         ),
-        followed=lambda: hugging.rotation_of(PHI35, PHI35.config(), "longrope", 8192),
+        followed=lambda: hf_rotation.rotation_of(PHI35, PHI35.config(), "longrope", 8192),
     ),
     Disagreement(
         about="which set short texts get",
@@ -75,7 +75,7 @@ LONG_ROPE = (
         theirs=lambda: engines.mlx_longrope(PHI35, 131072, SHORT, LONG),
         choice="short",
         links=(MLX, VLLM, link("llama.cpp#24823", "gh:ggml-org/llama.cpp/issues/24823")),
-        followed=lambda: hugging.rotation_of(PHI35, PHI35.config(), "longrope", 2048),
+        followed=lambda: hf_rotation.rotation_of(PHI35, PHI35.config(), "longrope", 2048),
     ),
     Disagreement(
         about="a short text in a batch with a long one",
@@ -86,7 +86,7 @@ LONG_ROPE = (
         theirs=lambda: stateful.rotation_beside(PHI35, 8192, 2048),
         choice="each row by its own length",
         links=(TRANSFORMERS,),
-        followed=lambda: hugging.rotation_of(PHI35, PHI35.config(), "longrope", 2048),
+        followed=lambda: hf_rotation.rotation_of(PHI35, PHI35.config(), "longrope", 2048),
     ),
     Disagreement(
         about="a text of exactly the trained length",
@@ -103,7 +103,7 @@ LONG_ROPE = (
                 "unsloth/models/llama.py",
             ),
         ),
-        followed=lambda: hugging.rotation_of(PHI35, PHI35.config(), "longrope", 4096),
+        followed=lambda: hf_rotation.rotation_of(PHI35, PHI35.config(), "longrope", 4096),
     ),
     Disagreement(
         about="a text of one token more",
@@ -114,13 +114,13 @@ LONG_ROPE = (
         theirs=lambda: engines.sglang_longrope(PHI35, 131072, SHORT, LONG, 4097),
         choice="long, as in transformers",
         links=(SGLANG, TRANSFORMERS),
-        followed=lambda: hugging.rotation_of(PHI35, PHI35.config(), "longrope", 4097),
+        followed=lambda: hf_rotation.rotation_of(PHI35, PHI35.config(), "longrope", 4097),
     ),
 )
 
 
 def _cos_for_sin() -> Rotation:
-    """Lengths of (cos, sin) at the first positions, where sin is cos, too."""
+    """Return lengths of (cos, sin) at the first positions, where sin equals cos."""
     angles = (t * formulas.linear(MISTRAL_1, 2)[0][0] for t in range(100))
     return [math.hypot(math.cos(angle), math.cos(angle)) for angle in angles], 1.0
 
@@ -138,7 +138,7 @@ REST = (
             link("llama-models#241", "gh:meta-llama/llama-models/issues/241"),
             link("#166", "gh:meta-llama/llama-models/issues/166"),
         ),
-        followed=lambda: hugging.rotation_of(LLAMA32, LLAMA32.config(), "llama3"),
+        followed=lambda: hf_rotation.rotation_of(LLAMA32, LLAMA32.config(), "llama3"),
     ),
     Disagreement(
         about="`partial_rotary_factor`: how many pairs turn, or how large the rotated part is",
@@ -192,6 +192,6 @@ REST = (
         theirs=lambda: stateful.rotation_after_cast(LLAMA31),
         choice="computed in float64 from the config, kept in float32",
         links=(TRANSFORMERS,),
-        followed=lambda: hugging.rotation_of(LLAMA31, LLAMA31.config(), "llama3"),
+        followed=lambda: hf_rotation.rotation_of(LLAMA31, LLAMA31.config(), "llama3"),
     ),
 )

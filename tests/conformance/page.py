@@ -1,4 +1,4 @@
-"""Writes docs/conformance.md: `python tests/conformance/page.py`."""
+"""Generator of docs/conformance.md: `python tests/conformance/page.py`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import comparing
+import comparison
 from agreements import AGREEMENTS
+from config_scalings import OWN_SCALINGS
 from disagreement import Disagreement, link
 from ntk_disagreements import NTK
 from other_disagreements import LONG_ROPE, REST
-from own_scalings import OWN_SCALINGS
 from published import ALL
 from version_disagreements import ONLY_5_0, VERSIONS
 from yarn_disagreements import ATTENTION, FREQUENCIES
@@ -33,18 +33,18 @@ GROUPS = {
 
 
 def build() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n\n".join([_INTRODUCTION, *_geometries(), *_methods(), *_disagreements()]) + "\n"
 
 
 def bound(number: float) -> str:
-    """The smallest of the bounds that a difference stays under; the difference where it is none."""
+    """Return the smallest bound above a difference, or the difference if there is none."""
     found = next((f"{limit:g}" for limit in BOUNDS if number < limit), f"{number:.2g}")
     return found.replace("e-0", "e-")
 
 
 def percent(number: float) -> str:
-    """A difference in percent; above 100 % as what ours is multiplied by."""
+    """Return a difference in percent, or above 100 % as a multiple of ours."""
     if round(number, 6) <= 1:
         return f"{100 * number:.3g} %"
     return f"× {1 + number:.3g}"
@@ -102,8 +102,8 @@ def _scaling(scaling: dict | None) -> str:
 
 def _methods() -> Iterable[str]:
     yield "## Methods"
-    factors = ", ".join(f"{factor:g}" for factor in comparing.FACTORS)
-    lengths = ", ".join(f"{ratio:g}" for ratio in comparing.LENGTHS)
+    factors = ", ".join(f"{factor:g}" for factor in comparison.FACTORS)
+    lengths = ", ".join(f"{ratio:g}" for ratio in comparison.LENGTHS)
     yield _paragraph(
         f"""
         The largest relative difference is below what stands in the cell. Ours is computed in
@@ -122,8 +122,8 @@ def _methods() -> Iterable[str]:
     for method in rope_patch.list_methods():
         row = [f"`{method}`"]
         for model in ALL:
-            number = max(pair.difference() for pair in comparing.pairs(method, model))
-            row.append(bound(number) + marks[comparing.source(method, model)])
+            number = max(pair.difference() for pair in comparison.pairs(method, model))
+            row.append(bound(number) + marks[comparison.source(method, model)])
         rows.append(row)
     columns = ["", *(model.short for model in ALL)]
     yield _table(columns, rows, right=range(1, len(columns)))

@@ -1,4 +1,4 @@
-"""The rotations of published models: what their config.json says, and what that means."""
+"""Rotations of published models: their config.json, and its meaning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 @dataclass(frozen=True)
 class Published:
-    """One kind of layer of a published model.
+    """One layer type of a published model.
 
     Attributes:
         name: What people call the model.
@@ -42,15 +42,15 @@ class Published:
 
     @property
     def scaling(self) -> dict[str, Any] | None:
-        """The scaling that config.json itself asks for."""
+        """The rope_type in config.json."""
         return self.fields.get("rope_scaling")
 
     def config(self) -> PreTrainedConfig:
-        """transformers' config class, made from the published fields."""
+        """Build transformers' config from the published fields."""
         return CONFIG_MAPPING[self.model_type](**self.fields)
 
     def numbers(self) -> dict[str, Any]:
-        """The geometry as `rope_patch.frequencies` takes it."""
+        """Return the geometry as arguments of `rope_patch.frequencies`."""
         return {
             "head_dim": self.head_dim,
             "rotary_dim": self.rotary_dim,

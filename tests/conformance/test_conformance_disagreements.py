@@ -1,13 +1,13 @@
-"""Every listed disagreement is one, our choice is whose it says, and live modules do as listed."""
+"""Every listed disagreement exists, with our choice as listed, and live modules do as listed."""
 
 import math
 
-import hugging
+import hf_rotation
 import pytest
 import stateful
 import torch
 import transformers
-from comparing import Pair, difference, ours
+from comparison import Pair, difference, ours
 from engines import mlx_proportional
 from formulas import default, law, ntk, proportional
 from packaging.version import Version
@@ -86,20 +86,20 @@ def test_transformers_ignores_a_flat_scaling_where_layer_types_differ():
     make = type(GEMMA3_FULL.config())
     if OLD:
         with pytest.raises(KeyError):
-            hugging.rotary_class(GEMMA3_FULL)(make(**GEMMA3_FULL.fields, rope_parameters=flat))
+            hf_rotation.rotary_class(GEMMA3_FULL)(make(**GEMMA3_FULL.fields, rope_parameters=flat))
         return
-    module = hugging.rotary_class(GEMMA3_FULL)(make(**GEMMA3_FULL.fields, rope_parameters=flat))
+    module = hf_rotation.rotary_class(GEMMA3_FULL)(make(**GEMMA3_FULL.fields, rope_parameters=flat))
     found = module.full_attention_inv_freq.double().tolist()
     assert difference(default(GEMMA3_FULL)[0], found) < 2e-6
 
 
 @old_or_new
 def test_transformers_5_0_lacks_what_is_listed():
-    assert hugging.has("proportional") is NEW
-    config = hugging.scaled_config(
+    assert hf_rotation.has("proportional") is NEW
+    config = hf_rotation.scaled_config(
         GEMMA3_FULL, "longrope", factor=2.0, long_factor=[2.0] * 128, short_factor=[1.0] * 128
     )
-    module = hugging.rotary_class(GEMMA3_FULL)(config)
+    module = hf_rotation.rotary_class(GEMMA3_FULL)(config)
     long_text = torch.zeros(1), torch.tensor([[0, 40000]]), "full_attention"
     module(*long_text)
     flat = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -114,10 +114,10 @@ def test_transformers_5_0_lacks_what_is_listed():
         make(**GEMMA3_FULL.fields, rope_scaling=flat)
 
 
-@pytest.mark.skipif(not hugging.has("proportional"), reason="transformers has no proportional")
+@pytest.mark.skipif(not hf_rotation.has("proportional"), reason="transformers has no proportional")
 def test_transformers_divides_proportional_by_its_factor():
-    found, _ = hugging.rotation(SMOLLM2, "proportional", factor=4.0, partial_rotary_factor=0.75)
+    found, _ = hf_rotation.rotation(SMOLLM2, "proportional", factor=4.0, partial_rotary_factor=0.75)
     assert difference([f / 4 for f in proportional(SMOLLM2, 0.75)[0]], found) < 2e-6
-    found, _ = hugging.rotation(SMOLLM2, "proportional", partial_rotary_factor=0.3)
+    found, _ = hf_rotation.rotation(SMOLLM2, "proportional", partial_rotary_factor=0.3)
     assert [f > 0 for f in found] == [f > 0 for f in proportional(SMOLLM2, 0.3)[0]]
     assert [f > 0 for f in found] != [f > 0 for f in mlx_proportional(SMOLLM2, 0.3)[0]]

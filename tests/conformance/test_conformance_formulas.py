@@ -1,4 +1,4 @@
-"""The formulas and restatements that others are held against are themselves right."""
+"""Checks of the formulas and restatements that serve as references."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import formulas
 import pytest
 from agreements import AGREEMENTS
-from comparing import difference
+from comparison import difference
 
 ROWS = json.loads((Path(__file__).parents[1] / "assets" / "golden.json").read_text())
 
 
 def by_formula(row, at):
-    """A row of golden.json by the formulas."""
+    """Return a row of golden.json, computed by the formulas."""
     method, options = row["method"].split(" (")[0], dict(row["params"])
     ratio = options.pop("seq_len", 0) / row["original_length"]
     factor = options.pop("factor", None)

@@ -1,4 +1,4 @@
-"""Other packages, run where they are installed, against what we say that they compute."""
+"""Other packages, run if installed, against our restatements of them."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ import engines
 import formulas
 import pytest
 import torch
-from comparing import Pair, stretches
+from comparison import Pair, stretches
 from published import GPT_OSS, LLAMA2, LLAMA31, PHI35, SMOLLM2
 
 MODELS = pytest.mark.parametrize("model", [LLAMA2, LLAMA31, SMOLLM2, GPT_OSS], ids=str)
@@ -18,7 +18,7 @@ FACTOR = 4.0
 
 
 def mlx_rotation(model, scaling, full=None):
-    """What mlx-lm's module does to a vector of ones and zeros at position 1."""
+    """Return mlx-lm's rotation of a vector of ones and zeros at position 1."""
     mx = pytest.importorskip("mlx.core")
     ropes = pytest.importorskip("mlx_lm.models.rope_utils")
     module = ropes.initialize_rope(
@@ -31,7 +31,7 @@ def mlx_rotation(model, scaling, full=None):
 
 
 def from_cos_sin(cos, sin):
-    """Angles and the largest magnitude of a rotation by one position."""
+    """Return the angles and the largest magnitude of a rotation by one position."""
     angles = [math.atan2(s, c) for c, s in zip(cos, sin, strict=True)]
     return angles, max(math.hypot(c, s) for c, s in zip(cos, sin, strict=True))
 

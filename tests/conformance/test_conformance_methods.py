@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from comparing import pairs, source
-from own_scalings import OWN_SCALINGS
+from comparison import pairs, source
+from config_scalings import OWN_SCALINGS
 from published import ALL
 
 import rope_patch

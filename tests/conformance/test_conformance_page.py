@@ -1,13 +1,13 @@
-"""The page is what the script makes."""
+"""The page equals the script's output."""
 
-import hugging
+import hf_rotation
 import page
 import pytest
 
 import rope_patch
 
 
-@pytest.mark.skipif(not hugging.has("proportional"), reason="transformers has no proportional")
+@pytest.mark.skipif(not hf_rotation.has("proportional"), reason="transformers has no proportional")
 def test_the_page_is_up_to_date():
     assert page.PAGE.read_text(encoding="utf-8") == page.build(), (
         "docs/conformance.md is not what the code computes: run "

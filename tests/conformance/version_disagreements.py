@@ -1,9 +1,9 @@
-"""Where transformers 5.0 and transformers 5.23 disagree, with each other and with us."""
+"""Disagreements of transformers 5.0 and 5.23, with each other and with us."""
 
 from __future__ import annotations
 
 import formulas
-from comparing import ours
+from comparison import ours
 from disagreement import DEEPSEEK_CODE, TRANSFORMERS, Disagreement, link
 from published import DEEPSEEK3, GEMMA3_FULL, LLAMA2
 
@@ -13,7 +13,7 @@ from rope_patch.patching.mla_scale import SoftmaxScaled
 
 
 def _sharpened(**options: float) -> float:
-    """What a patch multiplies softmax scales by, where only a part of each head rotates."""
+    """Return a patch's multiplier of softmax scales, for heads that rotate in part."""
     method = SoftmaxScaled(inner=build("yarn", **options))
     return method.softmax_mscale(Geometry(**DEEPSEEK3.numbers())) ** 2
 

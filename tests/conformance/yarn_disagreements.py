@@ -1,4 +1,4 @@
-"""Where implementations of YaRN disagree: its frequencies, and its attention factor."""
+"""Disagreements between implementations of YaRN: frequencies and attention factor."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import engines
 import formulas
-import hugging
-from comparing import ours
+import hf_rotation
+from comparison import ours
 from disagreement import (
     DEEPSEEK_CODE,
     GPT_OSS_CODE,
@@ -50,7 +50,7 @@ FREQUENCIES = (
         theirs=lambda: formulas.yarn_of_the_paper(LLAMA2, 4),
         choice="over pairs: what every checkpoint was trained with and every engine runs",
         links=(link("eq. 18", "arxiv:2309.00071"), link("code", YARN_REPO)),
-        followed=lambda: hugging.rotation(LLAMA2, "yarn", factor=4.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "yarn", factor=4.0),
     ),
     Disagreement(
         about="blend of frequencies, or of wavelengths",
@@ -64,7 +64,7 @@ FREQUENCIES = (
             link("yarn#24", "gh:jquesnelle/yarn/issues/24"),
             LONGROPE,
         ),
-        followed=lambda: hugging.rotation(LLAMA2, "yarn", factor=32.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "yarn", factor=32.0),
     ),
     Disagreement(
         about="`truncate: false`",
@@ -78,7 +78,7 @@ FREQUENCIES = (
             MLX,
             GPT_OSS_CODE,
         ),
-        followed=lambda: hugging.rotation_of(GPT_OSS, GPT_OSS.config(), "yarn"),
+        followed=lambda: hf_rotation.rotation_of(GPT_OSS, GPT_OSS.config(), "yarn"),
     ),
     Disagreement(
         about="`truncate: false` where layer types differ",
@@ -86,7 +86,7 @@ FREQUENCIES = (
         where="Gemma-3-1B, full attention, factor 4",
         of="frequency",
         ours=lambda: ours("yarn", GEMMA3_FULL, factor=4, truncate=False),
-        theirs=lambda: hugging.rotation(GEMMA3_FULL, "yarn", factor=4.0, truncate=False),
+        theirs=lambda: hf_rotation.rotation(GEMMA3_FULL, "yarn", factor=4.0, truncate=False),
         choice="obeyed; saved as `longrope` with explicit factors, which transformers reads right",
         links=(TRANSFORMERS,),
         followed=lambda: formulas.yarn(GEMMA3_FULL, 4, truncate=False),
@@ -107,7 +107,7 @@ FREQUENCIES = (
         ),
         choice="R − 1: a slip in the authors' code, but checkpoints and engines share it",
         links=(link("KerasHub", "gh:keras-team/keras-hub/pull/2981"), link("code", YARN_REPO)),
-        followed=lambda: hugging.rotation(GEMMA3_4B_SLIDING, "yarn", factor=4.0),
+        followed=lambda: hf_rotation.rotation(GEMMA3_4B_SLIDING, "yarn", factor=4.0),
     ),
     Disagreement(
         about="direction of the ramp",
@@ -118,7 +118,7 @@ FREQUENCIES = (
         theirs=lambda: engines.litgpt_yarn(LLAMA2, 4),
         choice="fast pairs are kept",
         links=(LITGPT, link("eq. 17", "arxiv:2309.00071")),
-        followed=lambda: hugging.rotation(LLAMA2, "yarn", factor=4.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "yarn", factor=4.0),
     ),
     Disagreement(
         about="betas of Mistral: 128 and 2, or 32 and 1",
@@ -132,7 +132,7 @@ FREQUENCIES = (
             link("code", YARN_REPO + "modeling_mistral_yarn.py"),
             link("yarn#19", "gh:jquesnelle/yarn/issues/19"),
         ),
-        followed=lambda: hugging.rotation(MISTRAL_8K, "yarn", factor=16.0),
+        followed=lambda: hf_rotation.rotation(MISTRAL_8K, "yarn", factor=16.0),
     ),
     Disagreement(
         about="theta of the config, or always 10,000",
@@ -143,7 +143,7 @@ FREQUENCIES = (
         theirs=lambda: engines.yarn_repo_llama(LLAMA31, 4),
         choice="the config's",
         links=(link("code", YARN_REPO + "modeling_llama_yarn.py"),),
-        followed=lambda: hugging.rotation(LLAMA31, "yarn", factor=4.0),
+        followed=lambda: hf_rotation.rotation(LLAMA31, "yarn", factor=4.0),
     ),
     Disagreement(
         about="`factor`, or max_position_embeddings / original",
@@ -159,7 +159,7 @@ FREQUENCIES = (
             link("transformers#38224", "gh:huggingface/transformers/issues/38224"),
             link("#40320", "gh:huggingface/transformers/pull/40320"),
         ),
-        followed=lambda: hugging.rotation(QWEN3_32K, "yarn", full=40960, factor=4.0),
+        followed=lambda: hf_rotation.rotation(QWEN3_32K, "yarn", full=40960, factor=4.0),
     ),
     Disagreement(
         about="short sequences",
@@ -170,7 +170,7 @@ FREQUENCIES = (
         theirs=lambda: engines.deepseek_yarn(DEEPSEEK3, 40, full=4096),
         choice="`yarn` scales always, as in transformers; `mixed-yarn` and `dynamic-yarn` do not",
         links=(DEEPSEEK_CODE,),
-        followed=lambda: hugging.rotation_of(DEEPSEEK3, DEEPSEEK3.config(), "yarn"),
+        followed=lambda: hf_rotation.rotation_of(DEEPSEEK3, DEEPSEEK3.config(), "yarn"),
     ),
 )
 
@@ -185,7 +185,7 @@ ATTENTION = (
         theirs=lambda: ([], engines.sglang_attention(4, None, None)),
         choice="replaces the law, as in transformers and vLLM 0.33",
         links=(link("mlx-lm#1507", "gh:ml-explore/mlx-lm/pull/1507"), SGLANG, LLAMA_CPP, VLLM),
-        followed=lambda: hugging.rotation(LLAMA2, "yarn", factor=4.0, attention_factor=1.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "yarn", factor=4.0, attention_factor=1.0),
     ),
     Disagreement(
         about="`mscale` without `mscale_all_dim`, or with 0",
@@ -196,7 +196,7 @@ ATTENTION = (
         theirs=lambda: engines.mlx_yarn(LLAMA2, 40, mscale=0.707),
         choice="counts only where both are there and neither is 0, as in transformers and vLLM",
         links=(MLX, SGLANG, TRANSFORMERS),
-        followed=lambda: hugging.rotation(LLAMA2, "yarn", factor=40.0, mscale=0.707),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "yarn", factor=40.0, mscale=0.707),
     ),
     Disagreement(
         about="`mscale` with `mscale_all_dim`",
@@ -207,7 +207,7 @@ ATTENTION = (
         theirs=lambda: ([], formulas.law(40)),
         choice="their ratio; what `mscale_all_dim` sharpens goes into the softmax scale, once",
         links=(link("vllm#48621", "gh:vllm-project/vllm/issues/48621"), TRANSFORMERS),
-        followed=lambda: hugging.rotation_of(DEEPSEEK3, DEEPSEEK3.config(), "yarn"),
+        followed=lambda: hf_rotation.rotation_of(DEEPSEEK3, DEEPSEEK3.config(), "yarn"),
     ),
     Disagreement(
         about="`mscale` other than 1",
@@ -218,7 +218,7 @@ ATTENTION = (
         theirs=lambda: engines.llama_cpp_yarn(DEEPSEEK3, 40, all_dim=1.0),
         choice="obeyed, as in transformers",
         links=(LLAMA_CPP, TRANSFORMERS),
-        followed=lambda: hugging.rotation(
+        followed=lambda: hf_rotation.rotation(
             DEEPSEEK3, "yarn", factor=40.0, mscale=0.707, mscale_all_dim=1.0
         ),
     ),
@@ -231,7 +231,7 @@ ATTENTION = (
         theirs=lambda: engines.litgpt_yarn(LLAMA2, 4),
         choice="0.1 ln(factor) + 1",
         links=(LITGPT, PAPER),
-        followed=lambda: hugging.rotation(LLAMA2, "yarn", factor=4.0),
+        followed=lambda: hf_rotation.rotation(LLAMA2, "yarn", factor=4.0),
     ),
     Disagreement(
         about="the law's slope for Mistral: 0.07, or 0.1",
@@ -243,6 +243,6 @@ ATTENTION = (
         choice="0.1 for all, as in transformers; pass "
         f"`attention_factor={formulas.law(16, slope=0.07):.4g}` for these",
         links=(link("code", YARN_REPO + "modeling_mistral_yarn.py"),),
-        followed=lambda: hugging.rotation(MISTRAL_8K, "yarn", factor=16.0),
+        followed=lambda: hf_rotation.rotation(MISTRAL_8K, "yarn", factor=16.0),
     ),
 )

@@ -1,4 +1,4 @@
-"""Real checkpoints' rotations, as configs with everything else small, and methods on them."""
+"""Rotations of real checkpoints in otherwise small configs, and methods on them."""
 
 import copy
 
@@ -114,13 +114,13 @@ FACTOR = 4.0
 
 
 def model(name):
-    """A checkpoint's model without weights."""
+    """Return a checkpoint's model without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(CHECKPOINTS[name]))
 
 
 def patched(name, method, **request):
-    """A checkpoint's model with a method of `METHODS` on it."""
+    """Return a checkpoint's model patched with a method of `METHODS`."""
     found = model(name)
     kind, options = METHODS[method]
     pairs = _pairs(CHECKPOINTS[name])

@@ -1,4 +1,4 @@
-"""`rope-patch export`: what it prints, and what it takes for the model."""
+"""`rope-patch export`: its output, and the models it accepts."""
 
 import json
 import logging
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from architectures.tiny_architectures import tiny_model
 from checkpoints import CHECKPOINTS
-from reading_back import overridden
+from roundtrip import overridden
 from typer.testing import CliRunner
 
 import rope_patch

@@ -1,8 +1,8 @@
-"""Exports, read again as each engine reads them, against the rotation of the patched model."""
+"""Exports, read as each engine reads them, against the patched model's rotation."""
 
 import pytest
 from checkpoints import CHECKPOINTS, METHODS, model, patched
-from reading_back import assert_alike
+from roundtrip import assert_alike
 
 import rope_patch
 from rope_patch.exporting import ENGINES

@@ -1,4 +1,4 @@
-"""The folder that llama.cpp's converter is given: its own files, and links to all others."""
+"""Folder for llama.cpp's converter: its own files, and links to all others."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def contents(folder):
 
 
 def parts(folder):
-    """What the converter reads: conversion/base.py:index_tensors, told again."""
+    """Return the tensors the converter reads: conversion/base.py:index_tensors, restated."""
     index = folder / "model.safetensors.index.json"
     names = sorted(
         path.name

@@ -1,4 +1,4 @@
-"""llama.cpp itself on real weights, given the exported words: the same next token as here.
+"""llama.cpp itself on real weights with the exported arguments: the same next token as here.
 
 SmolLM2-135M in float32, on text four times as long as what it is told to have been trained on, so
 that every pair and the attention factor count. Needs xllamacpp, a build of llama.cpp for Python.
@@ -7,7 +7,7 @@ that every pair and the attention factor count. Needs xllamacpp, a build of llam
 import json
 from importlib import metadata
 
-import gguf_reading
+import gguf_reader
 import numpy as np
 import pytest
 import torch
@@ -72,7 +72,7 @@ def write(path, entries, stretches=None):
 
 @pytest.fixture(scope="module")
 def as_it_was(tmp_path_factory):
-    """A file converted from the model as it was, with room for what --override-kv changes."""
+    """Return a file of the unpatched model, with keys for --override-kv to change."""
     path = tmp_path_factory.mktemp("gguf") / "smollm2.gguf"
     write(path, {"rope.scaling.attn_factor": 1.0})
     yield path
@@ -80,7 +80,7 @@ def as_it_was(tmp_path_factory):
 
 
 def overridden(path, words):
-    """Does what --override-kv does, which this build has no parameter for, to the file."""
+    """Apply --override-kv to the file, because this build has no parameter for it."""
     entries = {"llama.context_length": 8192, "llama.rope.scaling.attn_factor": 1.0}
     for name, word in zip(words[::2], words[1::2], strict=True):
         if name == "--override-kv":
@@ -94,7 +94,7 @@ def overridden(path, words):
 
 
 def serve(path, words):
-    """llama.cpp with a file, told what the words of a command line tell it."""
+    """Return llama.cpp with a file and the settings of command-line arguments."""
     scalings = llama_cpp.llama_rope_scaling_type
     asked = llama_cpp.CommonParams()
     asked.model.path = str(path)
@@ -114,12 +114,12 @@ def serve(path, words):
 
 
 def next_token(path, words, tokens):
-    """Log-probabilities of the likeliest next tokens, by their ids."""
+    """Return log-probabilities of the likeliest next tokens, by id."""
     return ask(serve(path, words), tokens, 100)
 
 
 def ask(server, tokens, probabilities, keep=False):
-    """Log-probabilities of so many likeliest next tokens, by their ids."""
+    """Return log-probabilities of `count` likeliest next tokens, by id."""
     prompt = {"prompt": tokens, "n_predict": 1, "n_probs": probabilities, "cache_prompt": keep}
     answer = server.handle_completions({**prompt, "temperature": 0.0})
     answer = json.loads(answer) if isinstance(answer, str) else answer
@@ -192,7 +192,7 @@ def test_perplexity_of_a_novel(model, as_it_was, method):
     ],
 )
 def test_fields_in_the_file(model, tokens, tmp_path, method, options, tensor):
-    """As the converter writes them, told again in gguf_reading.py."""
+    """As the converter writes them, told again in gguf_reader.py."""
     if method == "longrope":  # no curve that another method makes
         still = options.pop("still", False)
         stretches = [1 + (i % 3) / 4 + 3 * i / 32 for i in range(32)]
@@ -203,9 +203,9 @@ def test_fields_in_the_file(model, tokens, tmp_path, method, options, tensor):
     ):
         found = rope_patch.export(model, "llama.cpp")
         config = {**model.config.to_dict(), **found.config}
-        file = gguf_reading.convert(config, tensors=found.tensors)
+        file = gguf_reader.convert(config, tensors=found.tensors)
         if found.tensors:
-            gguf_reading.parse(found.arguments, file)  # --override-kv, as `overridden` does it
+            gguf_reader.parse(found.arguments, file)  # --override-kv, as `overridden` does it
         stretches = file.pop("rope_freqs", None)
         del file["size"]
         assert (stretches is not None) == tensor

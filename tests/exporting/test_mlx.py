@@ -19,14 +19,14 @@ POSITIONS = (1, 37, 4000)
 
 
 def built(config):
-    """mlx-lm's model of a config, lazily: no weights are made."""
+    """Return mlx-lm's model of a config, lazily, without weights."""
     kind = config["model_type"]
     file = importlib.import_module(f"mlx_lm.models.{mlx_lm.MODEL_REMAPPING.get(kind, kind)}")
     return file.Model(file.ModelArgs.from_dict(config))
 
 
 def turned(rope, size, position):
-    """What becomes of a head whose first half is 1: cosines and sines, times the attention."""
+    """Return the rotated head whose first half is 1: cos and sin times the attention factor."""
     x = mx.concatenate([mx.ones((1, 1, 1, size // 2)), mx.zeros((1, 1, 1, size // 2))], axis=-1)
     return np.array(rope(x, offset=position))[0, 0, 0].astype(np.float64)
 

@@ -1,4 +1,4 @@
-"""Exports where a checkpoint, a method or the way to it is out of the ordinary."""
+"""Exports of unusual checkpoints, methods and combinations."""
 
 import copy
 import json
@@ -8,7 +8,7 @@ import pytest
 import torch
 from architectures.tiny_architectures import tiny_model
 from checkpoints import CHECKPOINTS, GEMMA3, PHI3_LONG, model, patched
-from reading_back import assert_alike, needs_nested_yarn
+from roundtrip import assert_alike, needs_nested_yarn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -176,7 +176,7 @@ class TestConfigs:
 
 
 class TestNested:
-    """A multimodal model around Gemma 3's text model."""
+    """Return a multimodal model around Gemma 3's text model."""
 
     def whole(self, config, method, **request):
         with torch.device("meta"):
@@ -280,7 +280,7 @@ def test_several_positions_a_token_have_no_scaling_but_yarn():
 
 
 class TestStretchesForLlamaCpp:
-    """Those that a GGUF file of Llama's architecture has as a tensor."""
+    """Check stretches that a GGUF file of Llama's architecture has as a tensor."""
 
     @pytest.mark.parametrize("name", ["Llama-2", "Llama-3.1", "Mistral"])
     def test_they_are_the_tensor_and_nothing_else(self, name):
@@ -315,7 +315,7 @@ class TestStretchesForLlamaCpp:
             rope_patch.export(found, "llama.cpp")
 
     def test_stretches_of_its_own_that_no_converter_writes(self):
-        """A model saved with its stretches, and what is built on them."""
+        """Check a model saved with its stretches, and extensions of it."""
         found, handle = patched("Llama-2", "longrope")
         config = AutoConfig.for_model(**json.loads(json.dumps(found.config.to_dict())))
         assert_alike(config, found, handle, rope_patch.export(config, "llama.cpp"), loose=True)

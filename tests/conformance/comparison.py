@@ -1,4 +1,4 @@
-"""Every method of rope_patch beside transformers, or its formula where transformers has none."""
+"""Comparison of every method with transformers, or with its formula if transformers has none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import formulas
-import hugging
+import hf_rotation
 from formulas import Rotation
 from published import Published
 
@@ -25,7 +25,7 @@ class Pair:
     theirs: Rotation
 
     def difference(self) -> float:
-        """The largest relative difference, of a frequency or the attention factor."""
+        """Return the largest relative difference of a frequency or the attention factor."""
         return max(self.of_frequency(), self.of_attention())
 
     def of_frequency(self) -> float:
@@ -36,7 +36,7 @@ class Pair:
 
 
 def difference(ours: list[float], theirs: list[float]) -> float:
-    """The largest difference relative to ours; 1 where ours stands still and theirs does not."""
+    """Return the largest difference relative to ours; 1 if ours is 0 and theirs is not."""
     if len(ours) != len(theirs):
         raise ValueError(f"expected {len(ours)} pairs, got {len(theirs)}")
     return max(
@@ -50,13 +50,13 @@ def ours(method: str, model: Published, **options: Any) -> Rotation:
 
 
 def stretches(model: Published, factor: float) -> list[float]:
-    """Made-up stretches of LongRoPE's shape: 1 for the fastest pair, the factor for the slowest."""
+    """Return stretches of LongRoPE's shape: 1 for the fastest pair, the factor for the slowest."""
     pairs = model.rotary_dim // 2
     return [factor ** (i / (pairs - 1)) for i in range(pairs)]
 
 
 def source(method: str, model: Published) -> str:
-    """What a method is held against: transformers, or its formula where that has none.
+    """Return the reference of a method: transformers, or its formula if transformers has none.
 
     The formula of "golden" is itself held against vectors of its authors' code.
     """
@@ -68,12 +68,12 @@ def source(method: str, model: Published) -> str:
 
 
 def pairs(method: str, model: Published) -> Iterator[Pair]:
-    """Rotations of a method on a model, beside transformers' or the formula's.
+    """Yield rotations of a method on a model, with transformers' or the formula's.
 
     Raises:
         NotImplementedError: This version of transformers lacks the scaling.
     """
-    plain = hugging.rotation(model, "default")
+    plain = hf_rotation.rotation(model, "default")
     length = model.trained_length
     if method == "default":
         yield Pair(ours(method, model), plain)
@@ -86,7 +86,7 @@ def pairs(method: str, model: Published) -> Iterator[Pair]:
             yield Pair(got, _theirs(inner, model, tokens / length) if ratio > 1 else plain)
         if method == "dynamic":  # transformers' own factor
             got = ours(method, model, factor=2.0, seq_len=3 * length)
-            yield Pair(got, hugging.rotation(model, "dynamic", 3 * length, factor=2.0))
+            yield Pair(got, hf_rotation.rotation(model, "dynamic", 3 * length, factor=2.0))
         return
     inner = method.removeprefix("mixed-")
     for factor in FACTORS:
@@ -102,32 +102,32 @@ def _options(method: str, model: Published, factor: float) -> dict[str, Any]:
 
 
 def _theirs(method: str, model: Published, factor: float) -> Rotation:
-    """A static method at a factor, as transformers spells it."""
+    """Return transformers' rotation for a static method at a factor."""
     length = model.trained_length
     if method == "linear":
-        return hugging.rotation(model, "linear", factor=factor)
+        return hf_rotation.rotation(model, "linear", factor=factor)
     if method == "ntk":  # dynamic scaling, at the length whose factor this is
-        return hugging.rotation(model, "dynamic", round(factor * length), factor=1.0)
+        return hf_rotation.rotation(model, "dynamic", round(factor * length), factor=1.0)
     if method == "ntk-by-parts":
-        return hugging.rotation(model, "yarn", factor=factor, attention_factor=1.0)
+        return hf_rotation.rotation(model, "yarn", factor=factor, attention_factor=1.0)
     if method == "yarn":
-        return hugging.rotation(model, "yarn", factor=factor)
+        return hf_rotation.rotation(model, "yarn", factor=factor)
     if method == "llama3":
         more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        return hugging.rotation(model, "llama3", full=2**30, factor=factor, **more)
+        return hf_rotation.rotation(model, "llama3", full=2**30, factor=factor, **more)
     if method == "abf":
         theta = formulas.critical_base(model, factor)
-        return hugging.rotation(model, "default", rope_theta=theta)
+        return hf_rotation.rotation(model, "default", rope_theta=theta)
     if method == "longrope":
         both = {"long_factor": stretches(model, factor), "short_factor": [1.0] * _pairs(model)}
-        return hugging.rotation(model, "longrope", length + 1, factor=factor, **both)
+        return hf_rotation.rotation(model, "longrope", length + 1, factor=factor, **both)
     if method == "proportional":
         return _theirs_proportional(model, 0.75)
     if method == "nope":
         return formulas.proportional(model, 0.0)
     if method == "ntk-by-parts-2023-06":
         return formulas.by_parts_2023_06(model, factor)
-    raise ValueError(f"{method} is held against nothing: add it to comparing.py")
+    raise ValueError(f"{method} is held against nothing: add it to comparison.py")
 
 
 def _pairs(model: Published) -> int:
@@ -137,13 +137,13 @@ def _pairs(model: Published) -> int:
 def _theirs_proportional(model: Published, share: float) -> Rotation:
     if source("proportional", model) == "formula":
         return formulas.proportional(model, share)
-    if not hugging.has("proportional"):
+    if not hf_rotation.has("proportional"):
         raise NotImplementedError("this version of transformers has no proportional scaling")
-    return hugging.rotation(model, "proportional", partial_rotary_factor=share)
+    return hf_rotation.rotation(model, "proportional", partial_rotary_factor=share)
 
 
 def _options_of_its_own(method: str, model: Published) -> Iterator[Pair]:
-    """Options that are not at their defaults."""
+    """Yield rotations with options off their defaults."""
     length = model.trained_length
     if method == "yarn":
         for more in (
@@ -152,25 +152,25 @@ def _options_of_its_own(method: str, model: Published) -> Iterator[Pair]:
             {"mscale": 0.707, "mscale_all_dim": 1.0},
             {"mscale": 0.707},
         ):
-            theirs = hugging.rotation(model, "yarn", factor=4.0, **more)
+            theirs = hf_rotation.rotation(model, "yarn", factor=4.0, **more)
             yield Pair(ours(method, model, factor=4.0, **more), theirs)
         # Where layer types differ, transformers overlooks it: see the disagreements.
         theirs = formulas.yarn(model, 4.0, truncate=False)
         if model.layer_type is None:
-            theirs = hugging.rotation(model, "yarn", factor=4.0, truncate=False)
+            theirs = hf_rotation.rotation(model, "yarn", factor=4.0, truncate=False)
         yield Pair(ours(method, model, factor=4.0, truncate=False), theirs)
     elif method == "llama3":
         more = {"low_freq_factor": 2.0, "high_freq_factor": 8.0}
-        theirs = hugging.rotation(model, "llama3", full=2**30, factor=8.0, **more)
+        theirs = hf_rotation.rotation(model, "llama3", full=2**30, factor=8.0, **more)
         yield Pair(ours(method, model, factor=8.0, **more), theirs)
     elif method == "longrope":
         both = {"long_factor": stretches(model, 8.0), "short_factor": stretches(model, 2.0)}
         for tokens in (length, length + 1):
-            theirs = hugging.rotation(model, "longrope", tokens, factor=8.0, **both)
+            theirs = hf_rotation.rotation(model, "longrope", tokens, factor=8.0, **both)
             yield Pair(ours(method, model, factor=8.0, seq_len=tokens, **both), theirs)
     elif method == "proportional":
         theirs = _theirs_proportional(model, 0.25)
         yield Pair(ours(method, model, factor=4.0, partial_rotary_factor=0.25), theirs)
     elif method == "abf":
-        theirs = hugging.rotation(model, "default", rope_theta=8e6)
+        theirs = hf_rotation.rotation(model, "default", rope_theta=8e6)
         yield Pair(ours(method, model, factor=4.0, new_theta=8e6), theirs)

@@ -1,4 +1,4 @@
-"""The scalings of published models, by our methods and by transformers on their own configs."""
+"""Scalings of published models, by our methods and by transformers on their own configs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import hugging
-from comparing import Pair, ours
+import hf_rotation
+from comparison import Pair, ours
 from published import DEEPSEEK3, GPT_OSS, LLAMA31, LLAMA32, PHI35, Published
 
 
@@ -31,14 +31,14 @@ class OwnScaling:
         return self.model.name
 
     def spelled(self) -> str:
-        """The method with its options, lists left out."""
+        """Return the method with its options, without lists."""
         options = (f"{k}={v:g}" for k, v in self.options.items() if not isinstance(v, list))
         return f"`{self.method}`, " + ", ".join(options).replace("truncate=0", "truncate=False")
 
     def pairs(self) -> Iterator[Pair]:
         config = self.model.config()
         for tokens in self.lengths:
-            theirs = hugging.rotation_of(self.model, config, self.method, tokens)
+            theirs = hf_rotation.rotation_of(self.model, config, self.method, tokens)
             yield Pair(ours(self.method, self.model, seq_len=tokens, **self.options), theirs)
 
     def number(self) -> float:

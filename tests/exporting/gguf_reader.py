@@ -1,4 +1,4 @@
-"""How llama.cpp turns a config and words into a rotation, told again in float64 from its own code.
+"""Rotations of llama.cpp from a config and flags, restated in float64 from its code.
 
 The converter as conversion/base.py, llama.py and phi.py (until build 11549) write a GGUF file's
 entries; the rest as src/llama-context.cpp, src/llama-model.cpp and ggml's rope_yarn read them.
@@ -7,13 +7,13 @@ entries; the rest as src/llama-context.cpp, src/llama-model.cpp and ggml's rope_
 import math
 
 import numpy as np
-from readings import Unread, head_size, llama3, need, plain, su, yarn_ramp
+from engine_formulas import Unread, head_size, llama3, need, plain, su, yarn_ramp
 
 _LLAMA = ("llama", "mistral", "mixtral")
 
 
 def convert(config, release="new", tensors=None):
-    """A GGUF file's entries and tensors, by the names they have there without the architecture.
+    """A GGUF file's keys and tensors, named without the architecture.
 
     Args:
         config: config.json, a dict.
@@ -71,7 +71,7 @@ def convert(config, release="new", tensors=None):
 
 
 def parse(words, file):
-    """What flags say; --override-kv changes the file's entries."""
+    """Return the values of flags; --override-kv changes the file's keys."""
     flags, words = {}, list(words)
     while words:
         name, value = words.pop(0), words.pop(0)
@@ -92,7 +92,7 @@ def parse(words, file):
 
 
 def rotate(file, words, sliding=False, release="new"):
-    """A layer's rotation.
+    """Return a layer's rotation.
 
     Args:
         file: From `convert`.

@@ -1,4 +1,4 @@
-"""How other engines turn a config into a rotation, told again in float64 from their own code.
+"""Rotations of other engines from a config, restated in float64 from their code.
 
 Each reading gives (radians per token of every pair, multiplier of cos and sin), or raises
 `Unread` where the engine would stop, or make something else than a rotation by the config.
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Unread(Exception):
-    """The engine does not take this."""
+    """The engine does not support a config."""
 
 
 def need(condition, what):
@@ -27,7 +27,7 @@ def law(factor, weight=1.0):
 
 
 def yarn_ramp(theta, size, original, fast, slow, truncate=True):
-    """1 where a pair is interpolated, 0 where it is kept."""
+    """Return 1 where a pair is interpolated, 0 where it is kept."""
 
     def pair(turns):
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -61,7 +61,7 @@ def llama3(theta, size, factor, low, high, original):
 
 
 def su(length, original):
-    """LongRoPE's attention factor from two lengths."""
+    """Return LongRoPE's attention factor from two lengths."""
     scale = length / original
     return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
 

@@ -1,11 +1,11 @@
-"""What engines make of an export: told again in float64 from their code, or transformers' own."""
+"""Rotations of engines from an export: restated in float64, or transformers' own."""
 
 import copy
 
-import gguf_reading
+import engine_formulas
+import gguf_reader
 import numpy as np
 import pytest
-import readings
 import transformers
 from transformers import AutoConfig, Gemma3TextConfig
 
@@ -15,7 +15,7 @@ from rope_patch.pretrained.loading import empty_model
 
 
 def needs_nested_yarn():
-    """Skips under a transformers that cannot read YaRN for one of several layer types (5.0)."""
+    """Skip if transformers cannot read YaRN for one of several layer types (5.0)."""
     rope = {
         "rope_type": "yarn",
         "rope_theta": 1e6,
@@ -30,7 +30,7 @@ def needs_nested_yarn():
 
 
 def assert_alike(original, found, handle, export, loose=False):
-    """Every release that is known here rotates by an export as the patched model does.
+    """Assert that every restated release rotates an export as the patched model does.
 
     Args:
         original: The checkpoint's text config.
@@ -55,12 +55,12 @@ def assert_alike(original, found, handle, export, loose=False):
 
 
 def written(original, fields):
-    """The checkpoint's config.json with an export's fields in it."""
+    """Return the checkpoint's config.json with an export's fields in it."""
     return {**original.to_dict(), **copy.deepcopy(fields)}
 
 
 def overridden(original, fields, merges=False):
-    """The checkpoint's config as an engine on transformers 5 overrides it.
+    """Return the checkpoint's config as an engine on transformers 5 overrides it.
 
     Args:
         original: The config.
@@ -79,7 +79,7 @@ def overridden(original, fields, merges=False):
 
 
 def read(original, export, kind):
-    """What every release that is known here makes of an export, for one layer type."""
+    """Return the rotation of every restated release for an export, for one layer type."""
     engine = export.engine
     if kind is not None and "yarn" in str(export.config):
         needs_nested_yarn()
@@ -88,34 +88,36 @@ def read(original, export, kind):
     if engine == "transformers":
         yield from hugging_face(written(original, export.config), kind)
     elif engine == "transformers4":
-        yield readings.transformers4(written(original, export.config), sliding)
+        yield engine_formulas.transformers4(written(original, export.config), sliding)
     elif engine == "mlx":
-        yield readings.mlx(written(original, export.config), sliding)
+        yield engine_formulas.mlx(written(original, export.config), sliding)
     elif engine == "llama.cpp":
         for release in ("old", "new"):
             if "--rope-scaling" in words:
-                file = gguf_reading.convert(original.to_dict(), release)
-                yield gguf_reading.rotate(file, export.arguments, sliding, release)
+                file = gguf_reader.convert(original.to_dict(), release)
+                yield gguf_reader.rotate(file, export.arguments, sliding, release)
             if export.config:
                 config = written(original, export.config)
-                file = gguf_reading.convert(config, release, export.tensors)
-                yield gguf_reading.rotate(file, export.arguments, sliding, release)
+                file = gguf_reader.convert(config, release, export.tensors)
+                yield gguf_reader.rotate(file, export.arguments, sliding, release)
                 if "--rope-scaling" in words and "attn_factor" not in str(words):
-                    yield gguf_reading.rotate(file, ["-c", words["-c"]], sliding, release)
+                    yield gguf_reader.rotate(file, ["-c", words["-c"]], sliding, release)
     elif engine == "sglang":
         for merges in (False, True):
             config = overridden(original, export.config, merges)
             length, rope = int(words["--context-length"]), config.rope_parameters
-            yield readings.sglang(config.to_dict(), rope, length, sliding)
+            yield engine_formulas.sglang(config.to_dict(), rope, length, sliding)
     else:
         config = overridden(original, export.config)
         rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
         for release in ("old", "new"):
-            yield readings.vllm(config.to_dict(), rope, int(words["--max-model-len"]), release)
+            yield engine_formulas.vllm(
+                config.to_dict(), rope, int(words["--max-model-len"]), release
+            )
 
 
 def hugging_face(said, kind):
-    """transformers' own rotary module on a config.json."""
+    """Return transformers' own rotary module for a config.json."""
     said.pop("transformers_version", None)
     config = AutoConfig.for_model(**said)
     (rotary,) = find_rotaries(empty_model("", config))

@@ -15,12 +15,12 @@ _MODULES = {"gemma3_text": "gemma3"}
 
 
 def has(kind: str) -> bool:
-    """Whether this version of transformers knows the scaling."""
+    """Return whether this version of transformers knows the scaling."""
     return kind == "default" or kind in ROPE_INIT_FUNCTIONS
 
 
 def rotary_class(model: Published) -> Any:
-    """The module that rotates in the model, without any weights."""
+    """Return the model's rotary module, without weights."""
     name = _MODULES.get(model.model_type, model.model_type)
     module = import_module(f"transformers.models.{name}.modeling_{name}")
     return next(
@@ -31,7 +31,7 @@ def rotary_class(model: Published) -> Any:
 
 
 def scaled_config(model: Published, kind: str, full: int | None = None, **parameters: Any) -> Any:
-    """The model's config with another scaling than its own.
+    """Return the model's config with another scaling.
 
     Args:
         model: The layers meant; others keep what they have.
@@ -57,7 +57,7 @@ def scaled_config(model: Published, kind: str, full: int | None = None, **parame
 def rotation(
     model: Published, kind: str, tokens: int | None = None, full: int | None = None, **more: Any
 ) -> Rotation:
-    """What transformers computes for `scaled_config` and a sequence of so many tokens."""
+    """Return transformers' rotation for `scaled_config` and a sequence length."""
     return rotation_of(model, scaled_config(model, kind, full, **more), kind, tokens)
 
 
