@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rope_patch.methods import frequencies, list_methods  # these need no torch
+from rope_patch.utils.deprecation import warn_renamed
 
 if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
@@ -70,10 +70,8 @@ if not TYPE_CHECKING:  # or type checkers would accept any name
     def __getattr__(name):
         """Import a public name, or a submodule, on first use."""
         if name in _RENAMED:
-            new = _RENAMED[name]
-            message = f"rope_patch.{name} is now rope_patch.{new}; the old name goes with the next"
-            warnings.warn(f"{message} version", DeprecationWarning, stacklevel=2)
-            return getattr(import_module("rope_patch"), new)
+            warn_renamed(f"rope_patch.{name}", f"rope_patch.{_RENAMED[name]}")
+            return getattr(import_module("rope_patch"), _RENAMED[name])
         if name in _MODULES:
             value = getattr(import_module(f"rope_patch.{_MODULES[name]}"), name)
         elif name == "__version__":

@@ -29,7 +29,7 @@ ORDERS = [
     "import rope_patch.methods",
     "import rope_patch.methods.yarn",
     "from rope_patch.methods import list_methods",
-    "from rope_patch.methods.registry import get",
+    "from rope_patch.methods.registry import get_method",
     "import rope_patch; import rope_patch.methods",
 ]
 
@@ -83,7 +83,7 @@ for statement in {ORDERS!r}:
     from rope_patch import methods
     from rope_patch.methods.yarn import YaRN
     assert methods is rope_patch.methods is sys.modules["rope_patch.methods"]
-    assert methods.registered()["yarn"] is YaRN
+    assert methods.registered_methods()["yarn"] is YaRN
     for name in [name for name in sys.modules if name.split(".")[0] == "rope_patch"]:
         del sys.modules[name]
 assert "torch" not in sys.modules
@@ -96,6 +96,8 @@ def test_old_names_work_and_name_the_new_ones():
         assert rope_patch.methods() == rope_patch.list_methods()
     with pytest.warns(DeprecationWarning, match=r"rope_patch\.SearchResult"):
         assert rope_patch.Found is rope_patch.SearchResult
+    with pytest.warns(DeprecationWarning, match=r"rope_patch\.ops\.pack_frequencies"):
+        assert rope_patch.ops.make_turns is rope_patch.ops.pack_frequencies
 
 
 def test_every_public_name_is_there():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method
 from rope_patch.methods.registry import build, registered_methods
+from rope_patch.utils.deprecation import warn_renamed
 
 __all__ = ["Frequencies", "Method", "build", "frequencies", "list_methods", "registered_methods"]
 
@@ -79,12 +79,7 @@ class _Callable(ModuleType):
     """This package, which can still be called as the function `rope_patch.methods()` once could."""
 
     def __call__(self) -> dict[str, str]:
-        warnings.warn(
-            "rope_patch.methods() is now rope_patch.list_methods(); the old name goes with the "
-            "next version",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        warn_renamed("rope_patch.methods()", "rope_patch.list_methods()")
         return list_methods()
 
 

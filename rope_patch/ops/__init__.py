@@ -1,5 +1,7 @@
 """Rotation of queries and keys, in Triton where it runs and in plain torch everywhere else."""
 
+from typing import TYPE_CHECKING
+
 from rope_patch.ops.angles import cos_sin, pack_frequencies
 from rope_patch.ops.dispatch import (
     KERNELS,
@@ -9,6 +11,7 @@ from rope_patch.ops.dispatch import (
     triton_unavailable_reason,
     use_triton,
 )
+from rope_patch.utils.deprecation import warn_renamed
 
 __all__ = [
     "KERNELS",
@@ -20,3 +23,12 @@ __all__ = [
     "triton_unavailable_reason",
     "use_triton",
 ]
+
+if not TYPE_CHECKING:  # or type checkers would accept any name
+
+    def __getattr__(name):
+        """Return what an old name stands for."""
+        if name != "make_turns":
+            raise AttributeError(f"module 'rope_patch.ops' has no attribute {name!r}")
+        warn_renamed("rope_patch.ops.make_turns", "rope_patch.ops.pack_frequencies")
+        return pack_frequencies
