@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rope_patch.pretrained.transformers_registry import register, unregister
     from rope_patch.recommending import recommend
     from rope_patch.searching import SearchResult, search
+    from rope_patch.utils.errors import Refused
 
     __version__: str
 
@@ -25,6 +26,7 @@ __all__ = [
     "Diagnosis",
     "Export",
     "Patch",
+    "Refused",
     "SearchResult",
     "current",
     "diagnose",
@@ -48,6 +50,7 @@ _MODULES = {
     "Diagnosis": "diagnosing",
     "Export": "exporting",
     "Patch": "patching",
+    "Refused": "utils.errors",
     "SearchResult": "searching",
     "current": "patching",
     "diagnose": "diagnosing",

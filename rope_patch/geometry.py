@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rope_patch.utils.errors import Refused
+
 if TYPE_CHECKING:
     import torch  # takes seconds, so it is imported where numbers are computed
 
@@ -37,16 +39,16 @@ class Geometry:
         if not self.rotary_dim:
             object.__setattr__(self, "rotary_dim", self.head_dim)
         if self.head_dim < 2 or self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
-            raise ValueError(
+            raise Refused(
                 f"rotary_dim must be even and between 2 and head_dim, got rotary_dim="
                 f"{self.rotary_dim} with head_dim={self.head_dim}"
             )
         if not self.theta > 1:
-            raise ValueError(f"theta (the rope base) must be above 1, got {self.theta}")
+            raise Refused(f"theta (the rope base) must be above 1, got {self.theta}")
         if self.trained_length < 1:
-            raise ValueError(f"trained_length must be a token count, got {self.trained_length}")
+            raise Refused(f"trained_length must be a token count, got {self.trained_length}")
         if self.base and len(self.base) != self.rotary_dim // 2:
-            raise ValueError(
+            raise Refused(
                 f"base must have one number for each of the {self.rotary_dim // 2} rotated pairs, "
                 f"got {len(self.base)}"
             )

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rope_patch.geometry import Geometry
+from rope_patch.utils.errors import Refused
 
 START_CHOICES = ("auto", "unscaled", "running")
 
@@ -63,12 +64,12 @@ def read_geometries(
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
-        raise ValueError(
+        raise Refused(
             f"{type(config).__name__} has no rope_parameters: expected a decoder with rotary "
             "position embeddings (Llama, Qwen, Gemma, ...)"
         )
     if not isinstance(parameters, dict):
-        raise ValueError(f"rope_parameters must be a dict, got {parameters!r} in the config")
+        raise Refused(f"rope_parameters must be a dict, got {parameters!r} in the config")
     return {
         layer_type: _read_geometry(config, layer_type, layer_parameters, trained_length, start)
         for layer_type, layer_parameters in by_layer_type(parameters).items()
@@ -112,7 +113,7 @@ def require_valid_rope_config(config_dict: dict[str, Any]) -> None:
     known = {"default", *ROPE_INIT_FUNCTIONS}
     rope_types = {config_rope_type(inner) for inner in by_layer_type(parameters).values()}
     for rope_type in rope_types - known:
-        raise ValueError(
+        raise Refused(
             f"rope_type must be one that transformers knows ({', '.join(sorted(known))}), got "
             f"{rope_type!r} in the config"
         )
@@ -132,15 +133,13 @@ def config_rope_type(parameters: dict[str, Any]) -> str:
     if len(names) == 2 and _ALIASES.get(str(names[1])) == names[0]:
         return str(names[0])
     if len({str(name) for name in names}) > 1:
-        raise ValueError(
+        raise Refused(
             f"the config names two scalings, rope_type={names[0]!r} and type={names[1]!r}: "
             "leave one of them out"
         )
     rope_type = names[0] if names else "default"
     if not isinstance(rope_type, str):
-        raise ValueError(
-            f"rope_type must be a name such as 'yarn', got {rope_type!r} in the config"
-        )
+        raise Refused(f"rope_type must be a name such as 'yarn', got {rope_type!r} in the config")
     return rope_type
 
 
@@ -156,12 +155,12 @@ def extends_scaled_frequencies(parameters: dict[str, Any], start: str) -> bool:
             length.
     """
     if start not in START_CHOICES:
-        raise ValueError(f"start must be one of {', '.join(START_CHOICES)}, got {start!r}")
+        raise Refused(f"start must be one of {', '.join(START_CHOICES)}, got {start!r}")
     rope_type = config_rope_type(parameters)
     if rope_type == "default":
         return False
     if start == "running" and rope_type == "dynamic":
-        raise ValueError(
+        raise Refused(
             "start='running' needs frequencies that stay, and the config's own scaling, "
             "'dynamic', changes them with the length; use start='unscaled'"
         )
@@ -184,7 +183,7 @@ def _read_geometry(
             1.0  # there it is the share of pairs that rotate, maybe none; all dimensions are pairs
         )
     if int(head_dim * share) < 2:
-        raise ValueError(
+        raise Refused(
             f"partial_rotary_factor must leave at least one pair of the {head_dim} dimensions of a "
             f"head, got {share:g} in the config's rope_parameters"
         )
@@ -207,13 +206,13 @@ def _head_dim(config: Any, layer_type: str | None) -> int:
     if head_dim is None:
         for name in ("hidden_size", "num_attention_heads"):
             if not _is_count(getattr(config, name, None)):
-                raise ValueError(
+                raise Refused(
                     f"{type(config).__name__} says neither head_dim nor {name}, so the size of a "
                     f"head is unknown: {name} is {getattr(config, name, None)!r}"
                 )
         head_dim = config.hidden_size // config.num_attention_heads
     if not _is_count(head_dim) or head_dim < 2:
-        raise ValueError(
+        raise Refused(
             f"head_dim must be a whole number, at least 2, got {head_dim!r} in "
             f"{type(config).__name__}"
         )
@@ -227,7 +226,7 @@ def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
     if original is None and rope_type != "default":
         original = getattr(config, "original_max_position_embeddings", None)
     if original is not None and not _is_count(original):
-        raise ValueError(
+        raise Refused(
             "original_max_position_embeddings must be a whole number of tokens, at least 1, got "
             f"{original!r} in the config"
         )
@@ -239,7 +238,7 @@ def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
     elif rope_type == "default":
         trained_length = original or max_positions
     elif original is None:
-        raise ValueError(
+        raise Refused(
             f"the checkpoint's own config already scales its rotation with {rope_type!r} and does "
             "not say for how many tokens it was trained before; pass trained_length=..., or "
             "start='running' to extend what the model runs with"
@@ -247,7 +246,7 @@ def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
     else:
         trained_length = original
     if not _is_count(trained_length):
-        raise ValueError(
+        raise Refused(
             f"{type(config).__name__} does not say on how many tokens the model was trained "
             f"(max_position_embeddings is {max_positions!r:.40}); pass trained_length=..."
         )
@@ -269,14 +268,14 @@ def _require_rope_keys(parameters: dict[str, Any]) -> None:
             and value
             and all(_is_number(v) and v > 0 for v in value)
         ):
-            raise ValueError(
+            raise Refused(
                 f"{name} must be a list of numbers above 0 in the config's rope_parameters, got "
                 f"{'nothing' if value is None else repr(value)}"
             )
     if rope_type == "longrope" and len(parameters["long_factor"]) != len(
         parameters["short_factor"]
     ):
-        raise ValueError(
+        raise Refused(
             "long_factor and short_factor must both have one number for each rotated pair, got "
             f"{len(parameters['long_factor'])} and {len(parameters['short_factor'])} in the config"
         )
@@ -299,7 +298,7 @@ def _read_number(parameters: dict[str, Any], name: str, *, least: float) -> floa
     value = parameters.get(name)
     if not _is_number(value) or float(value) < least:  # type: ignore[arg-type]
         got = "nothing" if value is None else repr(value)
-        raise ValueError(
+        raise Refused(
             f"{name} must be a number of at least {least:g} in the config's rope_parameters, got "
             f"{got}"
         )

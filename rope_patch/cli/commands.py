@@ -26,6 +26,7 @@ from rope_patch.cli import (
     verbosity,
 )
 from rope_patch.cli.interrupt import EXIT_CODE
+from rope_patch.utils.errors import Refused
 
 # Aliases of options by command: the alias, and the name shown in the help.
 _ALIASES = {
@@ -75,7 +76,7 @@ class Command(TyperCommand):
             raise typer.Exit(EXIT_CODE) from None
         except ValueError as error:
             message = self._in_options(str(error))
-            if type(error) is not ValueError or message == str(error):
+            if type(error) not in (ValueError, Refused) or message == str(error):
                 raise
             raise ValueError(message) from error
 

@@ -12,6 +12,7 @@ from rope_patch.diagnosing.layer_facts import Facts
 from rope_patch.diagnosing.pairs import PairTable
 from rope_patch.patching import check
 from rope_patch.patching.architecture.attention_source import inspect_forward, undecorated_forward
+from rope_patch.utils.errors import Refused
 
 # Largest factor recommended without training: what this project measured (SmolLM2, README). The
 # YaRN paper's own models, x16 and x32, were trained.
@@ -254,7 +255,7 @@ def _patch_error(facts: Facts, method: str, request: dict[str, Any]) -> str | No
         return facts.subject.problem
     try:
         check(facts.subject.model, method, length=facts.target_length, **request)
-    except (ValueError, TypeError) as error:
+    except Refused as error:
         return str(error)
     return None
 

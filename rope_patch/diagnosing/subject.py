@@ -18,7 +18,7 @@ from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_r
 from rope_patch.pretrained.adapters import adapter_base, is_adapter
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.pretrained.saving import ADAPTER_CONFIG, read_sidecar
-from rope_patch.utils.errors import describe_error, parse_json
+from rope_patch.utils.errors import Refused, describe_error, parse_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def _without_weights(full_config: Any, *, path: str, **fields: Any) -> Subject:
 def _find_rotaries(model: nn.Module) -> tuple[list[RotaryModule], str | None]:
     try:
         return find_rotaries(model), None
-    except ValueError as error:
+    except Refused as error:
         return [], str(error)
 
 

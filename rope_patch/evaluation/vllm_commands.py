@@ -27,6 +27,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.pretrained.saving import read_sidecar
 from rope_patch.utils import atomic_files
+from rope_patch.utils.errors import Refused
 
 ENGINES = ("vllm",)
 
@@ -88,7 +89,7 @@ def commands(engine: str, request: EvalRequest) -> list[str]:
         for name, run in runs.items():
             try:
                 overrides = config_overrides(config, plan, run["length"])
-            except ValueError as error:
+            except Refused as error:
                 raise ValueError(f"{error}; leave it out, or {_ALTERNATIVE}") from error
             arguments = {
                 "pretrained": path,

@@ -12,6 +12,7 @@ from rope_patch.exporting import llama_cpp, mlx, sglang, transformers, vllm
 from rope_patch.exporting.folder import write_folder
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.target import Target
+from rope_patch.utils.errors import Refused
 
 __all__ = ["ENGINES", "Export", "export", "write_folder"]
 
@@ -53,4 +54,4 @@ def require_engine(engine: str) -> None:
     if engine not in _EXPORTERS:
         close = get_close_matches(str(engine), ENGINES, n=1, cutoff=0.5)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")
+        raise Refused(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")

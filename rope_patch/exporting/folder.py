@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from rope_patch.exporting.result import Export
 from rope_patch.utils import atomic_files
-from rope_patch.utils.errors import parse_json
+from rope_patch.utils.errors import Refused, parse_json
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 # llama.cpp's converter takes model*.safetensors, sorted, and older converters guess the output type
@@ -52,12 +52,12 @@ def write_folder(
     """
     source, folder = Path(source), Path(folder)
     if export.engine != "llama.cpp":
-        raise ValueError(
+        raise Refused(
             f"a folder is made for llama.cpp's converter, got an export for {export.engine}: pass "
             "it as its notes say"
         )
     if not export.config:
-        raise ValueError(
+        raise Refused(
             "there is nothing to convert anew: the words of this export are for a GGUF file that "
             "was converted from the model as it was"
         )
@@ -80,7 +80,7 @@ def require_new_folder(folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not empty: expected a new folder, as nothing is overwritten")
+        raise Refused(f"{folder} is not empty: expected a new folder, as nothing is overwritten")
     atomic_files.require_writable_folder(folder, "the converter's files")
 
 
@@ -126,13 +126,13 @@ def merge_config(config: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 def _weight_files(source: Path) -> list[Path]:
     """Return the weight files that the converter reads."""
     if not source.is_dir():
-        raise ValueError(
+        raise Refused(
             f"{source} is not a folder: the weights are linked from where they lie; download the "
             "model first (hf download NAME --local-dir FOLDER)"
         )
     paths = [path for path in sorted(source.glob("model*.safetensors")) if path.name != SHARD]
     if not paths or not (source / CONFIG).is_file():
-        raise ValueError(
+        raise Refused(
             f"{source} has no config.json with model*.safetensors beside it, which the converter "
             "reads: save the model there with save_pretrained"
         )
@@ -143,7 +143,7 @@ def _require_new_tensors(export: Export, weights: list[Path]) -> None:
     for path in weights:
         with safe_open(path, framework="pt") as opened:
             if existing := export.tensors.keys() & set(opened.keys()):
-                raise ValueError(
+                raise Refused(
                     f"{path} has {', '.join(sorted(existing))} already: export from a checkpoint "
                     "without it"
                 )
@@ -168,7 +168,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(parse_json(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): get the checkpoint again") from error
+        raise Refused(f"{path} is damaged ({error}): get the checkpoint again") from error
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from rope_patch.patching.mla_scale import SoftmaxScaled, find_mla_attentions
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained.loading import empty_model
 from rope_patch.rope_config import LONGROPE_ONLY, by_layer_type, config_rope_type
+from rope_patch.utils.errors import Refused
 
 STATIC_ALTERNATIVE = (
     "use a method whose frequencies stay, such as yarn, or transformers with rope_patch"
@@ -234,7 +235,7 @@ class Target:
         """Whether pairs are known to be half a head apart, rather than neighbours."""
         try:
             return not is_interleaved(*self.rotary)
-        except ValueError:
+        except Refused:
             return False
 
     @property
@@ -261,9 +262,9 @@ class Target:
         """Nest fields of the text config as in the whole config."""
         return nest_fields(self.config, fields)
 
-    def refuse(self, engine: str, reason: str) -> ValueError:
+    def refuse(self, engine: str, reason: str) -> Refused:
         """Return the error for a rotation that an engine has no form for."""
-        return ValueError(f"{engine} cannot run {self.name}: {reason}")
+        return Refused(f"{engine} cannot run {self.name}: {reason}")
 
     def require_config_form(self, engine: str, instead: str) -> None:
         """Raise unless a transformers config expresses the rotation; `instead` is the advice."""

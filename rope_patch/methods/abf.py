@@ -13,6 +13,7 @@ from typing import Any
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method, option, require_number
 from rope_patch.methods.registry import register
+from rope_patch.utils.errors import Refused
 
 
 @register("abf", paper="ABF, arXiv:2309.16039; base from arXiv:2310.05209", training="needed")
@@ -29,7 +30,7 @@ class ABF(Method):
         if self.new_theta is not None:
             require_number("new_theta", self.new_theta)
             if self.new_theta <= 1:
-                raise ValueError(f"new_theta must be above 1, got {self.new_theta}")
+                raise Refused(f"new_theta must be above 1, got {self.new_theta}")
 
     def theta(self, geometry: Geometry) -> float:
         """Return the base of the scaled rotation.
@@ -40,14 +41,14 @@ class ABF(Method):
         """
         if self.new_theta is not None:
             if self.new_theta < geometry.theta:
-                raise ValueError(
+                raise Refused(
                     f"new_theta must be above the model's own theta, {geometry.theta:g}, got "
                     f"{self.new_theta:g}: a smaller base shortens the reach"
                 )
             return float(self.new_theta)
         trained = geometry.trained_length / (2 * math.pi)
         if trained <= 1:
-            raise ValueError(
+            raise Refused(
                 f"a trained_length of {geometry.trained_length} tokens is less than one turn of "
                 "the fastest pair, too short to derive a base from; pass new_theta=..."
             )

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rope_patch.geometry import Geometry
-from rope_patch.utils.errors import one_line
+from rope_patch.utils.errors import Refused, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ class Method(ABC):
     def __post_init__(self) -> None:
         require_number("factor", self.factor)
         if self.factor < 1:
-            raise ValueError(
+            raise Refused(
                 f"factor must be at least 1 (target length / trained length), got {self.factor}: "
                 "a method extends a context, it does not shorten one"
             )
@@ -170,14 +170,14 @@ def require_number(name: str, value: Any) -> None:
     except OverflowError:  # an integer beyond the range of floats
         finite = False
     if not finite:
-        raise ValueError(f"{name} must be finite, got {one_line(repr(value), 60)}")
+        raise Refused(f"{name} must be finite, got {one_line(repr(value), 60)}")
 
 
 def require_tokens(name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless `value` is a whole number of at least 1."""
     require_number(name, value)
     if value < 1 or value != int(value):
-        raise ValueError(f"{name} must be a whole number of tokens, at least 1, got {value!r}")
+        raise Refused(f"{name} must be a whole number of tokens, at least 1, got {value!r}")
 
 
 def _to_plain_data(value: Any) -> Any:

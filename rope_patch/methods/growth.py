@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rope_patch.methods.base import Method, option
+from rope_patch.utils.errors import Refused
 
 _GROWTH_CHOICES = ("stepped", "exact")
 _STEPS_PER_DOUBLING = 4  # the factor is on the grid 2^(k / 4)
@@ -27,7 +28,7 @@ class LengthGrowth(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.growth not in _GROWTH_CHOICES:
-            raise ValueError(
+            raise Refused(
                 f"growth must be one of {', '.join(_GROWTH_CHOICES)}, got {self.growth!r}"
             )
 

@@ -20,6 +20,7 @@ from rope_patch.methods.base import (
     require_number,
 )
 from rope_patch.methods.registry import register
+from rope_patch.utils.errors import Refused
 
 
 @register("llama3", paper="Llama 3.1, arXiv:2407.21783", training="not needed, but helps")
@@ -37,7 +38,7 @@ class Llama3(Method):
         require_number("low_freq_factor", self.low_freq_factor)
         require_number("high_freq_factor", self.high_freq_factor)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
+            raise Refused(
                 "low_freq_factor must be above 0 and below high_freq_factor, got "
                 f"low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}"
             )

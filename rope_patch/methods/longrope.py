@@ -26,6 +26,7 @@ from rope_patch.methods.base import (
     require_number,
 )
 from rope_patch.methods.registry import register
+from rope_patch.utils.errors import Refused
 
 
 @register("longrope", paper="LongRoPE, arXiv:2402.13753", training="not needed, but helps")
@@ -57,10 +58,10 @@ class LongRoPE(Method):
         if self.attention_factor is not None:
             require_number("attention_factor", self.attention_factor)
             if self.attention_factor <= 0:
-                raise ValueError(f"attention_factor must be above 0, got {self.attention_factor}")
+                raise Refused(f"attention_factor must be above 0, got {self.attention_factor}")
         require_number("start_tokens", self.start_tokens)
         if self.start_tokens < 0 or self.start_tokens != int(self.start_tokens):
-            raise ValueError(
+            raise Refused(
                 f"start_tokens must be a whole number of tokens, 0 for none, got "
                 f"{self.start_tokens!r}"
             )
@@ -108,7 +109,7 @@ class LongRoPE(Method):
         if stretch is None:
             return (1.0,) * pairs
         if len(stretch) != pairs:
-            raise ValueError(
+            raise Refused(
                 f"{name} must have one number for each of the {pairs} rotated pairs, got "
                 f"{len(stretch)}"
             )
@@ -126,5 +127,5 @@ def _as_factors(name: str, value: Any) -> tuple[float, ...]:
     for number in value:
         require_number(name, number)
         if number <= 0:
-            raise ValueError(f"{name} must hold numbers above 0, got {number}")
+            raise Refused(f"{name} must hold numbers above 0, got {number}")
     return tuple(float(number) for number in value)

@@ -20,6 +20,7 @@ from rope_patch.methods.ntk import NTK
 from rope_patch.methods.ntk_by_parts import NTKByParts
 from rope_patch.methods.registry import register
 from rope_patch.methods.yarn import YaRN
+from rope_patch.utils.errors import Refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class MixedLongRoPE(Mixed, LongRoPE):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.short_factor is not None:
-            raise ValueError(
+            raise Refused(
                 "short_factor must be left out, got numbers: mixed-longrope keeps the original "
                 "rotation up to the trained length; use longrope for another one"
             )

@@ -15,6 +15,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, option, require_number
 from rope_patch.methods.growth import LengthGrowth
 from rope_patch.methods.registry import register
+from rope_patch.utils.errors import Refused
 
 
 @register("nope", paper="DroPE, arXiv:2512.12167", training="needed")
@@ -32,7 +33,7 @@ class NoPE(LengthGrowth):
         super().__post_init__()
         require_number("temperature", self.temperature)
         if self.temperature < 0:
-            raise ValueError(
+            raise Refused(
                 f"temperature must be at least 0 (0: logits stay as they are), got "
                 f"{self.temperature}"
             )
@@ -43,7 +44,7 @@ class NoPE(LengthGrowth):
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         if self.temperature and geometry.rotary_dim < geometry.head_dim:
-            raise ValueError(
+            raise Refused(
                 f"temperature must be 0 where only a part of each head rotates, got "
                 f"{self.temperature} with {geometry.rotary_dim} of {geometry.head_dim} dimensions "
                 "rotated: it reaches the logits through cos and sin, which the others never meet"

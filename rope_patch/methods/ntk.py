@@ -12,6 +12,7 @@ from typing import Any
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method
 from rope_patch.methods.registry import register
+from rope_patch.utils.errors import Refused
 
 
 @register(
@@ -28,7 +29,7 @@ class NTK(Method):
             ValueError: Only one pair rotates, so the formula divides by zero.
         """
         if geometry.rotary_dim <= 2:
-            raise ValueError(f"ntk needs rotary_dim above 2, got {geometry.rotary_dim}")
+            raise Refused(f"ntk needs rotary_dim above 2, got {geometry.rotary_dim}")
         return geometry.theta * self.factor ** (geometry.rotary_dim / (geometry.rotary_dim - 2))
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:

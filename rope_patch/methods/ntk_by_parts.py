@@ -19,6 +19,7 @@ from rope_patch.methods.base import (
     require_number,
 )
 from rope_patch.methods.registry import register
+from rope_patch.utils.errors import Refused
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ class NTKByParts(Method):
         if not isinstance(self.truncate, bool):
             raise TypeError(f"truncate must be True or False, got {self.truncate!r}")
         if not 0 < self.beta_slow < self.beta_fast:
-            raise ValueError(
+            raise Refused(
                 "beta_slow must be above 0 and below beta_fast, got "
                 f"beta_slow={self.beta_slow}, beta_fast={self.beta_fast}"
             )

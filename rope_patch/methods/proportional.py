@@ -11,6 +11,7 @@ from typing import Any
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method, option, require_number
 from rope_patch.methods.registry import register
+from rope_patch.utils.errors import Refused
 
 
 @register("proportional", paper="p-RoPE, arXiv:2410.06205", training="needed")
@@ -24,7 +25,7 @@ class Proportional(Method):
         super().__post_init__()
         require_number("partial_rotary_factor", self.partial_rotary_factor)
         if not 0 < self.partial_rotary_factor <= 1:
-            raise ValueError(
+            raise Refused(
                 "partial_rotary_factor must be above 0 and at most 1, got "
                 f"{self.partial_rotary_factor}"
             )

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from rope_patch.methods.base import Method
+from rope_patch.utils.errors import Refused
 
 _REGISTRY: dict[str, type[Method]] = {}
 _M = TypeVar("_M", bound=type[Method])
@@ -24,7 +25,7 @@ def register(name: str, *, paper: str, training: str) -> Callable[[_M], _M]:
 
     def decorate(cls: _M) -> _M:
         if name in _REGISTRY:
-            raise ValueError(f"method {name!r} is registered twice")
+            raise Refused(f"method {name!r} is registered twice")
         cls.name, cls.paper, cls.training = name, paper, training
         _REGISTRY[name] = cls
         return cls
@@ -47,7 +48,7 @@ def get_method(name: str) -> type[Method]:
     if not isinstance(name, str):
         raise TypeError(f"a method is given by its name, got {name!r}")
     if name not in _REGISTRY:
-        raise ValueError(
+        raise Refused(
             f"unknown method {name!r}{_did_you_mean(name, _REGISTRY)}; rope_patch.list_methods() "
             "and `rope-patch methods` list all"
         )
@@ -65,13 +66,13 @@ def build(name: str, **options: Any) -> Method:
     option_fields = {f.name: f for f in fields(cls)}
     for key in options:
         if key not in option_fields:
-            raise ValueError(
+            raise Refused(
                 f"method {name!r} has no option {key!r}{_did_you_mean(key, option_fields)}; "
                 f"its options are: {', '.join(option_fields)}"
             )
     for key, f in option_fields.items():
         if f.default is MISSING and key not in options:
-            raise ValueError(f"method {name!r} needs the option {key!r}: {f.metadata['help']}")
+            raise Refused(f"method {name!r} needs the option {key!r}: {f.metadata['help']}")
     return cls(**options)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rope_patch.methods.base import option, require_number
 from rope_patch.methods.ntk_by_parts import NTKByParts, yarn_mscale
 from rope_patch.methods.registry import register
+from rope_patch.utils.errors import Refused
 
 
 @register("yarn", paper="YaRN, arXiv:2309.00071", training="not needed, but helps")
@@ -31,7 +32,7 @@ class YaRN(NTKByParts):
             if (value := getattr(self, name)) is not None:
                 require_number(name, value)
         if self.attention_factor is not None and self.attention_factor <= 0:
-            raise ValueError(f"attention_factor must be above 0, got {self.attention_factor}")
+            raise Refused(f"attention_factor must be above 0, got {self.attention_factor}")
 
     def cos_sin_factor(self) -> float:
         if self.attention_factor is not None:

@@ -12,6 +12,7 @@ from rope_patch.patching.dynamic.batching_guard import require_no_batching_manag
 from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.plan import PatchPlan, make_plan
 from rope_patch.patching.request_keywords import require_keywords
+from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
 
@@ -126,5 +127,5 @@ def unpatch(model: nn.Module) -> None:
     """
     handle = current(model)
     if handle is None:
-        raise ValueError(f"{type(model).__name__} is not patched: there is nothing to undo")
+        raise Refused(f"{type(model).__name__} is not patched: there is nothing to undo")
     handle.undo()

@@ -37,6 +37,7 @@ from rope_patch.rope_config import (
     extends_scaled_frequencies,
     read_geometries,
 )
+from rope_patch.utils.errors import Refused
 
 # rope_parameters keys that belong to a scaling; dropped when another one replaces it.
 _SCALING_KEYS = {
@@ -170,7 +171,7 @@ def make_plan(
     lengths = {kind: geometry.trained_length for kind, geometry in geometries.items()}
     trained, *others = dict.fromkeys(lengths.values())
     if others:
-        raise ValueError(
+        raise Refused(
             "layer types that are extended together must start at one length, got "
             f"{', '.join(f'{n:,} tokens for {kind}' for kind, n in lengths.items())}: patch one of "
             "them (layer_types=...), or name the length (trained_length=...)"
@@ -248,9 +249,7 @@ def resolve_options(
         return options, None
     factor, length = resolve_factor_and_length(factor, length, trained)
     if factor < 1:
-        raise ValueError(
-            f"factor must be at least 1 (largest length / trained length), got {factor}"
-        )
+        raise Refused(f"factor must be at least 1 (largest length / trained length), got {factor}")
     return options, length
 
 
@@ -262,19 +261,19 @@ def resolve_factor_and_length(
     """
     if (factor is None) == (length is None):
         got = "neither" if factor is None else f"factor={factor} and length={length}"
-        raise ValueError(
+        raise Refused(
             f"expected exactly one of factor and length, got {got}; for example factor=4, or "
             f"length={4 * trained}"
         )
     if factor is not None:
         require_number("factor", factor)
         if not math.isfinite(factor * trained):
-            raise ValueError(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
+            raise Refused(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
         return float(factor), round(factor * trained)
     require_tokens("length", length)
     assert length is not None
     if length < trained:
-        raise ValueError(
+        raise Refused(
             f"length must be at least the trained length, {trained:,} tokens, got {length:,}"
         )
     return length / trained, int(length)
@@ -291,7 +290,7 @@ def select_layer_types(
         return {kind: geometries[kind] for kind in far or geometries}
     if not layer_types or not set(layer_types) <= set(known):
         has = f"has the layer types {', '.join(known)}" if known else "rotates all layers alike"
-        raise ValueError(
+        raise Refused(
             f"layer_types={layer_types!r} does not fit: {type(config).__name__} {has}"
             + ("" if known else "; leave layer_types out")
         )
@@ -311,7 +310,7 @@ def resolve_base(
     kind = geometry.layer_type
     own = next((found[kind] for _, found in before if kind in found), None)
     if own is None:
-        raise ValueError(f"{type(config).__name__} names {kind!r}, but no module rotates by it")
+        raise Refused(f"{type(config).__name__} names {kind!r}, but no module rotates by it")
     rotary_dim = 2 * len(own.inv_freq)
     sized = replace(geometry, rotary_dim=rotary_dim, head_dim=max(geometry.head_dim, rotary_dim))
     parameters = by_layer_type(config.rope_parameters)[kind]
@@ -334,7 +333,7 @@ def _require_known_rotation(plan: PatchPlan) -> None:
             geometry = plan.geometries[kind]
             expected, got = geometry.inv_freq(), before[kind].inv_freq
             if expected.shape != got.shape or not torch.allclose(expected, got, rtol=1e-5, atol=0):
-                raise ValueError(
+                raise Refused(
                     f"{type(rotary.module).__name__} does not rotate as its config says: expected "
                     f"{geometry.rotary_dim} dimensions with theta {geometry.theta:g}; this "
                     "architecture is not supported yet"
@@ -351,7 +350,7 @@ def _require_change(plan: PatchPlan) -> None:
     for attention in plan.mla_attentions:
         if abs(config_mscale(attention, plan.config) - plan.softmax_mscale) > 1e-6:
             return
-    raise ValueError(
+    raise Refused(
         f"{plan.method} would change nothing: the model already rotates that way; expected a "
         "method and a factor that change at least one frequency"
     )
@@ -372,7 +371,7 @@ def _make_length_hooks(
             continue
         decoder = find_decoder(model, rotary)
         if any(decoder is other for other, _, _ in hooks):
-            raise ValueError(
+            raise Refused(
                 f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "
                 "followed in one cache yet: use a method whose frequencies stay, such as yarn"
             )

@@ -15,6 +15,7 @@ from torch import nn
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.dynamic import sequence_lengths
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
 
 _POSITIONS = "position_ids"
 
@@ -36,7 +37,7 @@ class PositionIdsGuard:
         if len(args) > self._at and args[self._at] is not None:
             return
         if (self.group or sequence_lengths.context_parallel_group()) is not None:
-            raise ValueError(
+            raise Refused(
                 "under context parallelism each process sees a part of the sequence: expected "
                 "position_ids, which say where the tokens stand in the whole of it"
             )

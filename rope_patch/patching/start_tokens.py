@@ -28,6 +28,7 @@ from rope_patch.patching.method_wrappers import ContinuedScaling
 from rope_patch.patching.mla_scale import SoftmaxScaled
 from rope_patch.patching.replicas import forward_for_replica
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
 
 
 def start_frequencies(
@@ -239,7 +240,7 @@ def require_start_tokens_supported(
     trained = next(iter(geometries.values())).trained_length
     largest = min(trained, (length or trained + 1) - 1)
     if tokens > largest:
-        raise ValueError(
+        raise Refused(
             f"start_tokens must be at most {largest:,}, within the trained length ({trained:,} "
             f"tokens) and below the target, got {tokens:,}: they keep the unextended rotation, "
             "which is trained no further"
@@ -248,14 +249,14 @@ def require_start_tokens_supported(
     if isinstance(inner, SoftmaxScaled):
         sharpening = inner.softmax_mscale(next(iter(geometries.values())))
         if abs(sharpening - inner.own_mscale) > 1e-6:
-            raise ValueError(
+            raise Refused(
                 "start_tokens keep their attention as it was, but this architecture has the "
                 f"attention factor ({sharpening:.6g}) in its softmax scale, which knows no tokens: "
                 "pass attention_factor=1, or leave start_tokens out"
             )
         inner = inner.inner
     if isinstance(inner, ContinuedScaling) and inner.short_frequencies:
-        raise ValueError(
+        raise Refused(
             "start_tokens keep the rotation from before, but the config's own longrope has two of "
             "them, for short and for long sequences: leave start_tokens out, or pass "
             'start="unscaled"'
@@ -266,13 +267,13 @@ def require_start_tokens_supported(
             continue
         name = type(rotary.module).__name__
         if is_mrope(rotary.module, config):
-            raise ValueError(
+            raise Refused(
                 f"{type(config).__name__} gives a token several positions (M-RoPE), so {name} "
                 "knows no first tokens: leave start_tokens out"
             )
         find_decoder(model, rotary)
         if not _probe_start_tokens(rotary, before, frequencies, config, tokens):
-            raise ValueError(
+            raise Refused(
                 f"{name} does not hand out one rotation for each position in the way that others "
                 "do, so the first cannot be kept apart: leave start_tokens out"
             )

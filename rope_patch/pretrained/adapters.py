@@ -20,7 +20,7 @@ from rope_patch.patching.architecture.rotary_modules import find_owner, find_rot
 from rope_patch.patching.mla_scale import config_mscale, filter_by_layer_type, find_mla_attentions
 from rope_patch.pretrained.saving import ADAPTER_CONFIG, SIDECAR, read_sidecar, request_from_sidecar
 from rope_patch.rope_config import by_layer_type, config_rope_type
-from rope_patch.utils.errors import parse_json
+from rope_patch.utils.errors import Refused, parse_json
 
 logger = logging.getLogger("rope_patch")
 
@@ -58,13 +58,11 @@ def require_same_rotation(
     trained_with = f"the adapter in {folder} was trained on a base that was patched with"
     try:
         training_patch = Patch(check(model, **request))
-    except (ValueError, TypeError) as error:
+    except (Refused, TypeError) as error:
         arguments = ", ".join(f"{k}={v!r}" for k, v in request.items() if v is not None)
-        raise ValueError(
-            f"{trained_with} {arguments}, which this one cannot be: {error}"
-        ) from error
+        raise Refused(f"{trained_with} {arguments}, which this one cannot be: {error}") from error
     if not _matches_sidecar(training_patch, sidecar):
-        raise ValueError(
+        raise Refused(
             f"{trained_with} {describe_patch(training_patch)}, and that would rotate "
             f"{type(model).__name__} otherwise: the config of its base said "
             f"{sidecar['original']}, that of this one says {training_patch.original}; load the "
@@ -73,7 +71,7 @@ def require_same_rotation(
     if active_patch is None:
         return request
     if not _patches_equal(training_patch, active_patch):
-        raise ValueError(
+        raise Refused(
             f"{trained_with} {describe_patch(training_patch)}, got one that is patched with "
             f"{describe_patch(active_patch)}; rope_patch.unpatch(model) first, and load_adapter "
             "patches it as the adapter needs it"
@@ -128,7 +126,7 @@ def _sidecar_frequencies(sidecar: dict[str, Any]) -> dict[str | None, Frequencie
             for layer_type, entry in sidecar["frequencies"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
+        raise Refused(
             f"the frequencies in the adapter's {SIDECAR} are damaged ({error!r}): save it again"
         ) from error
 
@@ -201,7 +199,7 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> A
     is_peft = isinstance(model, peft.PeftModel)
     name = kwargs.setdefault("adapter_name", "default")
     if is_peft and name in model.peft_config:
-        raise ValueError(
+        raise Refused(
             f"expected a new name for the adapter in {folder}, got {name!r}, which the model has "
             f"already ({', '.join(model.peft_config)}); pass adapter_name=..."
         )
@@ -232,7 +230,7 @@ def require_adapter(path: str | os.PathLike[str]) -> None:
     """Raise ValueError unless a path is a folder with a complete adapter."""
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(
+        raise Refused(
             f"no such folder: {path}; expected one with an adapter. An adapter on the Hub is to be "
             "fetched first: huggingface_hub.snapshot_download(name) returns its folder"
         )
@@ -243,7 +241,7 @@ def require_adapter(path: str | os.PathLike[str]) -> None:
         (_WEIGHTS_FILES[0], bool(weights)),
     ):
         if not exists:
-            raise ValueError(
+            raise Refused(
                 f"{path} holds no {required}: expected a folder that rope_patch.save or PEFT "
                 f"wrote, found {', '.join(names[:5]) or 'nothing'}"
             )
@@ -252,7 +250,7 @@ def require_adapter(path: str | os.PathLike[str]) -> None:
             with safe_open(folder / weights[0], "pt"):
                 pass
         except SafetensorError as error:
-            raise ValueError(
+            raise Refused(
                 f"{folder / weights[0]} is cut short or damaged ({error}); save the adapter again"
             ) from error
 
@@ -269,10 +267,10 @@ def adapter_base(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
         config = parse_json(path.read_text())
         base, revision = config.get("base_model_name_or_path"), config.get("revision")
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): save the adapter again") from error
+        raise Refused(f"{path} is damaged ({error}): save the adapter again") from error
     base = base or (read_sidecar(folder) or {}).get("base_model")
     if not base or not isinstance(base, str):
-        raise ValueError(
+        raise Refused(
             f"{path} does not say on which model the adapter was trained: expected "
             f"base_model_name_or_path, got {base!r}; load the base yourself, and call "
             f"rope_patch.load_adapter(model, {str(folder)!r})"
@@ -297,7 +295,7 @@ def _require_matching_model(peft: Any, base: Any, folder: str | os.PathLike[str]
             (line for line in lines if "size mismatch" in line), lines[0] if lines else ""
         )
         if "size mismatch" in message or "Target modules" in message:
-            raise ValueError(
+            raise Refused(
                 f"the adapter in {folder} does not fit {type(base).__name__}: {message}; expected "
                 f"the model that it was trained on, {adapter_base(folder)[0]!r}"
             ) from error
@@ -317,7 +315,7 @@ def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ValueError(
+        raise Refused(
             f"{error.name} is not installed, which adapters need: pip install 'rope-patch[train]'"
         ) from error
     return peft

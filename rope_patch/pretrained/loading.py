@@ -31,7 +31,13 @@ from rope_patch.pretrained.model_folder import (
 from rope_patch.pretrained.saving import SIDECAR, read_sidecar, request_from_sidecar
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import require_valid_rope_config
-from rope_patch.utils.errors import describe_error, is_weights_file_error, one_line, parse_json
+from rope_patch.utils.errors import (
+    Refused,
+    describe_error,
+    is_weights_file_error,
+    one_line,
+    parse_json,
+)
 
 # Arguments of PEFT that from_pretrained lacks.
 _ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable", "autocast_adapter_dtype")
@@ -107,13 +113,13 @@ def load(
     request: dict[str, Any] | None
     if method is None:
         if patch_sidecar is None:
-            raise ValueError(
+            raise Refused(
                 f"name a method (rope_patch.list_methods() lists them): {adapter or path} has no "
                 f"{SIDECAR} that records one"
             )
         names = [name for name, value in arguments.items() if value is not None]
         if names:
-            raise ValueError(
+            raise Refused(
                 f"{', '.join(names)} goes with a method: name it too, or leave all out to get what "
                 f"{SIDECAR} records"
             )
@@ -129,7 +135,7 @@ def load(
     except ValueError as error:
         if adapter is None:
             raise
-        raise ValueError(
+        raise Refused(
             f"the adapter in {adapter} was trained on {path!r}: {error}; if that lies elsewhere "
             f"now, load it yourself and call rope_patch.load_adapter(model, {str(adapter)!r})"
         ) from error
@@ -200,7 +206,7 @@ def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None
         raise
     except Exception as error:  # tokenizers' parsers raise errors of any type
         if gguf_file is None and not has_tokenizer(path):
-            raise ValueError(
+            raise Refused(
                 f"cannot load the tokenizer of {path}: the folder has none; save the model's there "
                 f"with tokenizer.save_pretrained({str(path)!r})"
             ) from error
@@ -229,7 +235,7 @@ def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
     except KeyError as error:
         if not needs_registration(error.args[0]):
             raise _loading_error(path, _explain_config_error(config, error)) from error
-        raise ValueError(
+        raise Refused(
             f"cannot load {path}: its config names the scaling {error.args[0]!r}, which plain "
             "transformers does not know; call rope_patch.register() first"
         ) from error
@@ -255,7 +261,7 @@ def require_dtype(name: str) -> None:
         ValueError: It is another name.
     """
     if name not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+        raise Refused(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
 
 
 def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -293,7 +299,7 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             raise _loading_error(path, error) from error
         raise  # such as no memory
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(
+        raise Refused(
             f"cannot load {path}: its weights lack {len(missing)} tensors that its config asks for "
             f"({', '.join(missing[:2])}{', ...' if len(missing) > 2 else ''}), which would be "
             "random; download it again, or mend its config"

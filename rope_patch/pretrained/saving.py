@@ -21,7 +21,7 @@ from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.mla_scale import config_mscale
 from rope_patch.pretrained.transformers_registry import to_native_rope_parameters
 from rope_patch.utils import atomic_files
-from rope_patch.utils.errors import describe_error, parse_json
+from rope_patch.utils.errors import Refused, describe_error, parse_json
 from rope_patch.utils.versions import version
 
 logger = logging.getLogger("rope_patch")
@@ -66,13 +66,13 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     handle = current(model)
     if handle is None:
-        raise ValueError(
+        raise Refused(
             f"{type(model).__name__} is not patched: expected a model that rope_patch.patch or "
             "rope_patch.load returned; use model.save_pretrained for others"
         )
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: expected a folder to save into")
+        raise Refused(f"{folder} is a file: expected a folder to save into")
     with atomic_files.explain_write_errors(folder.parent, folder.name, _DISK_ADVICE):
         adapters, native, problem = _write_folder(model, handle, folder)
     if adapters:
@@ -141,14 +141,14 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         sidecar = parse_json(path.read_text())
         if missing := _SIDECAR_TYPES.keys() - dict(sidecar).keys():
-            raise ValueError(f"no {', '.join(sorted(missing))}")
+            raise Refused(f"no {', '.join(sorted(missing))}")
         for key, expected_type in _SIDECAR_TYPES.items():
             if not isinstance(sidecar[key], expected_type):
-                raise ValueError(f"{key} is {sidecar[key]!r:.60}")
+                raise Refused(f"{key} is {sidecar[key]!r:.60}")
         if "factor" not in sidecar["options"]:
-            raise ValueError("no factor among its options")
+            raise Refused("no factor among its options")
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): save the model again") from error
+        raise Refused(f"{path} is damaged ({error}): save the model again") from error
     return sidecar
 
 
@@ -266,7 +266,7 @@ def _refuse_adapter_beside_model(folder: Path, adapters: list[Path]) -> None:
         ("config.json", "an adapter") if adapters else (ADAPTER_CONFIG, "a whole model")
     )
     if (folder / other_file).is_file():
-        raise ValueError(
+        raise Refused(
             f"{folder} holds {other_file}: expected another folder for {content}, as transformers "
             "would load both together from this one"
         )

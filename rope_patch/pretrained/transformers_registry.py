@@ -22,6 +22,7 @@ from rope_patch.methods.base import require_tokens
 from rope_patch.methods.dynamic import Dynamic
 from rope_patch.methods.mixed import Mixed
 from rope_patch.rope_config import by_layer_type, config_rope_type, read_geometries
+from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
 
@@ -171,7 +172,7 @@ def _make_compute(name: str) -> Callable[..., tuple[torch.Tensor, float]]:
         config.standardize_rope_params()
         parameters = by_layer_type(config.rope_parameters).get(layer_type)
         if parameters is None:
-            raise ValueError(
+            raise Refused(
                 f"rope_parameters of {type(config).__name__} has nothing for the layer type "
                 f"{layer_type!r}: expected a dict for each of its layer_types"
             )
@@ -179,7 +180,7 @@ def _make_compute(name: str) -> Callable[..., tuple[torch.Tensor, float]]:
             method = _build_method(name, parameters)
             frequencies = method.frequencies(_geometry(config, layer_type, parameters))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"rope_type {name!r} in rope_parameters: {error}") from error
+            raise Refused(f"rope_type {name!r} in rope_parameters: {error}") from error
         device = torch.get_default_device() if device is None else device
         return frequencies.inv_freq.float().to(device), float(frequencies.attention_factor)
 
@@ -221,7 +222,7 @@ def _build_method(name: str, parameters: dict[str, Any]) -> Method:
     if issubclass(method_class, Dynamic | Mixed):
         raise _length_dependence_error(name, options)
     if "factor" in _required_options(name, values) - values.keys():
-        raise ValueError(
+        raise Refused(
             "expected a factor (target length / trained length), got nothing: write it beside "
             "rope_type"
         )
@@ -255,7 +256,7 @@ def _trained_length(config: Any, parameters: dict[str, Any]) -> int:
         require_tokens(_LENGTH_KEY, trained_length)
         return int(trained_length)
     if _LENGTH_KEY in _required_options(config_rope_type(parameters), parameters):
-        raise ValueError(
+        raise Refused(
             f"expected {_LENGTH_KEY}, the tokens of pretraining, got nothing: write it beside "
             "rope_type"
         )

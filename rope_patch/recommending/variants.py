@@ -17,6 +17,7 @@ from rope_patch.methods import build, registered_methods
 from rope_patch.patching import check, patch
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.strategies.base import KEY_DIGITS
+from rope_patch.utils.errors import Refused
 
 PLAIN = "plain"
 # In the order of measuring, since the budget may end before all are measured.
@@ -150,7 +151,7 @@ def refusal_reason(
         return None
     try:
         check(model, variant.method, length=space.length, **patch_arguments, **variant.options)
-    except (ValueError, TypeError) as error:
+    except Refused as error:
         return str(error)
     return None
 
@@ -239,7 +240,7 @@ def _exporting_engines(model: Any) -> tuple[str, ...]:
     for engine in ENGINES:
         try:
             export(model, engine)
-        except ValueError:
+        except Refused:
             continue
         engines.append(engine)
     return tuple(engines)

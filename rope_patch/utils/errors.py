@@ -10,6 +10,14 @@ _READERS = ("torch.serialization", "torch._weights_only_unpickler")
 _MAX_LENGTH = 300  # characters
 
 
+class Refused(ValueError):
+    """What was asked for cannot be done, for a reason that the message gives.
+
+    Code that tries something and takes a refusal for an answer catches this, so that a ValueError
+    of a defect passes through.
+    """
+
+
 def describe_error(error: BaseException, max_length: int = _MAX_LENGTH) -> str:
     """Return an error's kind and its text, in one line.
 

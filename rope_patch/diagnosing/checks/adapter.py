@@ -9,6 +9,7 @@ from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts
 from rope_patch.pretrained.adapters import require_same_rotation
 from rope_patch.pretrained.saving import SIDECAR
+from rope_patch.utils.errors import Refused
 
 
 def adapter_findings(facts: Facts) -> Iterator[Finding]:
@@ -54,7 +55,7 @@ def _adapter_folder_findings(facts: Facts) -> Iterator[Finding]:
     trained = f"{sidecar['method']!r} from {sidecar['trained_length']:,} tokens"
     try:
         is_unpatched = subject.model and require_same_rotation(subject.model, subject.adapter_path)
-    except ValueError as error:
+    except Refused as error:
         yield Finding(
             "error",
             "adapter-on-another-base",

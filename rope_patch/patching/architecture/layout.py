@@ -19,6 +19,7 @@ from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.kernels.liger import is_liger_function
 from rope_patch.rope_config import by_layer_type
+from rope_patch.utils.errors import Refused
 
 _NOT_YET = "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
 
@@ -70,7 +71,7 @@ def is_interleaved(rotary: RotaryModule, config: Any) -> bool:
             expected = rotate(keys, cos, sin, interleaved=interleaved)
             if isinstance(got, torch.Tensor) and torch.allclose(got, expected, atol=1e-5):
                 return interleaved
-    raise ValueError(
+    raise Refused(
         f"{type(rotary.module).__name__} turns keys neither as pairs of neighbours nor of halves, "
         f"and other ways {_NOT_YET}"
     )
@@ -158,13 +159,13 @@ def rotated_layer_types(decoder: nn.Module, config: Any) -> list[str | None]:
             unknown which.
     """
     if "qk_rope_head_dim" in vars(config):
-        raise ValueError(
+        raise Refused(
             f"{type(config).__name__} caches compressed keys (multi-head latent attention), which "
             f"{_NOT_YET}"
         )
     rope_parameters = by_layer_type(config.rope_parameters)
     if any(is_mrope(module, config) for module in decoder.modules()):
-        raise ValueError(
+        raise Refused(
             f"{type(config).__name__} gives a token several positions (M-RoPE), which {_NOT_YET}"
         )
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
@@ -194,7 +195,7 @@ def _layers_that_rotate(decoder: nn.Module, config: Any, kinds: list[str | None]
                 getattr(module, "layer_idx", None),
             )
             if value is None or not isinstance(layer, int):
-                raise ValueError(
+                raise Refused(
                     f"{type(module).__name__} rotates only if {condition}: layers that do not "
                     f"rotate {_NOT_YET}"
                 )

@@ -11,6 +11,7 @@ from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.frequency_buffers import set_frequencies
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
 
 
 def require_buffer_is_used(
@@ -38,7 +39,7 @@ def require_buffer_is_used(
     set_frequencies(RotaryModule(module, rotary.prefixes), before, halved, UndoLog())
     changed = _probe_outputs(module, rotary, x, positions)
     if plain and changed and any(torch.equal(a, b) for a, b in zip(plain, changed, strict=True)):
-        raise ValueError(
+        raise Refused(
             f"{type(rotary.module).__name__} computes its frequencies anew in every forward, so "
             "none that are set on it act: this architecture is not supported"
         )
@@ -110,7 +111,7 @@ def reference_frequencies(rotary: RotaryModule, config: Any) -> dict[str | None,
         hint = "compare it with the checkpoint's config.json"
         if isinstance(error, KeyError) and error.args[0] in registered_methods():
             hint = "it names one of rope_patch's scalings: call rope_patch.register() first"
-        raise ValueError(
+        raise Refused(
             f"{type(rotary.module).__name__} cannot be made from what the config says "
             f"({type(error).__name__}: {error}): {hint}"
         ) from error

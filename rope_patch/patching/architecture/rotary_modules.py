@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_patch.utils.errors import Refused
+
 
 @dataclass(frozen=True, eq=False)
 class RotaryModule:
@@ -42,13 +44,13 @@ def find_rotaries(model: nn.Module) -> list[RotaryModule]:
     ]
     if not rotaries:
         others = {type(m).__name__ for m in model.modules() if "Rotary" in type(m).__name__}
-        raise ValueError(
+        raise Refused(
             f"no rotary embedding found in {type(model).__name__} that its text config describes: "
             "expected a decoder with RoPE from transformers 5 (Llama, Qwen, Gemma, ...)"
             + (f" (other parts of it have {', '.join(sorted(others))})" if others else "")
         )
     if getattr(rotaries[0].module.config, "alibi", False):
-        raise ValueError(
+        raise Refused(
             f"{type(model).__name__} tells positions by ALiBi, as its config says, and never turns "
             "anything: there is no rotation to extend"
         )
@@ -73,7 +75,7 @@ def find_decoder(model: nn.Module, rotary: RotaryModule) -> nn.Module:
     names = inspect.signature(type(owner).forward).parameters
     if {"input_ids", "position_ids", "past_key_values"} <= names.keys():
         return owner
-    raise ValueError(
+    raise Refused(
         f"{type(rotary.module).__name__} does not belong to a decoder that is given positions and "
         "a cache, so no length can be followed: use a method whose frequencies stay, such as yarn"
     )
@@ -85,7 +87,7 @@ def _text_config(model: nn.Module) -> type:
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
             return type(config.get_text_config(decoder=True))
-    raise ValueError(
+    raise Refused(
         f"{type(model).__name__} has no transformers config: expected a transformers model"
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
 
 if TYPE_CHECKING:
     from rope_patch.patching.dynamic.hooks import LengthHooks
@@ -33,12 +34,12 @@ class BatchingGuard:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for hooks in self.length_hooks:
             if hooks.fixed_length is None:
-                raise ValueError(paged_cache_refusal(hooks.method))
+                raise Refused(paged_cache_refusal(hooks.method))
         lengths = [f"{hooks.fixed_length:g}" for hooks in self.length_hooks]
         rotation = " ".join([self.rotation, *lengths])
         manager = vars(self.module).get(_MANAGER_ATTRIBUTE)
         if manager is not None and vars(manager).get(_ROTATION_ATTRIBUTE) != rotation:
-            raise ValueError(manager_refusal(self.module))
+            raise Refused(manager_refusal(self.module))
         manager = self.original_method(*args, **kwargs)
         setattr(manager, _ROTATION_ATTRIBUTE, rotation)
         return manager
@@ -74,7 +75,7 @@ def require_no_paged_cache(arguments: dict[str, Any], method: object) -> None:
         ValueError: They do; it says what to use instead.
     """
     if arguments.get("cache") is not None:
-        raise ValueError(paged_cache_refusal(method))
+        raise Refused(paged_cache_refusal(method))
 
 
 def require_no_batching_manager(model: nn.Module) -> None:
@@ -85,7 +86,7 @@ def require_no_batching_manager(model: nn.Module) -> None:
     """
     for module in model.modules():
         if vars(module).get(_MANAGER_ATTRIBUTE) is not None:
-            raise ValueError(manager_refusal(module))
+            raise Refused(manager_refusal(module))
 
 
 def manager_refusal(module: nn.Module) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rope_patch.utils.errors import Refused
+
 _instances: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _handles = itertools.count()
 
@@ -81,7 +83,7 @@ class TraceRefusal:
 
     def __call__(self, *_: Any) -> None:
         if not torch.compiler.is_compiling() and torch.jit.is_tracing():
-            raise ValueError(
+            raise Refused(
                 f"torch.jit.trace would keep the frequencies of {self.method} for the length that "
                 "it sees, and use them for every other: use torch.export or torch.compile, or "
                 "patch with a method whose frequencies stay, such as yarn"

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
+from rope_patch.utils.errors import Refused
+
 
 def token_positions(
     arguments: dict[str, Any], tokens: torch.Tensor, past: Any, *, shared: bool
@@ -30,7 +32,7 @@ def token_positions(
     positions = arguments.get("position_ids")
     if positions is None:
         if shared:
-            raise ValueError(
+            raise Refused(
                 "under context parallelism each process sees a part of the sequence: expected "
                 "position_ids, which say where the tokens stand in the whole of it"
             )
@@ -59,7 +61,7 @@ def require_document_positions(arguments: dict[str, Any]) -> None:
         ValueError: Flash attention's `cu_seq_lens_q` packs the rows.
     """
     if arguments.get("cu_seq_lens_q") is not None:
-        raise ValueError(
+        raise Refused(
             "cu_seq_lens_q says that rows are packed, and a token's place in its document decides "
             "how it is rotated: expected position_ids beside it, which start anew with each "
             "document"

@@ -30,6 +30,7 @@ from rope_patch.patching.kernels.attention_forward import (
 )
 from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ def inspect_site(
         return RotationSite(rotary, problem=sorted(problems)[0])
     try:
         interleaved = is_interleaved(rotary, config)
-    except ValueError as error:
+    except Refused as error:
         return RotationSite(rotary, problem=str(error).split(", and other ways")[0])
     if has_half_tables(rotary, config):
         name = type(rotary.module).__name__
@@ -106,17 +107,17 @@ def inspect_site(
 def require_kernels(kernels: str, sites: list[RotationSite]) -> None:
     """Raise a `ValueError` if the requested kernels are unknown or cannot rotate the model."""
     if kernels not in KERNELS:
-        raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {kernels!r}")
+        raise Refused(f"kernels must be one of {', '.join(KERNELS)}, got {kernels!r}")
     if kernels in ("auto", "hf"):
         return
     if kernels == "triton" and (problem := triton_unavailable_reason()):
-        raise ValueError(
+        raise Refused(
             f'kernels="triton" was asked for, but {problem[0].lower()}{problem[1:]}: install it '
             "(pip install 'rope-patch[kernels]'), or leave kernels at \"auto\""
         )
     for rotation in sites:
         if problem := rotation.problem or rotation.passthrough_problem:
-            raise ValueError(
+            raise Refused(
                 f'kernels="{kernels}" cannot rotate this model: {problem}; leave kernels at "auto"'
             )
 

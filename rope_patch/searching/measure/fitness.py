@@ -16,7 +16,7 @@ from rope_patch.inference.scorer import Score, Scorer
 from rope_patch.patching import check, current, patch
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.measure.early_stopping import predicted_deficit
-from rope_patch.utils.errors import describe_error
+from rope_patch.utils.errors import Refused, describe_error
 from rope_patch.utils.processes import Processes
 
 _ROUNDS = 4  # early stopping is considered after each
@@ -280,7 +280,7 @@ def make_space(
     patch_arguments: dict[str, Any] = {"trained_length": trained_length, "layer_types": layer_types}
     try:
         plan = check(model, "linear", factor=factor, length=length, start=start, **patch_arguments)
-    except ValueError as error:
+    except Refused as error:
         raise ValueError(f"the model cannot be searched for this target: {error}") from error
     if len(plan.geometries) > 1:
         kinds = ", ".join(str(layer_type) for layer_type in plan.geometries)

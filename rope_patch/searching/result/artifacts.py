@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.utils import atomic_files
+from rope_patch.utils.errors import Refused
 
 if TYPE_CHECKING:
     from rope_patch.exporting import Export
@@ -52,7 +53,7 @@ def all_exports(result: SearchResult) -> dict[str, Any]:
     for engine in ENGINES:
         try:
             exports[engine] = export_for(result, engine).to_dict()
-        except ValueError as error:
+        except Refused as error:
             exports[engine] = {"engine": engine, "refused": str(error)}
     return exports
 
@@ -108,7 +109,7 @@ def _patched_empty_model(
     geometry = handle.geometries.get(result.layer_type)
     shapes = [(g.theta, g.rotary_dim, g.trained_length) for g in (geometry, result.geometry) if g]
     if shapes[0] != shapes[-1] or geometry is None:
-        raise ValueError(
+        raise Refused(
             f"what was found for {result.model} is not for this model: expected theta, rotating "
             f"dimensions and trained length {shapes[-1]}, got "
             f"{shapes[0] if geometry else 'no such layer'}"
@@ -128,4 +129,4 @@ def base_config(result: SearchResult) -> Any:
     try:
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     except KeyError as error:
-        raise ValueError(f"the config of {result.model} names no model_type") from error
+        raise Refused(f"the config of {result.model} names no model_type") from error
