@@ -1,4 +1,7 @@
-"""Fixtures of the tests that compare kernels."""
+"""Fixtures of the tests that compare kernels.
+
+The folder is not named `kernels`: transformers 5.0 would take it for the package of that name.
+"""
 
 import importlib
 from types import SimpleNamespace
