@@ -57,21 +57,21 @@ def set_frequencies(
     """
     module: Any = rotary.module
     exact: dict[str, torch.Tensor] = {}
-    for kind, prefix in rotary.prefixes.items():
+    for layer_type, prefix in rotary.prefixes.items():
         name = f"{prefix}inv_freq"
         live = getattr(module, name)
-        exact[name] = after.get(kind, before[kind]).inv_freq.float()
-        if kind not in after and live.dtype == torch.float32:
+        exact[name] = after.get(layer_type, before[layer_type]).inv_freq.float()
+        if layer_type not in after and live.dtype == torch.float32:
             continue
         # A buffer on meta has no values to restore, but the model may be materialised meanwhile.
-        old = before[kind].inv_freq.float() if live.is_meta else live
+        old = before[layer_type].inv_freq.float() if live.is_meta else live
         undo_log.set(module, name, exact[name].to(live.device), old=old)
     rope_type: Any = module.rope_type
-    for kind in rotary.prefixes.keys() & after.keys():
-        prefix = rotary.prefixes[kind]
-        undo_log.set(module, f"{prefix}attention_scaling", after[kind].attention_factor)
+    for layer_type in rotary.prefixes.keys() & after.keys():
+        prefix = rotary.prefixes[layer_type]
+        undo_log.set(module, f"{prefix}attention_scaling", after[layer_type].attention_factor)
         # Stops transformers' own updates ("dynamic", "longrope"), which read rope_type.
-        rope_type = "default" if kind is None else {**rope_type, kind: "default"}
+        rope_type = "default" if layer_type is None else {**rope_type, layer_type: "default"}
     undo_log.set(module, "rope_type", rope_type)
     undo_log.set(module, "_apply", Float32BufferGuard(module, exact))
 
@@ -94,17 +94,17 @@ def forward_per_row(
         position_ids: Argument of the forward.
         layer_type: Argument of the forward.
     """
-    kind = () if layer_type is None else (layer_type,)
+    extra = () if layer_type is None else (layer_type,)
     name, scale_name = names.get(layer_type, ("", ""))
     rows = getattr(module, name) if name else None
     if rows is None or rows.ndim == 1:
-        return forward(x, position_ids, *kind)
+        return forward(x, position_ids, *extra)
     scales = getattr(module, scale_name)
     outputs = []
     for row, scale, at in zip(rows, scales, position_ids.expand(len(rows), -1), strict=True):
         setattr(module, name, row[0])
         setattr(module, scale_name, scale)
-        outputs.append(forward(x, at[None], *kind))
+        outputs.append(forward(x, at[None], *extra))
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 

@@ -75,10 +75,10 @@ class Patch:
         self.softmax_mscale = plan.softmax_mscale
         self.mla_attentions = plan.mla_attentions
         self.original_frequencies = {
-            kind: frequencies[kind]
+            layer_type: frequencies[layer_type]
             for _, frequencies in plan.rotaries
-            for kind in plan.geometries
-            if kind in frequencies
+            for layer_type in plan.geometries
+            if layer_type in frequencies
         }
         self._rotation_digest = rotation_digest(plan, self.frequencies)
         self._kernel_summary = summarize_kernels(plan.kernels, plan.rotation_sites)

@@ -15,7 +15,6 @@ from rope_patch.methods.linear import Linear
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.nope import NoPE
 from rope_patch.rope_config import by_layer_type, config_rope_type
-from rope_patch.utils.errors import Refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,37 +95,41 @@ class ContinuedScaling(MethodWrapper):
         Raises:
             ValueError: Layer types change from their short to their long sets at different lengths.
         """
-        running = {kind: geometry for kind, geometry in geometries.items() if geometry.base}
+        running = {
+            layer_type: geometry for layer_type, geometry in geometries.items() if geometry.base
+        }
         if not running:
             return inner
         short: dict[str | None, tuple[float, ...]] = {}
         lengths: dict[str | None, int] = {}
-        for kind, geometry in running.items():
-            parameters = own_parameters[kind]
+        for layer_type, geometry in running.items():
+            parameters = own_parameters[layer_type]
             if isinstance(inner, NoPE) or config_rope_type(parameters) != "longrope":
                 continue  # without rotation there are no short and long frequencies
             if parameters["short_factor"] != parameters["long_factor"]:
                 stretch = torch.tensor(
                     parameters["short_factor"], dtype=torch.float64, device="cpu"
                 )
-                short[kind] = tuple((geometry.unscaled_inv_freq() / stretch).tolist())
-                lengths[kind] = int(parameters["original_max_position_embeddings"])
+                short[layer_type] = tuple((geometry.unscaled_inv_freq() / stretch).tolist())
+                lengths[layer_type] = int(parameters["original_max_position_embeddings"])
         if len(set(lengths.values())) > 1:
-            got = ", ".join(f"{kind}: {length:,}" for kind, length in lengths.items())
-            raise Refused(
+            got = ", ".join(f"{layer_type}: {length:,}" for layer_type, length in lengths.items())
+            raise ValueError(
                 "layer types with a LongRoPE of their own must change from the short to the long "
                 f"set at one length, original_max_position_embeddings, got {got} tokens in the "
                 "config; name those to extend with layer_types=[...], or use start='unscaled'"
             )
-        reached = {kind: inner.frequencies(geometry) for kind, geometry in running.items()}
+        reached = {
+            layer_type: inner.frequencies(geometry) for layer_type, geometry in running.items()
+        }
         return cls(
             inner=inner,
-            own_parameters={kind: own_parameters[kind] for kind in running},
+            own_parameters={layer_type: own_parameters[layer_type] for layer_type in running},
             short_frequencies=short,
             short_length=max(lengths.values(), default=0),
-            scales_attention=any(reached[kind].attention_factor != 1 for kind in short),
+            scales_attention=any(reached[layer_type].attention_factor != 1 for layer_type in short),
             layer_types_with_stopped_pairs=frozenset(
-                kind for kind, r in reached.items() if bool((r.inv_freq == 0).any())
+                layer_type for layer_type, r in reached.items() if bool((r.inv_freq == 0).any())
             ),
         )
 
@@ -136,7 +139,9 @@ class ContinuedScaling(MethodWrapper):
             return self.inner.has_config_form
         if not self.inner.has_config_form or self.inner.is_dynamic:
             return False
-        if not all(self._is_proportional(kind) for kind in self.layer_types_with_stopped_pairs):
+        if not all(
+            self._is_proportional(layer_type) for layer_type in self.layer_types_with_stopped_pairs
+        ):
             return False
         if isinstance(self.inner, Mixed):  # a config holds two sets of frequencies, not three
             return not self.short_frequencies
@@ -163,18 +168,18 @@ class ContinuedScaling(MethodWrapper):
         """
         if not geometry.base:  # a layer type without trained-in scaling
             return self.inner.rope_parameters(geometry)
-        kind = geometry.layer_type
+        layer_type = geometry.layer_type
         if not self.has_config_form:
-            return dict(self.own_parameters[kind])
+            return dict(self.own_parameters[layer_type])
         if isinstance(self.inner, NoPE):
             if geometry.attention_factor == 1:
                 return self.inner.rope_parameters(geometry)
             return super().rope_parameters(geometry)  # `proportional` would set the factor to 1
-        if self._is_proportional(kind):
-            factor = float(self.own_parameters[kind].get("factor") or 1.0) * self.inner.factor
-            return {**self.own_parameters[kind], "factor": factor}
+        if self._is_proportional(layer_type):
+            factor = float(self.own_parameters[layer_type].get("factor") or 1.0) * self.inner.factor
+            return {**self.own_parameters[layer_type], "factor": factor}
         reached = self.frequencies(geometry)
-        short, switches = reached.inv_freq, kind in self.short_frequencies
+        short, switches = reached.inv_freq, layer_type in self.short_frequencies
         if switches or isinstance(self.inner, Mixed):
             until = self.short_length if switches else geometry.trained_length
             short = self.frequencies(geometry, until).inv_freq
@@ -188,13 +193,15 @@ class ContinuedScaling(MethodWrapper):
             **({"original_max_position_embeddings": self.short_length} if switches else {}),
         }
 
-    def _is_proportional(self, kind: str | None) -> bool:
-        own = config_rope_type(self.own_parameters[kind])
+    def _is_proportional(self, layer_type: str | None) -> bool:
+        own = config_rope_type(self.own_parameters[layer_type])
         static = isinstance(self.inner, Linear) and not isinstance(self.inner, Mixed)
         return own == "proportional" and static
 
     def __str__(self) -> str:
-        scalings = dict.fromkeys(config_rope_type(said) for said in self.own_parameters.values())
+        scalings = dict.fromkeys(
+            config_rope_type(parameters) for parameters in self.own_parameters.values()
+        )
         return f"{self.inner} on the config's own {' and '.join(scalings)}"
 
 
@@ -202,10 +209,10 @@ def describe_start(config: Any, geometries: dict[str | None, Geometry]) -> list[
     """Return lines that say what became of the config's own scaling, for each layer type."""
     own_parameters = by_layer_type(config.rope_parameters)
     lines = []
-    for kind, geometry in geometries.items():
-        if (own := config_rope_type(own_parameters[kind])) == "default":
+    for layer_type, geometry in geometries.items():
+        if (own := config_rope_type(own_parameters[layer_type])) == "default":
             continue
-        where = "" if kind is None else f"{kind}: "
+        where = "" if layer_type is None else f"{layer_type}: "
         lines.append(
             f"  {where}starts from "
             + (

@@ -37,7 +37,6 @@ from rope_patch.rope_config import (
     extends_scaled_frequencies,
     read_geometries,
 )
-from rope_patch.utils.errors import Refused
 
 # rope_parameters keys that belong to a scaling; dropped when another one replaces it.
 _SCALING_KEYS = {
@@ -112,7 +111,10 @@ class PatchPlan:
         At the target length unless another is given; at the trained one if there is no target.
         """
         length = length or self.length or self.trained_length
-        return {kind: self.method.frequencies_at(g, length) for kind, g in self.geometries.items()}
+        return {
+            layer_type: self.method.frequencies_at(g, length)
+            for layer_type, g in self.geometries.items()
+        }
 
     def rope_parameters(self) -> dict[str, Any]:
         """Return the config's `rope_parameters` under the plan."""
@@ -123,14 +125,14 @@ class PatchPlan:
             and self.method.has_config_form
             and not self.is_dynamic
         )
-        for kind, geometry in self.geometries.items():
-            parameters[kind] = self.method.rope_parameters(geometry)
-            if only and parameters[kind]["rope_type"] not in ("default", "longrope"):
-                parameters[kind] = Method.rope_parameters(self.method, geometry)
+        for layer_type, geometry in self.geometries.items():
+            parameters[layer_type] = self.method.rope_parameters(geometry)
+            if only and parameters[layer_type]["rope_type"] not in ("default", "longrope"):
+                parameters[layer_type] = Method.rope_parameters(self.method, geometry)
             # Keys that belong to no scaling stay: partial rotation, M-RoPE sections, temperatures.
-            for key, value in by_layer_type(own_parameters)[kind].items():
+            for key, value in by_layer_type(own_parameters)[layer_type].items():
                 if key not in _SCALING_KEYS:
-                    parameters[kind].setdefault(key, value)
+                    parameters[layer_type].setdefault(key, value)
         return parameters.get(None) or {**own_parameters, **parameters}
 
 
@@ -162,35 +164,38 @@ def make_plan(
     config = config or rotaries[0].module.config
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
-    every = read_geometries(config, trained_length, start)  # first, for its error messages
+    all_geometries = read_geometries(config, trained_length, start)  # first, for its error messages
     before = [(rotary, reference_frequencies(rotary, config)) for rotary in rotaries]
     geometries = {
-        kind: resolve_base(geometry, before, config, start)
-        for kind, geometry in select_layer_types(every, layer_types, config).items()
+        layer_type: resolve_base(geometry, before, config, start)
+        for layer_type, geometry in select_layer_types(all_geometries, layer_types, config).items()
     }
-    lengths = {kind: geometry.trained_length for kind, geometry in geometries.items()}
+    lengths = {layer_type: geometry.trained_length for layer_type, geometry in geometries.items()}
     trained, *others = dict.fromkeys(lengths.values())
     if others:
-        raise Refused(
+        got = ", ".join(f"{n:,} tokens for {layer_type}" for layer_type, n in lengths.items())
+        raise ValueError(
             "layer types that are extended together must start at one length, got "
-            f"{', '.join(f'{n:,} tokens for {kind}' for kind, n in lengths.items())}: patch one of "
+            f"{got}: patch one of "
             "them (layer_types=...), or name the length (trained_length=...)"
         )
     options, target_length = resolve_options(method, factor, length, trained, options)
-    method_object = build(method, **options)
+    resolved = build(method, **options)
     own_parameters = by_layer_type(config.rope_parameters)
-    method_object = ContinuedScaling.wrap_if_needed(method_object, geometries, own_parameters)
+    resolved = ContinuedScaling.wrap_if_needed(resolved, geometries, own_parameters)
     sharpened = [m for rotary in rotaries for m in find_mla_attentions(find_owner(model, rotary))]
     sharpened = filter_by_layer_type(sharpened, config, geometries)
     if sharpened:
         running = any(geometry.base for geometry in geometries.values())
         own = config_mscale(sharpened[0], config) if running else 1.0
-        method_object = SoftmaxScaled(inner=method_object, own_mscale=own)
+        resolved = SoftmaxScaled(inner=resolved, own_mscale=own)
     plan = PatchPlan(
-        method=method_object,
+        method=resolved,
         length=target_length,
         geometries=geometries,
-        unchanged_layer_types=[str(kind) for kind in every if kind not in geometries],
+        unchanged_layer_types=[
+            str(layer_type) for layer_type in all_geometries if layer_type not in geometries
+        ],
         config=config,
         rotaries=before,
         kernels=kernels,
@@ -200,7 +205,7 @@ def make_plan(
         require_buffer_is_used(rotary, config, own_frequencies)
     _require_known_rotation(plan)
     _require_change(plan)
-    require_start_tokens_supported(model, method_object, target_length, geometries, before, config)
+    require_start_tokens_supported(model, resolved, target_length, geometries, before, config)
     if plan.method.is_length_dependent(trained):
         plan.length_hooks.extend(_make_length_hooks(model, plan))
     if kernels != "hf":
@@ -237,11 +242,11 @@ def resolve_options(
     Raises:
         ValueError: Not exactly one of factor and length, where that is needed.
     """
-    kind = get_method(method)
-    if not kind.is_dynamic:
+    method_class = get_method(method)
+    if not method_class.is_dynamic:
         factor, length = resolve_factor_and_length(factor, length, trained)
         return {"factor": factor, **options}, length
-    if kind.factor_is_option and factor is not None:
+    if method_class.factor_is_option and factor is not None:
         require_number("factor", factor)
         options = {"factor": float(factor), **options}
         factor = None if length is not None or factor <= 1 else factor
@@ -249,7 +254,9 @@ def resolve_options(
         return options, None
     factor, length = resolve_factor_and_length(factor, length, trained)
     if factor < 1:
-        raise Refused(f"factor must be at least 1 (largest length / trained length), got {factor}")
+        raise ValueError(
+            f"factor must be at least 1 (largest length / trained length), got {factor}"
+        )
     return options, length
 
 
@@ -261,19 +268,19 @@ def resolve_factor_and_length(
     """
     if (factor is None) == (length is None):
         got = "neither" if factor is None else f"factor={factor} and length={length}"
-        raise Refused(
+        raise ValueError(
             f"expected exactly one of factor and length, got {got}; for example factor=4, or "
             f"length={4 * trained}"
         )
     if factor is not None:
         require_number("factor", factor)
         if not math.isfinite(factor * trained):
-            raise Refused(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
+            raise ValueError(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
         return float(factor), round(factor * trained)
     require_tokens("length", length)
     assert length is not None
     if length < trained:
-        raise Refused(
+        raise ValueError(
             f"length must be at least the trained length, {trained:,} tokens, got {length:,}"
         )
     return length / trained, int(length)
@@ -283,18 +290,22 @@ def select_layer_types(
     geometries: dict[str | None, Geometry], layer_types: list[str] | None, config: Any
 ) -> dict[str | None, Geometry]:
     """Return the geometries that a request changes; raise ValueError for an unknown layer type."""
-    known = [kind for kind in geometries if kind is not None]
+    known = [layer_type for layer_type in geometries if layer_type is not None]
     if layer_types is None:
         # Layers with a window never meet a distance that they were not trained on.
-        far = [kind for kind in known if "sliding" not in kind and "chunked" not in kind]
-        return {kind: geometries[kind] for kind in far or geometries}
+        far = [
+            layer_type
+            for layer_type in known
+            if "sliding" not in layer_type and "chunked" not in layer_type
+        ]
+        return {layer_type: geometries[layer_type] for layer_type in far or geometries}
     if not layer_types or not set(layer_types) <= set(known):
         has = f"has the layer types {', '.join(known)}" if known else "rotates all layers alike"
-        raise Refused(
+        raise ValueError(
             f"layer_types={layer_types!r} does not fit: {type(config).__name__} {has}"
             + ("" if known else "; leave layer_types out")
         )
-    return {kind: geometries[kind] for kind in layer_types}
+    return {layer_type: geometries[layer_type] for layer_type in layer_types}
 
 
 def resolve_base(
@@ -307,33 +318,37 @@ def resolve_base(
 
     Configs spell the number of rotated pairs in several ways, so transformers' module decides it.
     """
-    kind = geometry.layer_type
-    own = next((found[kind] for _, found in before if kind in found), None)
-    if own is None:
-        raise Refused(f"{type(config).__name__} names {kind!r}, but no module rotates by it")
-    rotary_dim = 2 * len(own.inv_freq)
+    layer_type = geometry.layer_type
+    reference = next(
+        (frequencies[layer_type] for _, frequencies in before if layer_type in frequencies), None
+    )
+    if reference is None:
+        raise ValueError(
+            f"{type(config).__name__} names {layer_type!r}, but no module rotates by it"
+        )
+    rotary_dim = 2 * len(reference.inv_freq)
     sized = replace(geometry, rotary_dim=rotary_dim, head_dim=max(geometry.head_dim, rotary_dim))
-    parameters = by_layer_type(config.rope_parameters)[kind]
+    parameters = by_layer_type(config.rope_parameters)[layer_type]
     if not extends_scaled_frequencies(parameters, start):
         return sized
-    running = own.inv_freq
+    running = reference.inv_freq
     if config_rope_type(parameters) == "longrope":  # the module starts with the short factors
         stretch = torch.tensor(parameters["long_factor"], dtype=torch.float64, device="cpu")
         running = sized.unscaled_inv_freq() / stretch
-    return replace(sized, base=tuple(running.tolist()), attention_factor=own.attention_factor)
+    return replace(sized, base=tuple(running.tolist()), attention_factor=reference.attention_factor)
 
 
 def _require_known_rotation(plan: PatchPlan) -> None:
     """Raise if an architecture's plain rotation is not the one that its config describes."""
     for rotary, before in plan.rotaries:
-        for kind in before.keys() & plan.geometries.keys():
-            parameters = by_layer_type(plan.config.rope_parameters)[kind]
+        for layer_type in before.keys() & plan.geometries.keys():
+            parameters = by_layer_type(plan.config.rope_parameters)[layer_type]
             if config_rope_type(parameters) != "default":
                 continue
-            geometry = plan.geometries[kind]
-            expected, got = geometry.inv_freq(), before[kind].inv_freq
+            geometry = plan.geometries[layer_type]
+            expected, got = geometry.inv_freq(), before[layer_type].inv_freq
             if expected.shape != got.shape or not torch.allclose(expected, got, rtol=1e-5, atol=0):
-                raise Refused(
+                raise ValueError(
                     f"{type(rotary.module).__name__} does not rotate as its config says: expected "
                     f"{geometry.rotary_dim} dimensions with theta {geometry.theta:g}; this "
                     "architecture is not supported yet"
@@ -344,13 +359,13 @@ def _require_change(plan: PatchPlan) -> None:
     # Dynamic methods change nothing up to the trained length.
     lengths = (plan.trained_length, plan.trained_length + 1, plan.length)
     for frequencies in [plan.frequencies(length) for length in lengths]:
-        for kind, after in frequencies.items():
-            if any(kind in b and not b[kind].close_to(after) for _, b in plan.rotaries):
+        for layer_type, after in frequencies.items():
+            if any(layer_type in b and not b[layer_type].close_to(after) for _, b in plan.rotaries):
                 return
     for attention in plan.mla_attentions:
         if abs(config_mscale(attention, plan.config) - plan.softmax_mscale) > 1e-6:
             return
-    raise Refused(
+    raise ValueError(
         f"{plan.method} would change nothing: the model already rotates that way; expected a "
         "method and a factor that change at least one frequency"
     )
@@ -371,7 +386,7 @@ def _make_length_hooks(
             continue
         decoder = find_decoder(model, rotary)
         if any(decoder is other for other, _, _ in hooks):
-            raise Refused(
+            raise ValueError(
                 f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "
                 "followed in one cache yet: use a method whose frequencies stay, such as yarn"
             )

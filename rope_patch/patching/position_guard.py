@@ -73,13 +73,13 @@ def install_position_guards(
 
 def parameter_names(module: nn.Module) -> list[str]:
     """Return the parameter names of a module's forward."""
-    kind: Any = type(module)
-    return _parameter_names(kind)
+    module_class: Any = type(module)
+    return _parameter_names(module_class)
 
 
 @functools.cache
-def _parameter_names(kind: Any) -> list[str]:
+def _parameter_names(module_class: Any) -> list[str]:
     try:
-        return list(inspect.signature(kind.forward).parameters)[1:]
+        return list(inspect.signature(module_class.forward).parameters)[1:]
     except (TypeError, ValueError):  # a forward without a signature
         return []

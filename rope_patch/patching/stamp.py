@@ -21,7 +21,6 @@ from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.position_guard import parameter_names
 from rope_patch.patching.start_tokens import start_frequencies
 from rope_patch.patching.undo_log import UndoLog
-from rope_patch.utils.errors import Refused
 
 _CACHE = "past_key_values"
 
@@ -48,8 +47,8 @@ class StampHooks:
         cache = self._cache_of_call(args, kwargs)
         if cache is None and (cache := kwargs.get("cache")) is None:  # a paged one
             return None
-        held = getattr(cache, "rotation", None)
-        if held == self.rotation:
+        mark = getattr(cache, "rotation", None)
+        if mark == self.rotation:
             _require_unchanged(cache)
             return None
         if _is_exporting():
@@ -61,9 +60,9 @@ class StampHooks:
                 # A graph cannot read the length: an op reads it when the graph runs.
                 changed = _add_to_tokens(torch.ops.rope_patch.require_empty(length), args, kwargs)
             elif int(length) > 0:
-                raise Refused(cache_refusal(int(length), marked=held is not None))
-        elif held is not None:  # the length of a paged cache is unknown
-            raise Refused(cache_refusal(None, marked=True))
+                raise ValueError(cache_refusal(int(length), marked=mark is not None))
+        elif mark is not None:  # the length of a paged cache is unknown
+            raise ValueError(cache_refusal(None, marked=True))
         cache.rotation = self.rotation
         return changed
 
@@ -148,7 +147,7 @@ def _require_unchanged(cache: Any) -> None:
         return
     length = _known_length(cache)
     if length is not None and length > rotated:
-        raise Refused(
+        raise ValueError(
             f"the cache holds {length} tokens, of which this rotation rotated {rotated}: the rest "
             "came from the unpatched model, which cannot refuse. Expected a cache that was filled "
             "under this rotation alone: read the text again into a new cache"
@@ -169,7 +168,7 @@ def require_static(method: object, length_hooks: list[Any]) -> None:
         ValueError: They do; it says what to do instead.
     """
     if length_hooks:
-        raise Refused(
+        raise ValueError(
             f"{method} follows the length, and accepts no cache without the record that the model "
             "keeps in it: expected a method whose frequencies stay, such as yarn; copy caches of "
             "other methods with copy.deepcopy, which keeps the record"
@@ -185,12 +184,15 @@ def rotation_digest(plan: PatchPlan, after: dict[str | None, Frequencies]) -> st
     """
     sets, start = set(), set()
     for rotary, before in plan.rotaries:
-        sets |= {(str(kind), _float32_hex((before | after)[kind])) for kind in rotary.prefixes}
+        sets |= {
+            (str(layer_type), _float32_hex((before | after)[layer_type]))
+            for layer_type in rotary.prefixes
+        }
         if plan.method.start_token_count:
-            start_frequencies_by_type = start_frequencies(plan.geometries, before)
+            start_tokens = start_frequencies(plan.geometries, before)
             start |= {
-                (str(kind), _float32_hex(frequencies))
-                for kind, frequencies in start_frequencies_by_type.items()
+                (str(layer_type), _float32_hex(frequencies))
+                for layer_type, frequencies in start_tokens.items()
             }
     parts = (
         sorted(sets),
@@ -231,7 +233,7 @@ def require_empty(length: torch.Tensor) -> torch.Tensor:
         length: Tokens in the cache, one number.
     """
     if int(length) > 0:
-        raise Refused(cache_refusal(int(length), marked=False))
+        raise ValueError(cache_refusal(int(length), marked=False))
     return torch.zeros_like(length)
 
 

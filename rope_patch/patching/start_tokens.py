@@ -41,10 +41,14 @@ def start_frequencies(
         before: Frequencies of the unpatched model.
     """
     frequencies = {}
-    for kind in geometries.keys() & before.keys():
-        start = Frequencies(geometries[kind].inv_freq(), geometries[kind].attention_factor)
+    for layer_type in geometries.keys() & before.keys():
+        start = Frequencies(
+            geometries[layer_type].inv_freq(), geometries[layer_type].attention_factor
+        )
         # The same bits as the unpatched model, where the two agree.
-        frequencies[kind] = before[kind] if start.close_to(before[kind]) else start
+        frequencies[layer_type] = (
+            before[layer_type] if start.close_to(before[layer_type]) else start
+        )
     return frequencies
 
 
@@ -56,19 +60,19 @@ class StartTokenRotary:
     """
 
     def __init__(
-        self, own: Any, start: nn.Module, kinds: Iterable[str | None], tokens: int
+        self, own: Any, start: nn.Module, layer_types: Iterable[str | None], tokens: int
     ) -> None:
         self.original_forward = own
         self.start_module = start
-        self.layer_types = tuple(kinds)
+        self.layer_types = tuple(layer_types)
         self.tokens = tokens
 
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         extended = self.original_forward(x, position_ids, *args, **kwargs)
-        kind = args[0] if args else kwargs.get("layer_type")
-        if kind not in self.layer_types and None not in self.layer_types:
+        layer_type = args[0] if args else kwargs.get("layer_type")
+        if layer_type not in self.layer_types and None not in self.layer_types:
             return extended
         if not torch.compiler.is_compiling():
             self._sync_device(x.device)
@@ -177,14 +181,14 @@ class PaddingAwarePositions:
         cache = arguments.get("past_key_values")
         cache = getattr(cache, "self_attention_cache", cache)
         past = cache.get_seq_length() if cache is not None else 0
-        positions_all = mask.long().cumsum(1) - 1
+        row_positions = mask.long().cumsum(1) - 1
         # A mask of the new tokens alone does not cover the cached ones.
-        positions_all = (
-            positions_all + past
+        row_positions = (
+            row_positions + past
             if mask.shape[1] == steps
-            else mask_columns(positions_all, past, steps)
+            else mask_columns(row_positions, past, steps)
         )
-        positions = positions_all.clamp(min=0).to(tokens.device)
+        positions = row_positions.clamp(min=0).to(tokens.device)
         at = self._names.index("position_ids")
         if len(args) > at:
             return (*args[:at], positions, *args[at + 1 :]), kwargs
@@ -298,11 +302,11 @@ def _probe_start_tokens(
     with torch.device("cpu"):
         x = torch.zeros(2, 3, 4)
         positions = torch.tensor([[tokens + 5, tokens - 1, tokens], [tokens, 2 * tokens, 0]])
-    for kind in frequencies:
-        kinds = () if kind is None else (kind,)
+    for layer_type in frequencies:
+        extra = () if layer_type is None else (layer_type,)
         try:
             got, low, high = (
-                _as_tuple(f(x, positions, *kinds)) for f in (combined, plain, changed)
+                _as_tuple(f(x, positions, *extra)) for f in (combined, plain, changed)
             )
             for row, column in positions.new_ones(2, 3).nonzero().tolist():
                 expected = low if positions[row, column] < tokens else high

@@ -28,17 +28,17 @@ def summarize(
     if method.is_dynamic and handle.is_length_dependent:
         length = handle.length or 2 * handle.trained_length
         shown, where = handle.frequencies_at(length), f" at {length:,} tokens"
-    for kind, geometry in handle.geometries.items():
-        changed = shown[kind]
+    for layer_type, geometry in handle.geometries.items():
+        changed = shown[layer_type]
         stretch = geometry.inv_freq() / changed.inv_freq
         pairs = int((stretch != 1).sum())
         slowest = "no longer rotates" if stretch.isinf().any() else f"×{stretch.max():.4g}"
         lines.append(
-            f"  {kind or 'all layers'}: theta {geometry.theta:g}, {pairs} of {len(stretch)} "
+            f"  {layer_type or 'all layers'}: theta {geometry.theta:g}, {pairs} of {len(stretch)} "
             f"pairs changed{where} (slowest: {slowest}), "
             f"attention factor {changed.attention_factor:.6g}"
         )
-    lines += [f"  {kind}: unchanged" for kind in unchanged_layer_types]
+    lines += [f"  {layer_type}: unchanged" for layer_type in unchanged_layer_types]
     if tokens := method.start_token_count:
         lines.append(f"  positions below {tokens:,} keep the rotation from before, in all of these")
     lines += describe_start(handle.original_config, handle.geometries)

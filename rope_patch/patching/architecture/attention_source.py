@@ -38,15 +38,15 @@ class ForwardUsage:
     norm_names: tuple[str, str] | None = None
 
 
-def inspect_forward(kind: Any) -> ForwardUsage:
+def inspect_forward(module_class: Any) -> ForwardUsage:
     """Return the facts that the source of a module class's forward shows; parsed once a class."""
-    return _parse_forward(kind)
+    return _parse_forward(module_class)
 
 
 @functools.cache
-def _parse_forward(kind: Any) -> ForwardUsage:
+def _parse_forward(module_class: Any) -> ForwardUsage:
     try:
-        function = undecorated_forward(kind)
+        function = undecorated_forward(module_class)
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, AttributeError, SyntaxError):
         return ForwardUsage(rotates=False)
@@ -59,7 +59,7 @@ def _parse_forward(kind: Any) -> ForwardUsage:
     # Older transformers pass cos and sin to caches, which do not use them.
     cached = [n for d in ast.walk(tree) if isinstance(d, ast.Dict) for n in d.values if n in used]
     if not calls:
-        problem = f"{kind.__name__} uses cos and sin in a way of its own" if used else None
+        problem = f"{module_class.__name__} uses cos and sin in a way of its own" if used else None
         return ForwardUsage(rotates=False, problem=problem)
     single = rotates_one_tensor(function.__globals__.get(APPLY))
     count = 1 if single else 2
@@ -72,7 +72,7 @@ def _parse_forward(kind: Any) -> ForwardUsage:
     )
     if not tidy or len(used) - len(cached) != 2 * len(calls):
         return ForwardUsage(
-            rotates=True, problem=f"{kind.__name__} uses cos and sin in a way of its own"
+            rotates=True, problem=f"{module_class.__name__} uses cos and sin in a way of its own"
         )
     norms = None
     if len(calls) == 1 and not single:
@@ -83,9 +83,9 @@ def _parse_forward(kind: Any) -> ForwardUsage:
     return ForwardUsage(rotates=True, one_tensor=bool(single), norm_names=norms)
 
 
-def undecorated_forward(kind: Any) -> Any:
+def undecorated_forward(module_class: Any) -> Any:
     """Return a module class's forward without its decorators."""
-    return inspect.unwrap(kind.forward)
+    return inspect.unwrap(module_class.forward)
 
 
 def rotates_one_tensor(function: Any) -> bool | None:

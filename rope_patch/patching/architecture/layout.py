@@ -47,7 +47,7 @@ def is_interleaved(rotary: RotaryModule, config: Any) -> bool:
     apply: Any = getattr(sys.modules[type(rotary.module).__module__], "apply_rotary_pos_emb", None)
     if is_liger_function(apply):
         return False  # Liger rotates halves only, and cannot be probed: it runs on GPUs only
-    kind, prefix = next(iter(rotary.prefixes.items()))
+    layer_type, prefix = next(iter(rotary.prefixes.items()))
     module = make_probe(rotary, config)
     with torch.device("cpu"):
         inv_freq = getattr(module, f"{prefix}inv_freq").float()
@@ -59,7 +59,7 @@ def is_interleaved(rotary: RotaryModule, config: Any) -> bool:
     cos, sin = (f(angle)[:, None] * scale for f in (torch.cos, torch.sin))
     if apply is not None:
         try:
-            cos_sin = call_rotary(module, keys, positions, kind)
+            cos_sin = call_rotary(module, keys, positions, layer_type)
             got = (
                 apply(keys, *cos_sin)
                 if rotates_one_tensor(apply)
@@ -88,8 +88,8 @@ def repeats_interleaved(rotary: RotaryModule, config: Any) -> bool:
     module = make_probe(rotary, config)
     with torch.device("cpu"):
         x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
-    kind = next(iter(rotary.prefixes))
-    cos = call_rotary(module, x, positions, kind)[0]
+    layer_type = next(iter(rotary.prefixes))
+    cos = call_rotary(module, x, positions, layer_type)[0]
     return torch.equal(cos[..., 0::2], cos[..., 1::2])
 
 
@@ -103,8 +103,8 @@ def has_half_tables(rotary: RotaryModule, config: Any) -> bool:
     module = make_probe(rotary, config)
     with torch.device("cpu"):
         x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
-    kind, prefix = next(iter(rotary.prefixes.items()))
-    cos = call_rotary(module, x, positions, kind)[0]
+    layer_type, prefix = next(iter(rotary.prefixes.items()))
+    cos = call_rotary(module, x, positions, layer_type)[0]
     return cos.shape[-1] < 2 * len(getattr(module, f"{prefix}inv_freq"))
 
 
@@ -120,9 +120,9 @@ def supports_per_row_frequencies(rotary: RotaryModule, config: Any) -> bool:
     module = make_probe(rotary, config)
     with torch.device("cpu"):
         x, positions = torch.zeros(2, 3, 4), torch.arange(3)[None]
-    kind, prefix = next(iter(rotary.prefixes.items()))
+    layer_type, prefix = next(iter(rotary.prefixes.items()))
     own = getattr(module, f"{prefix}inv_freq")
-    arguments = (x, positions) if kind is None else (x, positions, kind)
+    arguments = (x, positions) if layer_type is None else (x, positions, layer_type)
     row_outputs = []
     for inv_freq in (own, own / 2):
         setattr(module, f"{prefix}inv_freq", inv_freq)
@@ -168,26 +168,28 @@ def rotated_layer_types(decoder: nn.Module, config: Any) -> list[str | None]:
         raise Refused(
             f"{type(config).__name__} gives a token several positions (M-RoPE), which {_NOT_YET}"
         )
-    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    layer_types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     return [
-        (None if None in rope_parameters else kinds[index]) if rotates else ""
-        for index, rotates in enumerate(_layers_that_rotate(decoder, config, kinds))
+        (None if None in rope_parameters else layer_types[index]) if rotates else ""
+        for index, rotates in enumerate(_layers_that_rotate(decoder, config, layer_types))
     ]
 
 
-def _layers_that_rotate(decoder: nn.Module, config: Any, kinds: list[str | None]) -> list[bool]:
+def _layers_that_rotate(
+    decoder: nn.Module, config: Any, layer_types: list[str | None]
+) -> list[bool]:
     if getattr(config, "no_rope_layers", None):  # SmolLM3, Llama 4: 1 where a layer rotates
         return [bool(rotates) for rotates in config.no_rope_layers]
     if config.model_type in ("cohere2", "exaone4", "exaone_moe"):  # windows rotate, the rest not
-        sliding = [kind == "sliding_attention" for kind in kinds]
+        sliding = [layer_type == "sliding_attention" for layer_type in layer_types]
         whole = config.model_type != "cohere2" and getattr(config, "sliding_window", None) is None
         return [whole or window for window in sliding]
-    rotates = [True] * len(kinds)
+    rotates = [True] * len(layer_types)
     if config.model_type in _ALWAYS_ROTATE:
         return rotates
     for module in decoder.modules():
-        kind: Any = type(module)
-        for condition, expected in _rotation_conditions(kind):
+        module_class: Any = type(module)
+        for condition, expected in _rotation_conditions(module_class):
             if condition in _IGNORED_CONDITIONS:
                 continue
             value, layer = (
@@ -215,14 +217,14 @@ def _evaluate_condition(module: nn.Module, condition: str) -> bool | None:
 
 
 @functools.cache
-def _rotation_conditions(kind: Any) -> frozenset[tuple[str, bool]]:
+def _rotation_conditions(module_class: Any) -> frozenset[tuple[str, bool]]:
     """Return the conditions on which a module class's forward rotates.
 
     Returns:
         Conditions, each with the value for which the forward rotates.
     """
     try:
-        forward = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+        forward = ast.parse(textwrap.dedent(inspect.getsource(module_class.forward)))
     except (OSError, TypeError, AttributeError, SyntaxError):
         return frozenset()
     return frozenset(

@@ -33,8 +33,8 @@ def require_buffer_is_used(
         positions = torch.tensor([[3, 5]])
     plain = _probe_outputs(module, rotary, x, positions)
     halved = {
-        kind: Frequencies(frequencies.inv_freq / 2, 2.0 * frequencies.attention_factor)
-        for kind, frequencies in before.items()
+        layer_type: Frequencies(frequencies.inv_freq / 2, 2.0 * frequencies.attention_factor)
+        for layer_type, frequencies in before.items()
     }
     set_frequencies(RotaryModule(module, rotary.prefixes), before, halved, UndoLog())
     changed = _probe_outputs(module, rotary, x, positions)
@@ -48,9 +48,9 @@ def require_buffer_is_used(
 def _probe_outputs(module: Any, rotary: RotaryModule, x: Any, positions: Any) -> list[torch.Tensor]:
     """Return a module's output for each of its layer types; none if it is called in another way."""
     outputs = []
-    for kind in rotary.prefixes:
+    for layer_type in rotary.prefixes:
         try:
-            output = call_rotary(module, x, positions, kind)
+            output = call_rotary(module, x, positions, layer_type)
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
             return []  # another signature: nothing is known
         output = output[0] if isinstance(output, tuple) else output
@@ -84,10 +84,10 @@ def call_rotary(
         positions: `[B, S]`.
         layer_type: The layer type, where it has several.
     """
-    kinds = () if layer_type is None else (layer_type,)
+    extra = () if layer_type is None else (layer_type,)
     if hasattr(module, "mrope_section"):
         positions = positions[None].expand(3, *positions.shape)
-    return module(x, positions, *kinds)
+    return module(x, positions, *extra)
 
 
 @torch_defaults()
@@ -116,9 +116,9 @@ def reference_frequencies(rotary: RotaryModule, config: Any) -> dict[str | None,
             f"({type(error).__name__}: {error}): {hint}"
         ) from error
     return {
-        kind: Frequencies(
+        layer_type: Frequencies(
             getattr(probe, f"{prefix}inv_freq").double(),
             float(getattr(probe, f"{prefix}attention_scaling")),
         )
-        for kind, prefix in rotary.prefixes.items()
+        for layer_type, prefix in rotary.prefixes.items()
     }

@@ -95,11 +95,11 @@ def _text_config(model: nn.Module) -> type:
 def _prefixes(module: nn.Module) -> dict[str | None, str]:
     rope_type: Any = getattr(module, "rope_type", None)
     if isinstance(rope_type, dict):
-        names: dict[str | None, str] = {kind: f"{kind}_" for kind in rope_type}
+        names: dict[str | None, str] = {layer_type: f"{layer_type}_" for layer_type in rope_type}
     else:
         names = {None: ""}
     return {
-        kind: prefix
-        for kind, prefix in names.items()
+        layer_type: prefix
+        for layer_type, prefix in names.items()
         if f"{prefix}inv_freq" in module._buffers and hasattr(module, f"{prefix}attention_scaling")
     }

@@ -21,8 +21,6 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from rope_patch.utils.errors import Refused
-
 UNKNOWN = torch.nan
 
 _REROTATABLE_LAYERS = (
@@ -158,7 +156,7 @@ def get_record(
     record = getattr(cache, "rotation", None)
     if not isinstance(record, RotationRecord):
         if not torch.compiler.is_compiling() and int(past) > 0:
-            raise Refused(
+            raise ValueError(
                 f"the cache holds {int(past)} tokens, and no record of how their keys were "
                 "rotated: it was filled before the model was patched, under a method whose "
                 "frequencies stay, or rebuilt from its tensors. "
@@ -167,13 +165,13 @@ def get_record(
             )
         return None
     if record.layout != layout:
-        raise Refused(
+        raise ValueError(
             "the cache was filled under a patch of other layer types or start tokens: expected an "
             "empty cache, or one that was filled under this patch"
         )
     rows, slots = record.positions.shape
     if rows != batch or (not record.static and slots < past):
-        raise Refused(
+        raise ValueError(
             f"the cache is not as this model left it: expected {rows} rows of {slots} tokens, got "
             f"{batch} rows of {past}; change caches by their own methods (reorder_cache, "
             "batch_select_indices, crop)"
@@ -228,10 +226,10 @@ def cached_keys(
             continue
         if not torch.compiler.is_compiling():
             layer.keys = keys = _writable_keys(layer, keys)
-        end, held = past, keys.shape[2]
+        end, slots = past, keys.shape[2]
         if record.static:  # a window that is not full yet starts at the first slot
-            end = max(layer.get_seq_length(), held) if layer.is_sliding else held
-        yield index, keys, record.positions[:, end - held : end]
+            end = max(layer.get_seq_length(), slots) if layer.is_sliding else slots
+        yield index, keys, record.positions[:, end - slots : end]
 
 
 def carries_gradients(cache: Any) -> bool:
@@ -250,12 +248,12 @@ def require_rerotatable_cache(cache: Any) -> None:
     """
     layers = [] if cache is None else cache.layers or [cache.layer_class_to_replicate]
     for layer in layers:
-        kind = layer if isinstance(layer, type) else type(layer)
-        if kind in _REROTATABLE_LAYERS or not issubclass(kind, CacheLayerMixin):
+        layer_class = layer if isinstance(layer, type) else type(layer)
+        if layer_class in _REROTATABLE_LAYERS or not issubclass(layer_class, CacheLayerMixin):
             continue
-        raise Refused(
-            f"the keys of a {type(cache).__name__} ({kind.__name__}) cannot be rotated again, "
-            "which this method needs when the sequence grows: expected a DynamicCache or a "
+        raise ValueError(
+            f"the keys of a {type(cache).__name__} ({layer_class.__name__}) cannot be rotated "
+            "again, which this method needs when the sequence grows: expected a DynamicCache or a "
             "StaticCache; or say the length beforehand (`handle.fix_length(...)`), or use a method "
             "whose frequencies stay, such as yarn"
         )
@@ -280,7 +278,7 @@ def _writable_keys(layer: Any, keys: torch.Tensor) -> torch.Tensor:
         ValueError: Gradients flow through keys of a static cache.
     """
     if keys.requires_grad and isinstance(layer, StaticLayer):
-        raise Refused(
+        raise ValueError(
             "the sequence outgrew the frequencies of its cached keys, and gradients flow through "
             "these: a static cache cannot hand out other tensors in their place. Use a "
             "DynamicCache, or torch.no_grad(), or say the length beforehand "
@@ -291,13 +289,15 @@ def _writable_keys(layer: Any, keys: torch.Tensor) -> torch.Tensor:
     return keys.clone() if outside or saved else keys
 
 
-def _record_class_of(kind: type) -> type:
-    if kind not in _RECORD_CLASSES:
-        _RECORD_CLASSES[kind] = type(
-            kind.__name__, (CacheWithRecord, kind), {"__module__": kind.__module__}
+def _record_class_of(cache_class: type) -> type:
+    if cache_class not in _RECORD_CLASSES:
+        _RECORD_CLASSES[cache_class] = type(
+            cache_class.__name__,
+            (CacheWithRecord, cache_class),
+            {"__module__": cache_class.__module__},
         )
-    return _RECORD_CLASSES[kind]
+    return _RECORD_CLASSES[cache_class]
 
 
-def _unpickle(kind: type) -> Any:
-    return object.__new__(_record_class_of(kind))
+def _unpickle(cache_class: type) -> Any:
+    return object.__new__(_record_class_of(cache_class))

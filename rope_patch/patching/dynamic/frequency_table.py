@@ -44,7 +44,9 @@ class FrequencyTable:
         self.before = before
         self.trained_length = next(iter(geometries.values())).trained_length
         kinds = list(kinds)
-        ends = list(itertools.accumulate(len(before[kind].inv_freq) + 1 for kind in kinds))
+        ends = list(
+            itertools.accumulate(len(before[layer_type].inv_freq) + 1 for layer_type in kinds)
+        )
         self.slices = {k: (s, e) for k, s, e in zip(kinds, [0, *ends], ends, strict=False)}
         self.row_width = ends[-1]
         self._rows: dict[float, torch.Tensor] = {}
@@ -61,8 +63,8 @@ class FrequencyTable:
         """Return the frequencies of a sequence of `length` tokens, by layer type that changes."""
         row = self.row(self.valid_until(length))
         return {
-            kind: Frequencies(row[start : end - 1], row[end - 1].item())
-            for kind, (start, end) in self.slices.items()
+            layer_type: Frequencies(row[start : end - 1], row[end - 1].item())
+            for layer_type, (start, end) in self.slices.items()
         }
 
     def row(self, reach: float) -> torch.Tensor:
@@ -72,14 +74,14 @@ class FrequencyTable:
             if len(self._rows) > 256:  # growth="exact" needs a new row for every token
                 self._rows.clear()
             row = self._rows[reach] = torch.cat(
-                [self._layer_type_row(kind, reach) for kind in self.slices]
+                [self._layer_type_row(layer_type, reach) for layer_type in self.slices]
             )
         return row
 
-    def _layer_type_row(self, kind: str | None, reach: float) -> torch.Tensor:
-        frequencies = self.method.frequencies_at(self.geometries[kind], reach)
-        if frequencies.close_to(self.before[kind]):  # the same bits as the unpatched model
-            frequencies = self.before[kind]
+    def _layer_type_row(self, layer_type: str | None, reach: float) -> torch.Tensor:
+        frequencies = self.method.frequencies_at(self.geometries[layer_type], reach)
+        if frequencies.close_to(self.before[layer_type]):  # the same bits as the unpatched model
+            frequencies = self.before[layer_type]
         factor = torch.tensor([frequencies.attention_factor], dtype=torch.float64, device="cpu")
         return torch.cat([frequencies.inv_freq.double(), factor])
 
@@ -96,21 +98,21 @@ class FrequencyTable:
         return rows_on_device
 
     def per_layer_type(
-        self, rows: torch.Tensor, kind: str | None, device: torch.device
+        self, rows: torch.Tensor, layer_type: str | None, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one layer type's frequencies and attention factor.
 
         `[R / 2]` and a number if all rows are equal, else `[B, 1, R / 2]` and `[B, 1, 1]`.
         """
-        last_rows, *split = self._last_split.get(kind, (None,))
+        last_rows, *split = self._last_split.get(layer_type, (None,))
         if last_rows is rows and split[0].device == device and not torch.compiler.is_compiling():
             return split[0], split[1]  # the usual case in a decode step
-        start, end = self.slices[kind]
+        start, end = self.slices[layer_type]
         part = rows[:, start:end].to(device)
         if rows.shape[0] == 1:
             inv_freq, scale = part[0, :-1], part[0, -1]
         else:
             inv_freq, scale = part[:, None, :-1], part[:, None, -1:]
         if not torch.compiler.is_compiling():
-            self._last_split[kind] = (rows, inv_freq, scale)
+            self._last_split[layer_type] = (rows, inv_freq, scale)
         return inv_freq, scale

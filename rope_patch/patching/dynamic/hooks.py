@@ -120,9 +120,9 @@ class LengthHooks:
         self.method = method
         # Attributes of the rotary module: frequencies and attention factor of each layer type.
         self.attribute_names = {
-            kind: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
-            for kind, prefix in rotary.prefixes.items()
-            if kind in geometries
+            layer_type: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
+            for layer_type, prefix in rotary.prefixes.items()
+            if layer_type in geometries
         }
         self.rotated_layer_types = rotated_layer_types(decoder, config)
         self.interleaved = is_interleaved(rotary, config)
@@ -203,7 +203,7 @@ class LengthHooks:
             self._state.rows = torch.ops.rope_patch.follow(
                 [keys for keys, _, _ in cached],
                 [slots for _, slots, _ in cached],
-                [list(self.slices).index(kind) for _, _, kind in cached],
+                [list(self.slices).index(layer_type) for _, _, layer_type in cached],
                 record.positions,
                 new,
                 record.row_spans,
@@ -236,8 +236,8 @@ class LengthHooks:
 
     def before_rotary(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the frequencies of this forward (pre-hook of the rotary module)."""
-        kind = args[2] if len(args) > 2 else kwargs.get("layer_type")
-        if kind not in self.attribute_names:
+        layer_type = args[2] if len(args) > 2 else kwargs.get("layer_type")
+        if layer_type not in self.attribute_names:
             return
         rows = self._state.rows
         if rows is None:  # called by itself: its positions are all there is to know
@@ -249,8 +249,8 @@ class LengthHooks:
                 record.row_spans, record.frequencies, positions, positions, lambda: ()
             )
         x = args[0] if args else kwargs["x"]
-        inv_freq, scale = self.frequency_table.per_layer_type(rows, kind, x.device)
-        name, scale_name = self.attribute_names[kind]
+        inv_freq, scale = self.frequency_table.per_layer_type(rows, layer_type, x.device)
+        name, scale_name = self.attribute_names[layer_type]
         if torch.compiler.is_compiling():  # the graph has them to itself
             self._state.saved_buffer = (name, module._buffers[name], False)
             setattr(module, name, inv_freq)

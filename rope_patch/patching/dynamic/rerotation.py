@@ -55,12 +55,12 @@ class KeyRerotation:
         blocks = [slice(None)] if len(rows) == len(changed) else [slice(r, r + 1) for r in rows]
         # Layers of one type with the same slots re-rotate by the same angles.
         groups: dict[Any, list[CachedKeys]] = {}
-        for keys, slots, kind in cached:
+        for keys, slots, layer_type in cached:
             with_gradients = torch.is_grad_enabled() and keys.requires_grad
-            key = (kind, slots.shape[1], keys.device, with_gradients)
-            groups.setdefault(key, []).append((keys, slots, kind))
-        for (kind, _, _, with_gradients), layers in groups.items():
-            start, end = self.slices[kind]
+            key = (layer_type, slots.shape[1], keys.device, with_gradients)
+            groups.setdefault(key, []).append((keys, slots, layer_type))
+        for (layer_type, _, _, with_gradients), layers in groups.items():
+            start, end = self.slices[layer_type]
             at = layers[0][1].clamp(min=0)
             # A copy, because the cache's record changes later.
             change = (blocks, at, old[:, start:end].clone(), new[:, start:end])

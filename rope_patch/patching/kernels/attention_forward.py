@@ -46,11 +46,12 @@ class PatchedAttentionForward:
         self._bind()
 
     def _bind(self) -> None:
-        kind: Any = self.module.__class__  # not type(), which is the proxy's for a replica
-        function = undecorated_forward(kind)
-        ours = self.rotate_one if inspect_forward(kind).one_tensor else self.rotate
+        # Not type(), which is the proxy's for a replica.
+        attention_class: Any = self.module.__class__
+        function = undecorated_forward(attention_class)
+        rotate = self.rotate_one if inspect_forward(attention_class).one_tensor else self.rotate
         self._original_apply = function.__globals__[APPLY]
-        names = {**function.__globals__, APPLY: ours}
+        names = {**function.__globals__, APPLY: rotate}
         # torch.compile would look names up in the module that __name__ names.
         del names["__name__"]
         self._function = types.FunctionType(
@@ -259,24 +260,24 @@ def shared_norm_spec(attention: nn.Module) -> RMSNormSpec | None:
     )
 
 
-def norm_spec_of(kind: Any) -> RMSNormSpec | None:
+def norm_spec_of(norm_class: Any) -> RMSNormSpec | None:
     """Return the spec of a norm class, found by probing it; None if it is no such RMSNorm."""
-    return _probe_norm(kind)
+    return _probe_norm(norm_class)
 
 
 @functools.cache
-def _probe_norm(kind: Any) -> RMSNormSpec | None:
+def _probe_norm(norm_class: Any) -> RMSNormSpec | None:
     with torch_defaults():
         generator = torch.Generator().manual_seed(0)
         x, weight = (torch.randn(n, 8, generator=generator) for n in (4, 1))
         x = x * 1e-3  # so small that eps matters
         for eps in ("variance_epsilon", "eps"):
-            stranger = kind.__new__(kind)
+            stranger = norm_class.__new__(norm_class)
             nn.Module.__init__(stranger)
             stranger.weight = nn.Parameter(weight[0])
             setattr(stranger, eps, 1e-6)
             try:
-                got = kind.forward(stranger, x)
+                got = norm_class.forward(stranger, x)
             except (AttributeError, TypeError, ValueError, RuntimeError):
                 continue
             for offset in (0.0, 1.0):

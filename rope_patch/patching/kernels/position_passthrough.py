@@ -44,8 +44,8 @@ class PositionPassthrough:
     ) -> None:
         self.module = module
         self.attribute_names = {
-            kind: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
-            for kind, prefix in prefixes.items()
+            layer_type: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
+            for layer_type, prefix in prefixes.items()
         }
         self.original_forward = own
         self.kernels = kernels
@@ -56,19 +56,19 @@ class PositionPassthrough:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not use_exact_positions(x, self.kernels):
             return self.original_forward(x, position_ids, *args, **kwargs)
-        kind = args[0] if args else kwargs.get("layer_type")
-        return position_ids, self.packed_frequencies(kind, x.device)
+        layer_type = args[0] if args else kwargs.get("layer_type")
+        return position_ids, self.packed_frequencies(layer_type, x.device)
 
-    def packed_frequencies(self, kind: str | None, device: torch.device) -> torch.Tensor:
+    def packed_frequencies(self, layer_type: str | None, device: torch.device) -> torch.Tensor:
         """Return a layer type's packed frequencies, `[R / 2 + 1]` or `[B, R / 2 + 1]`; repack on
         change.
 
         They rarely change, and a decode step then launches no kernel for them.
         """
-        name, scale_name = self.attribute_names[kind]
+        name, scale_name = self.attribute_names[layer_type]
         inv_freq, scale = getattr(self.module, name), getattr(self.module, scale_name)
         if not torch.compiler.is_compiling():  # a graph must not depend on eager state
-            last_inv_freq, last_scale, packed = self._packed.get(kind, (None, None, None))
+            last_inv_freq, last_scale, packed = self._packed.get(layer_type, (None, None, None))
             if last_inv_freq is inv_freq and last_scale is scale and packed.device == device:
                 return packed
         # An inference tensor could not be saved for a later backward pass.
@@ -79,7 +79,7 @@ class PositionPassthrough:
                 packed = pack_frequencies(inv_freq, scale)
             packed = packed.to(device)
         if not torch.compiler.is_compiling():
-            self._packed[kind] = (inv_freq, scale, packed)
+            self._packed[layer_type] = (inv_freq, scale, packed)
         return packed
 
     def retire(self) -> None:
