@@ -13,8 +13,7 @@ from rope_patch.patching.undo_log import UndoLog
 
 
 class ConfigOverride:
-    """Per-model copies of its configs, so that other models made from the same object stay as they
-    are.
+    """Per-model copies of configs, so that other models made from the same object do not change.
 
     Undoing restores the changed fields, and then the original objects, unless the user changed the
     copies meanwhile (a resized vocabulary, another attention kernel): such changes stay.

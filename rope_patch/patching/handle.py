@@ -143,8 +143,7 @@ class Patch:
             hooks.fixed_length = length
 
     def accept_cache(self, cache: Any) -> None:
-        """Declare that this very rotation rotated a cache's keys, which a rebuilt cache does not
-        show.
+        """Declare that this very rotation rotated a cache's keys, for a rebuilt cache.
 
         For caches that are rebuilt from stored tensors. Caches that the patched model filled, and
         their copies (`copy.deepcopy`, pickles), are accepted without it.
@@ -160,8 +159,7 @@ class Patch:
         stamp_cache(cache, self._rotation_digest)
 
     def share_length(self, group: Any) -> None:
-        """Declare that processes hold parts of the same sequences, so lengths are the maximum over
-        all.
+        """Declare that processes hold parts of the same sequences; lengths are those of the whole.
 
         Not needed under accelerate's context parallelism. Needed for torch's without accelerate,
         or for sequences that are split in another way. Each process must be given the positions in

@@ -19,8 +19,7 @@ from rope_patch.rope_config import by_layer_type, config_rope_type
 
 @dataclass(frozen=True, kw_only=True)
 class MethodWrapper(Method):
-    """A method that is named, described and saved as its inner method; subclasses change its
-    rotation.
+    """A method that is named, described and saved as its inner method, but rotates otherwise.
 
     Attributes:
         inner: The wrapped method.
@@ -163,8 +162,8 @@ class ContinuedScaling(MethodWrapper):
         return self.inner.valid_until(length, trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """Return `longrope` with the stretch of both scalings; the config's own where there is no
-        such form.
+        """Return `longrope` with the stretch of both scalings, or the config's own without such a
+        form.
         """
         if not geometry.base:  # a layer type without trained-in scaling
             return self.inner.rope_parameters(geometry)

@@ -111,9 +111,7 @@ class SoftmaxScaled(MethodWrapper):
         return self.inner.inner if isinstance(self.inner, MethodWrapper) else self.inner
 
     def _deepseek_mscales(self) -> tuple[float, float] | None:
-        """Return both mscales, for cos and sin and for the softmax, if the caller named both; else
-        None.
-        """
+        """Return mscale for cos and sin, and for the softmax, if both are named; else None."""
         method = self._requested_method
         if isinstance(method, YaRN) and method.mscale and method.mscale_all_dim:
             return method.cos_sin_factor(), yarn_mscale(method.factor, method.mscale_all_dim)

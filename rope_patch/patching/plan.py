@@ -263,9 +263,7 @@ def resolve_options(
 def resolve_factor_and_length(
     factor: float | None, length: int | None, trained: int
 ) -> tuple[float, int]:
-    """Return factor and target length (tokens) from exactly one of them; raise ValueError
-    otherwise.
-    """
+    """Return factor and target length (tokens) from exactly one of them, or raise ValueError."""
     if (factor is None) == (length is None):
         got = "neither" if factor is None else f"factor={factor} and length={length}"
         raise ValueError(

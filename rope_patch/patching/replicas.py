@@ -32,9 +32,7 @@ class ReplicaMaker:
 
 
 def forward_for_replica(forward: Any, replica: Any) -> Any:
-    """Return a module's forward bound to its replica; another party's forward is returned
-    unchanged.
-    """
+    """Return a module's forward bound to its replica; return a foreign forward unchanged."""
     if isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module):
         return partial(forward.__func__, replica)
     if isinstance(forward, partial) and forward.func is forward_per_row:

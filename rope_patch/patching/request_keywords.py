@@ -11,8 +11,7 @@ R = TypeVar("R")
 
 
 def require_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of a model, a method and named options: a third positional argument
-    raises.
+    """Decorate a function of a model and a method: a third positional argument raises.
 
     Raises:
         TypeError: A third argument is passed by position.

@@ -89,8 +89,8 @@ class StampHooks:
 class StampedPrompt:
     """PEFT's `get_prompt`, whose cache holds trained keys and is valid for any rotation."""
 
-    def __init__(self, own: Any, rotation: str) -> None:
-        self.original_method = own
+    def __init__(self, original_method: Any, rotation: str) -> None:
+        self.original_method = original_method
         self.rotation = rotation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

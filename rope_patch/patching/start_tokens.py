@@ -60,10 +60,14 @@ class StartTokenRotary:
     """
 
     def __init__(
-        self, own: Any, start: nn.Module, layer_types: Iterable[str | None], tokens: int
+        self,
+        original_forward: Any,
+        start_module: nn.Module,
+        layer_types: Iterable[str | None],
+        tokens: int,
     ) -> None:
-        self.original_forward = own
-        self.start_module = start
+        self.original_forward = original_forward
+        self.start_module = start_module
         self.layer_types = tuple(layer_types)
         self.tokens = tokens
 

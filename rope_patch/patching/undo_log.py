@@ -107,9 +107,7 @@ def _instance_attribute(owner: Any, attribute: str) -> Any:
 
 
 def _is_still(present: Any, value: Any) -> bool:
-    """Return whether an attribute holds the value set there, or a plain value or tensor in its
-    place.
-    """
+    """Return whether an attribute still holds the value set there, or an equal one or a tensor."""
     if present is value:
         return True
     if isinstance(value, torch.Tensor):

@@ -78,8 +78,7 @@ def is_interleaved(rotary: RotaryModule, config: Any) -> bool:
 
 
 def repeats_interleaved(rotary: RotaryModule, config: Any) -> bool:
-    """Return whether cos and sin hold each number twice in a row (Cohere), not the whole list
-    twice.
+    """Return whether cos and sin hold each number twice in a row (Cohere), not half by half.
 
     Args:
         rotary: The model's rotary module.

@@ -51,12 +51,12 @@ def limit_candidates(
 class _LimitedGeneratorFactory:
     """Wrapper of `_get_candidate_generator` that limits the drafts of the generators it makes."""
 
-    def __init__(self, own: Any, following: Any) -> None:
-        self.original_method = own
-        self.hooks = following
+    def __init__(self, original_method: Any, hooks: Any) -> None:
+        self.original_method = original_method
+        self.hooks = hooks
 
-    def __call__(self, *, input_ids: torch.Tensor, model_kwargs: dict[str, Any], **given: Any):
-        generator = self.original_method(input_ids=input_ids, model_kwargs=model_kwargs, **given)
+    def __call__(self, *, input_ids: torch.Tensor, model_kwargs: dict[str, Any], **options: Any):
+        generator = self.original_method(input_ids=input_ids, model_kwargs=model_kwargs, **options)
         limit = _CandidateLimit(generator, self.hooks, _SequencePositions(input_ids, model_kwargs))
         generator.get_candidates = limit.get_candidates
         generator.update_candidate_strategy = limit.update_candidate_strategy
@@ -98,10 +98,10 @@ class _SequencePositions:
 class _CandidateLimit:
     """Wrappers of a candidate generator's two methods."""
 
-    def __init__(self, generator: Any, following: Any, row: _SequencePositions) -> None:
+    def __init__(self, generator: Any, hooks: Any, sequence: _SequencePositions) -> None:
         self.generator = generator
-        self.hooks = following
-        self.sequence = row
+        self.hooks = hooks
+        self.sequence = sequence
         self.original_get = generator.get_candidates
         self.original_update = generator.update_candidate_strategy
         self.shortened = False
@@ -110,10 +110,14 @@ class _CandidateLimit:
         """Return how many tokens may follow the first `tokens` ids under the same frequencies."""
         if self.hooks.fixed_length is not None:
             return math.inf
-        row = self.sequence
-        last = row.last + tokens - row.tokens
-        valid_until = self.hooks.frequency_table.valid_until(max(row.largest, last) - row.first + 1)
-        return valid_until if math.isinf(valid_until) else int(row.first + valid_until - 1 - last)
+        sequence = self.sequence
+        last = sequence.last + tokens - sequence.tokens
+        valid_until = self.hooks.frequency_table.valid_until(
+            max(sequence.largest, last) - sequence.first + 1
+        )
+        return (
+            valid_until if math.isinf(valid_until) else int(sequence.first + valid_until - 1 - last)
+        )
 
     def get_candidates(
         self, input_ids: torch.Tensor, *args: Any, **kwargs: Any

@@ -31,48 +31,54 @@ UNCAPTURED: dict[str, Any] = {"tags": _tags} if _tags else {}
 
 
 @torch.library.custom_op(
-    "rope_patch::follow",
-    mutates_args=("keys", "bounds", "sets"),
+    "rope_patch::update_rows",
+    mutates_args=("keys", "row_spans", "frequencies"),
     # torch 2.6 cannot infer a schema from list[torch.Tensor].
-    schema="(Tensor(a!)[] keys, Tensor[] slots, SymInt[] kinds, Tensor positions, "
-    "Tensor new, Tensor(b!) bounds, Tensor(c!) sets, SymInt serial) -> Tensor",
+    schema="(Tensor(a!)[] keys, Tensor[] slots, SymInt[] layer_types, Tensor positions, "
+    "Tensor new_positions, Tensor(b!) row_spans, Tensor(c!) frequencies, SymInt op_handle) "
+    "-> Tensor",
     **UNCAPTURED,
 )
 def update_rows_op(
     keys: list[torch.Tensor],
     slots: list[torch.Tensor],
-    kinds: list[int],
+    layer_types: list[int],
     positions: torch.Tensor,
-    new: torch.Tensor,
-    bounds: torch.Tensor,
-    sets: torch.Tensor,
-    serial: int,
+    new_positions: torch.Tensor,
+    row_spans: torch.Tensor,
+    frequencies: torch.Tensor,
+    op_handle: int,
 ) -> torch.Tensor:
     """Run `LengthHooks.update_rows` of the registered hooks and return every row, `[B, F]`.
 
     Args:
         keys: Keys of each layer that may need re-rotation, `[B, K, S, D]`.
         slots: Their positions, `[B, S]` each.
-        kinds: Their layer types, as indices.
+        layer_types: Their layer types, as indices.
         positions: See `LengthHooks.update_rows`.
-        new: See `LengthHooks.update_rows`.
-        bounds: See `LengthHooks.update_rows`.
-        sets: See `LengthHooks.update_rows`.
-        serial: What `register_hooks` returned.
+        new_positions: See `LengthHooks.update_rows`.
+        row_spans: See `LengthHooks.update_rows`.
+        frequencies: See `LengthHooks.update_rows`.
+        op_handle: The number from `register_hooks`.
     """
-    hooks = _instances[serial]
+    hooks = _instances[op_handle]
     names = list(hooks.slices)
-    cached = [(k, s, names[i]) for k, s, i in zip(keys, slots, kinds, strict=True)]
+    cached = [(k, s, names[i]) for k, s, i in zip(keys, slots, layer_types, strict=True)]
     next_positions = hooks.generation_loop.take(None)
     rows = hooks.update_rows(
-        bounds, sets, positions, new, lambda: cached, next_positions=next_positions
+        row_spans,
+        frequencies,
+        positions,
+        new_positions,
+        lambda: cached,
+        next_positions=next_positions,
     )
     return rows.expand(positions.shape[0], -1).clone()
 
 
 @update_rows_op.register_fake
-def _(keys, slots, kinds, positions, new, bounds, sets, serial):
-    return positions.new_empty(sets.shape, dtype=torch.float32)
+def _(keys, slots, layer_types, positions, new_positions, row_spans, frequencies, op_handle):
+    return positions.new_empty(frequencies.shape, dtype=torch.float32)
 
 
 class TraceRefusal:

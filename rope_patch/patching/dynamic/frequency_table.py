@@ -54,9 +54,7 @@ class FrequencyTable:
         self._last_split: dict[str | None, Any] = {}
 
     def valid_until(self, length: float) -> float:
-        """Return the longest length that the frequencies of `length` serve; see
-        `Method.valid_until`.
-        """
+        """Return the longest length that the frequencies of `length` serve."""
         return self.method.valid_until(length, self.trained_length)
 
     def frequencies(self, length: float) -> dict[str | None, Frequencies]:

@@ -63,7 +63,7 @@ class GenerationLoop(threading.local):
 
     def prepare(self, source: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
         """Note a step whose inputs generate has prepared."""
-        last, following = self._step, self._next
+        last, expected_source = self._step, self._next
         self._step = self._next = None
         if (
             source is None
@@ -73,15 +73,13 @@ class GenerationLoop(threading.local):
         ):
             return
         positions = None
-        linked = following is not None and following.is_still(source)
+        linked = expected_source is not None and expected_source.is_still(source)
         if linked and last is not None and last.positions:
             positions = [position + 1 for position in last.positions]
         self._step = _Step(_TensorSnapshot(source), _TensorSnapshot(position_ids), positions)
 
     def update(self, before: torch.Tensor | None, after: torch.Tensor | None, tokens: int) -> None:
-        """Note the tensor from which generate counts positions, before and after it appends the new
-        tokens.
-        """
+        """Note the tensor that generate counts positions by, before and after a step extends it."""
         step, self._next = self._step, None
         if step is None or not step.done or before is None or after is None or tokens != 1:
             return
@@ -147,9 +145,9 @@ def _position_source(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
 class _WrappedMethod:
     """Wrapper of a model's method that keeps the method's signature."""
 
-    def __init__(self, own: Any, following: Any) -> None:
-        self.original_method = own
-        self.hooks = following
+    def __init__(self, original_method: Any, hooks: Any) -> None:
+        self.original_method = original_method
+        self.hooks = hooks
 
     @property
     def __signature__(self) -> inspect.Signature:

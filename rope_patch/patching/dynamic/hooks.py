@@ -200,7 +200,7 @@ class LengthHooks:
             attach_record(cache, record)
         if torch.compiler.is_compiling():
             cached = list(self._cached_keys(cache, record, past))
-            self._state.rows = torch.ops.rope_patch.follow(
+            self._state.rows = torch.ops.rope_patch.update_rows(
                 [keys for keys, _, _ in cached],
                 [slots for _, slots, _ in cached],
                 [list(self.slices).index(layer_type) for _, _, layer_type in cached],

@@ -95,9 +95,7 @@ class KeyRerotation:
     def _rerotate_block(
         self, layers: list[torch.Tensor], at: torch.Tensor, old: torch.Tensor, new: torch.Tensor
     ) -> None:
-        """Re-rotate keys by the angles of their first rotation: exact ones, or transformers'
-        rounded ones.
-        """
+        """Re-rotate keys by exact angles or transformers' rounded ones, as they were rotated."""
         device = layers[0].device
         if self.kernels is not None and use_exact_positions(layers[0], self.kernels):
             packed = [pack_frequencies(s[:, :-1], s[:, -1]).to(device) for s in (old, new)]

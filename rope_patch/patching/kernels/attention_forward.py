@@ -138,9 +138,7 @@ class PatchedAttentionForward:
         return next(normed), next(normed)
 
     def _weights(self, q: torch.Tensor) -> list[torch.Tensor]:
-        """Return the norms' weights, `[D]` each, or `[H, D]` and `[K, D]` where one norm spans all
-        heads.
-        """
+        """Return the norms' weights, `[D]` each; `[H, D]` and `[K, D]` for norms over all heads."""
         weights = [getattr(self.module, name).weight for name in self.norm_names]
         if all(weight.shape[0] == q.shape[-1] for weight in weights):
             return weights
@@ -151,9 +149,7 @@ class PatchedAttentionForward:
         return getattr(getattr(self.module, self.norm_names[0]), self.norm_spec.eps_attribute)
 
     def retire(self) -> None:
-        """Rotate as the class does from now on: the patch is undone, but a wrapper still calls
-        this.
-        """
+        """Rotate as the class does from now on: undone, but a wrapper still calls this."""
         self.kernels = "hf"
         self._function = undecorated_forward(type(self.module))
 
@@ -178,12 +174,16 @@ class DeferredNorm:
     """A norm's forward that passes its input through where the rotation applies the norm."""
 
     def __init__(
-        self, forward: PatchedAttentionForward, name: str, norm: nn.Module, own: Any
+        self,
+        attention_forward: PatchedAttentionForward,
+        name: str,
+        norm: nn.Module,
+        original_forward: Any,
     ) -> None:
-        self.attention_forward = forward
+        self.attention_forward = attention_forward
         self.name = name
         self.norm = norm
-        self.original_forward = own
+        self.original_forward = original_forward
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if (
@@ -198,9 +198,7 @@ class DeferredNorm:
         return functools.partial(self.original_forward.__func__, replica)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredNorm:
-        """Copy the norm; alone, the copy still belongs to the same attention (PEFT's
-        modules_to_save).
-        """
+        """Copy the norm, alone (PEFT's modules_to_save) or along with its attention."""
         attention = self.attention_forward.module
         forward = (
             copy.deepcopy(self.attention_forward, memo)

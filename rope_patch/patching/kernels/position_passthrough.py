@@ -40,14 +40,18 @@ class PositionPassthrough:
     """
 
     def __init__(
-        self, module: nn.Module, prefixes: dict[str | None, str], own: Any, kernels: str
+        self,
+        module: nn.Module,
+        prefixes: dict[str | None, str],
+        original_forward: Any,
+        kernels: str,
     ) -> None:
         self.module = module
         self.attribute_names = {
             layer_type: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
             for layer_type, prefix in prefixes.items()
         }
-        self.original_forward = own
+        self.original_forward = original_forward
         self.kernels = kernels
         self._packed: dict[str | None, Any] = {}
 
@@ -60,10 +64,9 @@ class PositionPassthrough:
         return position_ids, self.packed_frequencies(layer_type, x.device)
 
     def packed_frequencies(self, layer_type: str | None, device: torch.device) -> torch.Tensor:
-        """Return a layer type's packed frequencies, `[R / 2 + 1]` or `[B, R / 2 + 1]`; repack on
-        change.
+        """Return a layer type's packed frequencies, `[R / 2 + 1]` or `[B, R / 2 + 1]`.
 
-        They rarely change, and a decode step then launches no kernel for them.
+        Packs again only on change, so most decode steps launch no kernel for it.
         """
         name, scale_name = self.attribute_names[layer_type]
         inv_freq, scale = getattr(self.module, name), getattr(self.module, scale_name)
