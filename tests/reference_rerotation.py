@@ -1,5 +1,4 @@
-"""The truth that cached decoding is held against: keys are kept unrotated, and all of them are
-rotated afresh, under the current frequencies, whenever they are read.
+"""Reference for cached decoding: keys are cached unrotated, and rotated whenever they are read.
 
 Independent of the package: transformers' own modules and formulas, a cache of its own.
 """
@@ -14,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def stepped(length, trained):
-    """The factor on the grid 2^(k/4), by searching the grid from below."""
+    """Return the factor on the grid 2^(k/4), by searching the grid from below."""
     step = 0
     while trained * 2 ** (step / 4) < length:
         step += 1
@@ -26,7 +25,7 @@ def exact(length, trained):
 
 
 def frequencies(config, method, length, growth=stepped, layer_type=None, options=None):
-    """(inv_freq, attention factor) of a sequence, by transformers' functions."""
+    """Return (inv_freq, attention factor) of a sequence, by transformers' functions."""
     trained = config.max_position_embeddings
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
     theta = parameters["rope_theta"]
@@ -99,7 +98,7 @@ class Reference:
 
     @torch.no_grad()
     def decode(self, ids, prompt, cache=None):
-        """Logits `[1, S, V]` of a prompt in one pass, and of the rest token by token."""
+        """Return logits `[1, S, V]` of a prompt in one pass, and of the rest token by token."""
         cache = cache or self.new_cache()
         cuts = [prompt] + [1] * (ids.shape[1] - prompt)
         return torch.cat(
@@ -138,7 +137,7 @@ class Reference:
 
 
 class _Unrotated(DynamicCache):
-    """Stores keys as they come, hands them out rotated under the current frequencies."""
+    """A cache that stores keys unrotated and returns them rotated by the current frequencies."""
 
     def __init__(self, reference):
         super().__init__(config=reference.config)

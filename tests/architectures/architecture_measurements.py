@@ -36,12 +36,12 @@ class Row:
     dynamic: str
 
     def to_dict(self) -> dict[str, str]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
 def measure(model_type: str) -> Row:
-    """Builds a model, patches it in several ways, and checks everything about each.
+    """Build a model, patch it in several ways, and check everything about each.
 
     Raises:
         AssertionError: A patch that was accepted is not what it should be.
@@ -125,7 +125,7 @@ def _dynamic(model: Any) -> str:
 
 
 def _replaced(handle: Any) -> bool:
-    """Whether an extension starts before a scaling of the config's own."""
+    """Return whether an extension replaces a scaling of the config's own."""
     standing = by_layer_type(handle.original_config.rope_parameters)
     return any(
         config_rope_type(standing[kind]) != "default" and not geometry.base
@@ -136,7 +136,7 @@ def _replaced(handle: Any) -> bool:
 def _yarn(
     inv_freq: torch.Tensor, theta: float, trained: int, factor: float
 ) -> tuple[torch.Tensor, float]:
-    """YaRN written out again, for any monotone frequencies: pairs are told by their turns."""
+    """Compute YaRN a second time, for any monotone frequencies, by the rotations of each pair."""
     pairs = len(inv_freq)
     per_pair = math.log(theta) / pairs
     logs = [math.log(f) if f else -math.inf for f in inv_freq.tolist()]
@@ -159,7 +159,7 @@ def _yarn(
 
 
 def _start(handle: Any, kind: str | None, own: torch.Tensor) -> torch.Tensor:
-    """What an extension starts from: the unscaled rotation, or what the model runs with."""
+    """Return the frequencies that an extension builds on: the unscaled or the running ones."""
     geometry = handle.geometries[kind]
     parameters = by_layer_type(handle.original_config.rope_parameters)[kind]
     scaling = config_rope_type(parameters)
@@ -173,7 +173,7 @@ def _start(handle: Any, kind: str | None, own: torch.Tensor) -> torch.Tensor:
 
 
 def _own_sharpening(model: Any, handle: Any) -> float:
-    """What a config's own scaling has in the softmax scale, where an extension starts from it."""
+    """Return mscale of a config's own scaling, if an extension builds on it."""
     for kind, geometry in handle.geometries.items():
         parameters = by_layer_type(handle.original_config.rope_parameters)[kind]
         if geometry.base and handle.softmax_mscale != 1 and parameters.get("mscale_all_dim"):
@@ -182,7 +182,7 @@ def _own_sharpening(model: Any, handle: Any) -> float:
 
 
 def _rotation(model: Any) -> str:
-    """What is special about an architecture's rotation, as its config and its patch say."""
+    """Describe an architecture's rotation, by its config and its patch plan."""
     try:
         plan = rope_patch.patching.check(model, "linear", factor=FACTOR)
     except ValueError:
@@ -219,7 +219,7 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _softmax_scales(model: nn.Module) -> dict[str, Any]:
-    """What every module calls the scale of its logits."""
+    """Return the attribute `scaling` of every module."""
     return {
         name: vars(module)["scaling"]
         for name, module in model.named_modules()

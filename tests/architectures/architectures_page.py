@@ -38,7 +38,7 @@ the model stayed as it was.
 
 
 def render(measured: dict[str, dict[str, Any]]) -> str:
-    """The page's text.
+    """Return the page's text.
 
     Args:
         measured: Rows by architecture, by version of transformers.
@@ -69,7 +69,7 @@ def render(measured: dict[str, dict[str, Any]]) -> str:
 
 
 def _reasons(rows: dict[str, Any], names: list[str], column: str, title: str) -> list[str]:
-    """The architectures by what the error says, class names left out."""
+    """Group the architectures by error message, without class names."""
     groups: dict[str, list[str]] = {}
     for name in names:
         said = rows[name][column]

@@ -123,12 +123,12 @@ SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 
 
 def model_types() -> list[str]:
-    """Every architecture that generates text, in a stable order."""
+    """Return every architecture that generates text, in a stable order."""
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SEEING})
 
 
 def mentions_rotation(model_type: str) -> bool:
-    """Whether an architecture's own source is about rotations at all."""
+    """Return whether an architecture's own source mentions rotations."""
     config = CONFIG_MAPPING[model_type]
     mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if model_type in SEEING else None
     kind = (mapping or MODEL_FOR_CAUSAL_LM_MAPPING)[config]
@@ -137,7 +137,7 @@ def mentions_rotation(model_type: str) -> bool:
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
-    """A tiny config of an architecture; its largest numbers are 128."""
+    """Return a tiny config of an architecture; its largest numbers are 128."""
     default = CONFIG_MAPPING[model_type]()
     config = type(default)(**{**_shrunk(default, model_type), **changes})
     for each in (config, config.get_text_config(decoder=True)):
@@ -147,7 +147,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
 
 def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
-    """A tiny random model, in evaluation mode; the same for the same seed."""
+    """Return a tiny random model in evaluation mode, always the same for a seed."""
     config = tiny_config(model_type, **changes)
     torch.manual_seed(seed)
     kind = AutoModelForImageTextToText if model_type in SEEING else AutoModelForCausalLM
@@ -198,7 +198,7 @@ def _size(name: str, value: int) -> int:
 
 
 def _rope(value: Any) -> Any:
-    """Rope parameters for heads of 16: M-RoPE's sections get three shares of the 8 pairs."""
+    """Return rope parameters for heads of 16: M-RoPE's sections get three shares of the 8 pairs."""
     if isinstance(value, list):
         return [4, 2, 2] if len(value) == 3 else [2] * len(value)
     changed = copy.deepcopy(value)
@@ -213,7 +213,7 @@ def _rope(value: Any) -> Any:
 
 
 def _layers(said: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each type that the default config has, in its order."""
+    """Return one layer of each type that the default config has, in its order."""
     found: dict[str, Any] = {}
     kinds = said.get("layer_types")
     if isinstance(kinds, list) and kinds:

@@ -23,7 +23,7 @@ def adapt(model):
 
 
 def adapted_and_patched(family, first):
-    """An adapter on a patched model, or a patch on an adapted one."""
+    """Return an adapter on a patched model, or a patch on an adapted one."""
     model = make_model(family)
     if first == "patch":
         rope_patch.patch(model, "yarn", factor=4)
@@ -34,7 +34,7 @@ def adapted_and_patched(family, first):
 
 
 def native(adapted, family):
-    """transformers' own model of the patched config, with the same weights and adapter."""
+    """Return transformers' own model of the patched config, with the same weights and adapter."""
     config = copy.deepcopy(adapted.config)
     model = adapt(make_model(family, config=config))
     model.load_state_dict(adapted.state_dict())

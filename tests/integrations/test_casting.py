@@ -22,7 +22,7 @@ REQUESTS = [("yarn", {"factor": 4}), ("dynamic-yarn", {})]
 
 
 def kept_exact(family, cast):
-    """A cast model whose frequencies never were: buffers are put back by hand."""
+    """Return a cast model whose frequencies were restored by hand."""
     model = make_model(family)
     rotary = model.model.rotary_emb
     exact = {name: buffer.clone() for name, buffer in rotary.named_buffers()}

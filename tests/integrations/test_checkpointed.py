@@ -17,7 +17,8 @@ METHODS = {
 
 
 def gradients(family, method, reentrant):
-    """Of two batches that differ in length, whose gradients add up; None: nothing is checkpointed.
+    """Return the summed gradients of two batches of different lengths; without checkpoints for
+    None.
 
     The first has rows on both sides of the trained length, so rows of different frequencies.
     """

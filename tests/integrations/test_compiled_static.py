@@ -27,7 +27,7 @@ REQUIRED = {
 
 
 def options(name):
-    """What has to be said for a method; one with an own factor for each sequence needs none."""
+    """Return the options that a method requires; none if it has a factor of its own."""
     factor = {} if name == "nope" else {"factor": 4.0}
     return factor | REQUIRED.get(name, {})
 
@@ -51,7 +51,7 @@ def nothing_compiled():
 
 
 def patched(method, **sizes):
-    """A model, patched by a method that follows no length."""
+    """Return a model patched by a static method."""
     model = make_model(**sizes)
     handle = rope_patch.patch(model, method, **options(method))
     assert not handle.method.is_length_dependent(TRAINED)

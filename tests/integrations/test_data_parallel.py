@@ -29,7 +29,7 @@ REQUESTS = [
 
 @pytest.fixture
 def replicas(monkeypatch):
-    """Makes two replicas of a model, the second with half of each parameter."""
+    """Make two replicas of a model, the second with half of each parameter."""
 
     def copies(tensors, devices, detach=False):
         parameter = [isinstance(tensor, torch.nn.Parameter) for tensor in tensors]

@@ -27,7 +27,7 @@ class Calls(list):
 
 @pytest.fixture
 def liger(monkeypatch):
-    """Puts a stand-in where Liger puts its rotation, and counts its calls."""
+    """Put a stand-in where Liger puts its rotation, and count its calls."""
     calls = Calls()
 
     def put(family, on_a_gpu):
@@ -146,7 +146,7 @@ def test_a_compiled_model_is_one_graph_all_the_same(liger):
 
 @pytest.fixture
 def restored():
-    """Takes Liger out of the modeling files again, which it does not do itself."""
+    """Remove Liger from the modeling files, which it does not do itself."""
     before = [(module, dict(vars(module))) for module in FILES.values()]
     kinds = [modeling_llama.LlamaForCausalLM, modeling_qwen3.Qwen3ForCausalLM]
     forwards = [kind.forward for kind in kinds]

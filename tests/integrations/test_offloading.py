@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 
 def spread(folder, family, offload):
-    """A model as accelerate lays it out by itself, partly on disk."""
+    """Return a model as accelerate lays it out by itself, partly on disk."""
     model = AutoModelForCausalLM.from_pretrained(
         folder / family, device_map="auto", max_memory=SOME, offload_folder=offload
     )
@@ -44,18 +44,18 @@ def placed(model):
 
 
 def hooks(model):
-    """accelerate's hooks, by module."""
+    """Return accelerate's hooks, by module."""
     named = model.named_modules()
     return {name: vars(m)["_hf_hook"] for name, m in named if "_hf_hook" in vars(m)}
 
 
 def on_meta(model):
-    """The weights that are not in memory."""
+    """Return the weights that are not in memory."""
     return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
 def count(model, calls):
-    """Notes every call of accelerate's hooks from here on."""
+    """Count every call of accelerate's hooks from here on."""
     for name, hook in hooks(model).items():
         forward = hook.pre_forward
 
@@ -154,7 +154,7 @@ def test_an_empty_model_is_patched_and_then_gets_its_weights(
 
 
 def _fill_other_buffers(model, source):
-    """Gives a model all buffers of another one, but for those of its rotary module."""
+    """Copy all buffers of another model, but for those of its rotary module."""
     theirs = dict(source.named_buffers())
     for name, buffer in model.named_buffers():
         if "rotary_emb" not in name:

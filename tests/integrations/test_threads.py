@@ -31,7 +31,7 @@ ROUNDS = 12
 
 @pytest.fixture(autouse=True)
 def frequent_switches():
-    """Threads take turns a thousand times as often as they usually do."""
+    """Switch between threads a thousand times as often as usual."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
@@ -39,7 +39,7 @@ def frequent_switches():
 
 
 def at_once(*tasks):
-    """Runs functions in threads that start together; raises what any of them raises."""
+    """Run functions in threads that start together; raise what any of them raises."""
     start = threading.Barrier(len(tasks))
     failed = []
 
@@ -61,7 +61,7 @@ def at_once(*tasks):
 
 
 def again_and_again(call, expected, rounds=ROUNDS):
-    """A task: the same call gives the same numbers every time."""
+    """Return a task that checks that the same call gives the same numbers every time."""
 
     def task():
         for _ in range(rounds):

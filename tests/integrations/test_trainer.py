@@ -36,7 +36,7 @@ class InOrder(transformers.Trainer):
 
 
 def by_trainer(model, folder, **changes):
-    """Losses and gradient norms of the steps, as the Trainer logs them."""
+    """Return losses and gradient norms of the steps, as the Trainer logs them."""
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         use_cpu=True,

@@ -18,7 +18,7 @@ OPTIONS = {"factor": FACTOR, "long_factor": LONG_FACTOR, "short_factor": SHORT_F
 
 
 def patched(model, start_tokens=START, method="longrope", **changes):
-    """Patches the model, and returns it."""
+    """Patch the model and return it."""
     given = {k: v for k, v in {**OPTIONS, **changes}.items() if v is not None}
     rope_patch.patch(model, method, start_tokens=start_tokens, **given)
     return model

@@ -20,7 +20,7 @@ GONE = object()
 
 
 def edited(parameters, **changes):
-    """A config's fields with something else in the dict about the rotation."""
+    """Return a config's fields with changes in the rotation's dict."""
     said = {k: v for k, v in {**parameters, **changes}.items() if v is not GONE}
     longer = parameters["rope_type"] not in ("default", "dynamic")
     return {"rope_parameters": said, **({"max_position_embeddings": TARGET} if longer else {})}
@@ -74,7 +74,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def write(checkpoint, tmp_path):
-    """Puts a changed config.json beside the weights."""
+    """Return a function that writes a changed config.json beside the weights."""
 
     def change(changes):
         for file in checkpoint.iterdir():
@@ -88,7 +88,7 @@ def write(checkpoint, tmp_path):
 
 
 def spoil(model, changes):
-    """Edits a live model's config, past whatever it checks."""
+    """Edit a live model's config, past the config's own checks."""
     for name, value in changes.items():
         object.__setattr__(model.config, name, copy.deepcopy(value))
 

@@ -31,7 +31,7 @@ LLAMA_YARN = {
 
 
 def configs(model):
-    """The text config of every module that holds one."""
+    """Return the text config of every module that holds one."""
     held = [vars(module).get("config") for module in model.modules()]
     return [config.get_text_config(decoder=True) for config in held if config is not None]
 

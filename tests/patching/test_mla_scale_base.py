@@ -33,7 +33,7 @@ def weights(model_type):
 
 
 def make(model_type, scaling):
-    """A model with `rope_parameters`, and weights that do not depend on them."""
+    """Make a model with `rope_parameters`, and weights that do not depend on them."""
     config = tiny_config(model_type)
     config.rope_parameters = {**config.rope_parameters, **scaling}
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -59,7 +59,7 @@ def logits(model):
 
 
 def yarned(inv_freq, trained, factor):
-    """YaRN's ramp over the turns that pairs make, from any frequencies (float64)."""
+    """Apply YaRN's ramp over the rotations that pairs complete, to any frequencies (float64)."""
     turns = np.log(2 * np.pi * np.array([32, 1]) / trained)
     first, last = np.interp(-turns, -np.log(inv_freq), np.arange(PAIRS))
     step = math.log(THETA) / PAIRS

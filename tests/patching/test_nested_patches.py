@@ -14,7 +14,7 @@ import rope_patch
 
 @pytest.fixture(scope="module")
 def expected():
-    """A model's logits unpatched and under each method, each from a model of its own."""
+    """Return a model's logits unpatched and under each method, each from its own model."""
     plain = {"none": logits(make_model())}
     for method, options in [("yarn", {"factor": 4}), ("linear", {"factor": 4})]:
         model = make_model()

@@ -29,12 +29,12 @@ STATIC["proportional"] = {"partial_rotary_factor": 0.25}
 
 
 def make_generator(family):
-    """A model whose next token depends on the whole context: tied weights echo the last one."""
+    """Make a model whose next token depends on the whole context (weights are not tied)."""
     return make_model(family, tie_word_embeddings=False, initializer_range=0.2)
 
 
 def generate(model, ids, new, **kwargs):
-    """Greedy tokens, `[B, new]`, and the logits they were chosen by, `[new, B, vocab]`."""
+    """Return greedy tokens, `[B, new]`, and the logits that chose them, `[new, B, vocab]`."""
     kwargs |= {"max_new_tokens": new, "do_sample": False}
     said = model.generate(ids, output_logits=True, return_dict_in_generate=True, **kwargs)
     return said.sequences[:, ids.shape[1] :], torch.stack(said.logits)

@@ -52,7 +52,7 @@ def scaled(own, **changes):
 
 
 def running(own, seq_len=None):
-    """What transformers rotates by under a config's own scaling: frequencies, attention factor."""
+    """Return transformers' frequencies and attention factor under a config's own scaling."""
     config = make_config("llama", rope_parameters=copy.deepcopy(OWN[own]))
     inv_freq, factor = ROPE_INIT_FUNCTIONS[own](config, torch.device("cpu"), seq_len=seq_len)
     return inv_freq.double(), factor

@@ -26,7 +26,7 @@ from transformers import DynamicCache, StaticCache
 
 
 def by_hand(positions, theta, rotary_dim, stretch, scale, start):
-    """cos and sin of each pair `[..., R / 2]`, written out in float64, position by position."""
+    """Compute cos and sin of each pair `[..., R / 2]` in float64, position by position."""
     cos, sin = [], []
     for position in positions.flatten().tolist():
         first = position < start

@@ -10,7 +10,7 @@ from rope_patch.patching.kernels import attention_forward
 
 
 class LogitsOf(torch.nn.Module):
-    """A model of one tensor in and one out, as traces want it."""
+    """A model of one tensor in and one out, as traces require."""
 
     def __init__(self, model):
         super().__init__()
@@ -67,7 +67,7 @@ def test_forward_mode_derivatives_are_those_of_reverse_mode(method, kernels):
 
 @pytest.fixture
 def torch_defaults():
-    """Puts torch's defaults back."""
+    """Restore torch's defaults."""
     yield
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)

@@ -22,7 +22,9 @@ REQUESTS = [("linear", {}), ("yarn", {}), ("longrope", LONGROPE), ("dynamic-yarn
 
 
 def snapshot(model):
-    """Every module's attributes and buffers: objects by identity, tensors by value and dtype."""
+    """Return every module's attributes and buffers: objects by identity, tensors by value and
+    dtype.
+    """
     seen = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():

@@ -23,7 +23,7 @@ def others(monkeypatch):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often each launcher was called."""
+    """Count the calls of each launcher."""
     counts = SimpleNamespace(rope=0, norm=0, backward=0)
 
     def count(module, function, name):

@@ -48,14 +48,14 @@ def patch(model, kernels, method="yarn", **options):
 
 
 def backward(model, length=12):
-    """A loss's gradients of every parameter."""
+    """Return a loss's gradients of every parameter."""
     ids = tokens(length)
     loss = model(input_ids=ids, labels=ids).loss
     return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
 
 def saved_by(call):
-    """Bytes of all storages that are kept for the backward pass."""
+    """Return the bytes of all storages that are saved for the backward pass."""
     storages = {}
 
     def pack(x):
@@ -69,7 +69,7 @@ def saved_by(call):
 
 
 def backward_all(model, length=12):
-    """`backward` for reentrant checkpoints, which only know `.backward()`."""
+    """Run `backward` for reentrant checkpoints, which only support `.backward()`."""
     model.zero_grad()
     model(input_ids=tokens(length), labels=tokens(length)).loss.backward()
     return [parameter.grad for parameter in model.parameters()]

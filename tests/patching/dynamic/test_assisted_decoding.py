@@ -37,7 +37,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 127 if OLD_TRAN
 
 
 def generator(family="llama", layers=1, seed=0):
-    """Its next token depends on the whole context, not on the last token alone."""
+    """Make a model whose next token depends on the whole context, not on the last token alone."""
     changes = {"tie_word_embeddings": False, "initializer_range": 0.2}
     config = {"num_hidden_layers": layers, "dtype": torch.float64, **changes}
     return make_model(family, seed=seed, **config).double()
@@ -49,7 +49,7 @@ def model():
 
 
 def prompts(length, count=2):
-    """Random ones, the second half of which repeats the first, for something to look up."""
+    """Return random prompts whose second half repeats the first, for prompt lookup."""
     return [tokens(length // 2, seed=seed).repeat(1, 2) for seed in range(count)]
 
 
@@ -130,7 +130,7 @@ def test_a_padded_prompt(model):
 
 @pytest.fixture
 def together(model):
-    """(Tokens cached, new tokens) of each of the decoder's forwards."""
+    """Return (tokens cached, new tokens) of each of the decoder's forwards."""
     steps = []
 
     def note(decoder, args, kwargs):

@@ -34,7 +34,7 @@ def model(base):
 
 
 def settings():
-    """Arguments for a small paged cache; by itself it takes most of the memory."""
+    """Return arguments for a small paged cache; the default takes most of the memory."""
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = {"num_blocks": 16, "max_batch_tokens": 128}
     if kind := getattr(transformers, "ContinuousBatchingConfig", None):
@@ -50,7 +50,7 @@ def together(model, **kwargs):
 
 
 def alone(model):
-    """Greedy tokens, everything computed again for each of them."""
+    """Return greedy tokens, with everything computed again for each of them."""
     found = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])

@@ -47,7 +47,7 @@ def truth(ids, family="llama"):
 
 
 def filled(model, ids, until=CUT):
-    """A cache that decoded up to `until`, past the trained length and some steps of growth."""
+    """Return a cache filled up to `until`, past the trained length and some steps of growth."""
     cache = DynamicCache(config=model.config)
     step_by_step(model, ids[:, :until], SHORT, cache)
     return cache
@@ -182,7 +182,7 @@ def test_a_longer_turn_of_a_conversation(model):
 
 
 def batch_of(model, lengths, until):
-    """A batch of rows that start after different padding, decoded up to `until` slots."""
+    """Decode a batch of rows, which start after different padding, up to `until` slots."""
     rows = [tokens(length, seed=length) for length in lengths]
     new = tokens(END, batch=len(rows), seed=5)
     ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)

@@ -123,7 +123,7 @@ def test_layers_without_rotation_are_left_alone():
 
 
 def small():
-    """What a tiny model of any architecture needs."""
+    """Return the size fields of a tiny model of any architecture."""
     return {
         "vocab_size": 128,
         "hidden_size": 64,

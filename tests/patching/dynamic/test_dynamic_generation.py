@@ -29,7 +29,7 @@ WAYS = {
 
 
 def make_generator(family, seed=0):
-    """A model whose next token depends on the whole context: tied weights echo the last one."""
+    """Make a model whose next token depends on the whole context (weights are not tied)."""
     return make_model(family, seed=seed, tie_word_embeddings=False, initializer_range=0.2)
 
 

@@ -34,7 +34,7 @@ def model():
 
 
 def assert_decodes(model, positions, cache=None, call=None, given=True):
-    """Decodes PAST tokens at once and the others one by one, each at its position `[B, S]`."""
+    """Decode PAST tokens at once and the others one by one, each at its position `[B, S]`."""
     batch, length = positions.shape
     call = model if call is None else call
     ids, cache = tokens(length, batch), cache or DynamicCache(config=model.config)
@@ -50,7 +50,7 @@ def assert_decodes(model, positions, cache=None, call=None, given=True):
 
 
 def positions(*last, start=0):
-    """PAST positions in a row, and then these, `[1, S]`."""
+    """Return PAST positions in a row, and then the given ones, `[1, S]`."""
     return torch.cat([torch.arange(start, start + PAST), torch.tensor(last)])[None]
 
 
@@ -117,7 +117,7 @@ def test_padded_rows(model):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Shapes of the position tensors whose numbers were read."""
+    """Collect the shapes of position tensors that were read."""
     shapes = []
     tolist, spans = torch.Tensor.tolist, hooks.first_and_last_positions
 

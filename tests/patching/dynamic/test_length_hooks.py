@@ -292,7 +292,7 @@ def fail(*_):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How many times lengths were read from where the positions are."""
+    """Count how often lengths are read from the device of the positions."""
     count = []
     spans = hooks.first_and_last_positions
     monkeypatch.setattr(

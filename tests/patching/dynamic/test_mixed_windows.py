@@ -49,7 +49,7 @@ LENGTHS = (30, TRAINED, TRAINED + 1, 200)
 
 
 def models(family, inner, **given):
-    """The unpatched model, the inner method's and the mixed one."""
+    """Make the unpatched model, the inner method's and the mixed one."""
     plain, static, mixed = (make_model(family) for _ in range(3))
     rope_patch.patch(static, inner, factor=4, **given)
     rope_patch.patch(mixed, f"mixed-{inner}", factor=4, **given)

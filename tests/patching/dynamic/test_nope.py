@@ -35,7 +35,7 @@ END = 300  # past the trained length by 10 steps of growth
 
 
 def without_rotation(model, scale=1.0):
-    """A copy that transformers itself runs, its rotary module handing out no rotation at all."""
+    """Return a copy for transformers' own code whose rotary module returns no rotation."""
     model = copy.deepcopy(model)
     rotary = model.base_model.rotary_emb
     forward = rotary.forward

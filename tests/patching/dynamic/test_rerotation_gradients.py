@@ -33,7 +33,7 @@ def gradients(model, losses):
 
 
 def chunks(model, ids, call=None):
-    """Logits of two chunks, the second of which outgrows the first one's frequencies."""
+    """Return the logits of two chunks; the second outgrows the first one's frequencies."""
     cache = DynamicCache(config=model.config)
     first = model(ids[:, :START], past_key_values=cache).logits
     call = model if call is None else call
