@@ -121,15 +121,17 @@ def model(name):
 
 def patched(name, method, **request):
     """Return a checkpoint's model patched with a method of `METHODS`."""
-    found = model(name)
+    checkpoint_model = model(name)
     kind, options = METHODS[method]
     pairs = _pairs(CHECKPOINTS[name])
     options = {
         key: [1 + 3 * i / pairs for i in range(pairs)] if value is STRETCHES else value
         for key, value in options.items()
     }
-    handle = rope_patch.patch(found, kind, **{"factor": FACTOR, **options, **request}, kernels="hf")
-    return found, handle
+    handle = rope_patch.patch(
+        checkpoint_model, kind, **{"factor": FACTOR, **options, **request}, kernels="hf"
+    )
+    return checkpoint_model, handle
 
 
 def _pairs(config):

@@ -47,17 +47,17 @@ def yarn(theta, size, factor, original, fast=32, slow=1, truncate=True):
 
 
 def llama3(theta, size, factor, low, high, original):
-    found = []
+    scaled_freqs = []
     for frequency in plain(theta, size):
         wavelength = 2 * math.pi / frequency
         if wavelength < original / high:
-            found.append(frequency)
+            scaled_freqs.append(frequency)
         elif wavelength > original / low:
-            found.append(frequency / factor)
+            scaled_freqs.append(frequency / factor)
         else:
             smooth = (original / wavelength - low) / (high - low)
-            found.append((1 - smooth) * frequency / factor + smooth * frequency)
-    return np.array(found)
+            scaled_freqs.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return np.array(scaled_freqs)
 
 
 def su(length, original):
@@ -214,9 +214,9 @@ def mlx(config, sliding=None):
         return plain(theta, size) / stretch, su(length, original)
     if name == "proportional":
         turning = int(size * scaling.get("partial_rotary_factor", 1.0))
-        found = plain(theta, size) / scaling.get("factor", 1.0)
-        found[len(range(0, turning, 2)) :] = 0
-        return found, 1.0
+        scaled_freqs = plain(theta, size) / scaling.get("factor", 1.0)
+        scaled_freqs[len(range(0, turning, 2)) :] = 0
+        return scaled_freqs, 1.0
     raise Unread(f"Unsupported RoPE type {name}")
 
 

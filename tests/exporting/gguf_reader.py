@@ -83,11 +83,11 @@ def parse(words, file):
         else:
             need(name not in flags, "said twice")
             flags[name] = value
-    known = {"-c", "--rope-scaling", "--rope-scale", "--rope-freq-base"} | {
+    allowed_flags = {"-c", "--rope-scaling", "--rope-scale", "--rope-freq-base"} | {
         f"--yarn-{name}"
         for name in ("orig-ctx", "ext-factor", "attn-factor", "beta-fast", "beta-slow")
     }
-    need(flags.keys() <= known, "error: invalid argument")
+    need(flags.keys() <= allowed_flags, "error: invalid argument")
     return flags
 
 
@@ -115,8 +115,8 @@ def rotate(file, words, sliding=False, release="new"):
     factor, written = 1 / scale, file.get("rope.scaling.yarn_attn_factor", 1.0)
     attention = number.get("--yarn-attn-factor", written)
     if ext and release == "new":
-        made = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
-        attention = made / (1 + 0.1 * math.log(factor))
+        default_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
+        attention = default_factor / (1 + 0.1 * math.log(factor))
     attention *= file.get("rope.scaling.attn_factor", 1.0)
     if sliding:
         # The file's own, whatever flags say.

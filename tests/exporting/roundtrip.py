@@ -29,29 +29,29 @@ def needs_nested_yarn():
         pytest.skip(f"transformers {transformers.__version__} looks for {error} at a wrong level")
 
 
-def assert_alike(original, found, handle, export, loose=False):
+def assert_alike(original, patched_model, handle, export, loose=False):
     """Assert that every restated release rotates an export as the patched model does.
 
     Args:
         original: The checkpoint's text config.
-        found: The patched model.
+        patched_model: The patched model.
         handle: Its patch.
         export: The export.
         loose: Whether what is compared is float32 somewhere.
     """
-    (rotary,) = find_rotaries(found)
-    for kind, wanted in {**reference_frequencies(rotary, original), **handle.frequencies}.items():
-        told = list(read(original, export, kind))
-        assert told
-        for inv_freq, attention in told:
+    (rotary,) = find_rotaries(patched_model)
+    for kind, expected in {**reference_frequencies(rotary, original), **handle.frequencies}.items():
+        rotations = list(read(original, export, kind))
+        assert rotations
+        for inv_freq, attention in rotations:
             np.testing.assert_allclose(
                 inv_freq,
-                wanted.inv_freq.numpy(),
+                expected.inv_freq.numpy(),
                 rtol=2e-6 if loose or export.engine == "transformers" else 1e-6,
                 atol=1e-17,
                 err_msg=f"{export.engine} {kind}",
             )
-            assert attention == pytest.approx(wanted.attention_factor, rel=1e-6), export.engine
+            assert attention == pytest.approx(expected.attention_factor, rel=1e-6), export.engine
 
 
 def written(original, fields):
@@ -121,5 +121,5 @@ def hugging_face(said, kind):
     said.pop("transformers_version", None)
     config = AutoConfig.for_model(**said)
     (rotary,) = find_rotaries(empty_model("", config))
-    found = reference_frequencies(rotary, config)[kind]
-    yield found.inv_freq.numpy(), found.attention_factor
+    patched_model = reference_frequencies(rotary, config)[kind]
+    yield patched_model.inv_freq.numpy(), patched_model.attention_factor

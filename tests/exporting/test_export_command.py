@@ -23,9 +23,9 @@ def run(*words):
 
 def test_its_words_are_quoted_for_a_shell(tmp_path):
     CHECKPOINTS["Llama-3.1"].save_pretrained(tmp_path)
-    asked = (str(tmp_path), "--engine", "vllm", "--method", "yarn", "--length", "32768")
-    asked += ("--start", "unscaled", "--option", "beta_fast=16")
-    printed = run(*asked)
+    arguments = (str(tmp_path), "--engine", "vllm", "--method", "yarn", "--length", "32768")
+    arguments += ("--start", "unscaled", "--option", "beta_fast=16")
+    printed = run(*arguments)
     assert printed.exit_code == 0, printed.output
     line = next(line for line in printed.stdout.splitlines() if "--hf-overrides" in line)
     words = shlex.split(line)
@@ -33,7 +33,7 @@ def test_its_words_are_quoted_for_a_shell(tmp_path):
     assert said["rope_parameters"]["beta_fast"] == 16
     assert words[words.index("--max-model-len") + 1] == "32768"
     assert f"    vllm serve {tmp_path} {line.strip()}\n" in printed.stdout
-    data = json.loads(run(*asked, "--json").stdout)
+    data = json.loads(run(*arguments, "--json").stdout)
     assert data["config"] == said
     assert data["arguments"] == words
     config = overridden(read_config(tmp_path), said)
@@ -41,11 +41,11 @@ def test_its_words_are_quoted_for_a_shell(tmp_path):
 
 
 def test_a_saved_patch_needs_no_method(tmp_path):
-    found = tiny_model("llama")
-    handle = rope_patch.patch(found, "ntk", factor=4.0)
-    rope_patch.save(found, tmp_path / "ntk")
+    tiny = tiny_model("llama")
+    handle = rope_patch.patch(tiny, "ntk", factor=4.0)
+    rope_patch.save(tiny, tmp_path / "ntk")
     said = json.loads(run(str(tmp_path / "ntk"), "--engine", "mlx", "--json").stdout)
-    theta = found.config.rope_parameters["rope_theta"]
+    theta = tiny.config.rope_parameters["rope_theta"]
     assert said["config"]["rope_theta"] == theta > 1e4
     assert said["config"]["max_position_embeddings"] == handle.length
     # Another method starts from the model before it was patched.
@@ -59,9 +59,9 @@ def test_a_saved_patch_needs_no_method(tmp_path):
 
 
 def test_a_saved_patch_that_no_config_says_is_refused(tmp_path):
-    found = tiny_model("llama")
-    rope_patch.patch(found, "dynamic-yarn")
-    rope_patch.save(found, tmp_path / "saved")
+    tiny = tiny_model("llama")
+    rope_patch.patch(tiny, "dynamic-yarn")
+    rope_patch.save(tiny, tmp_path / "saved")
     for words in ((), ("--factor", "4")):
         done = run(str(tmp_path / "saved"), "--engine", "vllm", *words)
         assert isinstance(done.exception, ValueError)  # a line on stderr: tests/cli/test_cli.py
@@ -69,8 +69,10 @@ def test_a_saved_patch_that_no_config_says_is_refused(tmp_path):
 
 
 def test_engines_and_searches_are_checked_before_a_model_is_made(monkeypatch):
-    made = []
-    monkeypatch.setattr("rope_patch.pretrained.loading.empty_model", lambda *_: made.append(True))
+    built_models = []
+    monkeypatch.setattr(
+        "rope_patch.pretrained.loading.empty_model", lambda *_: built_models.append(True)
+    )
     for words, says in [
         (("--engine", "vlm", "--method", "yarn", "--factor", "2"), "did you mean 'vllm'"),
         (("--engine", "vllm", "--found", "nosuch"), "nosuch"),
@@ -78,7 +80,7 @@ def test_engines_and_searches_are_checked_before_a_model_is_made(monkeypatch):
         done = run(TINY, *words)
         assert isinstance(done.exception, ValueError), done.output
         assert says in str(done.exception)
-    assert not made
+    assert not built_models
 
 
 def test_a_folder_that_was_written_is_named(tmp_path, caplog):

@@ -32,21 +32,21 @@ REFUSED = {
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_engines_rotate_alike_or_are_refused(name, method):
-    found, handle = patched(name, method)
+    patched_model, handle = patched(name, method)
     for engine in ENGINES:
         if method in REFUSED[engine].get(name, ()):
             with pytest.raises(ValueError, match=f"{engine} cannot run .*: .*(use|leave)"):
-                rope_patch.export(found, engine)
+                rope_patch.export(patched_model, engine)
             continue
-        export = rope_patch.export(found, engine)
+        export = rope_patch.export(patched_model, engine)
         assert export.engine == engine
         # An extension of a checkpoint's own scaling starts from float32 frequencies.
-        assert_alike(CHECKPOINTS[name], found, handle, export, loose=name == "Llama-3.1")
+        assert_alike(CHECKPOINTS[name], patched_model, handle, export, loose=name == "Llama-3.1")
 
 
 def test_every_method_moves_what_is_compared():
     for name in CHECKPOINTS:
         plain = rope_patch.export(model(name), "transformers").config
         for method in METHODS:
-            found, _ = patched(name, method)
-            assert rope_patch.export(found, "transformers").config != plain
+            patched_model, _ = patched(name, method)
+            assert rope_patch.export(patched_model, "transformers").config != plain

@@ -54,14 +54,16 @@ def parts(folder):
         for path in folder.iterdir()
         if path.name.startswith("model") and path.name.endswith(".safetensors")
     )
-    told = set()
+    weight_map = set()
     if index.is_file():
-        told = json.loads(index.read_text())["weight_map"]
-        names = sorted(set(told.values()))
+        weight_map = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(weight_map.values()))
     tensors = {}
     for name in names:
         tensors |= load_file(folder / name)
-    assert not told or told.keys() == tensors.keys(), "Mismatch between weight map and model parts"
+    assert not weight_map or weight_map.keys() == tensors.keys(), (
+        "Mismatch between weight map and model parts"
+    )
     return names, tensors
 
 
@@ -72,8 +74,8 @@ def test_it_has_what_the_converter_reads(export, source, tmp_path, sharded):
         read().save_pretrained(source, max_shard_size="200KB")
     (source / "rope_patch.json").write_text("{}")
     before = contents(source)
-    made = write_folder(export, source, tmp_path / "deep" / "made")
-    names, tensors = parts(made)
+    written = write_folder(export, source, tmp_path / "deep" / "made")
+    names, tensors = parts(written)
     assert len(names) > 2 if sharded else names[0] == "model.safetensors"
     assert "rope" in names[-1]  # the type to write is guessed from the first
     stretches = tensors.pop("rope.freqs.weight")
@@ -82,15 +84,15 @@ def test_it_has_what_the_converter_reads(export, source, tmp_path, sharded):
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     for name in names[:-1]:
-        assert (made / name).is_symlink()
-    config = json.loads((made / "config.json").read_text())
+        assert (written / name).is_symlink()
+    config = json.loads((written / "config.json").read_text())
     assert config["max_position_embeddings"] == 1024
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert (made / "tokenizer.json").read_bytes() == before["tokenizer.json"]
-    assert not (made / "rope_patch.json").exists()
+    assert (written / "tokenizer.json").read_bytes() == before["tokenizer.json"]
+    assert not (written / "rope_patch.json").exists()
     assert contents(source) == before
-    assert list((tmp_path / "deep").iterdir()) == [made]
+    assert list((tmp_path / "deep").iterdir()) == [written]
 
 
 def test_links_where_the_disk_has_none(export, source, tmp_path, monkeypatch):
@@ -109,23 +111,23 @@ def test_links_where_the_disk_has_none(export, source, tmp_path, monkeypatch):
 def test_fields_of_transformers_4_do_not_stay(export, source, tmp_path):
     """Llama 3.1's config.json; its stretches would be written a second time."""
     path = source / "config.json"
-    said = json.loads(path.read_text())
-    del said["rope_parameters"]
-    said |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
-    path.write_text(json.dumps(said))
-    made = write_folder(export, source, tmp_path / "made")
-    config = json.loads((made / "config.json").read_text())
+    fields = json.loads(path.read_text())
+    del fields["rope_parameters"]
+    fields |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    path.write_text(json.dumps(fields))
+    written = write_folder(export, source, tmp_path / "made")
+    config = json.loads((written / "config.json").read_text())
     assert "rope_scaling" not in config
     assert config["rope_theta"] == 10000.0
-    assert AutoConfig.from_pretrained(made).rope_parameters["rope_type"] == "default"
+    assert AutoConfig.from_pretrained(written).rope_parameters["rope_type"] == "default"
 
 
 def test_fields_alone(source, tmp_path):
     model = read()
     rope_patch.patch(model, "yarn", factor=4.0, kernels="hf")
-    made = write_folder(rope_patch.export(model, "llama.cpp"), source, tmp_path / "made")
-    assert parts(made)[0] == ["model.safetensors"]
-    config = json.loads((made / "config.json").read_text())
+    written = write_folder(rope_patch.export(model, "llama.cpp"), source, tmp_path / "made")
+    assert parts(written)[0] == ["model.safetensors"]
+    config = json.loads((written / "config.json").read_text())
     assert config["rope_parameters"]["rope_type"] == "yarn"
 
 

@@ -96,21 +96,21 @@ def overridden(path, words):
 def serve(path, words):
     """Return llama.cpp with a file and the settings of command-line arguments."""
     scalings = llama_cpp.llama_rope_scaling_type
-    asked = llama_cpp.CommonParams()
-    asked.model.path = str(path)
-    asked.n_parallel, asked.warmup, asked.verbosity, asked.n_gpu_layers = 1, False, 0, 0
+    params = llama_cpp.CommonParams()
+    params.model.path = str(path)
+    params.n_parallel, params.warmup, params.verbosity, params.n_gpu_layers = 1, False, 0, 0
     # Its threads wait for each other busily, which takes minutes where other work runs.
-    asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = 1
-    asked.cache_type_k = asked.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
-    asked.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_type_k = params.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     for name, word in zip(words[::2], words[1::2], strict=True):
         if name == "--rope-scaling":
             kind = f"LLAMA_ROPE_SCALING_TYPE_{word.upper()}"
-            asked.rope_scaling_type = getattr(scalings, kind)
+            params.rope_scaling_type = getattr(scalings, kind)
         elif name != "--override-kv":
             field, read = FLAGS[name]
-            setattr(asked, field, read(word))
-    return llama_cpp.Server(asked)
+            setattr(params, field, read(word))
+    return llama_cpp.Server(params)
 
 
 def next_token(path, words, tokens):
@@ -123,16 +123,16 @@ def ask(server, tokens, probabilities, keep=False):
     prompt = {"prompt": tokens, "n_predict": 1, "n_probs": probabilities, "cache_prompt": keep}
     answer = server.handle_completions({**prompt, "temperature": 0.0})
     answer = json.loads(answer) if isinstance(answer, str) else answer
-    (said,) = answer["choices"][0]["logprobs"]["content"]
-    return {token["id"]: token["logprob"] for token in said["top_logprobs"]}
+    (log_probs,) = answer["choices"][0]["logprobs"]["content"]
+    return {token["id"]: token["logprob"] for token in log_probs["top_logprobs"]}
 
 
 def assert_same_next_token(model, got, tokens):
     with torch.no_grad():
-        wanted = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+        expected = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
     assert len(got) == 100
-    assert max(got, key=got.get) == int(wanted.argmax())
-    return max(abs(value - float(wanted[token])) for token, value in got.items())
+    assert max(got, key=got.get) == int(expected.argmax())
+    return max(abs(value - float(expected[token])) for token, value in got.items())
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ def test_perplexity_of_a_novel(model, as_it_was, method):
     with rope_patch.patch(model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf"):
         words = rope_patch.export(model, "llama.cpp").arguments
         with torch.no_grad():
-            said = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     overridden(as_it_was, words)
     server = serve(as_it_was, words)
     vocabulary = model.config.vocab_size
     theirs = [ask(server, ids[:at], vocabulary, keep=True)[ids[at]] for at in last]
-    ours = [float(said[at - 1, ids[at]]) for at in last]
+    ours = [float(log_probs[at - 1, ids[at]]) for at in last]
     assert np.exp(-np.mean(theirs)) == pytest.approx(np.exp(-np.mean(ours)), rel=1e-3)
 
 
@@ -201,11 +201,11 @@ def test_fields_in_the_file(model, tokens, tmp_path, method, options, tensor):
     with rope_patch.patch(
         model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf", **options
     ):
-        found = rope_patch.export(model, "llama.cpp")
-        config = {**model.config.to_dict(), **found.config}
-        file = gguf_reader.convert(config, tensors=found.tensors)
-        if found.tensors:
-            gguf_reader.parse(found.arguments, file)  # --override-kv, as `overridden` does it
+        exported = rope_patch.export(model, "llama.cpp")
+        config = {**model.config.to_dict(), **exported.config}
+        file = gguf_reader.convert(config, tensors=exported.tensors)
+        if exported.tensors:
+            gguf_reader.parse(exported.arguments, file)  # --override-kv, as `overridden` does it
         stretches = file.pop("rope_freqs", None)
         del file["size"]
         assert (stretches is not None) == tensor

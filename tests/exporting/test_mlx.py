@@ -36,10 +36,10 @@ def turned(rope, size, position):
 def test_its_heads_turn_as_they_do_here(name, method):
     if method in REFUSED["mlx"].get(name, ()):
         pytest.skip("refused, see test_exporting.py")
-    found, handle = patched(name, method)
-    (rotary,) = find_rotaries(found)
+    patched_model, handle = patched(name, method)
+    (rotary,) = find_rotaries(patched_model)
     expected = {**reference_frequencies(rotary, CHECKPOINTS[name]), **handle.frequencies}
-    config = {**CHECKPOINTS[name].to_dict(), **rope_patch.export(found, "mlx").config}
+    config = {**CHECKPOINTS[name].to_dict(), **rope_patch.export(patched_model, "mlx").config}
     if name.startswith("Gemma"):
         config["sliding_window_pattern"] = 2  # which it reads instead of layer_types
     layers = built(copy.deepcopy(config)).layers

@@ -36,37 +36,37 @@ OTHERS = [engine for engine in ENGINES if not engine.startswith("transformers")]
     ],
 )
 def test_starts(name, method, start, refused):
-    found, handle = patched(name, method, start=start)
+    patched_model, handle = patched(name, method, start=start)
     for engine in ENGINES:
         if engine in refused:
             with pytest.raises(ValueError, match=f"{engine} cannot run"):
-                rope_patch.export(found, engine)
+                rope_patch.export(patched_model, engine)
             continue
-        export = rope_patch.export(found, engine)
-        assert_alike(CHECKPOINTS[name], found, handle, export, loose=start == "running")
+        export = rope_patch.export(patched_model, engine)
+        assert_alike(CHECKPOINTS[name], patched_model, handle, export, loose=start == "running")
 
 
 @pytest.mark.parametrize("method", ["ntk", "linear"])
 def test_windows_that_change(method):
-    found, handle = patched("Gemma-3-1B", method, layer_types=["sliding_attention"])
+    patched_model, handle = patched("Gemma-3-1B", method, layer_types=["sliding_attention"])
     takes = {"ntk": set(ENGINES) - {"llama.cpp"}, "linear": {"transformers", "vllm"}}[method]
     for engine in ENGINES:
         if engine in takes:
-            export = rope_patch.export(found, engine)
-            assert_alike(CHECKPOINTS["Gemma-3-1B"], found, handle, export)
+            export = rope_patch.export(patched_model, engine)
+            assert_alike(CHECKPOINTS["Gemma-3-1B"], patched_model, handle, export)
         else:
             with pytest.raises(ValueError, match=r"windows|layer types"):
-                rope_patch.export(found, engine)
+                rope_patch.export(patched_model, engine)
 
 
 def test_a_gemma_with_a_scaling_of_its_own_starts_from_none():
     config = copy.deepcopy(CHECKPOINTS["Gemma-3-1B"])
     config.rope_parameters = copy.deepcopy(GEMMA3)
     with torch.device("meta"):
-        found = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    handle = rope_patch.patch(found, "yarn", factor=4.0, trained_length=32768, kernels="hf")
+        patched_model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    handle = rope_patch.patch(patched_model, "yarn", factor=4.0, trained_length=32768, kernels="hf")
     for engine in ENGINES:
-        assert_alike(config, found, handle, rope_patch.export(found, engine))
+        assert_alike(config, patched_model, handle, rope_patch.export(patched_model, engine))
 
 
 @pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "ntk-by-parts", "llama3"])
@@ -83,10 +83,10 @@ def test_nothing_stays_of_a_yarn_that_is_replaced(method):
         "truncate": False,
     }
     with torch.device("meta"):
-        found = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    handle = rope_patch.patch(found, method, factor=4.0, kernels="hf")
+        patched_model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    handle = rope_patch.patch(patched_model, method, factor=4.0, kernels="hf")
     for engine in ENGINES:
-        assert_alike(config, found, handle, rope_patch.export(found, engine))
+        assert_alike(config, patched_model, handle, rope_patch.export(patched_model, engine))
 
 
 class TestFollowing:
@@ -101,10 +101,10 @@ class TestFollowing:
         ],
     )
     def test_is_refused_where_all_lengths_rotate_alike(self, engine, method, options):
-        found = model("Llama-2")
-        rope_patch.patch(found, method, kernels="hf", **options)
+        patched_model = model("Llama-2")
+        rope_patch.patch(patched_model, method, kernels="hf", **options)
         with pytest.raises(ValueError, match=rf"{engine} cannot run {method}.*: .*yarn"):
-            rope_patch.export(found, engine)
+            rope_patch.export(patched_model, engine)
 
     @pytest.mark.parametrize("engine", ["transformers", "transformers4"])
     def test_transformers_takes_what_its_configs_say(self, engine):
@@ -112,23 +112,23 @@ class TestFollowing:
             ("dynamic", {"length": 16384}, "dynamic"),
             ("mixed-ntk", {"factor": 4.0}, "longrope"),
         ]:
-            found = model("Llama-2")
-            rope_patch.patch(found, method, kernels="hf", **options)
-            export = rope_patch.export(found, engine)
+            patched_model = model("Llama-2")
+            rope_patch.patch(patched_model, method, kernels="hf", **options)
+            export = rope_patch.export(patched_model, engine)
             spelled = export.config.get("rope_parameters") or export.config["rope_scaling"]
             assert spelled["rope_type"] == kind
             # transformers takes this one for the trained length.
             expected = 4096 if kind == "dynamic" else 16384
             assert export.config["max_position_embeddings"] == expected
             assert any("cached" in note for note in export.notes)
-        rope_patch.patch(found, "dynamic-yarn", kernels="hf")
+        rope_patch.patch(patched_model, "dynamic-yarn", kernels="hf")
         with pytest.raises(ValueError, match=r"no config has a form for it.*rope_patch\.load"):
-            rope_patch.export(found, engine)
+            rope_patch.export(patched_model, engine)
 
     def test_transformers_4_switches_where_the_method_does(self):
-        found = model("Llama-2")
-        rope_patch.patch(found, "mixed-ntk", factor=4.0, kernels="hf")
-        config = rope_patch.export(found, "transformers4").config
+        patched_model = model("Llama-2")
+        rope_patch.patch(patched_model, "mixed-ntk", factor=4.0, kernels="hf")
+        config = rope_patch.export(patched_model, "transformers4").config
         assert config["original_max_position_embeddings"] == 4096
 
 
@@ -136,11 +136,11 @@ class TestConfigs:
     @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("method", ["yarn", "ntk", "linear", "ntk-by-parts", "abf"])
     def test_a_config_that_says_it_itself_is_exported_alike(self, engine, method):
-        found, handle = patched("Qwen2.5", method)
+        patched_model, handle = patched("Qwen2.5", method)
         # As read from a folder that the model was saved to.
-        config = AutoConfig.for_model(**json.loads(json.dumps(found.config.to_dict())))
+        config = AutoConfig.for_model(**json.loads(json.dumps(patched_model.config.to_dict())))
         export = rope_patch.export(config, engine)
-        assert_alike(config, found, handle, export, loose=True)
+        assert_alike(config, patched_model, handle, export, loose=True)
 
     def test_a_model_without_a_patch_is_what_its_config_says(self):
         export = rope_patch.export(model("Llama-3.1"), "vllm")
@@ -180,8 +180,8 @@ class TestNested:
 
     def whole(self, config, method, **request):
         with torch.device("meta"):
-            found = Gemma3ForConditionalGeneration(copy.deepcopy(config))
-        return found, rope_patch.patch(found, method, kernels="hf", **request)
+            patched_model = Gemma3ForConditionalGeneration(copy.deepcopy(config))
+        return patched_model, rope_patch.patch(patched_model, method, kernels="hf", **request)
 
     def config(self, **standing):
         text = CHECKPOINTS["Gemma-3-1B"].to_dict()
@@ -199,16 +199,16 @@ class TestNested:
     def test_fields_are_nested_as_the_config_is(self, engine):
         needs_nested_yarn()
         config = self.config()
-        found, handle = self.whole(config, "yarn", factor=4.0)
-        export = rope_patch.export(found, engine)
+        patched_model, handle = self.whole(config, "yarn", factor=4.0)
+        export = rope_patch.export(patched_model, engine)
         assert list(export.config) == ["text_config"]
         flat = copy.copy(export)
         object.__setattr__(flat, "config", export.config["text_config"])
-        assert_alike(config.text_config, found, handle, flat)
+        assert_alike(config.text_config, patched_model, handle, flat)
 
     def test_sglang_gets_no_override_that_replaces_the_text_config(self):
-        found, _ = self.whole(self.config(), "ntk", factor=4.0)
-        export = rope_patch.export(found, "sglang")
+        patched_model, _ = self.whole(self.config(), "ntk", factor=4.0)
+        export = rope_patch.export(patched_model, "sglang")
         assert export.arguments == ["--context-length", str(4 * 32768)]
         assert list(export.config) == ["text_config"]
         assert "config.json" in export.notes[0]
@@ -217,8 +217,8 @@ class TestNested:
     def test_nothing_that_stands_there_survives_vllms_merge(self, stale):
         standing = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16384}
         config = self.config(**standing, **stale)
-        found, handle = self.whole(config, "yarn", factor=4.0)
-        export = rope_patch.export(found, "vllm")
+        patched_model, handle = self.whole(config, "yarn", factor=4.0)
+        export = rope_patch.export(patched_model, "vllm")
         merged = copy.deepcopy(config.text_config)
         for key, value in export.config["text_config"].items():
             if key != "rope_parameters":
@@ -226,15 +226,15 @@ class TestNested:
                 continue
             for kind, inner in value.items():
                 merged.rope_parameters[kind].update(inner)  # config/model.py:_update_nested
-        assert_alike(merged, found, handle, type(export)("vllm", {}, export.arguments))
+        assert_alike(merged, patched_model, handle, type(export)("vllm", {}, export.arguments))
 
 
 class TestLatentAttention:
     @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers", "transformers4"])
     def test_yarn_is_said_as_deepseek_says_it(self, engine):
-        found = tiny_model("deepseek_v3")
-        handle = rope_patch.patch(found, "yarn", factor=4.0, kernels="hf")
-        config = rope_patch.export(found, engine).config
+        patched_model = tiny_model("deepseek_v3")
+        handle = rope_patch.patch(patched_model, "yarn", factor=4.0, kernels="hf")
+        config = rope_patch.export(patched_model, engine).config
         spelled = config.get("rope_parameters") or config["rope_scaling"]
         assert spelled["rope_type"] == "yarn"
         assert "attention_factor" not in spelled
@@ -246,20 +246,22 @@ class TestLatentAttention:
 
     @pytest.mark.parametrize("engine", OTHERS)
     def test_other_scalings_are_refused(self, engine):
-        found = tiny_model("deepseek_v3")
-        rope_patch.patch(found, "linear", factor=4.0, kernels="hf")
+        patched_model = tiny_model("deepseek_v3")
+        rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
         with pytest.raises(ValueError, match=r"latent attention|not known here"):
-            rope_patch.export(found, engine)
+            rope_patch.export(patched_model, engine)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_rotated_neighbours_have_no_stretches_pair_by_pair(engine):
-    found = tiny_model("cohere")
-    rope_patch.patch(found, "ntk-by-parts-2023-06", factor=4.0)
+    patched_model = tiny_model("cohere")
+    rope_patch.patch(patched_model, "ntk-by-parts-2023-06", factor=4.0)
     with pytest.raises(ValueError, match="rotates neighbours"):
-        rope_patch.export(found, engine)
-    rope_patch.patch(found, "linear", factor=4.0)
-    assert rope_patch.export(found, engine).config["rope_parameters"]["rope_type"] == "linear"
+        rope_patch.export(patched_model, engine)
+    rope_patch.patch(patched_model, "linear", factor=4.0)
+    assert (
+        rope_patch.export(patched_model, engine).config["rope_parameters"]["rope_type"] == "linear"
+    )
 
 
 def test_several_positions_a_token_have_no_scaling_but_yarn():
@@ -268,15 +270,15 @@ def test_several_positions_a_token_have_no_scaling_but_yarn():
     )
     config.rope_parameters["mrope_section"] = [4, 6, 6]
     with torch.device("meta"):
-        found = Qwen2VLTextModel(config)
+        patched_model = Qwen2VLTextModel(config)
     for engine in ("vllm", "sglang"):
-        rope_patch.patch(found, "linear", factor=4.0, kernels="hf")
+        rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
         with pytest.raises(ValueError, match="M-RoPE"):
-            rope_patch.export(found, engine)
-        rope_patch.patch(found, "yarn", factor=4.0, kernels="hf")
-        said = rope_patch.export(found, engine).config["rope_parameters"]
+            rope_patch.export(patched_model, engine)
+        rope_patch.patch(patched_model, "yarn", factor=4.0, kernels="hf")
+        said = rope_patch.export(patched_model, engine).config["rope_parameters"]
         assert said["rope_type"] == "yarn"
-        assert said["mrope_section"] == found.config.rope_parameters["mrope_section"]
+        assert said["mrope_section"] == patched_model.config.rope_parameters["mrope_section"]
 
 
 class TestStretchesForLlamaCpp:
@@ -284,8 +286,8 @@ class TestStretchesForLlamaCpp:
 
     @pytest.mark.parametrize("name", ["Llama-2", "Llama-3.1", "Mistral"])
     def test_they_are_the_tensor_and_nothing_else(self, name):
-        found, handle = patched(name, "longrope", attention_factor=1.25)
-        export = rope_patch.export(found, "llama.cpp")
+        patched_model, handle = patched(name, "longrope", attention_factor=1.25)
+        export = rope_patch.export(patched_model, "llama.cpp")
         theta = CHECKPOINTS[name].rope_parameters["rope_theta"]
         spelled = {"rope_type": "default", "rope_theta": theta}
         assert export.config["rope_parameters"] == spelled
@@ -300,8 +302,8 @@ class TestStretchesForLlamaCpp:
         assert export.to_dict()["tensors"] == export.tensors
 
     def test_pairs_that_stand_still_are_finite_in_float32(self):
-        found, handle = patched("SmolLM2", "nope")
-        export = rope_patch.export(found, "llama.cpp")
+        patched_model, handle = patched("SmolLM2", "nope")
+        export = rope_patch.export(patched_model, "llama.cpp")
         numbers = torch.tensor(export.tensors["rope.freqs.weight"], dtype=torch.float32)
         assert (handle.frequencies[None].inv_freq == 0).any()
         assert numbers.isfinite().all()
@@ -310,15 +312,17 @@ class TestStretchesForLlamaCpp:
 
     @pytest.mark.parametrize("name", ["Qwen3", "Qwen2.5", "gpt-oss", "Gemma-3-1B"])
     def test_other_architectures_have_none(self, name):
-        found, _ = patched(name, "longrope")
+        patched_model, _ = patched(name, "longrope")
         with pytest.raises(ValueError, match=r"Phi-3 only, none for .*; use linear"):
-            rope_patch.export(found, "llama.cpp")
+            rope_patch.export(patched_model, "llama.cpp")
 
     def test_stretches_of_its_own_that_no_converter_writes(self):
         """Check a model saved with its stretches, and extensions of it."""
-        found, handle = patched("Llama-2", "longrope")
-        config = AutoConfig.for_model(**json.loads(json.dumps(found.config.to_dict())))
-        assert_alike(config, found, handle, rope_patch.export(config, "llama.cpp"), loose=True)
+        patched_model, handle = patched("Llama-2", "longrope")
+        config = AutoConfig.for_model(**json.loads(json.dumps(patched_model.config.to_dict())))
+        assert_alike(
+            config, patched_model, handle, rope_patch.export(config, "llama.cpp"), loose=True
+        )
         with torch.device("meta"):
             again = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         handle = rope_patch.patch(again, "linear", factor=2.0, start="running", kernels="hf")

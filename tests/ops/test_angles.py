@@ -14,17 +14,19 @@ NEAR = [0, 1, 8 * 2**10, 128 * 2**10, 2**20, 10_000_000, 2**31 + 5, -1, -2, -819
 FAR = [2**40, -(2**40), 2**40 + 12345]
 
 
-def in_torch(positions, turns, sections=None):
-    return ops.cos_sin(positions, turns, sections)
+def in_torch(positions, packed_freqs, sections=None):
+    return ops.cos_sin(positions, packed_freqs, sections)
 
 
-def in_triton(positions, turns, sections=None):
+def in_triton(positions, packed_freqs, sections=None):
     """Return cos and sin: the rotation of pairs (1, 0)."""
     pytest.importorskip("triton")
-    pairs, tokens = turns.shape[-1] - 1, positions.shape[-1]
-    rows = max(turns.numel() // (pairs + 1), positions.shape[-2] if positions.ndim > 1 else 1)
+    pairs, tokens = packed_freqs.shape[-1] - 1, positions.shape[-1]
+    rows = max(
+        packed_freqs.numel() // (pairs + 1), positions.shape[-2] if positions.ndim > 1 else 1
+    )
     ones = torch.cat([torch.ones(pairs), torch.zeros(pairs)]).expand(rows, tokens, 1, -1)
-    given = (x if x is None else x.to(DEVICE) for x in (ones, None, positions, turns))
+    given = (x if x is None else x.to(DEVICE) for x in (ones, None, positions, packed_freqs))
     sections = sections if sections is None else sections.to(DEVICE)
     turned, _ = ops.rope(*given, sections=sections, kernels="triton")
     cos, sin = turned[:, :, 0].cpu().chunk(2, dim=-1)
@@ -45,9 +47,9 @@ def assert_angles(got, positions, inv_freq, tolerance, factor=1.0, sections=None
 @pytest.mark.parametrize("theta", THETAS)
 def test_angles_are_exact_at_any_position(cos_sin, theta):
     inv_freq = frequencies(128, theta)
-    turns = ops.pack_frequencies(inv_freq)
+    packed_freqs = ops.pack_frequencies(inv_freq)
     for positions, tolerance in ((torch.tensor(NEAR), 2e-7), (torch.tensor(FAR), 4e-7)):
-        assert_angles(cos_sin(positions, turns), positions, inv_freq, tolerance)
+        assert_angles(cos_sin(positions, packed_freqs), positions, inv_freq, tolerance)
 
 
 @both
@@ -61,8 +63,8 @@ def test_angles_in_all_quarters_of_a_turn(cos_sin):
 def test_turns_are_frequencies_in_whole_numbers(theta):
     """Check all but the last of 64 bits, which may be rounded the other way."""
     inv_freq = torch.cat([frequencies(256, theta), torch.tensor([0.0, -0.3, 1.0, 3.2, 40.0])])
-    *turns, factor = ops.pack_frequencies(inv_freq).tolist()
-    for got, freq in zip(turns, inv_freq.tolist(), strict=True):
+    *packed_freqs, factor = ops.pack_frequencies(inv_freq).tolist()
+    for got, freq in zip(packed_freqs, inv_freq.tolist(), strict=True):
         exact = 2**64 * freq.as_integer_ratio()[0] / TWO_PI / freq.as_integer_ratio()[1]
         assert abs((got - exact + 2**63) % 2**64 - 2**63) <= 1
     assert factor == 0x3F800000
@@ -83,9 +85,9 @@ def test_a_frequency_of_zero_is_the_identity_to_the_bit(cos_sin):
 @both
 @pytest.mark.parametrize("factor", [1.0, 1.3465735902799727, 0.1, -2.5, 1e-30])
 def test_the_attention_factor_keeps_its_bits(cos_sin, factor):
-    turns = ops.pack_frequencies(torch.zeros(2), factor)
-    assert turns.dtype == torch.int64
-    cos, _ = cos_sin(torch.tensor([0, 7]), turns)
+    packed_freqs = ops.pack_frequencies(torch.zeros(2), factor)
+    assert packed_freqs.dtype == torch.int64
+    cos, _ = cos_sin(torch.tensor([0, 7]), packed_freqs)
     assert cos.eq(torch.tensor(factor)).all()
 
 
@@ -97,9 +99,9 @@ def test_rows_turn_by_frequencies_and_factors_of_their_own(cos_sin, shape):
     positions = torch.arange(5) * 1000
     if shape != "[S]":
         positions = positions[None] if shape == "[1, S]" else positions + torch.arange(3)[:, None]
-    turns = ops.pack_frequencies(inv_freq, factors)
-    assert turns.shape == (3, 17)
-    got = cos_sin(positions, turns)
+    packed_freqs = ops.pack_frequencies(inv_freq, factors)
+    assert packed_freqs.shape == (3, 17)
+    got = cos_sin(positions, packed_freqs)
     assert_angles(got, positions, inv_freq, 3e-7, factors.double().view(-1, 1, 1))
 
 
@@ -131,15 +133,15 @@ def test_turns_between_two_sets_lead_from_one_to_the_other():
     assert (old + between)[:-1].equal(new[:-1])
     cos, sin = ops.cos_sin(torch.tensor([123_456_789]), between)
     first, second = (
-        torch.complex(*(c.double() for c in ops.cos_sin(torch.tensor([123_456_789]), turns)))
-        for turns in (old, new)
+        torch.complex(*(c.double() for c in ops.cos_sin(torch.tensor([123_456_789]), packed_freqs)))
+        for packed_freqs in (old, new)
     )
     assert (torch.complex(cos, sin) - second / first).abs().max() < 5e-7
 
 
 def test_turns_between_the_same_are_none():
-    turns = ops.pack_frequencies(frequencies(64), 1.3)
-    *rest, factor = rerotation_frequencies(turns, turns).tolist()
+    packed_freqs = ops.pack_frequencies(frequencies(64), 1.3)
+    *rest, factor = rerotation_frequencies(packed_freqs, packed_freqs).tolist()
     assert not any(rest)
     assert factor == 0x3F800000
 

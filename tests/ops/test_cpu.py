@@ -83,11 +83,11 @@ def test_sixteen_bits_are_rounded_once(dtype, tables_dtype, tokens, interleaved)
     pairs = pair_tables(tokens, dtype=tables_dtype)
     full = full_tables(tokens, dtype=tables_dtype, interleaved=interleaved)
     got = rope_from_cos_sin(q, k, *full, interleaved=interleaved)
-    for x, turned in zip((q, k), got, strict=True):
+    for x, rotated in zip((q, k), got, strict=True):
         exact = by_reference(x.double(), [c.double() for c in pairs], interleaved)
-        assert turned.dtype == dtype
+        assert rotated.dtype == dtype
         # But for ties that float32 moved.
-        assert (turned == exact.to(dtype)).float().mean() > 0.999
+        assert (rotated == exact.to(dtype)).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -200,13 +200,13 @@ def test_gradients(wanted, tokens, interleaved, monkeypatch):
     given = [q, None] if wanted == "q alone" else [q, k]
     sources = [x.requires_grad_() for x, name in zip((q, k), "qk", strict=True) if name in wanted]
 
-    def turned(*_):
+    def rotated(*_):
         got = rope_from_cos_sin(*given, *full, interleaved=interleaved)
         return tuple(x for x in got if x is not None and x.requires_grad)
 
-    assert len(turned()) == len(sources)  # what needs no gradient asks for none
-    assert torch.autograd.gradcheck(turned, sources)
-    assert torch.autograd.gradgradcheck(turned, sources)
+    assert len(rotated()) == len(sources)  # what needs no gradient asks for none
+    assert torch.autograd.gradcheck(rotated, sources)
+    assert torch.autograd.gradgradcheck(rotated, sources)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 49])
@@ -229,8 +229,8 @@ def test_gradients_are_rotated_backwards(dtype, tokens):
 def test_results_can_be_written_to():
     q = heads(4, 1).requires_grad_()
     k = heads(2, 1, seed=1).requires_grad_()
-    turned = rope_from_cos_sin(q, k, *full_tables(1))
-    sum(x.mul_(2).sum() for x in turned).backward()
+    rotated = rope_from_cos_sin(q, k, *full_tables(1))
+    sum(x.mul_(2).sum() for x in rotated).backward()
     ones = (torch.ones_like(x) for x in (q, k))
     cos, sin = full_tables(1)
     expected = rope_from_cos_sin(*ones, cos, -sin)
@@ -246,12 +246,12 @@ def test_tables_that_need_gradients_get_them(repeated, interleaved):
     q, k = heads(2, 3, 6, 1).double(), heads(1, 3, 6, 1, seed=1).double()
     pairs = [c.double().requires_grad_() for c in pair_tables(3, 4)]
 
-    def turned(*pairs):
+    def rotated(*pairs):
         options = {"interleaved": interleaved, "repeated": repeated}
         full = [repeat(c, interleaved) for c in pairs] if repeated else pairs
         return rope_from_cos_sin(q, k, *full, **options)
 
-    assert torch.autograd.gradcheck(turned, pairs)
+    assert torch.autograd.gradcheck(rotated, pairs)
 
 
 def test_other_devices_get_the_reference():

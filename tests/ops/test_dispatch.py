@@ -90,8 +90,8 @@ def test_plain_torch_without_triton(triton_is, call):
 
 def test_any_dtype_in_plain_torch():
     """Check that float64 keeps its dtype."""
-    turned, _ = rope(heads(dtype=torch.float64))
-    assert turned.dtype == torch.float64
+    rotated, _ = rope(heads(dtype=torch.float64))
+    assert rotated.dtype == torch.float64
 
 
 class Subclass(torch.Tensor):

@@ -274,8 +274,8 @@ class QKNormRopeFunction(torch.autograd.Function):
         *tensors, positions, packed_freqs, sections = ctx.saved_tensors
         arguments: Any = (*tensors, q_grad, k_grad, positions, packed_freqs, sections)
         grads = launch_backward(*arguments, *ctx.settings)
-        needed = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
-        return *needed, None, None, None, None, None, None, None, None
+        needed_grads = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
+        return *needed_grads, None, None, None, None, None, None, None, None
 
 
 # -- custom ops, for graphs ------------------------------------------------------------------------

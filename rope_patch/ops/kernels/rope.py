@@ -217,8 +217,8 @@ class RopeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        needed = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
-        rotated = _rotate_grads(*needed, *ctx.saved_tensors, *ctx.settings)
+        needed_grads = [g if n else None for g, n in zip(grads, ctx.needs_input_grad)]  # noqa: B905
+        rotated = _rotate_grads(*needed_grads, *ctx.saved_tensors, *ctx.settings)
         return *rotated, None, None, None, None, None, None, None
 
 

@@ -61,13 +61,20 @@ def norm_inputs(grad=False):
 
 
 def norm_back_inputs():
-    made = {}
-    for name, given in norm_inputs().items():
-        q_out, k_out, *rstds = norm_op(*given)
-        made[name] = (*given[:4], *rstds, q_out, k_out, *given[4:7], *given[8:])
-    q, k, *rest = made["each"]
+    inputs_by_name = {}
+    for name, arguments in norm_inputs().items():
+        q_out, k_out, *rstds = norm_op(*arguments)
+        inputs_by_name[name] = (
+            *arguments[:4],
+            *rstds,
+            q_out,
+            k_out,
+            *arguments[4:7],
+            *arguments[8:],
+        )
+    q, k, *rest = inputs_by_name["each"]
     ones = [torch.ones((), device=DEVICE).expand(x.shape) for x in (q, k)]
-    return {**made, "of a sum": (q, k, *rest[:4], *ones, *rest[6:])}
+    return {**inputs_by_name, "of a sum": (q, k, *rest[:4], *ones, *rest[6:])}
 
 
 # -- as operators ----------------------------------------------------------------------------------
@@ -84,14 +91,14 @@ operators = pytest.mark.parametrize(
 
 @operators
 def test_pytorch_finds_the_operators_in_order(op, inputs, name):
-    given = inputs() if op is norm_back_op else inputs(grad=True)  # that one has no derivative
-    torch.library.opcheck(op, given[name])
+    arguments = inputs() if op is norm_back_op else inputs(grad=True)  # that one has no derivative
+    torch.library.opcheck(op, arguments[name])
 
 
 @operators
 @pytest.mark.parametrize("kind", ["fake", "meta"])
 def test_results_without_data_are_laid_out_as_real_ones(op, inputs, name, kind):
-    given = inputs()[name]
+    arguments = inputs()[name]
     mode = FakeTensorMode()
     without = [
         x
@@ -99,9 +106,9 @@ def test_results_without_data_are_laid_out_as_real_ones(op, inputs, name, kind):
         else mode.from_tensor(x)
         if kind == "fake"
         else x.to("meta")
-        for x in given
+        for x in arguments
     ]
-    for got, expected in zip(op(*without), op(*given), strict=True):
+    for got, expected in zip(op(*without), op(*arguments), strict=True):
         assert_laid_out_as(got, got)
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
         assert got.stride() == expected.stride()
@@ -123,8 +130,8 @@ def test_memory_of_any_kind_has_results_of_the_same_kind(name):
     """Check real and fake kernels."""
     x, mode = MEMORY[name](), FakeTensorMode()
     rest = (positions(2, x.shape[2]), TURNS, None)
-    given = [(x, x, *rest, False, 1, False), (x, x, *weights(), *rest, EPS, 0.0, False, 1)]
-    for op, args in zip((rope_op, norm_op), given, strict=True):
+    arguments = [(x, x, *rest, False, 1, False), (x, x, *weights(), *rest, EPS, 0.0, False, 1)]
+    for op, args in zip((rope_op, norm_op), arguments, strict=True):
         real = op(*args)
         fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
         for one, other in zip(real[:2], fake[:2], strict=True):
@@ -150,8 +157,8 @@ def test_operators_give_what_functions_give():
     for by_op, by_function, leaves in pairs:
         grads = [draw(*x.shape, seed=3) for x in by_function]
         results = [
-            [*turned, *torch.autograd.grad(turned, leaves, grads)]
-            for turned in (by_op, by_function)
+            [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+            for outputs in (by_op, by_function)
         ]
         for one, other in zip(*results, strict=True):
             assert one.equal(other)
@@ -160,31 +167,31 @@ def test_operators_give_what_functions_give():
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("kind", ["rope", "qk_norm_rope"])
 def test_only_one_of_the_two_is_used(kind, used):
-    q, k = given = heads(3, grad=True), heads(1, grad=True)
+    q, k = arguments = heads(3, grad=True), heads(1, grad=True)
     rest, w = (positions(), TURNS, None), weights()
     if kind == "rope":
-        turned = rope_op(q, k, *rest, False, 1, False)
+        outputs = rope_op(q, k, *rest, False, 1, False)
     else:
-        turned = norm_op(q, k, *w, *rest, EPS, 0.0, False, 1)
-    got = torch.autograd.grad(turned[used].sum(), given, allow_unused=True)
+        outputs = norm_op(q, k, *w, *rest, EPS, 0.0, False, 1)
+    got = torch.autograd.grad(outputs[used].sum(), arguments, allow_unused=True)
     settings = {"heads_dim": 1, "kernels": "triton"}
     if kind == "rope":
-        turned = ops.rope(q, k, *rest[:2], **settings)
+        outputs = ops.rope(q, k, *rest[:2], **settings)
     else:
-        turned = ops.qk_norm_rope(q, k, *w, *rest[:2], eps=EPS, **settings)
-    assert got[used].equal(torch.autograd.grad(turned[used].sum(), given[used])[0])
+        outputs = ops.qk_norm_rope(q, k, *w, *rest[:2], eps=EPS, **settings)
+    assert got[used].equal(torch.autograd.grad(outputs[used].sum(), arguments[used])[0])
     assert got[1 - used] is None or not got[1 - used].any()
 
 
 def test_derivatives_of_the_second_order_of_operators():
     q, grad = heads(3, grad=True), heads(3, seed=2, grad=True)
-    turned = rope_op(q, None, positions(), TURNS, None, False, 1, False)
-    (back,) = torch.autograd.grad(turned, q, grad, create_graph=True)
+    outputs = rope_op(q, None, positions(), TURNS, None, False, 1, False)
+    (back,) = torch.autograd.grad(outputs, q, grad, create_graph=True)
     (twice,) = torch.autograd.grad(back.square().sum(), grad)
     torch.testing.assert_close(twice, 2 * grad.detach(), rtol=0, atol=1e-5)
 
-    turned = norm_op(q, q, *weights(), positions(), TURNS, None, EPS, 0.0, False, 1)
-    (back,) = torch.autograd.grad(turned[0], q, grad, create_graph=True)
+    outputs = norm_op(q, q, *weights(), positions(), TURNS, None, EPS, 0.0, False, 1)
+    (back,) = torch.autograd.grad(outputs[0], q, grad, create_graph=True)
     with pytest.raises(RuntimeError, match="qk_norm_rope_backward"):
         back.sum().backward()
 
@@ -241,9 +248,9 @@ def test_other_sizes_are_not_compiled_anew():
 
 def test_compiled_without_gradients():
     f = torch.compile(attended, backend="aot_eager", fullgraph=True)
-    given = (heads(3), heads(1, seed=2), positions(), *weights())
+    arguments = (heads(3), heads(1, seed=2), positions(), *weights())
     with torch.inference_mode():
-        assert_same(f(*given), attended(*given))
+        assert_same(f(*arguments), attended(*arguments))
     assert_same(both_ways(f), both_ways(attended))
 
 
@@ -259,14 +266,14 @@ def test_graphs_hold_the_operators():
         seen.append(names_in(graph.graph))
         return graph
 
-    given = (heads(3), heads(1), positions(), *weights())
-    torch.compile(attended, backend=backend, fullgraph=True)(*given)
+    arguments = (heads(3), heads(1), positions(), *weights())
+    torch.compile(attended, backend=backend, fullgraph=True)(*arguments)
     assert {"rope_patch.rope", "rope_patch.qk_norm_rope"} <= seen.pop()
 
     def plain(q, k, positions):
         return ops.rope(q, k, positions, TURNS, heads_dim=1, kernels="reference")
 
-    torch.compile(plain, backend=backend, fullgraph=True)(*given[:3])
+    torch.compile(plain, backend=backend, fullgraph=True)(*arguments[:3])
     assert not any("rope_patch" in name for name in seen.pop())
 
 
@@ -283,14 +290,14 @@ class Layer(torch.nn.Module):
 def test_exported(strict):
     layer, batch, tokens = Layer(), torch.export.Dim("batch"), torch.export.Dim("tokens")
     sizes = {0: batch, 2: tokens}
-    given = heads(3, 2, 4), heads(1, 2, 4, seed=2), positions(2, 4)
+    arguments = heads(3, 2, 4), heads(1, 2, 4, seed=2), positions(2, 4)
     with torch.no_grad():
         exported = torch.export.export(
-            layer, given, dynamic_shapes=(sizes, sizes, {0: batch, 1: tokens}), strict=strict
+            layer, arguments, dynamic_shapes=(sizes, sizes, {0: batch, 1: tokens}), strict=strict
         )
         assert {"rope_patch.rope.default", "rope_patch.qk_norm_rope.default"} <= names_in(
             exported.graph
         )
         for size in ((2, 4), (3, 2)):
-            given = heads(3, *size), heads(1, *size, seed=2), positions(*size)
-            assert_same(exported.module()(*given), layer(*given))
+            arguments = heads(3, *size), heads(1, *size, seed=2), positions(*size)
+            assert_same(exported.module()(*arguments), layer(*arguments))

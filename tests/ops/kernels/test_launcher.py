@@ -26,8 +26,8 @@ class Kernel:
     fast: list = field(default_factory=list)
 
     def __getitem__(self, grid):
-        def launch(*given, num_warps, num_stages, **constants):
-            self.slow.append(SimpleNamespace(grid=grid, given=given, constants=constants))
+        def launch(*args, num_warps, num_stages, **constants):
+            self.slow.append(SimpleNamespace(grid=grid, args=args, constants=constants))
             return Compiled(self)
 
         return launch
@@ -38,23 +38,23 @@ class Compiled:
     kernel: Kernel
 
     def __getitem__(self, grid):
-        return lambda *given: self.kernel.fast.append(SimpleNamespace(grid=grid, given=given))
+        return lambda *args: self.kernel.fast.append(SimpleNamespace(grid=grid, args=args))
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """Mock all three kernels; `launched.rope` and so on record launches."""
     monkeypatch.setattr(launcher, "INTERPRETED", False)
-    noted = SimpleNamespace()
+    recorder = SimpleNamespace()
     for name, module, attribute in (
         ("rope", rope, "_launcher"),
         ("forward", qk_norm_rope, "_forward_launcher"),
         ("backward", qk_norm_rope, "_backward_launcher"),
     ):
         kernel = Kernel(getattr(module, attribute).kernel.fn)
-        setattr(noted, name, kernel)
+        setattr(recorder, name, kernel)
         monkeypatch.setattr(module, attribute, launcher.Launcher(kernel))
-    return noted
+    return recorder
 
 
 def empty(*shape, dtype=DTYPE):
@@ -79,19 +79,19 @@ def rope_inputs(batch=2, tokens=4, heads=4, key_heads=2, dim=64):
 
 
 def forward_inputs(**sizes):
-    made = rope_inputs(**sizes)
-    del made["conjugate"]
-    weights = {f"{x}_weight": empty(made[x].shape[-1]) for x in ("q", "k")}
-    return {**made, **weights, "eps": 1e-6, "offset": 0.0, "save": True}
+    arguments = rope_inputs(**sizes)
+    del arguments["conjugate"]
+    weights = {f"{x}_weight": empty(arguments[x].shape[-1]) for x in ("q", "k")}
+    return {**arguments, **weights, "eps": 1e-6, "offset": 0.0, "save": True}
 
 
 def backward_inputs(**sizes):
-    made = forward_inputs(**sizes)
-    del made["eps"], made["save"]
+    arguments = forward_inputs(**sizes)
+    del arguments["eps"], arguments["save"]
     for x in ("q", "k"):
-        made[f"{x}_grad"] = torch.empty_like(made[x])
-        made[f"{x}_rstd"] = empty(*made[x].shape[:3], dtype=torch.float32)
-    return {**made, "recompute_input": False}
+        arguments[f"{x}_grad"] = torch.empty_like(arguments[x])
+        arguments[f"{x}_rstd"] = empty(*arguments[x].shape[:3], dtype=torch.float32)
+    return {**arguments, "recompute_input": False}
 
 
 KERNELS = {
@@ -108,36 +108,36 @@ def test_arguments_are_those_of_the_kernel_in_its_order(launched, name):
     function(**inputs())
     (call,) = getattr(launched, name).slow
     names = list(inspect.signature(getattr(launched, name).fn).parameters)
-    given = dict(zip(names, call.given, strict=False))
-    assert names[len(call.given) :] == list(call.constants)
-    assert [n for n, x in given.items() if isinstance(x, torch.Tensor)] == names[
+    args = dict(zip(names, call.args, strict=False))
+    assert names[len(call.args) :] == list(call.constants)
+    assert [n for n, x in args.items() if isinstance(x, torch.Tensor)] == names[
         : names.index("tokens" if name == "backward" else "S" if name == "rope" else "eps")
     ]
-    assert (given["S"], given["H"], given["K"]) == (4, 4, 2)
-    assert [given[f"q_{x}"] for x in "bshd"] == [4 * 4 * 64, 4 * 64, 64, 1]
-    assert [given[f"ko_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
-    assert [given[f"positions_{x}"] for x in "abs"] == [0, 0, 1]
-    assert given["freqs_b"] == 0
+    assert (args["S"], args["H"], args["K"]) == (4, 4, 2)
+    assert [args[f"q_{x}"] for x in "bshd"] == [4 * 4 * 64, 4 * 64, 64, 1]
+    assert [args[f"ko_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
+    assert [args[f"positions_{x}"] for x in "abs"] == [0, 0, 1]
+    assert args["freqs_b"] == 0
     if name == "backward":
-        assert given["tokens"] == 8
-        assert [given[f"kg_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
+        assert args["tokens"] == 8
+        assert [args[f"kg_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
 
 
 @kernels
 def test_heads_may_come_before_tokens(launched, name):
     function, inputs = KERNELS[name]
-    made = inputs()
+    arguments = inputs()
     for x in ("q", "k", "q_grad", "k_grad"):
-        if x in made:
-            made[x] = made[x].transpose(1, 2)
-    made["heads_dim"] = 1
-    function(**made)
+        if x in arguments:
+            arguments[x] = arguments[x].transpose(1, 2)
+    arguments["heads_dim"] = 1
+    function(**arguments)
     (call,) = getattr(launched, name).slow
     names = inspect.signature(getattr(launched, name).fn).parameters
-    given = dict(zip(names, call.given, strict=False))
-    assert (given["S"], given["H"], given["K"]) == (4, 4, 2)
-    assert [given[f"q_{x}"] for x in "bshd"] == [4 * 4 * 64, 4 * 64, 64, 1]
-    assert [given[f"ko_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
+    args = dict(zip(names, call.args, strict=False))
+    assert (args["S"], args["H"], args["K"]) == (4, 4, 2)
+    assert [args[f"q_{x}"] for x in "bshd"] == [4 * 4 * 64, 4 * 64, 64, 1]
+    assert [args[f"ko_{x}"] for x in "bshd"] == [4 * 2 * 64, 2 * 64, 64, 1]
 
 
 @kernels
@@ -146,12 +146,12 @@ def test_the_same_is_launched_without_triton_looking_at_it(launched, name):
     function(**inputs())
     other = inputs()
     function(**other)
-    noted = getattr(launched, name)
-    (slow,), (fast,) = noted.slow, noted.fast
+    recorder = getattr(launched, name)
+    (slow,), (fast,) = recorder.slow, recorder.fast
     assert fast.grid == slow.grid
-    assert any(x is other["q"] for x in fast.given)
-    count = len([x for x in slow.given if isinstance(x, torch.Tensor)])
-    assert fast.given[count:] == (*slow.given[count:], *slow.constants.values())
+    assert any(x is other["q"] for x in fast.args)
+    count = len([x for x in slow.args if isinstance(x, torch.Tensor)])
+    assert fast.args[count:] == (*slow.args[count:], *slow.constants.values())
 
 
 CHANGES = {
@@ -206,32 +206,32 @@ BACKWARD_CHANGES = {
 )
 def test_anything_else_is_looked_at_by_triton(launched, name, change):
     function, inputs = KERNELS[name]
-    made = inputs()
-    function(**made)
-    changed = {**made, **change[1](made)}
+    arguments = inputs()
+    function(**arguments)
+    changed = {**arguments, **change[1](arguments)}
     if "q_grad" in changed and change[0] in ("another layout", "more heads"):
         changed["q_grad"], changed["k_grad"] = (torch.empty_like(changed[x]) for x in "qk")
     function(**changed)
-    noted = getattr(launched, name)
-    assert len(noted.slow) == 2
-    assert not noted.fast
+    recorder = getattr(launched, name)
+    assert len(recorder.slow) == 2
+    assert not recorder.fast
     function(**changed)
-    function(**made)
-    assert len(noted.fast) == 2
+    function(**arguments)
+    assert len(recorder.fast) == 2
 
 
 @pytest.mark.parametrize("name", ["packed_freqs", "sections"])
 def test_what_does_not_fit_is_an_error_after_what_does(launched, name):
     """Check that invalid tensors do not reuse a launch, which skips validation."""
-    made = rope_inputs() | {"positions": integers(3, 2, 4), "sections": integers(32)}
-    rope.launch(**made)
+    arguments = rope_inputs() | {"positions": integers(3, 2, 4), "sections": integers(32)}
+    rope.launch(**arguments)
     wrong = {
-        "packed_freqs": (made["packed_freqs"].double(), integers(66)[::2]),
+        "packed_freqs": (arguments["packed_freqs"].double(), integers(66)[::2]),
         "sections": (integers(16), integers(64)[::2]),
     }
     for x in wrong[name]:
         with pytest.raises(ValueError, match=f"{name} (and sections )?must be"):
-            rope.launch(**{**made, name: x})
+            rope.launch(**{**arguments, name: x})
 
 
 def test_weights_of_other_memory_are_an_error_after_those_that_fit(launched):
@@ -244,24 +244,24 @@ def test_weights_of_other_memory_are_an_error_after_those_that_fit(launched):
 @kernels
 def test_memory_that_is_not_aligned_takes_the_long_way_each_time(launched, name):
     function, inputs = KERNELS[name]
-    made = {
+    arguments = {
         n: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
         for n, x in inputs().items()
     }
-    noted, count = getattr(launched, name), 0
-    function(**made)
-    for which, x in made.items():
+    recorder, count = getattr(launched, name), 0
+    function(**arguments)
+    for which, x in arguments.items():
         if not isinstance(x, torch.Tensor):
             continue
         off = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
         assert off.data_ptr() % 16
-        noted.slow.clear()
-        noted.fast.clear()
-        for given in (off, off, x):
-            function(**{**made, which: given})
+        recorder.slow.clear()
+        recorder.fast.clear()
+        for args in (off, off, x):
+            function(**{**arguments, which: args})
         # The code for positions and turns serves any, and reciprocal norms are of our own making.
         any_will_do = which in ("positions", "packed_freqs", "q_rstd", "k_rstd")
-        assert (len(noted.slow), len(noted.fast)) == ((0, 3) if any_will_do else (2, 1))
+        assert (len(recorder.slow), len(recorder.fast)) == ((0, 3) if any_will_do else (2, 1))
         count += not any_will_do
     assert count == {"rope": 2, "forward": 4, "backward": 6}[name]
 
@@ -321,10 +321,10 @@ def test_few_tokens_are_shared_between_programs(launched, tokens, shares):
 )
 def test_tiles_hold_what_there_is_in_powers_of_two(sizes, heads):
     head_dim, rotary_dim = sizes
-    made = launcher.tile_sizes(head_dim, rotary_dim, heads)
+    arguments = launcher.tile_sizes(head_dim, rotary_dim, heads)
     for name in ("PAIRS", "UNROTATED", "HEADS"):
-        assert not made[name] & (made[name] - 1)
-    assert rotary_dim // 2 <= made["PAIRS"] < rotary_dim
-    assert head_dim - rotary_dim <= made["UNROTATED"] < 2 * max(head_dim - rotary_dim, 0.6)
-    assert made["HEADS"] >= 1
-    assert made["HEADS"] < 2 * heads
+        assert not arguments[name] & (arguments[name] - 1)
+    assert rotary_dim // 2 <= arguments["PAIRS"] < rotary_dim
+    assert head_dim - rotary_dim <= arguments["UNROTATED"] < 2 * max(head_dim - rotary_dim, 0.6)
+    assert arguments["HEADS"] >= 1
+    assert arguments["HEADS"] < 2 * heads

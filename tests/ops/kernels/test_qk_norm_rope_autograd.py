@@ -29,15 +29,15 @@ forms = pytest.mark.parametrize(
 # -- what is wanted --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", ["0111", "1011", "1100", "0011", "1000", "0001", "0000"])
-def test_gradients_of_some_of_them(wanted):
+@pytest.mark.parametrize("needs_grad", ["0111", "1011", "1100", "0011", "1000", "0001", "0000"])
+def test_gradients_of_some_of_them(needs_grad):
     """Check subsets, among them frozen weights and weights trained alone."""
     rotation = make_rotation(48)
     inputs = [
-        x.requires_grad_(w == "1") for x, w in zip(make_inputs(rotation), wanted, strict=True)
+        x.requires_grad_(w == "1") for x, w in zip(make_inputs(rotation), needs_grad, strict=True)
     ]
     outputs, _ = check(inputs, rotation)
-    assert any(x.requires_grad for x in outputs) == ("1" in wanted)
+    assert any(x.requires_grad for x in outputs) == ("1" in needs_grad)
 
 
 @pytest.mark.parametrize("save", ["input", "output"])
@@ -142,15 +142,21 @@ def test_derivatives_of_the_second_order_are_an_error(save):
 def test_next_to_nothing_is_kept_beside_the_output(save, across):
     rotation = make_rotation(64)
     inputs = make_inputs(rotation, 4, 2, across=across, dtype=torch.float16)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved_tensors = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved_tensors.append(x) or x, lambda x: x
+    ):
         outputs = rotation.norm_and_rope(*inputs, eps=EPS, save=save)
-    known = {x.data_ptr() for x in (*inputs[2:], *outputs)}
-    added = [x for x in kept if x.data_ptr() not in known and x.dtype != torch.int64]
+    known_pointers = {x.data_ptr() for x in (*inputs[2:], *outputs)}
+    added = [
+        x for x in saved_tensors if x.data_ptr() not in known_pointers and x.dtype != torch.int64
+    ]
     rstd = (2 * 4) * (2 if across else 4 + 2)  # tokens, bytes of float32, heads
     through = sum(x.nbytes for x in inputs[:2]) if save == "input" else 0
     assert sum(x.nbytes for x in added) == rstd + through
-    assert {x.data_ptr() for x in inputs[:2]} <= {x.data_ptr() for x in kept} or save == "output"
+    assert {x.data_ptr() for x in inputs[:2]} <= {
+        x.data_ptr() for x in saved_tensors
+    } or save == "output"
 
 
 @forms

@@ -25,29 +25,29 @@ layouts = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "
 # -- gradients of each input -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
-def test_gradients_of_one_of_the_two(wanted):
+@pytest.mark.parametrize("needs_grad", [(True, False), (False, True), (False, False)])
+def test_gradients_of_one_of_the_two(needs_grad):
     rotation = make_rotation(64)
-    q, k = (x.detach().requires_grad_(w) for x, w in zip(pair(rotation), wanted, strict=True))
-    turned = check(q, k, rotation)
-    assert any(wanted) == any(x.requires_grad for x in turned)
+    q, k = (x.detach().requires_grad_(w) for x, w in zip(pair(rotation), needs_grad, strict=True))
+    outputs = check(q, k, rotation)
+    assert any(needs_grad) == any(x.requires_grad for x in outputs)
 
 
-@pytest.mark.parametrize("wanted", [0, 1])
-def test_only_what_is_wanted_is_rotated_back(monkeypatch, wanted):
+@pytest.mark.parametrize("index", [0, 1])
+def test_only_what_is_wanted_is_rotated_back(monkeypatch, index):
     rotation, launch, rotated = make_rotation(64), rope.launch, []
     inputs = pair(rotation, grad=False)
-    inputs[wanted].requires_grad_()
-    turned = rotation.rope(*inputs)
+    inputs[index].requires_grad_()
+    outputs = rotation.rope(*inputs)
 
     def recording(q, k, *rest):
         rotated.append((q, k))
         return launch(q, k, *rest)
 
     monkeypatch.setattr(rope, "launch", recording)
-    sum(x.sum() for x in turned).backward()
+    sum(x.sum() for x in outputs).backward()
     ((x, other),) = rotated
-    assert x.shape == inputs[wanted].shape
+    assert x.shape == inputs[index].shape
     assert other is None
 
 
@@ -139,10 +139,10 @@ def test_what_changed_before_the_backward_pass_is_an_error(changed):
         "sections": (torch.arange(32) % 3).to(DEVICE),
     }
     q = draw(1, 2, 2, 64, grad=True)
-    turned, _ = ops.rope(q, **inputs, kernels="triton")
+    outputs, _ = ops.rope(q, **inputs, kernels="triton")
     inputs[changed] += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        turned.sum().backward()
+        outputs.sum().backward()
 
 
 def test_what_was_rotated_may_change_before_the_backward_pass():
@@ -150,19 +150,21 @@ def test_what_was_rotated_may_change_before_the_backward_pass():
     rotation = make_rotation(64)
     leaf = draw_heads(2, 64, rotation, grad=True)
     q = leaf * 1
-    turned, _ = rotation.rope(q)
+    outputs, _ = rotation.rope(q)
     q.mul_(3)
-    (got,) = torch.autograd.grad(turned.sum(), leaf)
+    (got,) = torch.autograd.grad(outputs.sum(), leaf)
     assert_rounded(got, transposed(rotation, leaf, torch.ones(leaf.shape)))
 
 
 def test_nothing_but_positions_and_turns_is_kept():
     rotation = make_rotation(64)
     q, k = pair(rotation)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved_tensors = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved_tensors.append(x) or x, lambda x: x
+    ):
         rotation.rope(q, k)
-    assert {x.dtype for x in kept} == {torch.int64}
+    assert {x.dtype for x in saved_tensors} == {torch.int64}
 
 
 # -- in place --------------------------------------------------------------------------------------
@@ -184,11 +186,11 @@ def test_in_place(rotary_dim, interleaved):
         False,
         True,
     )
-    turned = rope.RopeFunction.apply(q, k, *settings)
-    grads = [draw(*x.shape, seed=5) for x in turned]
-    back = torch.autograd.grad(turned, leaves, grads)
+    outputs = rope.RopeFunction.apply(q, k, *settings)
+    grads = [draw(*x.shape, seed=5) for x in outputs]
+    back = torch.autograd.grad(outputs, leaves, grads)
     for x, got, leaf, grad, into, version in zip(
-        (q, k), turned, leaves, grads, back, was, strict=True
+        (q, k), outputs, leaves, grads, back, was, strict=True
     ):
         assert got.data_ptr() == x.data_ptr()
         assert x._version > version
@@ -201,9 +203,9 @@ def test_in_place_over_what_another_gradient_needs_is_an_error():
     leaf = draw_heads(2, 64, rotation, grad=True)
     needed = leaf.exp()
     settings = (rotation.positions.to(DEVICE), rotation.packed_freqs, None, False, 2, False, True)
-    turned, _ = rope.RopeFunction.apply(needed, None, *settings)
+    outputs, _ = rope.RopeFunction.apply(needed, None, *settings)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        turned.sum().backward()
+        outputs.sum().backward()
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
@@ -229,14 +231,14 @@ def test_in_place_autograd_sees_what_happens(kernels):
     assert torch.autograd.grad(out, x, grad)[0].equal(torch.autograd.grad(again, x, grad)[0])
     with pytest.raises(RuntimeError, match="leaf"):
         ops.rope(x, None, positions, packed_freqs, kernels=kernels, inplace=True)
-    wanted = x.exp()  # its gradient needs what it was
-    ops.rope(wanted, None, positions, packed_freqs, kernels=kernels, inplace=True)
+    saved = x.exp()  # its gradient needs what it was
+    ops.rope(saved, None, positions, packed_freqs, kernels=kernels, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        wanted.sum().backward()
+        saved.sum().backward()
     with torch.no_grad():
-        wanted = x.exp()
-    y = x * wanted
-    ops.rope(wanted, None, positions, packed_freqs, kernels=kernels, inplace=True)
+        saved = x.exp()
+    y = x * saved
+    ops.rope(saved, None, positions, packed_freqs, kernels=kernels, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 

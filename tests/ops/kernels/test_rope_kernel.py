@@ -34,8 +34,8 @@ SIZES = [
 def test_heads_of_any_size_of_which_any_part_rotates(head_dim, rotary_dim, interleaved):
     rotation = make_rotation(rotary_dim, tokens=2, interleaved=interleaved)
     q, k = pair(rotation, head_dim=head_dim, batch=1)
-    turned = check(q, k, rotation)
-    for got, x in zip(turned, (q, k), strict=True):
+    outputs = check(q, k, rotation)
+    for got, x in zip(outputs, (q, k), strict=True):
         assert got[..., rotary_dim:].equal(x[..., rotary_dim:])
 
 
@@ -174,8 +174,10 @@ def test_frequencies_in_memory_of_their_own(shape):
     }[shape]
     rotation = make_rotation(64)
     for x in pair(rotation, grad=False):
-        turned, _ = ops.rope(x, None, rotation.positions.to(DEVICE), packed_freqs, kernels="triton")
-        assert_rounded(turned, rotation.true_rope(x))
+        outputs, _ = ops.rope(
+            x, None, rotation.positions.to(DEVICE), packed_freqs, kernels="triton"
+        )
+        assert_rounded(outputs, rotation.true_rope(x))
 
 
 @layouts
