@@ -111,12 +111,12 @@ def llama_cpp_yarn(at: Any, factor: float, all_dim: float = 0) -> Rotation:
     step, angle, frequencies = at.theta ** (-2 / at.rotary_dim), 1.0, []
     low, high = ends(at, 32, 1)
     for i in range(at.rotary_dim // 2):
-        kept = 1 - min(max((i - low) / max(0.001, high - low), 0.0), 1.0)
-        frequencies.append(angle / factor * (1 - kept) + angle * kept)
+        kept_share = 1 - min(max((i - low) / max(0.001, high - low), 0.0), 1.0)
+        frequencies.append(angle / factor * (1 - kept_share) + angle * kept_share)
         angle *= step
     in_kernel = 1 + 0.1 * math.log(factor)
-    given = law(factor) / (law(factor, all_dim) if all_dim else 1) / in_kernel
-    return frequencies, given * in_kernel
+    configured_factor = law(factor) / (law(factor, all_dim) if all_dim else 1) / in_kernel
+    return frequencies, configured_factor * in_kernel
 
 
 def llama_cpp_llama3(at: Any, factor: float) -> Rotation:

@@ -82,8 +82,8 @@ def yarn_of_the_paper(at: Any, factor: float, fast: float = 32, slow: float = 1)
     """The ramp over turns, arXiv:2309.00071 equation 18."""
     plain, _ = default(at)
     turns = [at.trained_length * f / (2 * math.pi) for f in plain]
-    kept = [min(max((turn - slow) / (fast - slow), 0.0), 1.0) for turn in turns]
-    return blend(at, factor, [1 - k for k in kept]), law(factor)
+    kept_shares = [min(max((turn - slow) / (fast - slow), 0.0), 1.0) for turn in turns]
+    return blend(at, factor, [1 - k for k in kept_shares]), law(factor)
 
 
 def by_parts_2023_06(at: Any, factor: float) -> Rotation:

@@ -17,8 +17,8 @@ from rope_patch.methods import build
 def _stepped(ratio: float) -> Rotation:
     """Return a patched model's rotation, which grows in steps by default."""
     method = build("dynamic")
-    found = method.frequencies_at(Geometry(**LLAMA2.numbers()), ratio * LLAMA2.trained_length)
-    return found.inv_freq.tolist(), found.attention_factor
+    frequencies = method.frequencies_at(Geometry(**LLAMA2.numbers()), ratio * LLAMA2.trained_length)
+    return frequencies.inv_freq.tolist(), frequencies.attention_factor
 
 
 NTK = (

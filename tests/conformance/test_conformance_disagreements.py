@@ -50,13 +50,13 @@ def test_every_entry_says_who_why_and_where_to_read():
 @old_or_new
 def test_transformers_keeps_frequencies_after_a_longer_text():
     longer, between, short = 16384, 4200, 2048
-    kept = ntk(LLAMA2, longer / 4096)
+    previous = ntk(LLAMA2, longer / 4096)
     after = stateful.rotation_after(LLAMA2, longer, between)
-    assert Pair(ntk(LLAMA2, between / 4096) if OLD else kept, after).difference() < 2e-6
+    assert Pair(ntk(LLAMA2, between / 4096) if OLD else previous, after).difference() < 2e-6
     after = stateful.rotation_after(LLAMA2, longer, short)
-    assert Pair(kept if OLD else default(LLAMA2), after).difference() < 2e-6
+    assert Pair(previous if OLD else default(LLAMA2), after).difference() < 2e-6
     at_the_length = stateful.rotation_after(LLAMA2, longer, 4096)
-    assert Pair(kept, at_the_length).difference() < 2e-6
+    assert Pair(previous, at_the_length).difference() < 2e-6
 
 
 @old_or_new
@@ -89,8 +89,8 @@ def test_transformers_ignores_a_flat_scaling_where_layer_types_differ():
             hf_rotation.rotary_class(GEMMA3_FULL)(make(**GEMMA3_FULL.fields, rope_parameters=flat))
         return
     module = hf_rotation.rotary_class(GEMMA3_FULL)(make(**GEMMA3_FULL.fields, rope_parameters=flat))
-    found = module.full_attention_inv_freq.double().tolist()
-    assert difference(default(GEMMA3_FULL)[0], found) < 2e-6
+    inv_freq = module.full_attention_inv_freq.double().tolist()
+    assert difference(default(GEMMA3_FULL)[0], inv_freq) < 2e-6
 
 
 @old_or_new
@@ -116,8 +116,10 @@ def test_transformers_5_0_lacks_what_is_listed():
 
 @pytest.mark.skipif(not hf_rotation.has("proportional"), reason="transformers has no proportional")
 def test_transformers_divides_proportional_by_its_factor():
-    found, _ = hf_rotation.rotation(SMOLLM2, "proportional", factor=4.0, partial_rotary_factor=0.75)
-    assert difference([f / 4 for f in proportional(SMOLLM2, 0.75)[0]], found) < 2e-6
-    found, _ = hf_rotation.rotation(SMOLLM2, "proportional", partial_rotary_factor=0.3)
-    assert [f > 0 for f in found] == [f > 0 for f in proportional(SMOLLM2, 0.3)[0]]
-    assert [f > 0 for f in found] != [f > 0 for f in mlx_proportional(SMOLLM2, 0.3)[0]]
+    inv_freq, _ = hf_rotation.rotation(
+        SMOLLM2, "proportional", factor=4.0, partial_rotary_factor=0.75
+    )
+    assert difference([f / 4 for f in proportional(SMOLLM2, 0.75)[0]], inv_freq) < 2e-6
+    inv_freq, _ = hf_rotation.rotation(SMOLLM2, "proportional", partial_rotary_factor=0.3)
+    assert [f > 0 for f in inv_freq] == [f > 0 for f in proportional(SMOLLM2, 0.3)[0]]
+    assert [f > 0 for f in inv_freq] != [f > 0 for f in mlx_proportional(SMOLLM2, 0.3)[0]]

@@ -27,11 +27,11 @@ def by_formula(row, at):
         return formulas.llama3(at, factor, options["low_freq_factor"], options["high_freq_factor"])
     if method == "yarn":
         fast, slow = options.get("beta_fast", 32), options.get("beta_slow", 1)
-        found = formulas.yarn(at, factor, fast, slow, options.get("truncate", True))
+        computed = formulas.yarn(at, factor, fast, slow, options.get("truncate", True))
         if "mscale" not in options:
-            return found
+            return computed
         of_all = formulas.law(factor, options["mscale_all_dim"])
-        return found[0], formulas.law(factor, options["mscale"]) / of_all
+        return computed[0], formulas.law(factor, options["mscale"]) / of_all
     if method == "longrope":
         stretch = options["long_factor" if ratio > 1 else "short_factor"]
         return formulas.longrope(at, factor, stretch)
@@ -54,9 +54,9 @@ def test_formula_gives_the_golden_vector(number):
         theta=row["rope_theta"],
         trained_length=row["original_length"],
     )
-    found = by_formula(row, at)
-    assert difference(row["inv_freq"], found[0]) < 2e-6
-    assert found[1] == pytest.approx(row["attention_factor"], rel=0, abs=1e-6)
+    computed = by_formula(row, at)
+    assert difference(row["inv_freq"], computed[0]) < 2e-6
+    assert computed[1] == pytest.approx(row["attention_factor"], rel=0, abs=1e-6)
 
 
 @pytest.mark.parametrize("agreement", AGREEMENTS, ids=str)

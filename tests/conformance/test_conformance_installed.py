@@ -36,8 +36,8 @@ def from_cos_sin(cos, sin):
     return angles, max(math.hypot(c, s) for c, s in zip(cos, sin, strict=True))
 
 
-def assert_same(found, restated):
-    assert Pair(restated, found).difference() < 3e-6
+def assert_same(computed, restated):
+    assert Pair(restated, computed).difference() < 3e-6
 
 
 @MODELS
@@ -71,8 +71,8 @@ def test_mlx_linear_and_llama3(model):
 def test_mlx_longrope():
     scaling = {**PHI35.scaling, "original_max_position_embeddings": 4096, "factor": 2.0}
     short, long = scaling["short_factor"], scaling["long_factor"]
-    found = mlx_rotation(PHI35, scaling, full=131072)
-    assert_same(found, engines.mlx_longrope(PHI35, 131072, short, long))
+    computed = mlx_rotation(PHI35, scaling, full=131072)
+    assert_same(computed, engines.mlx_longrope(PHI35, 131072, short, long))
 
 
 @pytest.mark.parametrize("share", [0.75, 0.3])
@@ -123,8 +123,8 @@ def test_rotary_embedding_torch(model):
     assert_same((rope.freqs.detach().double().tolist(), 1.0), formulas.ntk(model, FACTOR))
     rope = make(model.rotary_dim, theta=model.theta, interpolate_factor=FACTOR)
     positions = rope.get_seq_pos(2, device=torch.device("cpu"), dtype=torch.float64)
-    found = (positions[1] * rope.freqs.detach().double()).tolist()
-    assert_same((found, 1.0), formulas.linear(model, FACTOR))
+    computed = (positions[1] * rope.freqs.detach().double()).tolist()
+    assert_same((computed, 1.0), formulas.linear(model, FACTOR))
 
 
 @MODELS

@@ -22,7 +22,7 @@ GEOMETRIES = [
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-def turns_of(rotary_dim, theta=5e5, factor=1.1):
+def packed_freqs_of(rotary_dim, theta=5e5, factor=1.1):
     inv_freq = theta ** -(torch.arange(rotary_dim // 2, dtype=torch.float64) / (rotary_dim // 2))
     return ops.pack_frequencies(inv_freq.cuda(), factor)
 
@@ -32,7 +32,12 @@ def inputs(geometry, dtype, batch=2, length=37):
     torch.manual_seed(0)
     q, k = (torch.randn(batch, length, n, head_dim, device="cuda") for n in (heads, key_heads))
     positions = torch.randint(0, 10_000_000, (batch, length), device="cuda")
-    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2), positions, turns_of(rotary_dim)
+    return (
+        q.to(dtype).transpose(1, 2),
+        k.to(dtype).transpose(1, 2),
+        positions,
+        packed_freqs_of(rotary_dim),
+    )
 
 
 def close(got, expected, dtype):
@@ -44,16 +49,16 @@ def close(got, expected, dtype):
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_rotation_and_its_gradient(geometry, dtype):
-    q, k, positions, turns = inputs(geometry, dtype)
+    q, k, positions, packed_freqs = inputs(geometry, dtype)
     how = {"interleaved": geometry[-1], "heads_dim": 1}
-    expected = ops.rope(q.double(), k.double(), positions, turns, kernels="reference", **how)
+    expected = ops.rope(q.double(), k.double(), positions, packed_freqs, kernels="reference", **how)
     got = ops.rope(
-        q.requires_grad_(), k.requires_grad_(), positions, turns, kernels="triton", **how
+        q.requires_grad_(), k.requires_grad_(), positions, packed_freqs, kernels="triton", **how
     )
     for a, b in zip(got, expected, strict=True):
         close(a, b, dtype)
     wide = [x.detach().double().requires_grad_() for x in (q, k)]
-    out = ops.rope(*wide, positions, turns, kernels="reference", **how)
+    out = ops.rope(*wide, positions, packed_freqs, kernels="reference", **how)
     grads = [torch.randn_like(x) for x in got]
     expected = torch.autograd.grad(out, wide, [g.double() for g in grads])
     for a, b in zip(torch.autograd.grad(got, (q, k), grads), expected, strict=True):
@@ -65,29 +70,29 @@ def test_rotation_and_its_gradient(geometry, dtype):
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_norm_with_rotation_and_its_gradients(geometry, dtype, save, across):
-    q, k, positions, turns = inputs(geometry, dtype)
+    q, k, positions, packed_freqs = inputs(geometry, dtype)
     shapes = [(x.shape[1], x.shape[3]) if across else (x.shape[3],) for x in (q, k)]
     weights = [1 + 0.1 * torch.randn(shape, device="cuda") for shape in shapes]
     how = {"eps": 1e-6, "interleaved": geometry[-1], "heads_dim": 1}
-    given = [x.detach().requires_grad_() for x in (q, k, *weights)]
-    got = ops.qk_norm_rope(*given, positions, turns, save=save, kernels="triton", **how)
-    wide = [x.detach().double().requires_grad_() for x in given]
-    out = ops.qk_norm_rope(*wide, positions, turns, kernels="reference", **how)
+    leaves = [x.detach().requires_grad_() for x in (q, k, *weights)]
+    got = ops.qk_norm_rope(*leaves, positions, packed_freqs, save=save, kernels="triton", **how)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    out = ops.qk_norm_rope(*wide, positions, packed_freqs, kernels="reference", **how)
     for a, b in zip(got, out, strict=True):
         close(a, b, dtype)
     grads = [torch.randn_like(x) for x in got]
     expected = torch.autograd.grad(out, wide, [g.double() for g in grads])
-    for a, b in zip(torch.autograd.grad(got, given, grads), expected, strict=True):
+    for a, b in zip(torch.autograd.grad(got, leaves, grads), expected, strict=True):
         rounded = 4 * ROUNDING[dtype]
         assert (a.double() - b).norm() <= rounded * b.norm()
 
 
 def test_weights_gradients_are_the_same_bits_each_time():
-    q, k, positions, turns = inputs(GEOMETRIES[0], torch.bfloat16, length=5000)
+    q, k, positions, packed_freqs = inputs(GEOMETRIES[0], torch.bfloat16, length=5000)
     weights = [torch.ones(128, device="cuda", requires_grad=True) for _ in range(2)]
 
     def gradients():
-        out = ops.qk_norm_rope(q, k, *weights, positions, turns, eps=1e-6, heads_dim=1)
+        out = ops.qk_norm_rope(q, k, *weights, positions, packed_freqs, eps=1e-6, heads_dim=1)
         return torch.autograd.grad([x.float().square().sum() for x in out], weights)
 
     for a, b in zip(gradients(), gradients(), strict=True):
@@ -101,9 +106,11 @@ def test_more_tokens_and_elements_than_small_integers_hold(length, heads):
     """Check token counts above the limit of a grid's other dimensions, and offsets above 2^31."""
     q = torch.zeros(1, length, heads, 128, device="cuda", dtype=torch.bfloat16)
     q[:, -3:] = torch.randn(1, 3, heads, 128, device="cuda")
-    positions, turns = torch.arange(length, device="cuda"), turns_of(128)
-    got, _ = ops.rope(q, None, positions, turns, kernels="triton")
-    expected, _ = ops.rope(q[:, -3:].double(), None, positions[-3:], turns, kernels="reference")
+    positions, packed_freqs = torch.arange(length, device="cuda"), packed_freqs_of(128)
+    got, _ = ops.rope(q, None, positions, packed_freqs, kernels="triton")
+    expected, _ = ops.rope(
+        q[:, -3:].double(), None, positions[-3:], packed_freqs, kernels="reference"
+    )
     close(got[:, -3:], expected, torch.bfloat16)
     assert not got[:, :-3].any()
 
@@ -111,9 +118,9 @@ def test_more_tokens_and_elements_than_small_integers_hold(length, heads):
 def test_strides_of_more_than_2_to_the_31():
     whole = torch.empty(3, 2**30, device="cuda", dtype=torch.bfloat16)
     q = whole.as_strided((3, 1, 2, 128), (2**30, 2**30, 128, 1)).normal_()
-    positions, turns = torch.tensor([[5], [7], [9]], device="cuda"), turns_of(128)
-    got, _ = ops.rope(q, None, positions, turns, kernels="triton")
-    expected, _ = ops.rope(q.double(), None, positions, turns, kernels="reference")
+    positions, packed_freqs = torch.tensor([[5], [7], [9]], device="cuda"), packed_freqs_of(128)
+    got, _ = ops.rope(q, None, positions, packed_freqs, kernels="triton")
+    expected, _ = ops.rope(q.double(), None, positions, packed_freqs, kernels="reference")
     close(got, expected, torch.bfloat16)
 
 
@@ -121,7 +128,7 @@ def test_cached_keys_turn_to_the_same_bits_as_in_plain_torch():
     torch.manual_seed(0)
     keys = torch.randn(2, 8, 300, 128, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(300, device="cuda").expand(2, -1)
-    old, new = turns_of(128, factor=1.0), turns_of(128, theta=8e6)
+    old, new = packed_freqs_of(128, factor=1.0), packed_freqs_of(128, theta=8e6)
     a, b = keys.clone(), keys.clone()
     ops.rerotate_([a], positions, old, new, kernels="triton")
     ops.rerotate_([b], positions, old, new, kernels="reference")
@@ -158,24 +165,24 @@ def test_one_launch_a_layer(family, name):
 
 
 def test_launches_can_be_captured_and_replayed():
-    q, k, positions, turns = inputs(GEOMETRIES[0], torch.bfloat16, length=1)
-    out = ops.rope(q, k, positions, turns, heads_dim=1)  # compiles
+    q, k, positions, packed_freqs = inputs(GEOMETRIES[0], torch.bfloat16, length=1)
+    out = ops.rope(q, k, positions, packed_freqs, heads_dim=1)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.rope(q, k, positions, turns, heads_dim=1)
+        out = ops.rope(q, k, positions, packed_freqs, heads_dim=1)
     q.normal_()
     positions += 1
     graph.replay()
-    expected = ops.rope(q, k, positions, turns, heads_dim=1)
+    expected = ops.rope(q, k, positions, packed_freqs, heads_dim=1)
     for a, b in zip(out, expected, strict=True):
         assert a.equal(b)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_tensors_on_another_gpu_than_the_current_one():
-    q, k, positions, turns = inputs(GEOMETRIES[0], torch.float32)
-    expected = ops.rope(q, k, positions, turns, heads_dim=1)
-    there = [x.to("cuda:1") for x in (q, k, positions, turns)]
+    q, k, positions, packed_freqs = inputs(GEOMETRIES[0], torch.float32)
+    expected = ops.rope(q, k, positions, packed_freqs, heads_dim=1)
+    there = [x.to("cuda:1") for x in (q, k, positions, packed_freqs)]
     for _ in range(2):  # the first compiles, the second looks up
         got = ops.rope(*there, heads_dim=1)
         assert got[0].device == torch.device("cuda:1")

@@ -54,9 +54,9 @@ def test_up_to_the_trained_length_nothing_is_scaled(method, model, share):
 
 
 def test_an_attention_factor_of_ones_own_holds_beyond_the_trained_length_only():
-    given = {"attention_factor": 1.5}
-    assert frequencies("dynamic-yarn", "smollm2", seq_len=8192, **given).attention_factor == 1
-    assert frequencies("dynamic-yarn", "smollm2", seq_len=8193, **given).attention_factor == 1.5
+    options = {"attention_factor": 1.5}
+    assert frequencies("dynamic-yarn", "smollm2", seq_len=8192, **options).attention_factor == 1
+    assert frequencies("dynamic-yarn", "smollm2", seq_len=8193, **options).attention_factor == 1.5
 
 
 @pytest.mark.parametrize("length", [4097, 6000, 16384, 131072])

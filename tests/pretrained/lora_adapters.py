@@ -62,8 +62,8 @@ METHODS = {
 
 
 def assert_logits(model, expected):
-    for length, wanted in zip((SHORT, LONG), expected, strict=True):
-        assert logits(model, length).equal(wanted)
+    for length, expected_logits in zip((SHORT, LONG), expected, strict=True):
+        assert logits(model, length).equal(expected_logits)
 
 
 def change(folder, file, **values):

@@ -77,18 +77,18 @@ def test_how_the_base_is_loaded_and_the_adapter_put_on(saved):
 def test_the_revision_of_the_base_that_was_trained_on(saved, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(saved("yarn")[0], tmp_path / "adapter"))
     change(folder, "adapter_config.json", revision="v2")
-    asked = []
+    revisions = []
     for kind in (transformers.AutoConfig, transformers.AutoModelForCausalLM):
 
         def read(path, *args, whole=kind.from_pretrained, **kwargs):
-            asked.append(kwargs["revision"])
+            revisions.append(kwargs["revision"])
             return whole(path, *args, **kwargs)
 
         monkeypatch.setattr(kind, "from_pretrained", read)
     assert_logits(rope_patch.load(folder), saved("yarn")[1])
-    assert asked[:2] == ["v2", "v2"]
+    assert revisions[:2] == ["v2", "v2"]
     rope_patch.load(folder, revision="v3")
-    assert asked[-1] == "v3"
+    assert revisions[-1] == "v3"
 
 
 def test_several_adapters(bases, saved):

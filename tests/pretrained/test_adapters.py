@@ -54,10 +54,10 @@ def test_what_is_written(bases, saved):
     there = {path.name for path in folder.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "rope_patch.json"} <= there
     assert not {"config.json", "model.safetensors"} & there
-    said = json.loads((folder / "rope_patch.json").read_text())
-    assert (said["method"], said["options"]["beta_fast"]) == ("yarn", 16)
-    assert said["base_model"] == str(bases / "llama")
-    assert said["native"] is False
+    sidecar = json.loads((folder / "rope_patch.json").read_text())
+    assert (sidecar["method"], sidecar["options"]["beta_fast"]) == ("yarn", 16)
+    assert sidecar["base_model"] == str(bases / "llama")
+    assert sidecar["native"] is False
 
 
 def test_a_trained_checkpoint_recalls_the_same(tmp_path):
@@ -205,8 +205,8 @@ def test_a_base_that_stands_still_is_not_taken_for_one_that_grows(bases, saved, 
     native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     got = rope_patch.load_adapter(native, folder)
     assert rope_patch.current(got).method.name == "dynamic-yarn"
-    for length, wanted in zip((SHORT, LONG), expected, strict=True):
-        assert_close(logits(got, length), wanted)
+    for length, expected_logits in zip((SHORT, LONG), expected, strict=True):
+        assert_close(logits(got, length), expected_logits)
 
 
 def test_a_base_with_another_rotation_is_refused(saved):

@@ -152,9 +152,9 @@ def test_a_damaged_record_is_named(record, tmp_path):
     rope_patch.patch(model, "yarn", factor=4)
     rope_patch.save(model, tmp_path)
     sidecar = tmp_path / "rope_patch.json"
-    said = json.loads(sidecar.read_text())
-    del said["trained_length"], said["layer_types"]
-    sidecar.write_text(record or json.dumps(said))
+    record_fields = json.loads(sidecar.read_text())
+    del record_fields["trained_length"], record_fields["layer_types"]
+    sidecar.write_text(record or json.dumps(record_fields))
     with pytest.raises(ValueError, match=r"rope_patch\.json is damaged") as error:
         rope_patch.load(tmp_path)
     assert str(sidecar) in str(error.value)

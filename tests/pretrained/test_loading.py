@@ -69,8 +69,8 @@ def test_dtype(originals):
     automatic = rope_patch.load(originals / "bfloat16", "yarn", factor=4)
     assert automatic.dtype == torch.bfloat16
     assert automatic.model.rotary_emb.inv_freq.dtype == torch.float32
-    asked = rope_patch.load(originals / "bfloat16", "yarn", factor=4, dtype=torch.float32)
-    assert asked.dtype == torch.float32
+    float32_model = rope_patch.load(originals / "bfloat16", "yarn", factor=4, dtype=torch.float32)
+    assert float32_model.dtype == torch.float32
 
 
 @pytest.mark.parametrize("first", ["linear", "yarn", "ntk", "abf", "llama3", "proportional"])

@@ -188,8 +188,8 @@ def bent(model_type, **parameters):
     """Return a tiny model of an architecture with another rotation in its config."""
     config = tiny_architectures.tiny_config(model_type)
     own = config.rope_parameters
-    kept = {k: v for k, v in own.items() if k in ("rope_theta", "partial_rotary_factor")}
-    config.rope_parameters = {**kept, **parameters}
+    geometry_keys = {k: v for k, v in own.items() if k in ("rope_theta", "partial_rotary_factor")}
+    config.rope_parameters = {**geometry_keys, **parameters}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
@@ -243,16 +243,16 @@ def test_patching_builds_on_what_a_config_names(registered):
 
 def types(folder):
     """Return every rope_type in a folder's config."""
-    found = []
+    rope_types = []
 
     def look(part):
         if isinstance(part, dict):
-            found.extend(v for k, v in part.items() if k in ("rope_type", "type"))
+            rope_types.extend(v for k, v in part.items() if k in ("rope_type", "type"))
             for value in part.values():
                 look(value)
 
     look(json.loads((folder / "config.json").read_text()))
-    return set(found)
+    return set(rope_types)
 
 
 ALL = {
@@ -278,8 +278,8 @@ def test_save_leaves_no_name_of_ours_that_stood_there(registered, family, own, m
         pytest.skip("this transformers has no form of its own to write")
     parameters = {"rope_type": own, **BASE, **ASKED[own]}
     if family == "gemma3":  # the windows, which stay as they are
-        standing = make_config(family).rope_parameters
-        parameters = {**standing, "sliding_attention": parameters}
+        all_parameters = make_config(family).rope_parameters
+        parameters = {**all_parameters, "sliding_attention": parameters}
     config = make_config(family, rope_parameters=parameters, max_position_embeddings=TARGET)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()

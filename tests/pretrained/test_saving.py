@@ -106,19 +106,19 @@ def test_what_transformers_cannot_say_is_said(tmp_path, caplog):
 
 def test_sidecar(tmp_path):
     model = saved(tmp_path, "gemma3", "yarn", beta_fast=16)
-    said = sidecar(tmp_path)
+    record = sidecar(tmp_path)
     handle = rope_patch.current(model)
-    assert said["method"] == "yarn"
-    assert said["options"] == handle.method.options()
-    assert (said["options"]["factor"], said["options"]["beta_fast"]) == (4.0, 16)
-    assert (said["trained_length"], said["length"]) == (TRAINED, TARGET)
-    assert said["layer_types"] == ["full_attention"]
-    assert said["original"] == {
+    assert record["method"] == "yarn"
+    assert record["options"] == handle.method.options()
+    assert (record["options"]["factor"], record["options"]["beta_fast"]) == (4.0, 16)
+    assert (record["trained_length"], record["length"]) == (TRAINED, TARGET)
+    assert record["layer_types"] == ["full_attention"]
+    assert record["original"] == {
         "max_position_embeddings": TRAINED,
         "rope_parameters": make_config("gemma3").rope_parameters,
     }
-    assert said["transformers"] == transformers.__version__
-    frequencies = said["frequencies"]["full_attention"]
+    assert record["transformers"] == transformers.__version__
+    frequencies = record["frequencies"]["full_attention"]
     wanted = handle.frequencies["full_attention"]
     assert torch.tensor(frequencies["inv_freq"], dtype=torch.float64).equal(wanted.inv_freq)
     assert frequencies["attention_factor"] == wanted.attention_factor
