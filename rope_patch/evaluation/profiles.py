@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 
@@ -16,6 +15,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.rope_config import read_geometries
 from rope_patch.tasks.samples import TooShort
+from rope_patch.utils.errors import did_you_mean
 
 logger = logging.getLogger("rope_patch")
 
@@ -64,8 +64,7 @@ def choose_profile(name: str | None) -> Profile:
         name = "standard" if torch.cuda.is_available() else "quick"
         logger.info("profile: %s (--profile %s)", name, " | ".join(PROFILES))
     if name not in PROFILES:
-        close = get_close_matches(name, PROFILES, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(name, PROFILES)
         raise ValueError(f"unknown profile {name!r}{hint}; expected one of {', '.join(PROFILES)}")
     return PROFILES[name]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import empty_model, require_dtype
 from rope_patch.pretrained.saving import read_sidecar
 from rope_patch.tasks import short, texts
+from rope_patch.utils.errors import did_you_mean
 
 BASELINE = "none"
 PERPLEXITY = "perplexity"
@@ -197,10 +197,9 @@ def check_methods(request: EvalRequest, path: str, config: Any) -> None:
 def _check_task(name: str) -> None:
     """Raise if a name resembles a task of this package; let names pass that lm-eval may know."""
     ours = [*MEASURES, *tasks.groups(), *tasks.names(), SHORT, *short.names()]
-    close = get_close_matches(name, ours, n=1, cutoff=0.7)
+    hint = did_you_mean(name, ours, cutoff=0.7)
     has_lm_eval = importlib.util.find_spec("lm_eval") is not None
-    if name.startswith("rp_") or (close and not has_lm_eval):
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+    if name.startswith("rp_") or (hint and not has_lm_eval):
         groups = ", ".join(sorted(tasks.groups()))
         raise ValueError(
             f"unknown task {name!r}{hint}; expected {', '.join(MEASURES)}, one of the groups "

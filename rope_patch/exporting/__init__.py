@@ -5,14 +5,13 @@ Each engine has one small file, written from what the engine's own code reads.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 from rope_patch.exporting import llama_cpp, mlx, sglang, transformers, vllm
 from rope_patch.exporting.folder import write_folder
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.target import Target
-from rope_patch.utils.errors import Refused
+from rope_patch.utils.errors import did_you_mean
 
 __all__ = ["ENGINES", "Export", "export", "write_folder"]
 
@@ -52,6 +51,5 @@ def export(model_or_config: Any, engine: str) -> Export:
 def require_engine(engine: str) -> None:
     """Raise ValueError unless the engine is one of `ENGINES`."""
     if engine not in _EXPORTERS:
-        close = get_close_matches(str(engine), ENGINES, n=1, cutoff=0.5)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise Refused(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")
+        hint = did_you_mean(engine, ENGINES, cutoff=0.5)
+        raise ValueError(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")

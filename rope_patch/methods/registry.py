@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from rope_patch.methods.base import Method
-from rope_patch.utils.errors import Refused
+from rope_patch.utils.errors import did_you_mean
 
 _REGISTRY: dict[str, type[Method]] = {}
 _M = TypeVar("_M", bound=type[Method])
@@ -25,7 +24,7 @@ def register(name: str, *, paper: str, training: str) -> Callable[[_M], _M]:
 
     def decorate(cls: _M) -> _M:
         if name in _REGISTRY:
-            raise Refused(f"method {name!r} is registered twice")
+            raise ValueError(f"method {name!r} is registered twice")
         cls.name, cls.paper, cls.training = name, paper, training
         _REGISTRY[name] = cls
         return cls
@@ -48,9 +47,9 @@ def get_method(name: str) -> type[Method]:
     if not isinstance(name, str):
         raise TypeError(f"a method is given by its name, got {name!r}")
     if name not in _REGISTRY:
-        raise Refused(
-            f"unknown method {name!r}{_did_you_mean(name, _REGISTRY)}; rope_patch.list_methods() "
-            "and `rope-patch methods` list all"
+        raise ValueError(
+            f"unknown method {name!r}{did_you_mean(name, _REGISTRY, 0.5)}; "
+            "rope_patch.list_methods() and `rope-patch methods` list all"
         )
     return _REGISTRY[name]
 
@@ -66,16 +65,11 @@ def build(name: str, **options: Any) -> Method:
     option_fields = {f.name: f for f in fields(cls)}
     for key in options:
         if key not in option_fields:
-            raise Refused(
-                f"method {name!r} has no option {key!r}{_did_you_mean(key, option_fields)}; "
+            raise ValueError(
+                f"method {name!r} has no option {key!r}{did_you_mean(key, option_fields, 0.5)}; "
                 f"its options are: {', '.join(option_fields)}"
             )
     for key, f in option_fields.items():
         if f.default is MISSING and key not in options:
-            raise Refused(f"method {name!r} needs the option {key!r}: {f.metadata['help']}")
+            raise ValueError(f"method {name!r} needs the option {key!r}: {f.metadata['help']}")
     return cls(**options)
-
-
-def _did_you_mean(word: str, names: Any) -> str:
-    close = get_close_matches(str(word), list(names), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from rope_patch.searching.result import comparison
 from rope_patch.searching.result.search_result import SearchResult
 from rope_patch.searching.strategies.registry import STRATEGIES, Strategy
 from rope_patch.utils import atomic_files
+from rope_patch.utils.errors import did_you_mean
 from rope_patch.utils.processes import Processes
 
 
@@ -210,8 +210,7 @@ def search(
 
 def _get_strategy(method: str, options: dict[str, Any]) -> Strategy:
     if method not in STRATEGIES:
-        close = get_close_matches(str(method), STRATEGIES, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(method, STRATEGIES)
         raise ValueError(f"no strategy {method!r}{hint}: expected one of {', '.join(STRATEGIES)}")
     names = STRATEGIES[method].options
     for name in options:

@@ -7,11 +7,11 @@ import json
 import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rope_patch.utils.errors import did_you_mean
 from rope_patch.utils.resources import resource_folder
 
 _NOVELS = resource_folder("eval/data")
@@ -38,8 +38,7 @@ def read_text(text: str) -> str:
     elif path.is_file():
         raw = path.read_bytes()
     else:
-        close = get_close_matches(text, names(), n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(text, names())
         raise ValueError(f"no text {text!r}{hint}: expected a file, or one of {', '.join(names())}")
     try:
         raw = lzma.decompress(raw) if text in names() or path.suffix == ".xz" else raw

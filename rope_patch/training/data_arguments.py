@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rope_patch.training.documents import did_you_mean
+from rope_patch.utils.errors import did_you_mean
 
 PACKINGS = ("single", "concatenate", "masked")
 
@@ -70,7 +70,7 @@ def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
         if twice := sorted({s for s in sources or [] if (sources or []).count(s) > 1}):
             raise ValueError(f"{name} names {twice[0]!r} twice: say data_weights instead")
     if a.packing not in PACKINGS:
-        hint = did_you_mean(a.packing, PACKINGS)
+        hint = did_you_mean(a.packing, PACKINGS, 0.5)
         raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {a.packing!r}{hint}")
     if not 0 <= a.short_share < 1:
         raise ValueError(f"short_share must be at least 0 and below 1, got {a.short_share}")

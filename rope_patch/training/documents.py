@@ -13,7 +13,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from glob import glob
 from importlib import import_module
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rope_patch.tasks import texts
-from rope_patch.utils.errors import parse_json
+from rope_patch.utils.errors import did_you_mean, parse_json
 
 IGNORED = -100  # a label that transformers' losses leave out
 FILE_TYPES = ".txt, .md, .jsonl, .json (lines; these also as .gz) and .parquet"
@@ -69,7 +68,7 @@ def find_source(source: str, text_column: str) -> list[SourcePart]:
     if scheme == "novels":
         if name not in texts.names():
             raise ValueError(
-                f"no novel {name!r}{did_you_mean(name, texts.names())}: expected one of "
+                f"no novel {name!r}{did_you_mean(name, texts.names(), 0.5)}: expected one of "
                 f"{', '.join(texts.names())}"
             )
         return [partial(_single_document, source, partial(texts.read_text, name))]
@@ -133,8 +132,8 @@ def _source_paths(source: str) -> list[Path]:
     else:
         neighbours = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(
-            f"no data {source!r}{did_you_mean(path.name, neighbours)}: expected a file, a "
-            "folder, a glob, "
+            f"no data {source!r}{did_you_mean(path.name, neighbours, 0.5)}: "
+            "expected a file, a folder, a glob, "
             "hub:NAME or novels:NAME"
         )
     return [place for match in matches for place in _paths_below(match)]
@@ -169,12 +168,6 @@ def tokenize(document: DocumentRef, tokenizer: Any, text_column: str) -> Tokeniz
         ids = torch.cat([ids, ids.new_tensor([end])])
         labels = None if labels is None else torch.cat([labels, ids.new_tensor([IGNORED])])
     return TokenizedDocument(document.location, ids, ids if labels is None else labels)
-
-
-def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """Return a hint at the name closest to a wrong one, or an empty string."""
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _paths_below(path: Path) -> list[Path]:
@@ -308,7 +301,7 @@ def _columns_to_read(names: Sequence[str], column: str, where: str) -> list[str]
     if column in names:
         return [column]
     raise ValueError(
-        f"{where} has no column {column!r}{did_you_mean(column, names)}: it has "
+        f"{where} has no column {column!r}{did_you_mean(column, names, 0.5)}: it has "
         f"{', '.join(map(repr, names)) or 'none'}; say text_column: NAME"
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 _READERS = ("torch.serialization", "torch._weights_only_unpickler")
@@ -44,6 +46,18 @@ def one_line(text: object, max_length: int | None = _MAX_LENGTH) -> str:
     head = line[: max_length - 4]
     words = head.rpartition(" ")[0]
     return (words if len(words) >= max_length // 2 else head) + " ..."
+
+
+def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return " (did you mean 'name'?)" for the name that is closest to a wrong one, or "".
+
+    Args:
+        word: The wrong name.
+        known: The right names.
+        cutoff: How similar a name must be, from 0 to 1.
+    """
+    close = get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def parse_json(text: str | bytes) -> Any:

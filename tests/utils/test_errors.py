@@ -6,7 +6,7 @@ import pytest
 
 from rope_patch.tasks.samples import TooShort
 from rope_patch.utils.atomic_files import NotWritten
-from rope_patch.utils.errors import describe_error, one_line
+from rope_patch.utils.errors import describe_error, did_you_mean, one_line
 
 
 def test_a_long_text_ends_at_a_word_if_it_has_words():
@@ -31,3 +31,9 @@ def test_errors_pass_from_one_process_to_another(error):
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
+
+
+def test_the_closest_name_is_suggested_if_it_is_close_enough():
+    assert did_you_mean("yran", {"yarn": 1, "ntk": 2}) == " (did you mean 'yarn'?)"
+    assert did_you_mean("yran", ["yarn"], cutoff=0.8) == ""
+    assert did_you_mean(7, ["yarn"]) == ""

@@ -9,7 +9,6 @@ import math
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.patching.undo_log import UndoLog
-from rope_patch.utils.errors import describe_error
+from rope_patch.utils.errors import describe_error, did_you_mean
 
 # Tasks that are made at a length, by lm-eval's folder, and how their metadata spells it. RULER puts
 # the samples of all lengths one after another, so that a limit takes the first length's alone;
@@ -129,8 +128,7 @@ def _task_folder(name: str) -> Path:
     """Return lm-eval's folder of a task, or of the tasks of a group or tag."""
     entry = _task_index().task_index.get(name)
     if entry is None:
-        close = get_close_matches(name, _task_index().all_tasks, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(name, _task_index().all_tasks)
         raise ValueError(
             f"neither we nor lm-eval have a task {name!r}{hint}; `lm-eval ls tasks` lists lm-eval's"
         )
