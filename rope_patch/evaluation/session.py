@@ -60,8 +60,7 @@ class Session:
         trained_length: Tokens.
         methods: What is known of each method that ran, by label.
         seconds: Time taken, by part.
-        tokens: Of prompts `prompt_tokens`, and of those that went through the model
-            (`computed_tokens`).
+        tokens: Tokens of the prompts (`asked`), and those that went through the model (`read`).
         continued: Whether an earlier run left answers, whose time is not in `seconds`.
         not_run: What was asked for and could not be done, with the reason.
         failed: Samples of short tasks that failed and are not counted, with the reason.

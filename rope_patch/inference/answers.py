@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ def answer_key(*parts: Any) -> str:
         *parts: All that identifies the answer, as plain data: weights, patch, prompt, ...
     """
     text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return checksums.digest(text, 32)
 
 
 class AnswerStore:

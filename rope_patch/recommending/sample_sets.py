@@ -5,7 +5,6 @@ Samples come in blocks that are made on first use, so that the budget decides ho
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from rope_patch.inference.samples import (
     recall_samples,
     samples_digest,
 )
+from rope_patch.utils.checksums import digest
 
 BLOCK_SIZE = 6  # samples of a block: the fewest texts that give an interval
 LONG, SHORT, PROSE, SEARCH = "long", "short", "prose", "search"
@@ -230,4 +230,4 @@ def _text_digests(texts: Sequence[str] | None) -> list[str] | None:
 
     if texts is None:
         return None
-    return [hashlib.sha256(library.read_text(text).encode()).hexdigest()[:32] for text in texts]
+    return [digest(library.read_text(text), 32) for text in texts]

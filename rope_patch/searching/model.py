@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 from rope_patch.searching.candidates import SearchSpace
 from rope_patch.utils import provenance
+from rope_patch.utils.checksums import digest
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.versions import version
 
@@ -101,7 +101,7 @@ def run_identity(model: Any, space: SearchSpace) -> dict[str, Any]:
         "theta": geometry.theta,
         "rotary_dim": geometry.rotary_dim,
         "layer_type": geometry.layer_type,
-        "rotation": hashlib.sha256(base).hexdigest()[:16],
+        "rotation": digest(base, 16),
         "trained_length": geometry.trained_length,
         "factor": space.factor,
     }

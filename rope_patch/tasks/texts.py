@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import lzma
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rope_patch.utils.checksums import digest
 from rope_patch.utils.errors import did_you_mean
 from rope_patch.utils.resources import resource_folder
 
@@ -79,7 +79,7 @@ class TokenizedDocument:
     @property
     def sha256(self) -> str:
         """Return the digest of the tokens, as JSON."""
-        return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()
+        return digest(json.dumps(self.tokens))
 
 
 def documents(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.utils import atomic_files
+from rope_patch.utils.checksums import file_sha256
 from rope_patch.utils.errors import parse_json
 
 logger = logging.getLogger("rope_patch")
@@ -120,7 +120,7 @@ def find_damage(checkpoint: Path) -> str | None:
                 return f"{name} is missing"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
-            if _sha256(path) != digest:
+            if file_sha256(path) != digest:
                 return f"{name} is not what was written (its sha256 differs)"
         except OSError as error:
             return f"{name} cannot be read ({error})"
@@ -193,7 +193,7 @@ def _write_manifest(checkpoint: Path) -> None:
     for path in files:
         sync(path)
     manifest = {
-        path.relative_to(checkpoint).as_posix(): [path.stat().st_size, _sha256(path)]
+        path.relative_to(checkpoint).as_posix(): [path.stat().st_size, file_sha256(path)]
         for path in files
     }
     (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
@@ -210,11 +210,3 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        digest = hashlib.sha256()
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

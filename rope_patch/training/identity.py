@@ -5,7 +5,6 @@ A run resumes, or counts as finished, only under the recipe it began with.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -223,7 +222,7 @@ def _tokenizer_fingerprint(tokenizer: Any) -> str:
         tokenizer.eos_token_id,
         tokenizer(sentence).input_ids,
     )
-    return f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
+    return f"sha256:{checksums.digest(json.dumps(parts), 32)}"
 
 
 def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:

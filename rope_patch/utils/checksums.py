@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from rope_patch.utils.errors import parse_json
@@ -26,7 +27,7 @@ def add_checksum(results: dict[str, Any]) -> dict[str, Any]:
         results: One run's results, or those of several as `{"runs": [...]}`.
 
     Returns:
-        A copy that is strict JSON, with `format` and `json_digest`, the SHA-256 of the rest in its
+        A copy that is strict JSON, with `format` and `digest`, the SHA-256 of the rest in its
         canonical form: sorted keys, no spaces, infinities as strings.
     """
     body = json_safe({**results, "format": FORMAT})
@@ -76,7 +77,7 @@ def verify_checksum(loaded: Any, where: str) -> dict[str, Any]:
 
 
 def seal(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy as JSON gives it back, with the digest of the rest as `json_digest`.
+    """Return a copy as JSON gives it back, with the digest of the rest as `digest`.
 
     Args:
         body: What is to be kept, and what tells it from others, such as its key.
@@ -130,4 +131,19 @@ def _is_own_report(loaded: dict[str, Any]) -> bool:
 def json_digest(body: dict[str, Any]) -> str:
     """Return the SHA-256 of plain data in its canonical form: sorted keys, no spaces."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest(text)
+
+
+def digest(data: str | bytes, length: int = 64) -> str:
+    """Return the first `length` hexadecimal digits of the SHA-256 of data; text is UTF-8."""
+    raw = data.encode() if isinstance(data, str) else data
+    return hashlib.sha256(raw).hexdigest()[:length]
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    sha256 = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            sha256.update(block)
+    return sha256.hexdigest()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rope_patch.utils.checksums import FORMAT, add_checksum, verify_checksum
+from rope_patch.utils.checksums import FORMAT, add_checksum, digest, file_sha256, verify_checksum
 
 RESULTS: dict[str, Any] = {
     "run": {"model": "tiny", "trained_length": 4096},
@@ -77,3 +78,12 @@ def test_another_version_is_refused_with_what_to_do(change: dict[str, Any]) -> N
     loaded = {k: v for k, v in (add_checksum(RESULTS) | change).items() if v is not None}
     with pytest.raises(ValueError, match="run the evaluation again"):
         verify_checksum(loaded, "here.json")
+
+
+def test_digests_are_sha256_of_text_bytes_and_files(tmp_path: Path) -> None:
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert digest("") == digest(b"") == empty
+    assert digest("é", 8) == digest("é".encode())[:8] != empty[:8]
+    path = tmp_path / "file"
+    path.write_bytes(b"abc" * 2**20)  # of several blocks
+    assert file_sha256(path) == digest(b"abc" * 2**20)

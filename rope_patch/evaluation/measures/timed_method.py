@@ -114,8 +114,8 @@ def time_call(call: Callable[[], Any]) -> float:
 def timing_row(method: TimedMethod, baseline: TimedMethod, start: int) -> dict[str, Any]:
     """Return the times to report, in milliseconds and as ratios to the baseline's.
 
-    `growth_times` is what turning all cached keys at `start` tokens adds to a step, also as a share
-    of the time of the tokens that are decoded until they turn again; None where they do not turn.
+    `growth` is what re-rotating all cached keys at `start` tokens adds to a step, also as a share
+    of the time of the tokens that are decoded until the next re-rotation; None without one.
     """
     token, growth = compare_times(method.token_times, baseline.token_times), None
     if method.valid_until(start) < start + 1:

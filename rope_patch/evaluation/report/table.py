@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from rope_patch.statistics import Interval
 from rope_patch.utils import errors
+from rope_patch.utils.checksums import digest
 
 # Names of colours, next to m0, m1, ... for the methods.
 PLAIN = "plain"
@@ -84,7 +84,7 @@ def one_line(text: Any) -> str:
 
 def filter_mark(text: str) -> str:
     """Return a name as filters know it, whatever characters it has."""
-    return f"f{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:8]}"
+    return f"f{digest(text.encode('utf-8', 'replace'), 8)}"
 
 
 def percent(share: float) -> str:
