@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rope_patch.benchmarks.kernels.shapes import Problem
-from rope_patch.evaluation.report.table import one_line
+from rope_patch.evaluation.report.format import one_line
 
 # Takes queries and keys `[B, S, H, D]`, returns both rotated `[B, H, S, D]`, for attention.
 Call = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

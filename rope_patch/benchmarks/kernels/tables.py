@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from rope_patch.benchmarks.kernels.benchmark import COPY
 from rope_patch.benchmarks.kernels.shapes import SHAPES, VIEWS
 from rope_patch.benchmarks.kernels.workers import BACKWARD, BOTH, FORWARD, GRAPH, WALL
-from rope_patch.evaluation.report.table import NOTHING, Cell, Row, Table
+from rope_patch.evaluation.report.format import NOTHING
+from rope_patch.evaluation.report.table import Cell, Row, Table
 
 REFERENCE_LENGTH = 8192  # tokens; for the memory tables and the verdict
 

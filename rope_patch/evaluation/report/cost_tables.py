@@ -6,13 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
-from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANCE_LEVEL
-from rope_patch.evaluation.report.table import (
+from rope_patch.evaluation.report.format import (
     NOTHING,
-    Cell,
-    Row,
-    Table,
     filter_mark,
     n_text,
     one_line,
@@ -21,8 +16,10 @@ from rope_patch.evaluation.report.table import (
     percent_range,
     points_range,
     points_text,
-    ratio_cell,
 )
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
+from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANCE_LEVEL
+from rope_patch.evaluation.report.table import Cell, Row, Table, ratio_cell
 
 _MAX_FAILURES = 50  # failures that are listed one by one
 

@@ -25,9 +25,10 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from rope_patch.evaluation.report import table
+from rope_patch.evaluation.report.format import filter_mark, one_line
 from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.evaluation.report.table import CONTROL
 from rope_patch.utils.plot_style import FONT, PAPER, STYLE
 from rope_patch.utils.plot_style import PALETTE as PALETTE
 
@@ -129,7 +130,7 @@ def _perplexity_figure(stats: RunStatistics) -> tuple[str, list[_Panel]]:
     panels = _make_panels(stats, curves, "position in the text (tokens)", "perplexity")
     if panels and stats.control:
         held = [(float(end), interval.estimate) for end, interval in stats.control.items()]
-        panels[0].lines.append(_Line("control", table.CONTROL, held, "o", (0, (1, 2))))
+        panels[0].lines.append(_Line("control", CONTROL, held, "o", (0, (1, 2))))
     return alt, panels
 
 
@@ -176,7 +177,7 @@ def _stretch_figure(stats: RunStatistics) -> tuple[str, list[_Panel]]:
     x = "trained wavelength of the pair (tokens per turn)"
     for layer, points in layers.items():
         geometry = (stats.run.get("geometry") or {}).get(layer) or stats.run
-        title = "" if layer == "all" else table.one_line(layer).replace("_", " ")
+        title = "" if layer == "all" else one_line(layer).replace("_", " ")
         if lines := _make_lines(stats, points):
             trained = geometry["trained_length"]
             panels.append(_Panel(lines, trained, x, "stretch factor", title, log_x=True))
@@ -198,7 +199,7 @@ def _make_lines(
         if points.get(label):
             dash = _DASHES[i // len(_MARKERS) % len(_DASHES)]
             key, marker = stats.colour_names[label], _MARKERS[i % len(_MARKERS)]
-            method, band = table.filter_mark(label), (bands or {}).get(label, [])
+            method, band = filter_mark(label), (bands or {}).get(label, [])
             lines.append(_Line(name, key, points[label], marker, dash, method, band))
     return lines
 
@@ -242,7 +243,7 @@ def _plot_lines(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
     handles = []
     for line in panel.lines:
         # The control's rings go around the points that it is compared with.
-        ring = {"markersize": 9.5, "mfc": "none"} if line.key == table.CONTROL else {}
+        ring = {"markersize": 9.5, "mfc": "none"} if line.key == CONTROL else {}
         look: Any = {"color": PAPER[line.key], "markersize": 4.5, "zorder": 3, **ring}
         x = [point[0] for point in line.points]
         y = [min(value, roof) for _, value in line.points]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rope_patch.evaluation.report.table import one_line
+from rope_patch.evaluation.report.format import one_line
 
 _MAX_NAMES = 6  # of a sentence
 

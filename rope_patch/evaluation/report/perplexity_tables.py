@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from rope_patch.evaluation.report.format import NOTHING, filter_mark, perplexity_text
 from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.table import (
     CONTROL,
-    NOTHING,
     Cell,
     Row,
     Table,
-    filter_mark,
     length_groups,
     length_heads,
     perplexity_cell,
-    perplexity_text,
     ratio_cell,
 )
 from rope_patch.statistics import Interval

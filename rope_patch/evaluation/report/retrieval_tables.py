@@ -5,16 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rope_patch.evaluation.report.results.retrieval import THRESHOLD
-from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
-from rope_patch.evaluation.report.table import (
+from rope_patch.evaluation.report.format import (
     NOTHING,
-    Cell,
-    Row,
-    Table,
     filter_mark,
-    length_groups,
-    length_heads,
     n_text,
     p_text,
     percent,
@@ -23,6 +16,9 @@ from rope_patch.evaluation.report.table import (
     points_range,
     points_text,
 )
+from rope_patch.evaluation.report.results.retrieval import THRESHOLD
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
+from rope_patch.evaluation.report.table import Cell, Row, Table, length_groups, length_heads
 from rope_patch.statistics import Interval
 
 SIGNIFICANCE_LEVEL = 0.05

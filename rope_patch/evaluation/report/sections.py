@@ -9,10 +9,11 @@ from typing import Any
 from rope_patch import tasks
 from rope_patch.evaluation.report import cost_tables, heatmap, perplexity_tables, retrieval_tables
 from rope_patch.evaluation.report.figures import Picture
+from rope_patch.evaluation.report.format import filter_mark, one_line
 from rope_patch.evaluation.report.gaps import find_gaps
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
-from rope_patch.evaluation.report.table import Table, filter_mark, one_line
+from rope_patch.evaluation.report.table import Table
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
 _ACCURACY = (

@@ -6,13 +6,8 @@ import math
 from collections.abc import Iterator
 
 from rope_patch.evaluation.report.cost_tables import size_text, time_ratio_cell
-from rope_patch.evaluation.report.results.retrieval import THRESHOLD
-from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
-from rope_patch.evaluation.report.table import (
+from rope_patch.evaluation.report.format import (
     NOTHING,
-    Cell,
-    Row,
-    Table,
     change_range,
     change_text,
     filter_mark,
@@ -24,8 +19,10 @@ from rope_patch.evaluation.report.table import (
     perplexity_text,
     points_range,
     points_text,
-    ratio_cell,
 )
+from rope_patch.evaluation.report.results.retrieval import THRESHOLD
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
+from rope_patch.evaluation.report.table import Cell, Row, Table, ratio_cell
 from rope_patch.statistics import Interval
 
 _MAX_ITEMS = 4  # of a sentence

@@ -13,10 +13,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch.evaluation.merging import merge_runs
 from rope_patch.evaluation.report import figures, heatmap, summary
+from rope_patch.evaluation.report.format import filter_mark, one_line
 from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.sections import sections
-from rope_patch.evaluation.report.table import Row, aligned_text, filter_mark, one_line
+from rope_patch.evaluation.report.table import Row, aligned_text
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import add_checksum, json_safe

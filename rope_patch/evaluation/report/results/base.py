@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from rope_patch.evaluation.report.table import COLOURS, PLAIN, one_line
+from rope_patch.evaluation.report.format import one_line
+from rope_patch.evaluation.report.table import COLOURS, PLAIN
 
 
 class RunResults:

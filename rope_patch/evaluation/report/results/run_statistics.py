@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any
 
 from rope_patch import statistics
+from rope_patch.evaluation.report.format import one_line
 from rope_patch.evaluation.report.results.perplexity import PerplexityStatistics
 from rope_patch.evaluation.report.results.retrieval import RetrievalStatistics
-from rope_patch.evaluation.report.table import one_line
 from rope_patch.statistics import Interval, PairedTest
 
 
