@@ -85,7 +85,7 @@ class TestRuler:
         read = external_tasks._load_with
         monkeypatch.setattr(
             external_tasks,
-            "_read",
+            "_load_with",
             lambda manager, name: seen.append(name) or ({} if "1" in name else read(manager, name)),
         )
         with pytest.raises(ValueError, match=r"'niah_single_2' cannot be had.*HF_HUB_OFFLINE"):
