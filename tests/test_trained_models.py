@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from measure_tiny import answers, decode, requests, stale_keys
+from measure_tiny import decode, recall_and_log_likelihood, requests, without_key_rerotation
 from reference_rerotation import Reference
 from tiny_models import step_by_step
 from train_tiny import recall_accuracy, recall_batch
@@ -46,7 +46,7 @@ def questions(length, sequences=SEQUENCES):
 def decoded_recall(model, length):
     """Recall with a cache, from a prompt of the trained length on."""
     input_ids, labels = questions(length)
-    return answers(decode(model, input_ids, step=8), labels)[0]
+    return recall_and_log_likelihood(decode(model, input_ids, step=8), labels)[0]
 
 
 def furthest(got, expected):
@@ -117,7 +117,7 @@ def test_every_step_is_as_if_all_keys_were_rotated_afresh(model, method):
     truth = Reference(model, method, options=options).decode(input_ids, TRAINED - 6)
     with rope_patch.patch(model, method, **options):
         assert furthest(step_by_step(model, input_ids, TRAINED - 6), truth) < 1e-5
-        with stale_keys(model, native=False) as stale:
+        with without_key_rerotation(model, native=False) as stale:
             assert furthest(step_by_step(stale, input_ids, TRAINED - 6), truth) > 0.1
 
 
@@ -126,9 +126,9 @@ def test_keys_that_are_not_turned_are_what_transformers_has(model, row):
     input_ids, _ = questions(2 * TRAINED, sequences=1)
     with rope_patch.patch(model, **requests(model)[row]):
         right = decode(model, input_ids, step=16)
-        with stale_keys(model, native=False) as stale:
+        with without_key_rerotation(model, native=False) as stale:
             emulated = decode(stale, input_ids, step=16)
-        with stale_keys(model, native=True) as native:
+        with without_key_rerotation(model, native=True) as native:
             own = decode(native, input_ids, step=16)
     assert furthest(emulated, own) < 1e-4
     assert furthest(right, own) > 0.1
@@ -139,5 +139,5 @@ def test_stale_keys_cost_recall_and_right_ones_do_not(llama, row, native):
     with rope_patch.patch(llama, **requests(llama)[row]):
         right = decoded_recall(llama, 2 * TRAINED)
         assert right >= recall(llama, 2 * TRAINED) - 0.05
-        with stale_keys(llama, native) as stale:
+        with without_key_rerotation(llama, native) as stale:
             assert decoded_recall(stale, 2 * TRAINED) <= right - 0.1

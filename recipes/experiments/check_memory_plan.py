@@ -161,7 +161,9 @@ def large_cases() -> dict[str, tuple[Any, dict[str, Any]]]:
     return cases
 
 
-def compared(cases: dict[str, tuple[Any, dict[str, Any]]]) -> Iterator[tuple[str, MemoryNeed, int]]:
+def compare_cases(
+    cases: dict[str, tuple[Any, dict[str, Any]]],
+) -> Iterator[tuple[str, MemoryNeed, int]]:
     """Yield the name, the planned need and the measured peak of each case."""
     for name, (config, arguments) in cases.items():
         yield name, memory_need(config, **arguments), measured_peak(config, **arguments)
@@ -171,7 +173,7 @@ def check() -> Iterator[str]:
     """Yield the lines of a Markdown table of planned and measured peaks."""
     yield "| step on a CPU | planned, MiB | measured, MiB | planned / measured | most in |"
     yield "|---|---|---|---|---|"
-    for name, need, peak in compared({**small_cases(), **large_cases()}):
+    for name, need, peak in compare_cases({**small_cases(), **large_cases()}):
         sizes = f"{need.total / MIB:,.1f} | {peak / MIB:,.1f} | {need.total / peak:.3f}"
         yield f"| {name} | {sizes} | {need.moment} |"
 

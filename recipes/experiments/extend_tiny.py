@@ -79,13 +79,13 @@ def write_documents(path: Path, length: int, count: int, seed: int) -> Path:
     return path
 
 
-def run(name: str, folder: Path, steps: int) -> tuple[Path, float]:
+def run_recipe(name: str, folder: Path, steps: int) -> tuple[Path, float]:
     """Run a recipe, unless it is finished already.
 
     Returns:
         The model's folder, and the minutes of training.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     recipe = {"train_length": TARGET, **RECIPES[name]}
     length = recipe["train_length"]
     rows = TOKENS_PER_STEP // length
@@ -116,7 +116,7 @@ def run(name: str, folder: Path, steps: int) -> tuple[Path, float]:
     assert model_folder is not None
     took = model_folder.parent / "minutes"
     if not took.is_file():
-        atomic_files.atomic_write(took, f"{(time.monotonic() - began) / 60:.1f}\n")
+        atomic_files.atomic_write(took, f"{(time.monotonic() - start_time) / 60:.1f}\n")
     return model_folder, float(took.read_text())
 
 
@@ -144,7 +144,7 @@ def measure(model: PreTrainedModel, sequences: int) -> dict[str, dict[int, float
     }
 
 
-def before(name: str) -> PreTrainedModel:
+def load_patched_base(name: str) -> PreTrainedModel:
     """Return the model that a recipe starts from: patched, untrained."""
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     request = {key: RECIPES[name][key] for key in ("method", "factor") if key in RECIPES[name]}
@@ -153,7 +153,7 @@ def before(name: str) -> PreTrainedModel:
     return model.eval()
 
 
-def after(folder: Path) -> PreTrainedModel:
+def load_finetuned(folder: Path) -> PreTrainedModel:
     """Return a fine-tuned model, with its patch if it has one."""
     if (folder / "rope_patch.json").is_file():
         return rope_patch.load(folder)
@@ -182,7 +182,9 @@ def _short(measure_name: str, number: float) -> str:
     return f"{number:.3f}" if measure_name == "recall" else f"{number:.3g}"
 
 
-def readme(results: dict[str, dict[str, Any]], command: str, steps: int, sequences: int) -> str:
+def render_readme(
+    results: dict[str, dict[str, Any]], command: str, steps: int, sequences: int
+) -> str:
     """Return the README: the table and its definitions."""
     minutes = [result["minutes"] for result in results.values() if "minutes" in result]
     return f"""# A tiny Llama, extended eight times by each kind of recipe
@@ -225,16 +227,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plain = AutoModelForCausalLM.from_pretrained(MODEL).eval()
     results: dict[str, dict[str, Any]] = {"as it is": {"before": measure(plain, options.sequences)}}
     for name in options.recipes:
-        model_folder, minutes = run(name, options.work, options.steps)
+        model_folder, minutes = run_recipe(name, options.work, options.steps)
         print(f"{name}: {minutes:.1f} minutes", file=sys.stderr)
-        result = {"minutes": minutes, "after": measure(after(model_folder), options.sequences)}
+        result = {
+            "minutes": minutes,
+            "after": measure(load_finetuned(model_folder), options.sequences),
+        }
         if RECIPES[name]["method"] != "none":
-            result = {"before": measure(before(name), options.sequences), **result}
+            result = {"before": measure(load_patched_base(name), options.sequences), **result}
         results[name] = result
         options.out.mkdir(parents=True, exist_ok=True)
         shutil.copy(model_folder.parent / LOG, options.out / f"{model_folder.parent.name}.jsonl")
     command = shlex.join(["python", "recipes/experiments/extend_tiny.py", *arguments])
-    text = readme(results, command, options.steps, options.sequences)
+    text = render_readme(results, command, options.steps, options.sequences)
     atomic_files.write_json(options.out / "results.json", {"command": command, "results": results})
     atomic_files.atomic_write(options.out / "README.md", text)
     print(text)

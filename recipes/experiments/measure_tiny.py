@@ -69,7 +69,7 @@ def requests(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def stale_keys(model: PreTrainedModel, native: bool) -> Iterator[PreTrainedModel]:
+def without_key_rerotation(model: PreTrainedModel, native: bool) -> Iterator[PreTrainedModel]:
     """Yield a patched model, or transformers' equivalent, that does not re-rotate cached keys.
 
     Transformers has only two of the methods. For the others the patch stays, without the
@@ -95,12 +95,14 @@ def decode(model: PreTrainedModel, input_ids: torch.Tensor, step: int = STEP) ->
     return torch.cat(parts, dim=1)
 
 
-def answers(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, torch.Tensor]:
+def recall_and_log_likelihood(
+    logits: torch.Tensor, labels: torch.Tensor
+) -> tuple[float, torch.Tensor]:
     """Return the share of labelled tokens recalled, and all their log-likelihoods, `[N]`."""
     values = labels[:, 1:]
     scored = values != -100
     likely = logits[:, :-1][scored].log_softmax(-1).gather(1, values[scored][:, None])[:, 0]
-    return tiny.hits(logits, labels).float().mean().item(), likely
+    return tiny.correct_tokens(logits, labels).float().mean().item(), likely
 
 
 def measure(model: PreTrainedModel, row: str, request: dict[str, Any], sequences: int) -> Row:
@@ -113,12 +115,16 @@ def measure(model: PreTrainedModel, row: str, request: dict[str, Any], sequences
         for length in DECODED_LENGTHS:
             generator = torch.Generator().manual_seed(SEED)
             input_ids, labels = tiny.recall_batch(generator, sequences, length, PAIRS)
-            result["cached"][length], truth = answers(decode(model, input_ids), labels)
+            result["cached"][length], truth = recall_and_log_likelihood(
+                decode(model, input_ids), labels
+            )
             result["log-likelihood, cached"][length] = truth.mean().item()
             if handle is None or not handle.method.is_length_dependent(handle.trained_length):
                 continue
-            with stale_keys(model, row in NATIVE) as other:
-                result["stale"][length], stale = answers(decode(other, input_ids), labels)
+            with without_key_rerotation(model, row in NATIVE) as other:
+                result["stale"][length], stale = recall_and_log_likelihood(
+                    decode(other, input_ids), labels
+                )
             result["log-likelihood, stale"][length] = stale.mean().item()
             result["change"][length] = (stale - truth).abs().mean().item()
     return result
@@ -159,7 +165,7 @@ def comparison(results: dict[str, dict[str, Row]]) -> str:
     return "\n".join(lines)
 
 
-def readme(results: dict[str, dict[str, Row]], sequences: int, command: str) -> str:
+def render_readme(results: dict[str, dict[str, Row]], sequences: int, command: str) -> str:
     """Return the README: tables and definitions."""
     tables = (
         f"## {tiny.ARCHITECTURES[name].title}\n\n{table(rows)}" for name, rows in results.items()
@@ -219,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row: measure(model, row, request, options.sequences) for row, request in rows
         }
     command = shlex.join(["python", "recipes/experiments/measure_tiny.py", *arguments])
-    text = readme(results, options.sequences, command)
+    text = render_readme(results, options.sequences, command)
     everything = {
         "command": command,
         "sequences": options.sequences,

@@ -86,7 +86,7 @@ class Case(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        """The numbers of sequences."""
+        """The case's numbers of sequences."""
         return SIZES[self.keys][self.length]
 
     def questions(self, count: int, seed: int) -> list[Sample]:
@@ -101,7 +101,7 @@ class Case(NamedTuple):
             "sizes": self.sizes._asdict(),
             "keys": self.keys,
             "budgets": BUDGETS,
-            "early": early(),
+            "early": early_evaluations(),
             "options": OPTIONS,
             "seeds": [SEED, HELD_OUT_SEED],
             "versions": opening.dependency_versions(),
@@ -109,7 +109,7 @@ class Case(NamedTuple):
         return json.loads(json.dumps(facts))
 
 
-def kept(folder: Path, on: Fitness, settings: dict[str, Any]) -> SharedJournal:
+def open_journal(folder: Path, on: Fitness, settings: dict[str, Any]) -> SharedJournal:
     """Return the journal of measurements on a set of sequences."""
     depends = opening.run_identity(on.model, on.space) | {"samples": samples_digest(on.samples)}
     return SharedJournal(
@@ -119,11 +119,11 @@ def kept(folder: Path, on: Fitness, settings: dict[str, Any]) -> SharedJournal:
     )
 
 
-def searched(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[dict[str, Any]]]:
+def search_with(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[dict[str, Any]]]:
     """Return a strategy's result and its evaluations; entry 0 is YaRN, the baseline."""
     options, budget = OPTIONS.get(strategy, {}), BUDGETS[strategy]
     settings = {"strategy": strategy, "options": options, "seed": SEED, "budget": budget}
-    with kept(folder, on, settings) as journal:
+    with open_journal(folder, on, settings) as journal:
         journal.lock()
         watch = SearchProgress(on.space, budget, title=strategy)
         try:
@@ -134,20 +134,20 @@ def searched(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[
     return best, history
 
 
-def judged(
+def evaluate_held_out(
     on: Fitness, candidates: dict[str, Candidate | None], folder: Path
 ) -> dict[str, dict[str, Any]]:
     """Return held-out loss and recall by label, with paired comparisons `against yarn` etc."""
-    with kept(folder, on, {}) as journal:
+    with open_journal(folder, on, {}) as journal:
         evaluations = {
             label: journal.held_out_evaluation(on, candidate)
             for label, candidate in candidates.items()
         }
     others = {label: evaluations[label] for label in ("yarn", *tables.EVOLUTIONS)}
-    return {label: beside(one, others, on.samples) for label, one in evaluations.items()}
+    return {label: compare_with(one, others, on.samples) for label, one in evaluations.items()}
 
 
-def beside(
+def compare_with(
     evaluation: Evaluation, others: dict[str, Evaluation], samples: Sequence[Sample]
 ) -> dict[str, Any]:
     """Return an evaluation's numbers and its comparisons with others."""
@@ -156,7 +156,7 @@ def beside(
     return {**numbers[comparison.FOUND], **against}
 
 
-def early() -> int:
+def early_evaluations() -> int:
     """Return the evaluations after which curve is compared with a finished evolution."""
     return min(BUDGETS[name] for name in tables.EVOLUTIONS) // tables.SHARE
 
@@ -175,18 +175,18 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     results, histories = {}, {}
     for strategy in BUDGETS:
         print(f"{folder.name}: {strategy}", file=sys.stderr)
-        results[strategy], histories[strategy] = searched(on, strategy, folder / strategy)
-    results[tables.EARLY] = best_of(histories["curve"][: early() + 1])
+        results[strategy], histories[strategy] = search_with(on, strategy, folder / strategy)
+    results[tables.EARLY] = best_of(histories["curve"][: early_evaluations() + 1])
     candidates = {**results, **REFERENCES, comparison.PLAIN: None}
     return {
         "settings": case.settings(),
         "found": {strategy: candidate_to_dict(best) for strategy, best in results.items()},
         "history": histories,
-        "held_out": judged(judge, candidates, folder / "held-out"),
+        "held_out": evaluate_held_out(judge, candidates, folder / "held-out"),
     }
 
 
-def finished(case: Case, file: Path) -> dict[str, Any] | None:
+def load_finished(case: Case, file: Path) -> dict[str, Any] | None:
     """Return a case's measurements if it is finished with these settings, else None."""
     if not file.exists():
         return None
@@ -199,12 +199,12 @@ def finished(case: Case, file: Path) -> dict[str, Any] | None:
     return case_data
 
 
-def finite(value: Any) -> Any:
+def without_infinities(value: Any) -> Any:
     """Replace infinities, which JSON lacks, with None."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: without_infinities(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(item) for item in value]
+        return [without_infinities(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -239,10 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if case.name not in options.models or case.length not in options.lengths:
             continue
         folder = options.work / f"{case.name}-{case.length}-{case.keys}"
-        case_data = finished(case, folder / "case.json")
+        case_data = load_finished(case, folder / "case.json")
         if case_data is None and not options.report:
             case_data = measure(case, folder)
-            atomic_files.write_json(folder / "case.json", finite(case_data))
+            atomic_files.write_json(folder / "case.json", without_infinities(case_data))
         if case_data is not None:
             cases[case.title] = case_data
     if not cases:
@@ -250,14 +250,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measuring = [argument for argument in arguments if argument != "--report"]
     command = shlex.join(["python", "recipes/experiments/search_tiny.py", *measuring])
     missing = [case.title for case in every if case.title not in cases]
-    text = tables.readme(cases, missing, command)
+    text = tables.render_readme(cases, missing, command)
     everything = {
         "command": command,
         "missing": missing,
         "summary": tables.summary(cases),
         "cases": {name: without_options(case) for name, case in cases.items()},
     }
-    atomic_files.write_json(out / "results.json", finite(everything))
+    atomic_files.write_json(out / "results.json", without_infinities(everything))
     picture.draw(out / "history.png", cases)
     atomic_files.atomic_write(out / "README.md", text)
     print(text)

@@ -28,7 +28,7 @@ def best_after(history: History, count: int) -> float | None:
     return min(whole, default=None)
 
 
-def reached(history: History, fitness: float | None) -> int | None:
+def evaluations_until(history: History, fitness: float | None) -> int | None:
     """Return the number of evaluations until a strategy reached a fitness; None if never."""
     if fitness is None:
         return None
@@ -64,12 +64,12 @@ def summary(cases: dict[str, Case]) -> dict[str, Any]:
                 "given up": sum(not entry["complete"] for entry in history[1:]),
                 "best after": {n: best_after(history, n) for n in AFTER if n <= ended},
                 "best": best,
-                "best at": reached(history, best),
+                "best at": evaluations_until(history, best),
             }
         needs = {}
         for name in EVOLUTIONS:
             theirs = strategies[name]
-            count = reached(case["history"]["curve"], theirs["best"])
+            count = evaluations_until(case["history"]["curve"], theirs["best"])
             fifth = count is not None and SHARE * count <= theirs["evaluations"]
             needs[name] = {"evaluations": count, "at most a fifth": fifth}
         summaries[title] = {
@@ -85,7 +85,7 @@ def summary(cases: dict[str, Case]) -> dict[str, Any]:
     return summaries
 
 
-def number(value: float | None) -> str:
+def format_nats(value: float | None) -> str:
     """Format nats."""
     return "given up" if value is None else f"{value:.4f}"
 
@@ -96,19 +96,19 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def progress(case_summary: dict[str, Any]) -> str:
+def progress_table(case_summary: dict[str, Any]) -> str:
     """Return the table of each strategy's best so far, and how soon curve was as good."""
     rows = [["", *(f"after {n}" for n in AFTER), "best", "at", "of", "given up", "curve needs"]]
     for name, one in case_summary["strategies"].items():
-        after = [number(one["best after"][n]) if n in one["best after"] else "" for n in AFTER]
+        after = [format_nats(one["best after"][n]) if n in one["best after"] else "" for n in AFTER]
         needs = case_summary["curve needs"].get(name)
         needed_text = "" if needs is None else str(needs["evaluations"] or "not reached")
         counts = [one["best at"] or "", one["evaluations"], one["given up"]]
-        rows.append([name, *after, number(one["best"]), *map(str, counts), needed_text])
+        rows.append([name, *after, format_nats(one["best"]), *map(str, counts), needed_text])
     return markdown(rows)
 
 
-def judged(case: Case) -> str:
+def held_out_table(case: Case) -> str:
     """Return the table of held-out results of the strategies and of unsearched methods."""
     rows = [
         ["", "nats", "95%", "right", "recall", "from YaRN, nats", "95%", "from YaRN, recall", "p"]
@@ -178,12 +178,12 @@ def statements(cases: dict[str, Case], summaries: dict[str, Any]) -> str:
             f"most a fifth of {name}'s in {sum(one['at most a fifth'] for one in needs)} of "
             f"{len(needs)} cases."
         )
-    lines += [f"- {early(cases, name)}" for name in EVOLUTIONS]
-    lines.append(f"- {attention(cases)}")
+    lines += [f"- {early_statement(cases, name)}" for name in EVOLUTIONS]
+    lines.append(f"- {attention_statement(cases)}")
     return "\n".join(lines)
 
 
-def early(cases: dict[str, Case], evolution: str) -> str:
+def early_statement(cases: dict[str, Case], evolution: str) -> str:
     """Return a comparison of curve's early result with a finished evolution."""
     titles: dict[str, list[str]] = {"better": [], "worse": [], "open": [], "same": [], "failed": []}
     for title, case in cases.items():
@@ -192,16 +192,16 @@ def early(cases: dict[str, Case], evolution: str) -> str:
     return (
         f"On held-out sequences, what curve found in its first {some['early']} evaluations has "
         f"less loss than what {evolution} found in {some['budgets'][evolution]}, with 95% "
-        f"confidence: {listed(titles['better'])}; more: {listed(titles['worse'])}."
+        f"confidence: {join_titles(titles['better'])}; more: {join_titles(titles['worse'])}."
     )
 
 
-def listed(titles: list[str]) -> str:
+def join_titles(titles: list[str]) -> str:
     """Join cases, or say that there is none."""
     return "; ".join(titles) or "in no case"
 
 
-def attention(cases: dict[str, Case]) -> str:
+def attention_statement(cases: dict[str, Case]) -> str:
     """Return curve's attention factors beside the formulas that the others follow."""
     factors = []
     for title, case in cases.items():
@@ -217,7 +217,7 @@ def attention(cases: dict[str, Case]) -> str:
     )
 
 
-def readme(cases: dict[str, Case], missing: list[str], command: str) -> str:
+def render_readme(cases: dict[str, Case], missing: list[str], command: str) -> str:
     """Return the README: tables, statements and definitions."""
     summaries = summary(cases)
     by_length = {case["settings"]["length"]: case["settings"] for case in cases.values()}
@@ -233,7 +233,7 @@ def readme(cases: dict[str, Case], missing: list[str], command: str) -> str:
     sections = [
         f"## {title} tokens\n\n"
         f"YaRN on the sequences searched on: {summaries[title]['yarn']:.4f} nats.\n\n"
-        f"{progress(summaries[title])}\n\nOn held-out sequences:\n\n{judged(case)}"
+        f"{progress_table(summaries[title])}\n\nOn held-out sequences:\n\n{held_out_table(case)}"
         for title, case in cases.items()
     ]
     absent = f" Not measured here: {'; '.join(missing)}." if missing else ""

@@ -82,7 +82,7 @@ class Architecture(NamedTuple):
     note: str
 
 
-def rope(theta: float) -> dict[str, Any]:
+def plain_rope_parameters(theta: float) -> dict[str, Any]:
     """Return the rope_parameters of plain RoPE."""
     return {"rope_type": "default", "rope_theta": theta}
 
@@ -96,7 +96,7 @@ SETTINGS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": TRAINED_LENGTH,
-    "rope_parameters": rope(1e4),
+    "rope_parameters": plain_rope_parameters(1e4),
     "tie_word_embeddings": True,
     "pad_token_id": PAD_ID,
     "bos_token_id": EOS_ID,
@@ -113,7 +113,10 @@ ARCHITECTURES = {
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "sliding_window": 32,
             "query_pre_attn_scalar": 32,
-            "rope_parameters": {"sliding_attention": rope(1e3), "full_attention": rope(1e4)},
+            "rope_parameters": {
+                "sliding_attention": plain_rope_parameters(1e3),
+                "full_attention": plain_rope_parameters(1e4),
+            },
             # Embeddings, times sqrt(hidden_size), then start as large as what a layer adds behind
             # its norm. With the usual 0.02, recall was not learned in 1,600 steps.
             "initializer_range": 0.088,
@@ -146,12 +149,12 @@ def scaled(model: PreTrainedModel, rope_type: str) -> PreTrainedModel:
     return twin.eval()
 
 
-def draw(generator: torch.Generator, ids: range, batch: int, count: int) -> torch.Tensor:
+def sample_ids(generator: torch.Generator, ids: range, batch: int, count: int) -> torch.Tensor:
     """Draw `count` different ids per row, uniformly, `[B, count]`."""
     return ids[0] + torch.rand(batch, len(ids), generator=generator).argsort(-1)[:, :count]
 
 
-def filler(generator: torch.Generator, batch: int, length: int) -> torch.Tensor:
+def zipf_filler(generator: torch.Generator, batch: int, length: int) -> torch.Tensor:
     """Draw filler tokens by Zipf's law, the n-th id n times rarer than the first, `[B, S]`."""
     zipf = 1.0 / torch.arange(1, len(FILLER_IDS) + 1)
     indices = torch.multinomial(zipf, batch * length, replacement=True, generator=generator)
@@ -179,14 +182,14 @@ def recall_batch(
     body = length - 2 * pairs
     if body < 2 * pairs:
         raise ValueError(f"length {length} has no room for {pairs} pairs, at least {4 * pairs}")
-    input_ids = filler(generator, batch, length)
-    keys = draw(generator, KEY_IDS, batch, pairs)
-    values = draw(generator, VALUE_IDS, batch, pairs)
+    input_ids = zipf_filler(generator, batch, length)
+    keys = sample_ids(generator, KEY_IDS, batch, pairs)
+    values = sample_ids(generator, VALUE_IDS, batch, pairs)
     # P sorted places out of body - P, then one step apart: pairs of two tokens never overlap.
-    places = draw(generator, range(body - pairs), batch, pairs).sort(-1).values
+    places = sample_ids(generator, range(body - pairs), batch, pairs).sort(-1).values
     places = places + torch.arange(pairs)
     input_ids.scatter_(1, places, keys).scatter_(1, places + 1, values)
-    order = draw(generator, range(pairs), batch, pairs)
+    order = sample_ids(generator, range(pairs), batch, pairs)
     input_ids[:, body::2] = keys.gather(1, order)
     input_ids[:, body + 1 :: 2] = values.gather(1, order)
     labels = torch.full_like(input_ids, -100)
@@ -211,7 +214,7 @@ def repeat_batch(
     id_counts = torch.where(whole, VOCAB_SIZE - low, len(FILLER_IDS))
     input_ids = low + (torch.rand(batch, length, generator=generator) * id_counts).long()
     labels = torch.full_like(input_ids, -100)
-    starts = draw(generator, range(length - 2 * size + 1), batch, 2).sort(-1).values
+    starts = sample_ids(generator, range(length - 2 * size + 1), batch, 2).sort(-1).values
     first = starts[:, :1] + torch.arange(size)
     second = starts[:, 1:] + size + torch.arange(size)
     segment = input_ids.gather(1, first)
@@ -220,7 +223,7 @@ def repeat_batch(
     return input_ids, labels
 
 
-def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def correct_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return which labelled tokens the argmax gets right: `[B, S, V]`, `[B, S]` -> bool `[N]`."""
     labels = labels[:, 1:]
     scored = labels != -100
@@ -247,7 +250,7 @@ def recall_accuracy(
     input_ids, labels = recall_batch(generator, sequences, length, pairs)
     rows = max(1, 8192 // length)
     correct = [
-        hits(model(input_ids=x, use_cache=False).logits, y)
+        correct_tokens(model(input_ids=x, use_cache=False).logits, y)
         for x, y in zip(input_ids.split(rows), labels.split(rows), strict=True)
     ]
     return torch.cat(correct).float().mean().item()
@@ -290,7 +293,9 @@ def train(seed: int = SEED, max_steps: int = 2000, architecture: str = "llama") 
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            recent.append(hits(logits[: batch // 2].detach(), recall_labels).float().mean().item())
+            recent.append(
+                correct_tokens(logits[: batch // 2].detach(), recall_labels).float().mean().item()
+            )
             accuracy = sum(recent) / len(recent)
             bar.update()
             state = {"length": length, "loss": f"{loss.item():.3f}", "recall": f"{accuracy:.3f}"}
@@ -339,7 +344,7 @@ def accuracy_table(model: PreTrainedModel) -> str:
     return "\n".join(lines)
 
 
-def card(model: PreTrainedModel, architecture: str, seed: int) -> str:
+def render_model_card(model: PreTrainedModel, architecture: str, seed: int) -> str:
     """Return the model card with the model's table."""
     title, *_, note = ARCHITECTURES[architecture]
     size = f"{model.num_parameters() / 1000:.0f}k"
@@ -387,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     torch.set_num_threads(1)
     model = train(options.seed, architecture=options.architecture)
-    readme = card(model, options.architecture, options.seed)
+    readme = render_model_card(model, options.architecture, options.seed)
     folder = options.out or Path(f"tests/assets/tiny-{options.architecture}")
     write(folder, model, train_tokenizer(text), readme)
     print(readme)

@@ -65,7 +65,7 @@ def report(
 
 
 def _load_results(run: Path, verify: Any, check: Any) -> list[dict[str, Any]]:
-    """The results of a run's folder or file, or of the runs that a report was made of."""
+    """Return the results in a run's folder or report.json, which may hold several runs."""
     path = run / "report.json" if run.is_dir() else run
     if not path.is_file():
         raise ValueError(

@@ -103,7 +103,7 @@ def identity_of(
 
 
 def require_same_identity(
-    folder: Path, identity: dict[str, Any], settings: Settings, done: int | None
+    folder: Path, identity: dict[str, Any], settings: Settings, steps_done: int | None
 ) -> None:
     """Raise unless a folder holds a run of this identity.
 
@@ -114,7 +114,7 @@ def require_same_identity(
         folder: The run's folder.
         identity: Identity of the run to resume there.
         settings: Recipe of that run.
-        done: Steps taken, or None if there is no checkpoint to resume from.
+        steps_done: Steps taken, or None if there is no checkpoint to resume from.
 
     Raises:
         ValueError: The identity differs (names each key with both values), is missing, or is
@@ -141,8 +141,12 @@ def require_same_identity(
         and _without_names(stored.get(name)) != _without_names(identity.get(name))
     ]
     stored_steps, new_steps = stored["steps"], identity["steps"]
-    if stored_steps != new_steps and (done is None or done > new_steps):
-        progress = "there is no checkpoint to go on from" if done is None else f"{done} are taken"
+    if stored_steps != new_steps and (steps_done is None or steps_done > new_steps):
+        progress = (
+            "there is no checkpoint to go on from"
+            if steps_done is None
+            else f"{steps_done} are taken"
+        )
         differences.append(f"steps was {stored_steps}, got {new_steps} ({progress})")
     if differences:
         raise ValueError(
@@ -152,8 +156,8 @@ def require_same_identity(
         )
     if (
         stored_steps != new_steps
-        and done is not None
-        and not schedule.same_rates(training, stored_steps, new_steps, done)
+        and steps_done is not None
+        and not schedule.same_rates(training, stored_steps, new_steps, steps_done)
     ):
         logger.warning(
             "%s was begun for %s steps and goes on for %s: its %s steps had the learning rates of "
@@ -162,7 +166,7 @@ def require_same_identity(
             folder,
             f"{stored_steps:,}",
             f"{new_steps:,}",
-            f"{done:,}",
+            f"{steps_done:,}",
             getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type),
         )
 

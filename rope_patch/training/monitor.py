@@ -87,12 +87,12 @@ class TrainingProgress:
     Args:
         folder: The run's folder.
         steps: Total steps.
-        done: Steps taken before; log lines of later steps are deleted.
+        steps_done: Steps taken before; log lines of later steps are deleted.
         tokens: Tokens per step, over all processes.
         main: Whether this process writes.
     """
 
-    def __init__(self, folder: Path, steps: int, done: int, tokens: int, main: bool) -> None:
+    def __init__(self, folder: Path, steps: int, steps_done: int, tokens: int, main: bool) -> None:
         self.path = folder / LOG
         self.tokens = tokens
         self.main = main
@@ -100,12 +100,12 @@ class TrainingProgress:
         self.bar = progress_bar(
             desc="fine-tuning",
             total=steps,
-            initial=done,
+            initial=steps_done,
             unit="step",
             disable=not main,
         )
         if main:
-            lines = [line for line in read_log(folder) if line["step"] <= done]
+            lines = [line for line in read_log(folder) if line["step"] <= steps_done]
             with explain_write_errors(folder, LOG):
                 atomic_files.atomic_write(
                     self.path, "".join(json.dumps(line) + "\n" for line in lines)

@@ -141,9 +141,9 @@ def read_scores(folder: Path) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def drop_scores(folder: Path, done: int) -> None:
+def drop_scores(folder: Path, steps_done: int) -> None:
     """Delete scores of later steps than the one resumed from; all scores if that is 0."""
     path = folder / SCORES
     if path.is_file():
-        lines = [line for line in read_lines(path) if done and line["step"] <= done]
+        lines = [line for line in read_lines(path) if steps_done and line["step"] <= steps_done]
         atomic_files.atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines))

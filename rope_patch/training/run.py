@@ -161,11 +161,11 @@ class TrainingRun:
         weights = self.accelerator.get_state_dict(model) if _is_sharded(model) else None
         if not self.is_main:
             return None
-        for source, read in self._document_counts.items():
+        for source, source_counts in self._document_counts.items():
             logger.info(
                 "read of %s: documents %s, tokens %s",
                 source,
-                *(f"{read[k]:,}" for k in _LOGGED_COUNTS),
+                *(f"{source_counts[k]:,}" for k in _LOGGED_COUNTS),
             )
         target = self.folder / checkpoints.MODEL
         if weights is not None:  # rebuild the unsharded model
@@ -181,8 +181,8 @@ class TrainingRun:
                 ) as aside:
                     model_alone.save_pretrained(aside)
                     target.mkdir(exist_ok=True)
-                    for written in Path(aside).iterdir():
-                        written.replace(target / written.name)
+                    for file in Path(aside).iterdir():
+                        file.replace(target / file.name)
             else:
                 save(model_alone, target)
             self.prepared.tokenizer.save_pretrained(target)

@@ -25,16 +25,16 @@ def make_scheduler(training: Any, optimizer: Any, steps: int) -> Any:
     )
 
 
-def same_rates(training: Any, steps: int, other_steps: int, done: int) -> bool:
+def same_rates(training: Any, steps: int, other_steps: int, steps_done: int) -> bool:
     """Return whether runs of two lengths have the same learning rates up to a step.
 
     Args:
         training: transformers' TrainingArguments of both runs.
         steps: Total optimizer steps of one run.
         other_steps: Total optimizer steps of the other run.
-        done: The last step to compare; both runs must reach it.
+        steps_done: The last step to compare; both runs must reach it.
     """
-    if done > min(steps, other_steps):
+    if steps_done > min(steps, other_steps):
         return False
     weight = torch.zeros(1, requires_grad=True)
     factors = []
@@ -44,5 +44,5 @@ def same_rates(training: Any, steps: int, other_steps: int, done: int) -> bool:
         functions = getattr(make_scheduler(training, optimizer, number), "lr_lambdas", None)
         if functions is None:
             return False
-        factors.append([functions[0](step) for step in range(done)])
+        factors.append([functions[0](step) for step in range(steps_done)])
     return factors[0] == factors[1]

@@ -107,7 +107,7 @@ def test_held_out_numbers_are_the_model_s(written, name):
     losses = torch.nn.functional.cross_entropy(
         logits[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=-100, reduction="sum"
     )
-    hits = train_tiny.hits(logits, labels).sum().item()
+    hits = train_tiny.correct_tokens(logits, labels).sum().item()
     cells = row(written, name, 9)
     assert float(cells[1]) == pytest.approx(losses.item() / labels.ne(-100).sum().item(), abs=1e-4)
     assert cells[3] == f"{hits} of {SIZES.held_out * KEYS}"
@@ -160,8 +160,8 @@ def test_given_up_is_never_the_best():
     ]
     assert tables.best_after(history, 2) is None
     assert tables.best_after(history, 3) == 0.4
-    assert tables.reached(history, 0.9) == 3
-    assert tables.reached(history, 0.3) is None
+    assert tables.evaluations_until(history, 0.9) == 3
+    assert tables.evaluations_until(history, 0.3) is None
 
 
 def test_what_was_measured_is_not_measured_again(written, monkeypatch):

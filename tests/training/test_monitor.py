@@ -24,7 +24,7 @@ def guard(tmp_path):
 
 def _watch(folder, done=0, **changed):
     return TrainingProgress(
-        folder, **{"steps": 9, "done": done, "tokens": 1024, "main": True, **changed}
+        folder, **{"steps": 9, "steps_done": done, "tokens": 1024, "main": True, **changed}
     )
 
 

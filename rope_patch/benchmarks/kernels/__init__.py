@@ -1,1 +1,1 @@
-"""How fast queries and keys are rotated, and normed, by us and by others: kernels, not methods."""
+"""Kernel benchmark: norm and rotation of queries and keys, by us and by others."""

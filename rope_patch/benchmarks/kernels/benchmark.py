@@ -69,7 +69,7 @@ _WORKSPACE_MULTIPLE = {"cuda": 3, "cpu": 20}
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBenchRequest:
-    """What to measure; None chooses by device.
+    """Request of a benchmark; None chooses by device.
 
     Attributes:
         shapes: Names from `SHAPES`.

@@ -105,7 +105,7 @@ class _StepMemory:
 
     Args:
         shape: The model's sizes.
-        setup: How the model is trained.
+        setup: The training setup.
         length: Tokens per row.
     """
 

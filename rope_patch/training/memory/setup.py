@@ -1,4 +1,4 @@
-"""How a model is trained, as far as memory depends on it."""
+"""Training setup: the settings that a step's memory depends on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """How a model is trained; the defaults are those of a recipe on one device, in float32.
+    """Settings of a training step; the defaults are a recipe's on one device, in float32.
 
     Attributes:
         rows: Rows per device and batch.

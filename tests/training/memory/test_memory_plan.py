@@ -48,7 +48,7 @@ def settings(tmp_path):
 
 
 def assert_close(cases):
-    for name, need, peak in check_memory_plan.compared(cases):
+    for name, need, peak in check_memory_plan.compare_cases(cases):
         assert 0.99 <= need.total / peak <= 1.1, (name, need, peak)
 
 
