@@ -21,7 +21,7 @@ DEEP = "[" * 3000 + "]" * 3000
 
 @pytest.fixture
 def damaged(tmp_path):
-    """Copies the tiny Llama with other files in it; None leaves a file out."""
+    """Copy the tiny Llama with other files in it; None omits a file."""
 
     def make(**files):
         shutil.copytree(TINY, tmp_path / "model")
@@ -40,7 +40,7 @@ def config(**changes):
 
 
 def refused(*words):
-    """What a command says on its one line."""
+    """Return the single error line of a command."""
     done = here(*words)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]

@@ -34,7 +34,7 @@ main()
 
 @pytest.fixture(autouse=True)
 def heard():
-    """SIGINT as in a shell's foreground; in its background it is ignored."""
+    """Handle SIGINT as in a shell's foreground; background processes ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -23,7 +23,7 @@ TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 
 def types(line):
-    """Runs a recommended line; the patch that stands afterwards on the model it is about."""
+    """Return a function that runs a recommended line and returns the model's patch."""
 
     def do(model):
         names = {"model": model, "rope_patch": rope_patch}
@@ -34,7 +34,7 @@ def types(line):
 
 
 def parses(line):
-    """Whether the command line understands a line, without running it."""
+    """Parse a command line without running it; return its context."""
     program, name, *arguments = shlex.split(line)
     assert program == "rope-patch"
     command = typer.main.get_command(app).commands[name]

@@ -15,7 +15,7 @@ from rope_patch.diagnosing.base_bounds import (
 
 
 def least(rotary_dim, base, length):
-    """The least of sum_i cos(m base^(-2i / d)) over all m up to the length, plainly."""
+    """Return the minimum of sum_i cos(m base^(-2i / d)) over m up to the length, by brute force."""
     pairs = range(rotary_dim // 2)
     return min(
         math.fsum(math.cos(m * base ** (-2 * i / rotary_dim)) for i in pairs)

@@ -32,7 +32,7 @@ RECIPES = {"finetune": trainer.finetune, "loop": loop.loop}
 
 
 class Observed:
-    """What a run does in this process: the lengths that layers get, and how weights lie there."""
+    """Observe a run in this process: the layers' lengths, and the placement of weights."""
 
     def __init__(self):
         self.lengths, self.wrapped = set(), []
@@ -62,7 +62,7 @@ class Observed:
 
 
 def take(job, folder):
-    """Runs a recipe; returns its exit code, what it said, and what was observed."""
+    """Run a recipe; return its exit code, its output and the observations."""
     if job["resumes"] is not None and RANK == 0:
         # As if it had been stopped on its way to the last step.
         shutil.copytree(folder / job["resumes"], folder / job["name"])
@@ -95,7 +95,7 @@ def take(job, folder):
 
 
 def wait():
-    """For all processes, and makes accelerate forget what the last recipe made it."""
+    """Synchronise all processes, and reset accelerate's state."""
     if dist.is_initialized():
         dist.barrier()
     AcceleratorState._reset_state(reset_partial_state=True)

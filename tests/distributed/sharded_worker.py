@@ -50,7 +50,7 @@ def apart(got, expected):
 
 
 def complaint(call):
-    """What a call is refused with, or None."""
+    """Return the error of a call, or None."""
     try:
         call()
     except ValueError as error:
@@ -58,13 +58,13 @@ def complaint(call):
 
 
 def forget():
-    """Makes accelerate forget that anything is shared."""
+    """Reset accelerate's state."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def share(**sizes):
-    """An accelerator that splits weights, or sequences too, over all processes."""
+    """Return an accelerator that splits weights, and optionally sequences, over all processes."""
     forget()
     shims.allow_fsdp2_on_cpu()
     return Accelerator(
@@ -85,7 +85,7 @@ def prepare(accelerator, model):
 
 
 def measure_weights(method):
-    """How far logits of a sharded model are from a whole one's, patched before or after that.
+    """Return differences of a sharded model's logits, patched before or after sharding.
 
     Each process has a sequence of its own, one on either side of the trained length.
     """
@@ -125,7 +125,7 @@ def make_batch():
 
 
 def gathered(part, positions):
-    """The whole `[1, S, V]` of which each process has the part at its positions."""
+    """Gather the whole `[1, S, V]` from each process's part at its positions."""
     parts = [torch.empty_like(part) for _ in range(SIZE)]
     places = [torch.empty_like(positions) for _ in parts]
     dist.all_gather(parts, part.contiguous())
@@ -137,7 +137,7 @@ def gathered(part, positions):
 
 
 def measure_sequences(method):
-    """How far split logits are from whole ones, and what is said where positions are missing."""
+    """Return differences of split from whole logits, and the error without positions."""
     forget()
     whole = logits(patched(method), tokens(LENGTH))
     accelerator = share(cp_size=SIZE)
@@ -167,7 +167,7 @@ def measure_sequences(method):
 
 
 def measure_torchs_own(method):
-    """The same where accelerate knows of nothing, and the group is named by hand."""
+    """Measure the same without accelerate, with an explicit group."""
     forget()
     mesh = dist.init_device_mesh("cpu", (SIZE,))
     model = patched(method)

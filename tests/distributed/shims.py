@@ -16,7 +16,7 @@ WRITTEN_FOR = {torch: "2.13", accelerate: "1.15"}
 
 
 def why_not():
-    """Why the shims cannot be used here, or None if they can."""
+    """Return why the shims cannot be used here, or None."""
     if not dist.is_available() or not dist.is_gloo_available():
         return "processes on CPUs talk by gloo, which this torch was built without"
     for package, known in WRITTEN_FOR.items():
@@ -29,7 +29,7 @@ def why_not():
 
 
 def allow_ring_attention_on_cpu():
-    """Registers the CPU's fused attention with `context_parallel`, which knows the GPUs' only.
+    """Register the CPU's fused attention with `context_parallel`, which knows the GPUs' only.
 
     The operators are handed over as DTensors whose sequence (dimension 2) lies in shards over the
     mesh; torch's own templates pass the keys around the ring and merge what comes of them.
@@ -44,7 +44,7 @@ def allow_ring_attention_on_cpu():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def ring_call(template, operator, sharded, names, args, kwargs):
-        """Calls a template on the local shards; its results are sharded as `sharded` is."""
+        """Call a template on the local shards; shard its results like `sharded`."""
         given = {name: local(value) for name, value in zip(names, args, strict=False)} | kwargs
         mesh = sharded.device_mesh
         results = template(mesh.get_group(), 2, operator, **given)
@@ -64,7 +64,7 @@ def allow_ring_attention_on_cpu():
 
 
 def allow_fsdp2_on_cpu():
-    """Tells accelerate that these CPU processes are GPUs, which it shards models over.
+    """Make accelerate take these CPU processes for GPUs, over which it shards models.
 
     Whenever it looks, since transformers' Trainer makes it forget what it saw before.
     """

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(shims.why_not() is not None, reason=str(shims.wh
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each process found, by rank; started once, by the first of xdist's workers to ask."""
+    """Return each process's report by rank; the first xdist worker to ask starts them."""
     with shared_folder(tmp_path_factory, "sharded_logits") as folder:
         reports = [folder / f"{rank}.json" for rank in range(PROCESSES)]
         if not all(report.exists() for report in reports):

@@ -78,7 +78,7 @@ REFUSED = {
 
 
 def jobs_of(mode):
-    """What a mode's processes take: name -> (recipe, kind, its changes, what it resumes)."""
+    """Return the runs of a mode's processes: name -> (recipe, kind, changes, resumed run)."""
     if mode == "one":
         return {kind: ("finetune", kind, changes, None) for kind, changes in KINDS.items()}
     kinds = ["full", "lora"]
@@ -98,7 +98,7 @@ def jobs_of(mode):
 
 
 def variables(mode):
-    """What accelerate's launcher sets for the configs beside the recipes, on two processes."""
+    """Return the launcher's environment for the recipes' configs on two processes."""
     if mode in ("one", "data parallel"):
         return {}
     config = {"FSDP2": "fsdp2.yaml", "context parallel": "fsdp2_cp8.yaml"}[mode]
@@ -112,7 +112,7 @@ def variables(mode):
 
 
 def run(mode, tmp_path_factory):
-    """A mode's folder, and what each of its processes observed; started by the first to ask."""
+    """Return a mode's folder and its processes' observations; the first to ask starts them."""
     processes = 1 if mode == "one" else 2
     rows = 2 if mode in ("one", "context parallel") else 1
     with shared_folder(tmp_path_factory, "recipes_" + mode.replace(" ", "_")) as folder:
@@ -137,7 +137,7 @@ def run(mode, tmp_path_factory):
 
 
 def write_documents(folder):
-    """Documents that end within rows, some of them too short for one."""
+    """Write documents that end within rows, some shorter than a row."""
     text = texts.read_text("emma")
     path = folder / "documents.jsonl"
     with path.open("w") as file:
@@ -149,7 +149,7 @@ def write_documents(folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Of a mode: its folder, and what each of its processes observed."""
+    """Return a mode's folder and its processes' observations."""
     return cache(lambda mode: run(mode, tmp_path_factory))
 
 
@@ -163,7 +163,7 @@ RESUMED = [(mode, recipe, kind) for mode, recipe, kind in CASES if kind in ("ful
 
 
 def curve(folder):
-    """Loss and gradient norm of every step, `[steps, 2]`."""
+    """Return loss and gradient norm of every step, `[steps, 2]`."""
     lines = read_log(folder)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return torch.tensor([[line["loss"], line["grad_norm"]] for line in lines])

@@ -40,7 +40,7 @@ TRAINED_WITH = ["dynamic-yarn", "longrope"]
 
 
 class Reductions:
-    """Counts the all_reduce calls between entering and leaving."""
+    """Count the all_reduce calls within the context."""
 
     def __enter__(self):
         self.count, self.real = 0, dist.all_reduce
@@ -61,7 +61,7 @@ def make_patched(method):
 
 
 def make_batch(lengths=(LENGTH,)):
-    """Rows of tokens padded on the right, with all that a part of them has to come with."""
+    """Return right-padded rows of tokens with the inputs that their parts need."""
     positions = torch.arange(LENGTH).repeat(len(lengths), 1)
     return {
         "input_ids": tokens(LENGTH, batch=len(lengths)),
@@ -71,7 +71,7 @@ def make_batch(lengths=(LENGTH,)):
 
 
 def split(batch, into):
-    """Leaves this process its part of the batch while `into`, a context parallelism, lasts."""
+    """Reduce the batch to this process's part within `into`, a context parallelism."""
     buffers = list(batch.values())
     return into(buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers})
 
@@ -88,7 +88,7 @@ def not_at_all(**_):
 
 
 def gathered(part, positions):
-    """The whole `[1, S, V]` of which each process has the part at its positions."""
+    """Gather the whole `[1, S, V]` from each process's part at its positions."""
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     places = [torch.empty_like(positions) for _ in parts]
     dist.all_gather(parts, part.contiguous())
@@ -101,7 +101,7 @@ def gathered(part, positions):
 
 @torch.no_grad()
 def measure_logits(mesh, method):
-    """How far split logits are from whole ones, by how the length is known; and reductions."""
+    """Return the differences of split from whole logits by source of the length, and reductions."""
     model, handle = make_patched(method)
     whole = model(**make_batch(), use_cache=False).logits
     found = {}
@@ -118,14 +118,14 @@ def measure_logits(mesh, method):
 
 
 def measure_positions(mesh):
-    """Which tokens of a sequence this process gets."""
+    """Return the indices of this process's tokens."""
     batch = make_batch()
     with split(batch, by_torch(mesh)):
         return batch["position_ids"][0].tolist()
 
 
 def complaint(model, into):
-    """What a model says when it is not told where its part of the sequence stands."""
+    """Return a model's error if its part of the sequence comes without positions."""
     batch = make_batch()
     del batch["position_ids"]
     with split(batch, into):
@@ -145,7 +145,7 @@ def measure_complaint(mesh):
 
 
 def measure_rows_of_ones_own():
-    """How far logits under DDP, which hands buffers around, are from those without it.
+    """Return the difference of logits under DDP, which broadcasts buffers, from those without.
 
     Each process has rows of its own, so frequencies of other shapes: by rows or for all of them.
     """
@@ -162,7 +162,7 @@ def measure_rows_of_ones_own():
 
 
 def measure_step(model, backward, into):
-    """Loss and gradient norm of a long row and a short one, and the reductions of the forward."""
+    """Return loss and gradient norm of a long and a short row, and the forward's reductions."""
     batch = make_batch((LENGTH, WITHIN_ONE))
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     # A token's target may be in another part, so it is put beside it while all are here.
@@ -182,7 +182,7 @@ def measure_step(model, backward, into):
 
 
 def measure_training():
-    """A step of one process, and of all under accelerate, which nobody tells about lengths."""
+    """Return a step of one process, and of all under accelerate without explicit lengths."""
     found = {}
     for method in TRAINED_WITH:
         model, _ = make_patched(method)

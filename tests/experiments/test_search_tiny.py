@@ -23,7 +23,7 @@ SIZES = search_tiny.Sizes(search=2, held_out=4)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The folders of a small run: results, and what it keeps."""
+    """Return the folders of a small run: its results and its journals."""
     folder = tmp_path_factory.mktemp("search_tiny")
     with pytest.MonkeyPatch.context() as patches:
         patches.chdir(ROOT)
@@ -48,7 +48,7 @@ def case_of(folder):
 
 
 def row(folder, name, columns):
-    """The cells of the one row of this name that has so many."""
+    """Return the cells of the single row with that name and length."""
     readme = (folder / "out/README.md").read_text()
     cells = [re.split(r" ?\| ?", line)[1:-1] for line in readme.splitlines() if line[:1] == "|"]
     (found,) = [line for line in cells if line[0].strip() == name and len(line) == columns]

@@ -26,7 +26,7 @@ def tokenizer():
 
 @pytest.fixture
 def source(tmp_path):
-    """Writes a file of documents of the given lengths, end token included; no two are alike."""
+    """Write a file of different documents of given lengths, end token included."""
 
     def write(name, lengths):
         made = random.Random(name)
@@ -60,7 +60,7 @@ def same(rows, others):
 
 
 def segments(row):
-    """The pieces of a masked row: where positions restart."""
+    """Return the pieces of a masked row, cut where positions restart."""
     starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
     return [row["input_ids"][a:b] for a, b in zip(starts, [*starts[1:], LENGTH], strict=True)]
 

@@ -26,7 +26,7 @@ def tokenizer():
 
 @pytest.fixture
 def read(tokenizer):
-    """A source's documents, as (where, ids, labels)."""
+    """Return a function that reads a source's documents, as (location, ids, labels)."""
 
     def of(source, column="text", start=0):
         entries = [entry for part in find_source(str(source), column) for entry in part(start)]
@@ -38,7 +38,7 @@ def read(tokenizer):
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a file, from bytes, text or the objects of its lines."""
+    """Write a file, from bytes, text or the objects of its lines."""
 
     def at(name, content):
         path = tmp_path / name

@@ -37,7 +37,7 @@ OTHERS = {
 
 
 def snapshot(folder):
-    """Every path of a folder with its content and time of change, but for the lock's.
+    """Return every path of a folder with its content and time of change, except the lock.
 
     Older releases of filelock open it for writing.
     """
@@ -54,7 +54,7 @@ def interrupted(truth, tmp_path):
 
 
 def refused(folder, *more, **changed):
-    """What the command says as it refuses, having left the folder as it was."""
+    """Return the command's error; fail if it changed the folder."""
     before = snapshot(folder)
     given = [*arguments(folder, resume="auto", **changed), *more]
     done = here("finetune", *given)

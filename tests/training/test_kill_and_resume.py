@@ -31,7 +31,7 @@ pytestmark = pytest.mark.parametrize("recipe", RECIPES)
 
 @pytest.fixture
 def rows(tmp_path):
-    """Documents of a row each, and of one of four tokens for the first steps if `dull`."""
+    """Write documents of a row each; if `dull`, the first ones repeat four tokens."""
 
     def write(dull=False):
         random = Random(0)

@@ -28,7 +28,7 @@ def read(name):
 
 
 def launch(path, monkeypatch):
-    """accelerate's arguments and the environment that its launcher gives to each process."""
+    """Return accelerate's arguments and the environment of the launched processes."""
     for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
         monkeypatch.delenv(key)
     words = ["--config_file", str(path), "--main_process_port", "0"]

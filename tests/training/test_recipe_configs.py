@@ -111,19 +111,19 @@ def text(name):
 
 
 def header(name):
-    """The comment at the top, before any key."""
+    """Return the comment at the top, before any key."""
     return text(name).partition("\n\n")[0]
 
 
 def launcher(name):
-    """The accelerate file that the launch line copies and names."""
+    """Return the accelerate file that the launch line copies and names."""
     line = r"rope-patch recipes (\w+) > \1.yaml; accelerate launch --config_file \1.yaml -m "
     found = re.search(line, header(name))
     return ROOT / "recipes" / "accelerate" / f"{found[1] if found else 'single'}.yaml"
 
 
 def method_of(settings):
-    """The method of a recipe on its model's geometry, and the target length."""
+    """Return a recipe's method on its model's geometry, and the target length."""
     asked = settings.extension
     geometry = GEOMETRIES[asked.model]
     options, target = resolve_options(
@@ -133,7 +133,7 @@ def method_of(settings):
 
 
 def said(name):
-    """What a recipe comes to, in the words of PUBLISHED."""
+    """Return a recipe's resolved values under the keys of PUBLISHED."""
     settings = read(name)
     extension, training, rows = settings.extension, settings.training, settings.data
     method, target = method_of(settings)

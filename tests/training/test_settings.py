@@ -16,7 +16,7 @@ LEAST = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"]
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Writes a recipe that says the least there is to say, and what else is given."""
+    """Write a minimal recipe with additional keys."""
 
     def write(text="", **keys):
         path = tmp_path / "mine.yaml"

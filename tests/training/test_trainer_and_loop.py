@@ -86,7 +86,7 @@ SLOW = ("decay", "control")  # what these change, other cases pass through as we
     params=[pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES],
 )
 def both(request, tmp_path_factory, documents):
-    """A recipe, run by both: its name, and the two folders."""
+    """Run a recipe with both; return its name and the two folders."""
     changes = {k: v for k, v in CASES[request.param].items() if v is not None}
     if "data" in changes:
         changes["data"] = documents

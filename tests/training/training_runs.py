@@ -49,14 +49,14 @@ VARIANTS = {
 
 
 def arguments(folder, config=None, **changed):
-    """A recipe's command line: TINY on some documents with changes, or a file with changes."""
+    """Return a recipe's command line: TINY or a config file, with changes."""
     said = TINY | {"data": documents(folder.parent)} if config is None else {"config": config}
     said |= {"output_dir": folder, **changed}
     return [f"--{key}={value}" for key, value in said.items() if value is not None]
 
 
 def documents(folder):
-    """Writes documents of 40 to 2,000 tokens, the same ones everywhere; returns their file."""
+    """Write fixed documents of 40 to 2,000 tokens; return their file."""
     path = folder / "documents.jsonl"
     if not path.exists():
         random = Random(0)
@@ -67,7 +67,7 @@ def documents(folder):
 
 
 def run(recipe, folder, **changed):
-    """Runs `finetune` or `loop` in this process; returns the finished model's folder."""
+    """Run `finetune` or `loop` in this process; return the finished model's folder."""
     module = importlib.import_module(RECIPES[recipe])
     return getattr(module, recipe)(settings.parse(arguments(folder, **changed))[0])
 
@@ -92,13 +92,13 @@ class Child:
         self.process.start()
 
     def ended(self):
-        """Waits for the end: the exit code and what was said, without progress lines."""
+        """Wait for the end; return the exit code and the stderr lines without progress."""
         self.process.join(120)
         said = self.said_to.read_text().replace("\r", "\n").splitlines()
         return self.process.exitcode, [line for line in said if "step/s" not in line]
 
     def killed_when(self, ready):
-        """Kills it as soon as `ready()`."""
+        """Kill the process as soon as `ready()`."""
         limit = time.monotonic() + 120
         while not ready():
             assert self.process.is_alive(), self.said_to.read_text()
@@ -120,7 +120,7 @@ def _in_child(recipe, given, trap, said_to):
 
 
 class Hang:
-    """Lets the write of a checkpoint hang at a moment, once that has come.
+    """Make the write of a checkpoint hang at a moment.
 
     Args:
         moment: See MOMENTS.
@@ -140,7 +140,7 @@ class Hang:
         self.moment, self.checkpoint, self.flag = moment, checkpoint, flag
 
     def __call__(self):
-        """Sets the trap in this process."""
+        """Set the trap in this process."""
         write, serialize, save = Path.write_text, safetensors.torch.serialize_file, torch.save
         rename, remove = Path.rename, shutil.rmtree
 
@@ -180,7 +180,7 @@ class Hang:
         )
 
     def cut(self, moment, path):
-        """Hangs with half of a file, at the right moment and checkpoint."""
+        """Hang with half of a file, at the right moment and checkpoint."""
         path = Path(path if isinstance(path, str | Path) else path.name)
         if self.moment == moment and self.checkpoint in str(path):
             os.truncate(path, path.stat().st_size // 2)
@@ -188,38 +188,38 @@ class Hang:
             time.sleep(600)
 
     def reached(self, moment, path):
-        """Hangs at the right moment and checkpoint."""
+        """Hang at the right moment and checkpoint."""
         if self.moment == moment and self.checkpoint in str(path):
             self.flag.touch()
             time.sleep(600)
 
 
 def curve(folder):
-    """Every step's number, loss and gradient norm, as they were logged."""
+    """Return every step's logged number, loss and gradient norm."""
     lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
 def tensors(folder):
-    """The weights in a folder."""
+    """Return the weights in a folder."""
     return load_file(folder / "model.safetensors")
 
 
 def equal_tensors(one, other):
-    """Whether two folders hold the same weights, bit for bit."""
+    """Return whether two folders hold the same weights, bit for bit."""
     a, b = tensors(one), tensors(other)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def require_same(folder, truth, steps=STEPS):
-    """Fails unless a run has every loss and norm, and the finished weights, of another."""
+    """Fail unless two runs have the same losses, norms and finished weights."""
     assert [step for step, *_ in curve(folder)] == list(range(1, steps + 1))
     assert curve(folder) == curve(truth)
     assert equal_tensors(folder / "model", truth / "model")
 
 
 def stopped(truth, folder, after):
-    """A run that has gone on for some steps since its last checkpoint, and was killed then."""
+    """Copy a run as if it was killed some steps after its last checkpoint."""
     shutil.copytree(truth, folder)
     shutil.rmtree(folder / "model")
     for step in range(after + 1, STEPS + 1):
@@ -232,7 +232,7 @@ _made = {}
 
 @pytest.fixture
 def truth(tmp_path_factory):
-    """Uninterrupted runs, each made once a session: `truth(recipe, variant)` is its folder."""
+    """Return `truth(recipe, variant)`: an uninterrupted run's folder, run once a session."""
 
     def make(recipe, variant="plain", **changed):
         key = (recipe, variant)
@@ -246,7 +246,7 @@ def truth(tmp_path_factory):
 
 
 class Poison:
-    """Makes a model whose embedding of a token is no number.
+    """Make a model's embedding of a token NaN.
 
     Args:
         recipe: The recipe that is to get it.
@@ -257,7 +257,7 @@ class Poison:
         self.recipe, self.token = recipe, token
 
     def __call__(self):
-        """Poisons the models that this process will train."""
+        """Poison the models that this process will train."""
         module = importlib.import_module(RECIPES[self.recipe])
         prepare = module.prepare
 

@@ -28,7 +28,7 @@ NAMES = ("hf", "ours", "ours-output", "ours-tables", "liger")
 
 @pytest.fixture(autouse=True, scope="module")
 def as_usual():
-    """Not as in the kernels' own tests, where Triton is interpreted."""
+    """Turn Triton's interpreter off, which the kernels' own tests use."""
     with pytest.MonkeyPatch.context() as patched:
         for module in (dispatch, benchmark):
             patched.setattr(module, "is_interpreted", lambda: False)
@@ -50,7 +50,7 @@ def run(case, *contenders):
 
 
 def wrong(case):
-    """Transformers' own, a little off in queries and not in keys."""
+    """Rotate as transformers does, with a small error in queries only."""
     right = contender("hf").build(case)
 
     def call(q, k):
@@ -61,7 +61,7 @@ def wrong(case):
 
 
 def in_place(case):
-    """Right, but it writes over queries, keys and gradients, and tells nobody."""
+    """Rotate correctly, but overwrite queries, keys and gradients without saying so."""
     right = contender("hf").build(case)
 
     class Greedy(torch.autograd.Function):

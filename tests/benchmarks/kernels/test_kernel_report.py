@@ -27,7 +27,7 @@ NAMES = ("--contenders", "hf,ours,flash-attn")
 
 @pytest.fixture(autouse=True, scope="module")
 def as_usual():
-    """Not as in the kernels' own tests, where Triton is interpreted."""
+    """Turn Triton's interpreter off, which the kernels' own tests use."""
     with pytest.MonkeyPatch.context() as patched:
         for module in (dispatch, benchmark):
             patched.setattr(module, "is_interpreted", lambda: False)
@@ -39,7 +39,7 @@ def bench(*arguments):
 
 
 class Tables(HTMLParser):
-    """The cells of a page's tables, by caption."""
+    """Return the cells of a page's tables, by caption."""
 
     def __init__(self, page):
         super().__init__()

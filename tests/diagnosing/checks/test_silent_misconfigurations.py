@@ -46,7 +46,7 @@ LONGROPE = {
 
 
 def found(model, code, **arguments):
-    """The one finding of that name."""
+    """Return the single finding of that code."""
     diagnosis = rope_patch.diagnose(model, **arguments)
     assert not diagnosis.healthy
     named = [finding for finding in diagnosis.findings if finding.code == code]
@@ -64,7 +64,7 @@ def healthy(model):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny Llama's folder, and how to write something else into its config.json."""
+    """Save a tiny Llama; return a function that changes its config.json."""
     make_model("llama").save_pretrained(tmp_path)
 
     def write(**changes):

@@ -30,7 +30,7 @@ BF16 = {"compute_dtype": torch.bfloat16}
 
 @pytest.fixture
 def settings(tmp_path):
-    """Makes a recipe's settings for the shape of a model of 8B."""
+    """Make a recipe's settings for an 8B model's shape."""
 
     def make(model=LLAMA_8B, data=None, accumulation=1, **extension):
         training = TrainArguments(
