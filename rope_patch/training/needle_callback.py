@@ -131,7 +131,7 @@ def needles_of(run: Any) -> Needles | None:
         every=extension.retrieval_steps,
         seed=run.settings.training.seed,
         folder=run.folder,
-        main=run.main,
+        main=run.is_main,
     )
 
 

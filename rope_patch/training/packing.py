@@ -39,12 +39,8 @@ class _DocumentSource:
     def __init__(
         self, name: str, parts: list[SourcePart], encode: Any, window: int, seed: str
     ) -> None:
-        self.name, self.min_tokens, self.too_short_hint, self.quiet = (
-            name,
-            1,
-            "other documents",
-            True,
-        )
+        self.name, self.min_tokens, self.quiet = name, 1, True
+        self.too_short_hint = "other documents"
         self.state = dict.fromkeys(_POSITION_KEYS + _COUNT_KEYS, 0)
         self._parts, self._encode, self._window, self._seed = parts, encode, window, seed
         self._documents = self._read_documents()
@@ -86,7 +82,7 @@ class _DocumentSource:
                     )
                 elif state["length"] != size:
                     raise ValueError(
-                        f"cannot resume: {document.where} has {size:,} tokens, it had "
+                        f"cannot resume: {document.location} has {size:,} tokens, it had "
                         f"{state['length']:,} when the run was saved: bring back the data and the "
                         "tokenizer of that run, or start anew"
                     )

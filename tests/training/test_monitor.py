@@ -41,7 +41,7 @@ def test_guard_stops_at_a_loss_that_is_no_number(guard, loss):
     assert f"step 3 was not taken: the loss is {loss}" in said
     assert "row 8 of a.txt, b.txt; row 9 of c.txt" in said
     assert "There is no checkpoint yet" in said
-    assert not guard.recent
+    assert not guard.recent_losses
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
