@@ -62,10 +62,10 @@ def diagnose(
       rope-patch diagnose demo --method yarn --factor 2 --picture yarn.svg
     """
     from rope_patch.diagnosing.pipeline import diagnose_subject
-    from rope_patch.diagnosing.plot import require_plot_suffix
     from rope_patch.diagnosing.subject import open_subject
     from rope_patch.pretrained import demo
     from rope_patch.utils import atomic_files
+    from rope_patch.utils.plot_style import require_plot_suffix
 
     if picture is not None:
         require_plot_suffix(picture)

@@ -123,7 +123,7 @@ def search(
       rope-patch search ./my-model --length 32768 --strategy yarn-rcd --evaluations 12
       rope-patch search ./my-model --factor 4 --text book.txt --fitness both --out out/book
     """
-    from rope_patch.diagnosing.plot import require_plot_path
+    from rope_patch.utils.plot_style import require_plot_path
 
     if picture is not None:
         require_plot_path(picture)

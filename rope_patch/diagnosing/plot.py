@@ -10,40 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.diagnosing.pairs import PairTable
 from rope_patch.utils import atomic_files
-from rope_patch.utils.plot_style import PAPER, STYLE
+from rope_patch.utils.plot_style import PAPER, STYLE, require_plot_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from rope_patch.diagnosing.diagnosis import Diagnosis
 
-_SUFFIXES = (".svg", ".png")
 _WIDTH, _HEIGHT = 912, 430  # CSS pixels per panel
-
-
-def require_plot_suffix(path: str | os.PathLike[str]) -> None:
-    """Raise if a path has no suffix of a plot.
-
-    Raises:
-        ValueError: The suffix is another one.
-    """
-    if Path(path).suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"a picture is an .svg or a .png file, got {str(path)!r}")
-
-
-def require_plot_path(path: str | os.PathLike[str]) -> None:
-    """Raise if no plot can be written to a path.
-
-    Raises:
-        ValueError: The suffix is not a plot's, or matplotlib is not installed.
-    """
-    require_plot_suffix(path)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            f"{error.name} is not installed, which pictures need: pip install 'rope-patch[eval]'"
-        ) from error
 
 
 def write_plot(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:

@@ -46,7 +46,7 @@ class SearchProgress:
         progress: bool = True,
     ) -> None:
         if picture is not None:
-            from rope_patch.diagnosing.plot import require_plot_path
+            from rope_patch.utils.plot_style import require_plot_path
 
             require_plot_path(picture)
         self._space, self._title, self._picture = space, title, picture

@@ -1,7 +1,9 @@
-"""The style of all pictures: colours and matplotlib settings, without importing matplotlib."""
+"""Style of all plots and checks of their paths, without importing matplotlib."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 # Name: (on paper, on a dark screen). After Okabe and Ito, so colour-blind readers tell them apart.
@@ -44,3 +46,30 @@ STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "rope_patch",  # the same results make the same file
 }
+
+_SUFFIXES = (".svg", ".png")
+
+
+def require_plot_suffix(path: str | os.PathLike[str]) -> None:
+    """Raise if a path has no suffix of a plot.
+
+    Raises:
+        ValueError: The suffix is another one.
+    """
+    if Path(path).suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"a picture is an .svg or a .png file, got {str(path)!r}")
+
+
+def require_plot_path(path: str | os.PathLike[str]) -> None:
+    """Raise if no plot can be written to a path.
+
+    Raises:
+        ValueError: The suffix is not a plot's, or matplotlib is not installed.
+    """
+    require_plot_suffix(path)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{error.name} is not installed, which pictures need: pip install 'rope-patch[eval]'"
+        ) from error

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.diagnosing.plot import require_plot_path
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.utils import atomic_files
-from rope_patch.utils.plot_style import PALETTE, PAPER, STYLE
+from rope_patch.utils.plot_style import PALETTE, PAPER, STYLE, require_plot_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
