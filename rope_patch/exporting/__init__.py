@@ -11,7 +11,7 @@ from rope_patch.exporting import llama_cpp, mlx, sglang, transformers, vllm
 from rope_patch.exporting.folder import write_folder
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.target import Target
-from rope_patch.utils.errors import did_you_mean
+from rope_patch.utils.errors import Refused, did_you_mean
 
 __all__ = ["ENGINES", "Export", "export", "write_folder"]
 
@@ -52,4 +52,4 @@ def require_engine(engine: str) -> None:
     """Raise ValueError unless the engine is one of `ENGINES`."""
     if engine not in _EXPORTERS:
         hint = did_you_mean(engine, ENGINES, cutoff=0.5)
-        raise ValueError(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")
+        raise Refused(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from rope_patch.methods.base import Method
-from rope_patch.utils.errors import did_you_mean
+from rope_patch.utils.errors import Refused, did_you_mean
 
 _REGISTRY: dict[str, type[Method]] = {}
 _M = TypeVar("_M", bound=type[Method])
@@ -24,7 +24,7 @@ def register(name: str, *, paper: str, training: str) -> Callable[[_M], _M]:
 
     def decorate(cls: _M) -> _M:
         if name in _REGISTRY:
-            raise ValueError(f"method {name!r} is registered twice")
+            raise Refused(f"method {name!r} is registered twice")
         cls.name, cls.paper, cls.training = name, paper, training
         _REGISTRY[name] = cls
         return cls
@@ -47,7 +47,7 @@ def get_method(name: str) -> type[Method]:
     if not isinstance(name, str):
         raise TypeError(f"a method is given by its name, got {name!r}")
     if name not in _REGISTRY:
-        raise ValueError(
+        raise Refused(
             f"unknown method {name!r}{did_you_mean(name, _REGISTRY, 0.5)}; "
             "rope_patch.list_methods() and `rope-patch methods` list all"
         )
@@ -65,11 +65,11 @@ def build(name: str, **options: Any) -> Method:
     option_fields = {f.name: f for f in fields(cls)}
     for key in options:
         if key not in option_fields:
-            raise ValueError(
+            raise Refused(
                 f"method {name!r} has no option {key!r}{did_you_mean(key, option_fields, 0.5)}; "
                 f"its options are: {', '.join(option_fields)}"
             )
     for key, f in option_fields.items():
         if f.default is MISSING and key not in options:
-            raise ValueError(f"method {name!r} needs the option {key!r}: {f.metadata['help']}")
+            raise Refused(f"method {name!r} needs the option {key!r}: {f.metadata['help']}")
     return cls(**options)

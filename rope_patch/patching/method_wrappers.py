@@ -15,6 +15,7 @@ from rope_patch.methods.linear import Linear
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.nope import NoPE
 from rope_patch.rope_config import by_layer_type, config_rope_type
+from rope_patch.utils.errors import Refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class ContinuedScaling(MethodWrapper):
                 lengths[layer_type] = int(parameters["original_max_position_embeddings"])
         if len(set(lengths.values())) > 1:
             got = ", ".join(f"{layer_type}: {length:,}" for layer_type, length in lengths.items())
-            raise ValueError(
+            raise Refused(
                 "layer types with a LongRoPE of their own must change from the short to the long "
                 f"set at one length, original_max_position_embeddings, got {got} tokens in the "
                 "config; name those to extend with layer_types=[...], or use start='unscaled'"

@@ -37,6 +37,7 @@ from rope_patch.rope_config import (
     extends_scaled_frequencies,
     read_geometries,
 )
+from rope_patch.utils.errors import Refused
 
 # rope_parameters keys that belong to a scaling; dropped when another one replaces it.
 _SCALING_KEYS = {
@@ -174,7 +175,7 @@ def make_plan(
     trained, *others = dict.fromkeys(lengths.values())
     if others:
         got = ", ".join(f"{n:,} tokens for {layer_type}" for layer_type, n in lengths.items())
-        raise ValueError(
+        raise Refused(
             "layer types that are extended together must start at one length, got "
             f"{got}: patch one of "
             "them (layer_types=...), or name the length (trained_length=...)"
@@ -254,9 +255,7 @@ def resolve_options(
         return options, None
     factor, length = resolve_factor_and_length(factor, length, trained)
     if factor < 1:
-        raise ValueError(
-            f"factor must be at least 1 (largest length / trained length), got {factor}"
-        )
+        raise Refused(f"factor must be at least 1 (largest length / trained length), got {factor}")
     return options, length
 
 
@@ -266,19 +265,19 @@ def resolve_factor_and_length(
     """Return factor and target length (tokens) from exactly one of them, or raise ValueError."""
     if (factor is None) == (length is None):
         got = "neither" if factor is None else f"factor={factor} and length={length}"
-        raise ValueError(
+        raise Refused(
             f"expected exactly one of factor and length, got {got}; for example factor=4, or "
             f"length={4 * trained}"
         )
     if factor is not None:
         require_number("factor", factor)
         if not math.isfinite(factor * trained):
-            raise ValueError(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
+            raise Refused(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
         return float(factor), round(factor * trained)
     require_tokens("length", length)
     assert length is not None
     if length < trained:
-        raise ValueError(
+        raise Refused(
             f"length must be at least the trained length, {trained:,} tokens, got {length:,}"
         )
     return length / trained, int(length)
@@ -299,7 +298,7 @@ def select_layer_types(
         return {layer_type: geometries[layer_type] for layer_type in far or geometries}
     if not layer_types or not set(layer_types) <= set(known):
         has = f"has the layer types {', '.join(known)}" if known else "rotates all layers alike"
-        raise ValueError(
+        raise Refused(
             f"layer_types={layer_types!r} does not fit: {type(config).__name__} {has}"
             + ("" if known else "; leave layer_types out")
         )
@@ -321,9 +320,7 @@ def resolve_base(
         (frequencies[layer_type] for _, frequencies in before if layer_type in frequencies), None
     )
     if reference is None:
-        raise ValueError(
-            f"{type(config).__name__} names {layer_type!r}, but no module rotates by it"
-        )
+        raise Refused(f"{type(config).__name__} names {layer_type!r}, but no module rotates by it")
     rotary_dim = 2 * len(reference.inv_freq)
     sized = replace(geometry, rotary_dim=rotary_dim, head_dim=max(geometry.head_dim, rotary_dim))
     parameters = by_layer_type(config.rope_parameters)[layer_type]
@@ -346,7 +343,7 @@ def _require_known_rotation(plan: PatchPlan) -> None:
             geometry = plan.geometries[layer_type]
             expected, got = geometry.inv_freq(), before[layer_type].inv_freq
             if expected.shape != got.shape or not torch.allclose(expected, got, rtol=1e-5, atol=0):
-                raise ValueError(
+                raise Refused(
                     f"{type(rotary.module).__name__} does not rotate as its config says: expected "
                     f"{geometry.rotary_dim} dimensions with theta {geometry.theta:g}; this "
                     "architecture is not supported yet"
@@ -363,7 +360,7 @@ def _require_change(plan: PatchPlan) -> None:
     for attention in plan.mla_attentions:
         if abs(config_mscale(attention, plan.config) - plan.softmax_mscale) > 1e-6:
             return
-    raise ValueError(
+    raise Refused(
         f"{plan.method} would change nothing: the model already rotates that way; expected a "
         "method and a factor that change at least one frequency"
     )
@@ -384,7 +381,7 @@ def _make_length_hooks(
             continue
         decoder = find_decoder(model, rotary)
         if any(decoder is other for other, _, _ in hooks):
-            raise ValueError(
+            raise Refused(
                 f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "
                 "followed in one cache yet: use a method whose frequencies stay, such as yarn"
             )

@@ -21,6 +21,7 @@ from rope_patch.patching.position_guard import parameter_names
 from rope_patch.patching.start_tokens import start_frequencies
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.checksums import digest
+from rope_patch.utils.errors import Refused
 
 _CACHE = "past_key_values"
 
@@ -60,9 +61,9 @@ class StampHooks:
                 # A graph cannot read the length: an op reads it when the graph runs.
                 changed = _add_to_tokens(torch.ops.rope_patch.require_empty(length), args, kwargs)
             elif int(length) > 0:
-                raise ValueError(cache_refusal(int(length), marked=mark is not None))
+                raise Refused(cache_refusal(int(length), marked=mark is not None))
         elif mark is not None:  # the length of a paged cache is unknown
-            raise ValueError(cache_refusal(None, marked=True))
+            raise Refused(cache_refusal(None, marked=True))
         cache.rotation = self.rotation
         return changed
 
@@ -147,7 +148,7 @@ def _require_unchanged(cache: Any) -> None:
         return
     length = _known_length(cache)
     if length is not None and length > rotated:
-        raise ValueError(
+        raise Refused(
             f"the cache holds {length} tokens, of which this rotation rotated {rotated}: the rest "
             "came from the unpatched model, which cannot refuse. Expected a cache that was filled "
             "under this rotation alone: read the text again into a new cache"
@@ -168,7 +169,7 @@ def require_static(method: object, length_hooks: list[Any]) -> None:
         ValueError: They do; it says what to do instead.
     """
     if length_hooks:
-        raise ValueError(
+        raise Refused(
             f"{method} follows the length, and accepts no cache without the record that the model "
             "keeps in it: expected a method whose frequencies stay, such as yarn; copy caches of "
             "other methods with copy.deepcopy, which keeps the record"
@@ -233,7 +234,7 @@ def require_empty(length: torch.Tensor) -> torch.Tensor:
         length: Tokens in the cache, one number.
     """
     if int(length) > 0:
-        raise ValueError(cache_refusal(int(length), marked=False))
+        raise Refused(cache_refusal(int(length), marked=False))
     return torch.zeros_like(length)
 
 

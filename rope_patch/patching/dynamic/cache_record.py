@@ -21,6 +21,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from rope_patch.utils.errors import Refused
+
 UNKNOWN = torch.nan
 
 _REROTATABLE_LAYERS = (
@@ -156,7 +158,7 @@ def get_record(
     record = getattr(cache, "rotation", None)
     if not isinstance(record, RotationRecord):
         if not torch.compiler.is_compiling() and int(past) > 0:
-            raise ValueError(
+            raise Refused(
                 f"the cache holds {int(past)} tokens, and no record of how their keys were "
                 "rotated: it was filled before the model was patched, under a method whose "
                 "frequencies stay, or rebuilt from its tensors. "
@@ -165,13 +167,13 @@ def get_record(
             )
         return None
     if record.layout != layout:
-        raise ValueError(
+        raise Refused(
             "the cache was filled under a patch of other layer types or start tokens: expected an "
             "empty cache, or one that was filled under this patch"
         )
     rows, slots = record.positions.shape
     if rows != batch or (not record.static and slots < past):
-        raise ValueError(
+        raise Refused(
             f"the cache is not as this model left it: expected {rows} rows of {slots} tokens, got "
             f"{batch} rows of {past}; change caches by their own methods (reorder_cache, "
             "batch_select_indices, crop)"
@@ -251,7 +253,7 @@ def require_rerotatable_cache(cache: Any) -> None:
         layer_class = layer if isinstance(layer, type) else type(layer)
         if layer_class in _REROTATABLE_LAYERS or not issubclass(layer_class, CacheLayerMixin):
             continue
-        raise ValueError(
+        raise Refused(
             f"the keys of a {type(cache).__name__} ({layer_class.__name__}) cannot be rotated "
             "again, which this method needs when the sequence grows: expected a DynamicCache or a "
             "StaticCache; or say the length beforehand (`handle.fix_length(...)`), or use a method "
@@ -278,7 +280,7 @@ def _writable_keys(layer: Any, keys: torch.Tensor) -> torch.Tensor:
         ValueError: Gradients flow through keys of a static cache.
     """
     if keys.requires_grad and isinstance(layer, StaticLayer):
-        raise ValueError(
+        raise Refused(
             "the sequence outgrew the frequencies of its cached keys, and gradients flow through "
             "these: a static cache cannot hand out other tensors in their place. Use a "
             "DynamicCache, or torch.no_grad(), or say the length beforehand "
