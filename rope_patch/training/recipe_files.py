@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 
+from rope_patch.utils.errors import did_you_mean
 from rope_patch.utils.resources import resource_folder
 
 _FOLDER = resource_folder("recipes")
@@ -40,7 +40,7 @@ def read_file(name: str) -> str:
     name = name.removesuffix(".yaml")
     if name not in files:
         raise ValueError(
-            f"no recipe {name}{_did_you_mean(name, files)}; there are {', '.join(files)}"
+            f"no recipe {name}{did_you_mean(name, files)}; there are {', '.join(files)}"
         )
     return files[name].read_text(encoding="utf-8")
 
@@ -60,7 +60,7 @@ def find_recipe(path: Path) -> Path:
         if name in paths:
             return paths[name]
         raise ValueError(
-            f"no recipe {path}{_did_you_mean(name, paths)}: no such file, and the package has "
+            f"no recipe {path}{did_you_mean(name, paths)}: no such file, and the package has "
             f"{', '.join(paths)}"
         )
     neighbours = sorted(p.name for p in path.parent.glob("*.yaml"))
@@ -71,8 +71,3 @@ def find_recipe(path: Path) -> Path:
 
 def _files(folder: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((_FOLDER / folder).glob("*.yaml"))}
-
-
-def _did_you_mean(name: str, known: dict[str, Path]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -18,7 +17,7 @@ from transformers import HfArgumentParser, TrainingArguments, integrations
 
 from rope_patch.training import recipe_files
 from rope_patch.training.data_arguments import DataArguments
-from rope_patch.utils.errors import one_line
+from rope_patch.utils.errors import did_you_mean, one_line
 
 LOSSES = ("auto", "full", "torch", "liger")
 RESOLVED = "recipe.yaml"
@@ -334,10 +333,9 @@ def _with_underscores(word: str) -> str:
 def _require_known(key: str, where: str) -> None:
     valid_keys = known_keys()
     if key not in valid_keys:
-        close = get_close_matches(key, valid_keys, n=1, cutoff=0.6)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
-            f"unknown key {key!r} {where}{hint}; `rope-patch finetune --keys` lists all keys"
+            f"unknown key {key!r} {where}{did_you_mean(key, valid_keys)}; "
+            "`rope-patch finetune --keys` lists all keys"
         )
 
 
