@@ -321,8 +321,8 @@ class LongContextLM(HFLM):
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=at)
         seen = [[1] * (read + len(row)) + [0] * (longest - len(row)) for row in rows]
         mask = torch.tensor(seen, device=at)
-        given = {"past_key_values": cache, "use_cache": cache is not None}
-        logits = self.model(ids, attention_mask=mask, **given).logits
+        cache_arguments = {"past_key_values": cache, "use_cache": cache is not None}
+        logits = self.model(ids, attention_mask=mask, **cache_arguments).logits
         answers = []
         for question, row, scores in zip(questions, rows, logits, strict=True):
             part = scores[len(row) - len(question.target) : len(row)].float()

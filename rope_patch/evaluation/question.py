@@ -40,7 +40,7 @@ def make_batches(questions: list[Question], tokens: int) -> Iterator[list[Questi
     """Yield questions on one prompt together, and single ones in batches of `tokens` with padding.
 
     Args:
-        jobs: Ordered by prompts.
+        questions: Ordered by prompts.
         tokens: Of a batch, if it is of more than one prompt.
     """
     single: list[Question] = []

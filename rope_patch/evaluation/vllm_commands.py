@@ -185,8 +185,8 @@ def _lm_eval_runs(request: EvalRequest) -> dict[str, dict[str, Any]]:
         for name in theirs:
             spelled = external_tasks.length_metadata(name, length)
             add(f"{name}-{length}", [name], length, spelled, request.samples)
-    drawn = {"samples": request.short_samples, "seed": request.seed}
-    add("short", request.short, request.longest, drawn)
+    short_metadata = {"samples": request.short_samples, "seed": request.seed}
+    add("short", request.short, request.longest, short_metadata)
     add("lm_eval", others, request.longest, {}, request.samples)
     return runs
 

@@ -162,8 +162,8 @@ def resample_means(
     means = []
     for start in range(0, resamples, rows):
         shape = (min(rows, resamples - start), draws)
-        drawn = generator.integers(len(sums), size=shape)
-        means.append(sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1))
+        units = generator.integers(len(sums), size=shape)
+        means.append(sums[units].sum(axis=1) / sizes[units].sum(axis=1))
     return np.concatenate(means)
 
 

@@ -100,17 +100,17 @@ def accuracy(
             f"expected a cluster for each of {len(scores)} scores, got {len(clusters)}; "
             "give the text of every sample, failed ones too"
         )
-    kept = [i for i, score in enumerate(scores) if score is not None]
-    if not kept:
+    scored = [i for i, score in enumerate(scores) if score is not None]
+    if not scored:
         raise ValueError(
             f"expected at least one score, got {len(scores)} samples, all failed; "
             "leave this measurement out or run it again"
         )
-    values = as_scores([scores[i] for i in kept])
+    values = as_scores([scores[i] for i in scored])
     n = len(values)
     effective, least = float(n), float(n)
     if clusters is not None:
-        sums, sizes = cluster_sums(values, [clusters[i] for i in kept])
+        sums, sizes = cluster_sums(values, [clusters[i] for i in scored])
         least = n * n / float((sizes**2).sum())
         effective = least
         if np.ptp(values) > 0 and len(sizes) > 1:

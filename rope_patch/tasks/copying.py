@@ -60,11 +60,11 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     def words(n: int) -> str:
         while len(others) < n:  # made when needed: only the fitting of the length knows how many
             others.append(text.rng.choice(vocabulary))
-        shown = others[:n]
+        sequence = others[:n]
         for depth, passage in reversed(placed if text.planted else []):
             at = round(depth * n / 100)
-            shown[at:at] = passage  # from the back: no place moves
-        return " ".join(shown)
+            sequence[at:at] = passage  # from the back: no place moves
+        return " ".join(sequence)
 
     def draft(passage: list[str], depth: int) -> samples.SampleDraft:
         rest = " ".join(passage[CUE:])

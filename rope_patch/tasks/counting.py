@@ -72,12 +72,13 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     Raises:
         ValueError: More samples of one text than there are kinds.
     """
-    asked = len(text.depths)
-    if asked >= len(KINDS):
+    sample_count = len(text.depths)
+    if sample_count >= len(KINDS):
         raise ValueError(
-            f"rp_count asks at most {len(KINDS) - 1} questions about a text, got per_text {asked}"
+            f"rp_count asks at most {len(KINDS) - 1} questions about a text, got "
+            f"per_text {sample_count}"
         )
-    kinds = text.rng.sample(KINDS, asked + 1)
+    kinds = text.rng.sample(KINDS, sample_count + 1)
     counts = [text.rng.choice(COUNTS) for _ in kinds]
     needles = []
     for kind, count in zip(kinds, counts, strict=True):

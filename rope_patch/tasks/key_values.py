@@ -40,25 +40,27 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     confusable = float(text.options.get("confusable", 0.25))
     if not 0 <= confusable <= 1:
         raise ValueError(f"confusable is a share of the pairs, from 0 to 1, got {confusable}")
-    asked = [(_uuid(text.rng), _uuid(text.rng)) for _ in text.depths]
+    questions = [(_uuid(text.rng), _uuid(text.rng)) for _ in text.depths]
     # From the front: of several pairs at one depth, the first that is asked for comes first.
-    placed = sorted(zip(text.depths, asked, strict=True), key=lambda at: at[0])
+    placed = sorted(zip(text.depths, questions, strict=True), key=lambda at: at[0])
     others: list[tuple[str, str]] = []
-    used = {key for key, _ in asked}
+    used = {key for key, _ in questions}
 
     def pairs(n: int) -> str:
         while len(others) < n:  # made when needed: only the fitting of the length knows how many
             near = text.rng.random() < confusable
             key = (
-                _change_two_digits(text.rng, text.rng.choice(asked)[0]) if near else _uuid(text.rng)
+                _change_two_digits(text.rng, text.rng.choice(questions)[0])
+                if near
+                else _uuid(text.rng)
             )
             if key not in used:
                 used.add(key)
                 others.append((key, _uuid(text.rng)))
-        shown = others[:n]
+        entries = others[:n]
         for depth, pair in reversed(placed if text.planted else []):
-            shown.insert(round(depth * n / 100), pair)  # from the back: no place moves
-        return "{" + ",\n ".join(f'"{key}": "{value}"' for key, value in shown) + "}"
+            entries.insert(round(depth * n / 100), pair)  # from the back: no place moves
+        return "{" + ",\n ".join(f'"{key}": "{value}"' for key, value in entries) + "}"
 
     def draft(key: str, value: str, depth: int) -> samples.SampleDraft:
         return samples.SampleDraft(
@@ -69,7 +71,7 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
             depth=depth,
         )
 
-    return [draft(*pair, depth) for pair, depth in zip(asked, text.depths, strict=True)]
+    return [draft(*pair, depth) for pair, depth in zip(questions, text.depths, strict=True)]
 
 
 def _uuid(rng: random.Random) -> str:

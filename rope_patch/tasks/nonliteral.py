@@ -44,28 +44,28 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     """
     data = facts()
     names = _names_not_in(tuple(data["names"]), text.texts)
-    asked = len(text.depths)
+    count = len(text.depths)
     distractors = int(text.options.get("distractors", 2))
     most = min(len(names), len(data["facts"]))
-    if not 0 <= distractors <= most - asked:
+    if not 0 <= distractors <= most - count:
         raise ValueError(
-            f"rp_nonliteral has facts and names for {most} strangers a text, got per_text {asked} "
+            f"rp_nonliteral has facts and names for {most} strangers a text, got per_text {count} "
             f"and distractors {distractors}: take fewer"
         )
-    chosen = text.rng.sample(data["facts"], asked + distractors)
-    strangers = text.rng.sample(names, asked + distractors)
+    chosen = text.rng.sample(data["facts"], count + distractors)
+    strangers = text.rng.sample(names, count + distractors)
     depths = [*text.depths, *(text.rng.uniform(0, 100) for _ in range(distractors))]
     needles = [
         (depth, NEEDLE.format(name=name, fact=fact))
         for depth, name, (fact, _) in zip(depths, strangers, chosen, strict=True)
     ]
     words = text.word_source()
-    shown = needles if text.planted else needles[asked:]
+    planted = needles if text.planted else needles[count:]
 
     def draft(name: str, question: str, depth: int) -> samples.SampleDraft:
         return samples.SampleDraft(
             prompt=lambda n: PROMPT.format(
-                story=between_sentences(words(n), shown), question=question
+                story=between_sentences(words(n), planted), question=question
             ),
             prefix=PREFIX,
             answers=[name],
@@ -100,9 +100,9 @@ def between_sentences(words: list[str], sentences: list[tuple[float, str]]) -> s
             ends.append(i)
     placed = list(words)
     for depth, sentence in sorted(sentences, reverse=True):  # from the back: no place moves
-        wanted = depth * len(words) / 100
-        after = bisect(ends, wanted)
-        at = min(ends[after - 1 : after + 1], key=lambda end: abs(end - wanted))
+        target = depth * len(words) / 100
+        after = bisect(ends, target)
+        at = min(ends[after - 1 : after + 1], key=lambda end: abs(end - target))
         placed.insert(at, sentence)
     return " ".join(placed)
 

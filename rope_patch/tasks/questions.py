@@ -225,12 +225,12 @@ class _Filler:
         self._read: list[str] = []
 
     def take(self, words: int) -> list[str]:
-        taken: list[str] = []
+        documents: list[str] = []
         while words > 0:
-            if len(taken) == len(self._read):
+            if len(documents) == len(self._read):
                 self._read.append(next(self._source))
-            document = self._read[len(taken)]
+            document = self._read[len(documents)]
             split = document.split()
-            taken.append(document if len(split) <= words else " ".join(split[:words]))
+            documents.append(document if len(split) <= words else " ".join(split[:words]))
             words -= len(split)
-        return taken
+        return documents

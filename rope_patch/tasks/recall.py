@@ -83,12 +83,12 @@ def _pairs(
             f"rp_recall asks for {number} words of each text, twice as many are needed, and this "
             f"tokenizer has {len(values)} for it: give a smaller per_text"
         )
-    drawn = list(zip(rng.sample(keys, 2 * number), rng.sample(values, 2 * number), strict=True))
-    asked, others = drawn[:number], drawn[number:]
+    all_pairs = list(zip(rng.sample(keys, 2 * number), rng.sample(values, 2 * number), strict=True))
+    asked, others = all_pairs[:number], all_pairs[number:]
     shares = [depth / 100 for depth in depths]
     shares += [rng.random() for _ in range(number - len(shares))]
-    shown = asked if text.planted else others
-    placed = sorted(zip(shares, shown, strict=True), key=lambda at: at[0])
+    planted = asked if text.planted else others
+    placed = sorted(zip(shares, planted, strict=True), key=lambda at: at[0])
     noise: list[str] = []
 
     def prompt(n: int) -> str:

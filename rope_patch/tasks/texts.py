@@ -120,7 +120,7 @@ def documents(
             f"{len(excerpts)}: give more texts, fewer documents or a shorter length"
         )
     # All first excerpts, then all second ones: the sort leaves the order of the texts as it is.
-    return [document for _, document in sorted(excerpts, key=lambda found: found[0])[:count]]
+    return [document for _, document in sorted(excerpts, key=lambda excerpt: excerpt[0])[:count]]
 
 
 def _tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -151,9 +151,9 @@ def failure_lines(stats: RunStatistics) -> list[str]:
     lines = []
     for (task, label, reason), samples in grouped.items():
         count = f"{len(samples)} sample{'s' if len(samples) > 1 else ''}"
-        shown = ", ".join(samples[:3]) + (", …" if len(samples) > 3 else "")
+        names = ", ".join(samples[:3]) + (", …" if len(samples) > 3 else "")
         lines.append(
-            one_line(f"{task_name(task)}, {stats.names[label]}: {count} ({shown}): {reason}")
+            one_line(f"{task_name(task)}, {stats.names[label]}: {count} ({names}): {reason}")
         )
     return lines[:_MAX_FAILURES] + [f"{len(lines) - _MAX_FAILURES} more"] * (
         len(lines) > _MAX_FAILURES

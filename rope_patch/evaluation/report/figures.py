@@ -82,7 +82,7 @@ def draw_figures(stats: RunStatistics, prefix: str = "") -> dict[str, Picture]:
     """Draw what was measured, by name.
 
     Args:
-        found: One run's findings.
+        stats: One run's statistics.
         prefix: Begins the file names, to tell several runs' pictures apart.
 
     Returns:
@@ -247,24 +247,26 @@ def _plot_lines(axes: Axes, panel: _Panel) -> tuple[list[Any], float]:
         look: Any = {"color": PAPER[line.key], "markersize": 4.5, "zorder": 3, **ring}
         x = [point[0] for point in line.points]
         y = [min(value, roof) for _, value in line.points]
-        drawn: list[Any] = axes.plot(
+        artists: list[Any] = axes.plot(
             x, y, linestyle=line.dash, marker=line.marker, lw=1.7, mew=1.1, **look
         )
-        handles += drawn
+        handles += artists
         if band := [b for b in line.band if b[1] <= roof]:
             at, low, high = zip(*band, strict=True)
             top = [min(value, roof) for value in high]
             # Many bands on one spot must not hide what lies there.
             alpha = 0.16 * min(1, 5 / len(panel.lines))
             look_of_band: Any = {"color": PAPER[line.key], "alpha": alpha, "lw": 0, "zorder": 2.5}
-            drawn = [*drawn, axes.fill_between(at, low, top, **look_of_band)]
+            artists = [*artists, axes.fill_between(at, low, top, **look_of_band)]
         off = [point[0] for point in line.points if point[1] > roof]
-        drawn += axes.plot(off, [roof] * len(off), "^", color=look["color"], ms=10, zorder=3)
+        artists += axes.plot(off, [roof] * len(off), "^", color=look["color"], ms=10, zorder=3)
         endless = math.inf in dict(line.points).values()
         text = ("infinite" if endless else f"over {_OFF_SCALE:,.0f}") + 3 * "\u00a0"
         for x_off in off[:1]:
-            drawn.append(axes.text(x_off, roof, text, color=look["color"], ha="right", va="center"))
-        _tag_method(line, drawn)
+            artists.append(
+                axes.text(x_off, roof, text, color=look["color"], ha="right", va="center")
+            )
+        _tag_method(line, artists)
     return handles, roof
 
 

@@ -115,7 +115,7 @@ def sections(stats: RunStatistics, pictures: dict[str, Picture], prefix: str = "
     """Return the sections of what was measured, in order.
 
     Args:
-        found: One run's findings.
+        stats: One run's statistics.
         pictures: From `figures.draw`.
         prefix: Begins the file names of heat maps.
     """

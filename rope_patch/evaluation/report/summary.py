@@ -67,7 +67,7 @@ def summary_table(runs: list[tuple[str, RunStatistics]]) -> Table | None:
     """Return a row for each method, of each run where there are several.
 
     Args:
-        runs: Titles and findings.
+        runs: Titles and statistics.
     """
     heads = _column_heads(runs)
     rows = [
@@ -247,16 +247,16 @@ def _long_perplexity_sentences(stats: RunStatistics) -> Iterator[str]:
         return
     trained = f"{stats.trained_length:,}"
     averages = {label: stats.average(label, beyond=True) for label in stats.losses}
-    known = {label: interval for label, interval in averages.items() if interval is not None}
-    if not known:
+    measured = {label: interval for label, interval in averages.items() if interval is not None}
+    if not measured:
         yield f"No perplexity was measured beyond the trained {trained} tokens."
         return
     texts = [
-        f"{_perplexity_with_interval(known[label])} {_method_phrase(stats, label)}"
-        for label in known
+        f"{_perplexity_with_interval(measured[label])} {_method_phrase(stats, label)}"
+        for label in measured
     ]
     yield f"Beyond its trained {trained} tokens the model's perplexity is {_join_words(texts)}."
-    changes = {label: stats.ratio_to_control(label) for label in known}
+    changes = {label: stats.ratio_to_control(label) for label in measured}
     texts = [
         f"{_change_with_interval(change)} {_method_phrase(stats, label)}"
         for label, change in changes.items()

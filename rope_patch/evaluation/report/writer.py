@@ -83,7 +83,7 @@ def check_results(results: dict[str, Any], where: str) -> None:
     """Raise if a report cannot be made of one run's results.
 
     Args:
-        results: What `signing.verify` returned, or one of its `runs`.
+        results: What `checksums.verify_checksum` returned, or one of its `runs`.
         where: The file's name, for the error.
 
     Raises:

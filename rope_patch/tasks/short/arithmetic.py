@@ -22,12 +22,13 @@ def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
     """Yield questions without end; no result is negative."""
     while True:
         solved = [_problem(rng) for _ in range(EXAMPLES)]
-        asked, result = _problem(rng)
-        if asked in dict(solved):
+        new_problem, result = _problem(rng)
+        if new_problem in dict(solved):
             continue
         near = [result + miss for miss in _MISSES if result + miss >= 0]
         yield choices.ChoiceQuestion(
-            context="".join(f"{problem} = {value}\n" for problem, value in solved) + f"{asked} =",
+            context="".join(f"{problem} = {value}\n" for problem, value in solved)
+            + f"{new_problem} =",
             right=str(result),
             wrong=[str(value) for value in rng.sample(near, 3)],
         )

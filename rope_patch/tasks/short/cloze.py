@@ -26,13 +26,13 @@ def build(**metadata: Any) -> dict[str, Any]:
 def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
     """Yield questions without end, each from some place in some novel."""
     names = texts.names()
-    asked: set[tuple[str, int]] = set()
+    seen: set[tuple[str, int]] = set()
     while True:
         name = rng.choice(names)
         words = texts.split_words(name)
         end = rng.randrange(MAX_WORDS, len(words))
         right = _word_before_stop(words[end])
-        if not right or not words[end].endswith(_SENTENCE_ENDS) or (name, end) in asked:
+        if not right or not words[end].endswith(_SENTENCE_ENDS) or (name, end) in seen:
             continue
         passage = _from_a_sentence(words[end - MAX_WORDS : end])
         # Words that close a phrase are of the kinds that the last word may be of.
@@ -47,7 +47,7 @@ def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
             continue
         rng.shuffle(others)
         others.sort(key=lambda word: _shared_ending(word, right), reverse=True)  # same forms first
-        asked.add((name, end))
+        seen.add((name, end))
         stop = words[end].removeprefix(right)  # so that no choice begins another
         yield choices.ChoiceQuestion(
             context=" ".join(passage),

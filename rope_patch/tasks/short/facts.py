@@ -32,8 +32,8 @@ def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
         for relation, subject, answer in tables.shuffled_rows(table, rng):
             wording = WORDING[relation]
             others = [(other, its) for other, its in table[relation].items() if other != subject]
-            shown = rng.sample(others, EXAMPLES)
-            lines = [f"{wording.format(other)} {its}." for other, its in shown]
+            examples = rng.sample(others, EXAMPLES)
+            lines = [f"{wording.format(other)} {its}." for other, its in examples]
             wrong = sorted(set(table[relation].values()) - {answer})
             yield choices.ChoiceQuestion(
                 context="\n".join([*lines, wording.format(subject)]),

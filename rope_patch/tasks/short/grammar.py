@@ -48,12 +48,12 @@ def build(**metadata: Any) -> dict[str, Any]:
 
 def questions(rng: random.Random) -> Iterator[choices.ChoiceQuestion]:
     """Yield questions without end; phenomena take turns, no pair comes twice."""
-    asked: set[Pair] = set()
+    seen: set[Pair] = set()
     for phenomenon in cycle(PHENOMENA):
         pair = phenomenon(rng)
-        while pair in asked:
+        while pair in seen:
             pair = phenomenon(rng)
-        asked.add(pair)
+        seen.add(pair)
         before = [rng.choice(PHENOMENA)(rng)[0] for _ in range(SENTENCES_BEFORE)]
         yield choices.ChoiceQuestion(context=" ".join(before), right=pair[0], wrong=[pair[1]])
 
