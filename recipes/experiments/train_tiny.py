@@ -82,7 +82,7 @@ class Architecture(NamedTuple):
     note: str
 
 
-def plain_rope_parameters(theta: float) -> dict[str, Any]:
+def _rope(theta: float) -> dict[str, Any]:
     """Return the rope_parameters of plain RoPE."""
     return {"rope_type": "default", "rope_theta": theta}
 
@@ -96,7 +96,7 @@ SETTINGS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": TRAINED_LENGTH,
-    "rope_parameters": plain_rope_parameters(1e4),
+    "rope_parameters": _rope(1e4),
     "tie_word_embeddings": True,
     "pad_token_id": PAD_ID,
     "bos_token_id": EOS_ID,
@@ -113,10 +113,7 @@ ARCHITECTURES = {
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "sliding_window": 32,
             "query_pre_attn_scalar": 32,
-            "rope_parameters": {
-                "sliding_attention": plain_rope_parameters(1e3),
-                "full_attention": plain_rope_parameters(1e4),
-            },
+            "rope_parameters": {"sliding_attention": _rope(1e3), "full_attention": _rope(1e4)},
             # Embeddings, times sqrt(hidden_size), then start as large as what a layer adds behind
             # its norm. With the usual 0.02, recall was not learned in 1,600 steps.
             "initializer_range": 0.088,
@@ -293,9 +290,8 @@ def train(seed: int = SEED, max_steps: int = 2000, architecture: str = "llama") 
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            recent.append(
-                correct_tokens(logits[: batch // 2].detach(), recall_labels).float().mean().item()
-            )
+            correct = correct_tokens(logits[: batch // 2].detach(), recall_labels)
+            recent.append(correct.float().mean().item())
             accuracy = sum(recent) / len(recent)
             bar.update()
             state = {"length": length, "loss": f"{loss.item():.3f}", "recall": f"{accuracy:.3f}"}
