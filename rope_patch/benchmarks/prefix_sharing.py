@@ -37,7 +37,7 @@ def main(
     per_text: Annotated[int, typer.Option(help="Samples that share a text.", min=1)] = 5,
     out: Annotated[Path | None, typer.Option(help="A file for the results as JSON.")] = None,
 ) -> None:
-    """Times plain lm-eval and this package's evaluation on the same samples."""
+    """Time plain lm-eval and this package's evaluation on the same samples."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     path, token_lengths = (
         demo.resolve_model_path(model),

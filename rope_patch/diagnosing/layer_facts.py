@@ -122,7 +122,7 @@ def configured_method(parameters: dict[str, Any], geometry: Geometry, full: int)
     Args:
         parameters: `rope_parameters` of one layer type.
         geometry: Its unscaled rotation.
-        promised_length: `max_position_embeddings`, in tokens.
+        full: `max_position_embeddings`, in tokens.
 
     Raises:
         ValueError: An option is invalid.

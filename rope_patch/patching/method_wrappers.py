@@ -163,8 +163,9 @@ class ContinuedScaling(MethodWrapper):
         return self.inner.valid_until(length, trained_length)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """Return `longrope` with the stretch of both scalings, or the config's own without such a
-        form.
+        """Return `longrope` with the stretch of both scalings.
+
+        Where that has no form in a config, return the config's own.
         """
         if not geometry.base:  # a layer type without trained-in scaling
             return self.inner.rope_parameters(geometry)

@@ -58,7 +58,7 @@ class DataArguments:
 
 
 def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
-    """Checks what can be checked without reading.
+    """Check what can be checked without reading.
 
     Raises:
         ValueError: Says which argument is wrong, and what it may be.

@@ -46,7 +46,7 @@ class DivergenceGuard:
         """Raise if a step's loss or gradients are bad, before they are applied.
 
         Args:
-            record_step: The step's number, from 1.
+            step: The step's number, from 1.
             loss: The loss over all processes.
             norm: The gradient norm over all processes.
             rows: The `row` of each row that this process computed the loss from.
@@ -115,8 +115,8 @@ class TrainingProgress:
         """Record a step.
 
         Args:
-            record_step: The step's number, from 1.
-            **measured: loss, grad_norm, learning_rate.
+            step: The step's number, from 1.
+            **metrics: loss, grad_norm, learning_rate.
 
         Returns:
             These with the total tokens so far, tokens_per_second, and memory in GB.

@@ -141,7 +141,7 @@ class Problem:
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, `[1, S, D]`, as transformers computes and rounds them."""
+        """Cosines and sines, `[1, S, D]`, as transformers computes and rounds them."""
         angles = self.positions[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)

@@ -60,6 +60,7 @@ class TimedMethod:
 
 
 def make_timed_method(name: str, model: Any, patch_arguments: dict[str, Any] | None) -> TimedMethod:
+    """Return a method on a copy of a model that shares its weights."""
     weights = {id(parameter): parameter for parameter in model.parameters()}
     instance = copy.deepcopy(model, weights)  # which takes the weights for copied already
     handle = None if patch_arguments is None else patch(instance, **patch_arguments)

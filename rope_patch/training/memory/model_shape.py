@@ -38,7 +38,7 @@ class ModelShape:
 
 
 def model_shape(config: Any) -> ModelShape:
-    """Return the sizes of a config\'s model, which is built without weights."""
+    """Return the sizes of a config's model, which is built without weights."""
     config_class: Any = type(config)
     return _cached_model_shape(config.to_json_string(use_diff=False), config_class)
 
