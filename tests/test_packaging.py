@@ -9,7 +9,7 @@ import zipfile
 from email import message_from_bytes
 
 import pytest
-from packages import ROOT, build, copy, files
+from helpers.packages import ROOT, build, copy, files
 
 TINY = str(ROOT / "tests" / "assets" / "tiny-llama")
 CODE = ("rope_patch/", "eval/", "recipes/")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.reference_rerotation import Reference
+from helpers.tiny_models import step_by_step
 from measure_tiny import decode, recall_and_log_likelihood, requests, without_key_rerotation
-from reference_rerotation import Reference
-from tiny_models import step_by_step
 from train_tiny import recall_accuracy, recall_batch
 from transformers import AutoModelForCausalLM
 

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from commands import here, typed
+from helpers.commands import here, typed
 
 import rope_patch
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import here
+from helpers.commands import here
 
 import rope_patch
 from rope_patch.pretrained import demo

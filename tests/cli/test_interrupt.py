@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import here
+from helpers.commands import here
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 

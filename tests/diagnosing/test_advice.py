@@ -9,7 +9,7 @@ import torch
 import transformers
 import typer
 from architectures.tiny_architectures import tiny_config, tiny_model
-from tiny_models import TARGET, TRAINED, make_config, make_model
+from helpers.tiny_models import TARGET, TRAINED, make_config, make_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from tiny_models import make_config, make_model
+from helpers.tiny_models import make_config, make_model
 from transformers import LlamaConfig
 
 import rope_patch

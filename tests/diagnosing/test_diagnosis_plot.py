@@ -4,7 +4,7 @@ import re
 import struct
 
 import pytest
-from tiny_models import TARGET, TRAINED, make_config
+from helpers.tiny_models import TARGET, TRAINED, make_config
 
 import rope_patch
 from rope_patch.utils.plot_style import PALETTE

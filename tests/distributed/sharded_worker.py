@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
-from tiny_models import LONG_FACTOR, SHORT_FACTOR, TRAINED, make_model, tokens
+from helpers.tiny_models import LONG_FACTOR, SHORT_FACTOR, TRAINED, make_model, tokens
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
 

@@ -17,7 +17,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from helpers.processes import launch, shared_folder
-from tiny_models import forward, tokens
+from helpers.tiny_models import forward, tokens
 from transformers import AutoModelForCausalLM
 
 import rope_patch

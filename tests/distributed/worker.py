@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
-from tiny_models import LONG_FACTOR, SHORT_FACTOR, TRAINED, make_model, tokens
+from helpers.tiny_models import LONG_FACTOR, SHORT_FACTOR, TRAINED, make_model, tokens
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
 

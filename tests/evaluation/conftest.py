@@ -1,8 +1,8 @@
 """Models for the tests of the language model."""
 
 import pytest
+from helpers.tiny_models import make_model
 from language_models import METHODS, TINY
-from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from commands import here, typed
-from evaluations import TINY
+from helpers.commands import here, typed
+from helpers.evaluations import TINY
 from transformers import LlamaForCausalLM
 
 SMALL = [

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from evaluations import TINY, request
+from helpers.evaluations import TINY, request
 
 from rope_patch.evaluation import profiles
 from rope_patch.evaluation.pipeline import evaluate

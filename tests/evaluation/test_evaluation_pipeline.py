@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from evaluations import TINY, killed, lines, numbers, request
+from helpers.evaluations import TINY, killed, lines, numbers, request
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import rope_patch

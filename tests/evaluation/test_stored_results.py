@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from evaluations import lines, numbers, request
+from helpers.evaluations import lines, numbers, request
 
 from rope_patch.evaluation.measures import perplexity
 from rope_patch.evaluation.pipeline import evaluate

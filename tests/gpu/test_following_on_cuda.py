@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import LONG, SHORT, TRAINED, make_model, step_by_step, tokens
+from helpers.tiny_models import LONG, SHORT, TRAINED, make_model, step_by_step, tokens
 from transformers import DynamicCache, StaticCache
 
 import rope_patch

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import forward, make_model, step_by_step, tokens
+from helpers.tiny_models import forward, make_model, step_by_step, tokens
 
 import rope_patch
 from rope_patch import ops

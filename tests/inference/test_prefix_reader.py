@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_model, tokens
+from helpers.tiny_models import make_model, tokens
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 import rope_patch

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from search_fixtures import ASSETS, questions
+from helpers.search_fixtures import ASSETS, questions
 from train_tiny import recall_batch
 from transformers import AutoTokenizer
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from packages import ROOT, build, copy
+from helpers.packages import ROOT, build, copy
 
 pytestmark = pytest.mark.installed
 

@@ -7,7 +7,15 @@ import copy
 
 import pytest
 import torch
-from tiny_models import LONG, SHORT, assert_close, assert_differs, logits, make_model, tokens
+from helpers.tiny_models import (
+    LONG,
+    SHORT,
+    assert_close,
+    assert_differs,
+    logits,
+    make_model,
+    tokens,
+)
 
 import rope_patch
 

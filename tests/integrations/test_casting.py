@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from tiny_models import LONG, SHORT, logits, make_model
+from helpers.tiny_models import LONG, SHORT, logits, make_model
 
 import rope_patch
 

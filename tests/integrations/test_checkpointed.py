@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from tiny_models import LONG, LONG_FACTOR, SHORT, SHORT_FACTOR, TRAINED, make_model, padded, tokens
+from helpers.tiny_models import (
+    LONG,
+    LONG_FACTOR,
+    SHORT,
+    SHORT_FACTOR,
+    TRAINED,
+    make_model,
+    padded,
+    tokens,
+)
 
 import rope_patch
 

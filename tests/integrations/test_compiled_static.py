@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     SHORT,

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import LONG, LONG_FACTOR, SHORT, SHORT_FACTOR, logits, make_model, step_by_step
-from tiny_models import tokens as ids_of
+from helpers.tiny_models import (
+    LONG,
+    LONG_FACTOR,
+    SHORT,
+    SHORT_FACTOR,
+    logits,
+    make_model,
+    step_by_step,
+)
+from helpers.tiny_models import tokens as ids_of
 
 import rope_patch
 

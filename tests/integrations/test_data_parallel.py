@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch.nn.parallel
-from tiny_models import LONG_FACTOR, forward, make_model, tokens
+from helpers.tiny_models import LONG_FACTOR, forward, make_model, tokens
 
 import rope_patch
 

@@ -3,7 +3,7 @@
 import accelerate
 import pytest
 import torch
-from tiny_models import LONG, SHORT, make_model, step_by_step, tokens
+from helpers.tiny_models import LONG, SHORT, make_model, step_by_step, tokens
 
 import rope_patch
 

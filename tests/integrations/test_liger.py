@@ -11,7 +11,7 @@ import logging
 import pytest
 import torch
 import transformers
-from tiny_models import LONG, SHORT, assert_close, logits, make_model, step_by_step, tokens
+from helpers.tiny_models import LONG, SHORT, assert_close, logits, make_model, step_by_step, tokens
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 

@@ -8,7 +8,15 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import remove_hook_from_submodules
-from tiny_models import LONG, SHORT, assert_close, assert_differs, logits, make_model, tokens
+from helpers.tiny_models import (
+    LONG,
+    SHORT,
+    assert_close,
+    assert_differs,
+    logits,
+    make_model,
+    tokens,
+)
 from transformers import AutoModelForCausalLM
 
 import rope_patch

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     SHORT,

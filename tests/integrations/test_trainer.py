@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 import transformers
-from tiny_models import LONG, SHORT, assert_close, assert_differs, logits, make_model, tokens
+from helpers.tiny_models import (
+    LONG,
+    SHORT,
+    assert_close,
+    assert_differs,
+    logits,
+    make_model,
+    tokens,
+)
 
 import rope_patch
 

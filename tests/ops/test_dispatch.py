@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from helpers.exact_rotation import draw, frequencies
-from tiny_models import make_model
+from helpers.tiny_models import make_model
 
 import rope_patch
 from rope_patch import ops

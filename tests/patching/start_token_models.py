@@ -2,7 +2,7 @@
 
 import math
 
-from tiny_models import (
+from helpers.tiny_models import (
     FACTOR,
     LONG_FACTOR,
     SHORT_FACTOR,

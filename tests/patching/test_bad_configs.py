@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tiny_models import LONG_FACTOR, SHORT_FACTOR, TARGET, TRAINED, logits, make_model
+from helpers.tiny_models import LONG_FACTOR, SHORT_FACTOR, TARGET, TRAINED, logits, make_model
 
 import rope_patch
 

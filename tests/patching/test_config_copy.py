@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import transformers
-from tiny_models import (
+from helpers.tiny_models import (
     FAMILIES,
     LONG,
     LONG_FACTOR,

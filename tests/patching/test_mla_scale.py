@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from architectures.tiny_architectures import TRAINED, tiny_config, tiny_model
-from tiny_models import OLD_TRANSFORMERS
+from helpers.tiny_models import OLD_TRANSFORMERS
 from transformers import AutoModelForCausalLM
 
 import rope_patch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from architectures.tiny_architectures import TRAINED, tiny_config, tiny_model
-from tiny_models import OLD_TRANSFORMERS
+from helpers.tiny_models import OLD_TRANSFORMERS
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from tiny_models import LONG, SHORT, logits, make_model, step_by_step, tokens
+from helpers.tiny_models import LONG, SHORT, logits, make_model, step_by_step, tokens
 from transformers import DynamicCache
 
 import rope_patch

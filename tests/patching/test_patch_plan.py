@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import transformers
-from tiny_models import LONG_FACTOR, TRAINED, assert_close, logits, make_model, make_native
+from helpers.tiny_models import LONG_FACTOR, TRAINED, assert_close, logits, make_model, make_native
 
 import rope_patch
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import transformers
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     SHORT,

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     OLD_TRANSFORMERS,

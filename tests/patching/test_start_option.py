@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     SHORT,

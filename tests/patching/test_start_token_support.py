@@ -8,8 +8,7 @@ import pickle
 import pytest
 import torch
 from architectures.tiny_architectures import tiny_model
-from start_token_models import OPTIONS, START, one_layer, patched, rotary_of
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     OLD_TRANSFORMERS,
@@ -24,6 +23,7 @@ from tiny_models import (
     padded,
     tokens,
 )
+from start_token_models import OPTIONS, START, one_layer, patched, rotary_of
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DynamicCache
 

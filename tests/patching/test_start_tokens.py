@@ -4,12 +4,11 @@ import copy
 import math
 
 import pytest
-import reference_rerotation
 import torch
 from architectures.tiny_architectures import tiny_model
-from reference_rerotation import Reference
-from start_token_models import OPTIONS, SCALE, START, one_layer, patched, rotary_of
-from tiny_models import (
+from helpers import reference_rerotation
+from helpers.reference_rerotation import Reference
+from helpers.tiny_models import (
     FACTOR,
     LONG,
     SHORT,
@@ -22,6 +21,7 @@ from tiny_models import (
     step_by_step,
     tokens,
 )
+from start_token_models import OPTIONS, SCALE, START, one_layer, patched, rotary_of
 from transformers import DynamicCache, StaticCache
 
 

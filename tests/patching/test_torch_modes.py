@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import LONG_FACTOR, forward, make_model, step_by_step, tokens
+from helpers.tiny_models import LONG_FACTOR, forward, make_model, step_by_step, tokens
 from torch.autograd import forward_ad
 
 import rope_patch

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from tiny_models import (
+from helpers.tiny_models import (
     FAMILIES,
     LONG_FACTOR,
     SHORT_FACTOR,

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import transformers
+from helpers.tiny_models import LONG, SHORT, logits, make_model
 from rope_type_configs import registry
-from tiny_models import LONG, SHORT, logits, make_model
 
 import rope_patch
 

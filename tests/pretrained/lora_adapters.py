@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     SHORT,

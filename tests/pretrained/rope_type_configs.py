@@ -1,7 +1,7 @@
 """Configs whose rope_type is one of our methods, and transformers' registry."""
 
 import transformers
-from tiny_models import (
+from helpers.tiny_models import (
     TARGET,
     TRAINED,
     make_config,

@@ -6,6 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers.tiny_models import (
+    TRAINED,
+    assert_close,
+    logits,
+)
 from lora_adapters import (
     add_adapter,
     assert_logits,
@@ -15,11 +20,6 @@ from lora_adapters import (
     lora,
     peft,
     state,
-)
-from tiny_models import (
-    TRAINED,
-    assert_close,
-    logits,
 )
 
 import rope_patch

@@ -9,16 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from lora_adapters import (
-    METHODS,
-    add_adapter,
-    assert_logits,
-    assert_untouched,
-    base,
-    peft,
-    state,
-)
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     SHORT,
     TRAINED,
@@ -27,6 +18,15 @@ from tiny_models import (
     logits,
     make_model,
     tokens,
+)
+from lora_adapters import (
+    METHODS,
+    add_adapter,
+    assert_logits,
+    assert_untouched,
+    base,
+    peft,
+    state,
 )
 
 import rope_patch

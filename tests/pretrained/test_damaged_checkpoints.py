@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import transformers
-from tiny_models import make_model
+from helpers.tiny_models import make_model
 
 import rope_patch
 

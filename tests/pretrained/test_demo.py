@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from reference_rerotation import Reference
-from tiny_models import step_by_step
+from helpers.reference_rerotation import Reference
+from helpers.tiny_models import step_by_step
 
 import rope_patch
 from rope_patch.evaluation.measures import perplexity

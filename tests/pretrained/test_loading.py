@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from tiny_models import (
+from helpers.tiny_models import (
     FAMILIES,
     SIZES,
     TARGET,

@@ -9,15 +9,7 @@ import pytest
 import torch
 import transformers
 from architectures import tiny_architectures
-from rope_type_configs import (
-    BASE,
-    LENGTH,
-    NATIVE_ROPE_TYPES,
-    STATIC,
-    named,
-    rotary,
-)
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     OLD_TRANSFORMERS,
@@ -31,6 +23,14 @@ from tiny_models import (
     make_config,
     make_model,
     make_native,
+)
+from rope_type_configs import (
+    BASE,
+    LENGTH,
+    NATIVE_ROPE_TYPES,
+    STATIC,
+    named,
+    rotary,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

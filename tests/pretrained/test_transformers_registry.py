@@ -7,6 +7,12 @@ import threading
 
 import pytest
 import torch
+from helpers.tiny_models import (
+    TARGET,
+    logits,
+    make_config,
+    make_model,
+)
 from rope_type_configs import (
     BASE,
     LENGTH,
@@ -15,12 +21,6 @@ from rope_type_configs import (
     STATIC,
     named,
     registry,
-)
-from tiny_models import (
-    TARGET,
-    logits,
-    make_config,
-    make_model,
 )
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

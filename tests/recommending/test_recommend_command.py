@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import typed
-from search_fixtures import questions
+from helpers.commands import typed
+from helpers.search_fixtures import questions
 from typer.testing import CliRunner
 
 from rope_patch.cli import app

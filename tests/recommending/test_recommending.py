@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.processes import FORK, together
-from search_fixtures import load, questions
+from helpers.search_fixtures import load, questions
 from transformers import AutoModelForCausalLM
 
 import rope_patch

@@ -1,7 +1,7 @@
 """The samples of a recommendation: blocks that share nothing, and the user's own by length."""
 
 import pytest
-from search_fixtures import ASSETS, TRAINED, questions
+from helpers.search_fixtures import ASSETS, TRAINED, questions
 from transformers import AutoTokenizer
 
 from rope_patch.recommending import sample_sets

@@ -1,7 +1,7 @@
 """Variants: the rotations that stand for methods, static and dynamic."""
 
 import pytest
-from search_fixtures import TRAINED, load
+from helpers.search_fixtures import TRAINED, load
 
 import rope_patch
 from rope_patch.methods import build

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import typed
+from helpers.commands import typed
 from train_tiny import recall_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner

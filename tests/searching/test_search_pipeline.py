@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from helpers.processes import together
-from search_fixtures import (
+from helpers.search_fixtures import (
     LENGTH,
     arguments,
     killed,

@@ -1,8 +1,8 @@
 """Searches that cannot be: refused with the reason, before anything is written."""
 
 import pytest
-from search_fixtures import TRAINED, arguments, load, questions, registered
-from tiny_models import make_model
+from helpers.search_fixtures import TRAINED, arguments, load, questions, registered
+from helpers.tiny_models import make_model
 from transformers import AutoTokenizer
 
 import rope_patch

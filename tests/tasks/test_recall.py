@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
-from commands import here
-from search_fixtures import ASSETS, load
+from helpers.commands import here
+from helpers.search_fixtures import ASSETS, load
 from transformers import AutoTokenizer
 
 import rope_patch

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_models import make_model
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tiny_models import make_model
 from transformers import AutoTokenizer
 
 from rope_patch.tasks import short, texts

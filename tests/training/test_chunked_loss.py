@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import make_model
+from helpers.tiny_models import make_model
 from torch.nn import functional
 
 from rope_patch.training import chunked_loss

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import training_runs as runs
-from commands import here
+from helpers.commands import here
 from safetensors.torch import load_file, save_file
 from training_runs import ASSETS, STEPS, arguments, curve, equal_tensors, require_same, run, stopped
 from training_runs import truth as truth

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from small_disk import disk as disk
+from helpers.small_disk import disk as disk
 from training_runs import (
     RECIPES,
     Child,

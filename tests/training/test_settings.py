@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import here
+from helpers.commands import here
 
 from rope_patch.training import recipe_files, settings
 from rope_patch.training.settings import known_keys, parse

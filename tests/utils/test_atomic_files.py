@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import here
-from small_disk import disk as disk
-from tiny_models import make_model
+from helpers.commands import here
+from helpers.small_disk import disk as disk
+from helpers.tiny_models import make_model
 
 import rope_patch
 from rope_patch.inference.answers import AnswerStore

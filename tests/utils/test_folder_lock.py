@@ -4,7 +4,7 @@ import errno
 import time
 
 import pytest
-from evaluations import request
+from helpers.evaluations import request
 from helpers.processes import FORK, together
 
 from rope_patch.evaluation.pipeline import evaluate

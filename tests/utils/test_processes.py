@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
-from evaluations import lines, numbers, request
+from helpers.evaluations import lines, numbers, request
 from helpers.processes import together
 
 from rope_patch.evaluation.pipeline import evaluate

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from tiny_models import make_model
+from helpers.tiny_models import make_model
 from typer.testing import CliRunner
 
 import rope_patch

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from tiny_models import TARGET, assert_differs, logits, make_model
+from helpers.tiny_models import TARGET, assert_differs, logits, make_model
 from transformers import AutoModelForCausalLM
 
 import rope_patch

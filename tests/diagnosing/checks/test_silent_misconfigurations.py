@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from architectures.tiny_architectures import tiny_config
-from tiny_models import (
+from helpers.tiny_models import (
     FACTOR,
     LONG_FACTOR,
     OLD_TRANSFORMERS,

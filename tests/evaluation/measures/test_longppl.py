@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import train_tiny
-from tiny_models import make_model, tokens
+from helpers.tiny_models import make_model, tokens
 from transformers import AutoModelForCausalLM
 
 from rope_patch.evaluation.measures import longppl, perplexity

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny_models import FAMILIES, make_model, tokens
+from helpers.tiny_models import FAMILIES, make_model, tokens
 from torch import nn
 
 import rope_patch

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import make_model, tokens
+from helpers.tiny_models import make_model, tokens
 
 import rope_patch
 from rope_patch.evaluation.measures import perplexity, sliding_window

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import typed
-from tiny_models import TRAINED, make_model, tokens
+from helpers.commands import typed
+from helpers.tiny_models import TRAINED, make_model, tokens
 from typer.testing import CliRunner
 
 import rope_patch

@@ -2,8 +2,8 @@
 
 import json
 
-from commands import here
-from evaluations import TINY
+from helpers.commands import here
+from helpers.evaluations import TINY
 from report_results import results
 from transformers import LlamaForCausalLM
 

@@ -7,7 +7,7 @@ The native configs are written out here by hand, from transformers' documentatio
 import copy
 
 import pytest
-from tiny_models import (
+from helpers.tiny_models import (
     FACTOR,
     FAMILIES,
     LONG,

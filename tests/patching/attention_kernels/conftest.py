@@ -7,11 +7,11 @@ import importlib
 from types import SimpleNamespace
 
 import pytest
+from helpers.tiny_models import (
+    MODELS,
+)
 from kernel_models import (
     OTHERS,
-)
-from tiny_models import (
-    MODELS,
 )
 
 

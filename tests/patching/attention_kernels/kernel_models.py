@@ -1,7 +1,7 @@
 """Models and helpers of the tests that compare kernels."""
 
 import torch
-from tiny_models import (
+from helpers.tiny_models import (
     forward,
     tokens,
 )

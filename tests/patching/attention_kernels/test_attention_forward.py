@@ -8,6 +8,12 @@ import peft
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from helpers.tiny_models import (
+    SIZES,
+    assert_close,
+    make_model,
+    tokens,
+)
 from kernel_models import (
     FEW,
     OURS,
@@ -17,12 +23,6 @@ from kernel_models import (
     parts,
     patch,
     saved_by,
-)
-from tiny_models import (
-    SIZES,
-    assert_close,
-    make_model,
-    tokens,
 )
 from torch import nn
 

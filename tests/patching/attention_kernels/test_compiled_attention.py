@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from helpers.tiny_models import (
+    SIZES,
+    assert_close,
+    make_model,
+)
 from kernel_models import (
     OURS,
     logits,
     patch,
     saved_by,
-)
-from tiny_models import (
-    SIZES,
-    assert_close,
-    make_model,
 )
 
 pytest.importorskip("triton")

@@ -2,14 +2,14 @@
 
 import pytest
 import transformers
+from helpers.tiny_models import (
+    SIZES,
+    make_model,
+)
 from kernel_models import (
     logits,
     parts,
     patch,
-)
-from tiny_models import (
-    SIZES,
-    make_model,
 )
 
 import rope_patch

@@ -5,18 +5,8 @@ import copy
 import pytest
 import torch
 import transformers
-from kernel_models import (
-    FEW,
-    NORMED,
-    OTHERS,
-    OURS,
-    backward,
-    logits,
-    parts,
-    patch,
-)
-from reference_rerotation import Reference
-from tiny_models import (
+from helpers.reference_rerotation import Reference
+from helpers.tiny_models import (
     MODELS,
     OLD_TRANSFORMERS,
     SHORT,
@@ -28,6 +18,16 @@ from tiny_models import (
     padded,
     step_by_step,
     tokens,
+)
+from kernel_models import (
+    FEW,
+    NORMED,
+    OTHERS,
+    OURS,
+    backward,
+    logits,
+    parts,
+    patch,
 )
 
 import rope_patch

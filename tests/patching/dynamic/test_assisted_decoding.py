@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_models import (
+from helpers.tiny_models import (
     LONG_FACTOR,
     OLD_TRANSFORMERS,
     SHORT_FACTOR,

@@ -6,7 +6,14 @@ import threading
 import pytest
 import torch
 import transformers
-from tiny_models import LONG_FACTOR, OLD_TRANSFORMERS, SHORT_FACTOR, forward, make_model, tokens
+from helpers.tiny_models import (
+    LONG_FACTOR,
+    OLD_TRANSFORMERS,
+    SHORT_FACTOR,
+    forward,
+    make_model,
+    tokens,
+)
 from transformers import GenerationConfig
 
 import rope_patch

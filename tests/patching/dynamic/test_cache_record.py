@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 import transformers
-from reference_rerotation import Reference
-from tiny_models import (
+from helpers.reference_rerotation import Reference
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     OLD_TRANSFORMERS,

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from reference_rerotation import Reference
-from tiny_models import LONG, SHORT, assert_close, forward, make_model, padded, tokens
+from helpers.reference_rerotation import Reference
+from helpers.tiny_models import LONG, SHORT, assert_close, forward, make_model, padded, tokens
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, StaticCache
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from architectures.tiny_architectures import tiny_model
-from tiny_models import (
+from helpers.tiny_models import (
     LONG,
     OLD_TRANSFORMERS,
     SHORT,

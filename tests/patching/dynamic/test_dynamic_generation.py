@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers
-from reference_rerotation import Reference
-from tiny_models import (
+from helpers.reference_rerotation import Reference
+from helpers.tiny_models import (
     LONG_FACTOR,
     OLD_TRANSFORMERS,
     SHORT,

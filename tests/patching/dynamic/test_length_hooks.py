@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from reference_rerotation import Reference, exact, stepped
-from tiny_models import (
+from helpers.reference_rerotation import Reference, exact, stepped
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     OLD_TRANSFORMERS,

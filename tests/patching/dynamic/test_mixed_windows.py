@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import transformers
-from reference_rerotation import Reference, exact, frequencies
-from tiny_models import (
+from helpers.reference_rerotation import Reference, exact, frequencies
+from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
     OLD_TRANSFORMERS,

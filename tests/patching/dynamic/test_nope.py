@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import transformers
-from reference_rerotation import Reference, exact, stepped
-from tiny_models import (
+from helpers.reference_rerotation import Reference, exact, stepped
+from helpers.tiny_models import (
     LONG,
     OLD_TRANSFORMERS,
     SHORT,

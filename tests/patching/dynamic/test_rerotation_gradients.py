@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import LONG_FACTOR, SHORT, TRAINED, make_model, tokens
+from helpers.tiny_models import LONG_FACTOR, SHORT, TRAINED, make_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import rope_patch

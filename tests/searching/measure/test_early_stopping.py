@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from search_fixtures import LENGTH, load, questions, stretched
+from helpers.search_fixtures import LENGTH, load, questions, stretched
 
 from rope_patch.inference import scorer
 from rope_patch.searching.measure.early_stopping import predicted_deficit

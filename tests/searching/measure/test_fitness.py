@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from search_fixtures import LENGTH, TRAINED, load, questions, stretched
-from tiny_models import make_model
+from helpers.search_fixtures import LENGTH, TRAINED, load, questions, stretched
+from helpers.tiny_models import make_model
 
 import rope_patch
 from rope_patch.inference import prefix_reader, scorer

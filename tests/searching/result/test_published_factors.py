@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_config
+from helpers.tiny_models import make_config
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config
 
 import rope_patch

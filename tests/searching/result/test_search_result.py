@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures.tiny_architectures import tiny_config
+from helpers.tiny_models import make_config
 from safetensors.torch import load_file
 from search_results import TINY, entry, found, rising
-from tiny_models import make_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 

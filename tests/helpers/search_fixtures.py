@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from helpers.processes import FORK
 from train_tiny import recall_batch
 from transformers import AutoModelForCausalLM
 
+from helpers.processes import FORK
 from rope_patch.inference.samples import from_labelled_tensors
 from rope_patch.searching import pipeline
 from rope_patch.searching.candidates import Candidate
@@ -18,7 +18,7 @@ from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
 from rope_patch.searching.pipeline import search
 from rope_patch.searching.strategies.registry import Strategy
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parents[1] / "assets"
 TRAINED = 256
 LENGTH = 512
 

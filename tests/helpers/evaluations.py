@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from helpers.processes import FORK
-
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.evaluation.request import EvalRequest
 from rope_patch.inference.answers import AnswerStore
 from rope_patch.utils import atomic_files
 
-TINY = str(Path(__file__).parent / "assets" / "tiny-llama")
+TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 TASKS = ("rp_niah_single_2", "rp_json_kv_ll", "perplexity", "rp_short_cloze")
 
 
