@@ -209,7 +209,7 @@ def test_a_loss_that_is_no_number_is_a_failure(llama, monkeypatch):
 def test_what_cannot_be_patched_is_a_failure(llama):
     on = Fitness(llama, questions(count=2), length=LENGTH)
     found = on.measure(Candidate("short", "longrope", {"long_factor": [1.0, 2.0]}))
-    assert found.error.startswith("ValueError: long_factor must have one number for each")
+    assert found.error.startswith("Refused: long_factor must have one number for each")
     assert found.tokens == 0
 
 

@@ -28,7 +28,7 @@ class Landscape:
     def __init__(self, space, seed, attention_factor=None):
         draw = random.Random(seed)
         self.space = space
-        end = draw.uniform(0.6, 1.0) * space.geometry.pair_with_turns(1.0)
+        end = draw.uniform(0.6, 1.0) * space.geometry.pair_with_rotations(1.0)
         start = draw.uniform(0.0, 0.5) * end
         top = math.log(space.factor * draw.uniform(1.0, 1.25))
         ramps = (min(max((i - start) / (end - start), 0), 1) for i in range(space.pairs))
