@@ -18,7 +18,7 @@ SCRIPTS = TESTS / "distributed"
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
 
 
-def together(job, size=2, patience=120):
+def together(job, size=2, patience=300):
     """Run a job in several forked processes that know each other.
 
     Args:
@@ -73,7 +73,7 @@ def _free_port():
         return free.getsockname()[1]
 
 
-def launch(script, folder, *arguments, processes=2, patience=120, **variables):
+def launch(script, folder, *arguments, processes=2, patience=300, **variables):
     """Run a script of tests/distributed in processes that can meet in `FOLDER/rendezvous`.
 
     If one fails or they take longer than `patience` seconds, end them all and fail with their

@@ -23,6 +23,9 @@ from rope_patch.patching.dynamic.cache_record import RotationRecord
 
 WARMUP_TOKENS = 4  # decoded before any that counts: allocator and compiler have settled by then
 
+# What the fields of a cache's record are called in results.
+_RECORD_KEYS = {"row_spans": "bounds", "frequencies": "sets"}
+
 
 @dataclass(kw_only=True)
 class TimedMethod:
@@ -154,7 +157,7 @@ def measure_memory(method: TimedMethod, ids: torch.Tensor, start: int) -> dict[s
                 _storage_bytes(t) for layer in cache.layers for t in (layer.keys, layer.values)
             ),
             "record": {
-                k: _storage_bytes(t)
+                _RECORD_KEYS.get(k, k): _storage_bytes(t)
                 for k, t in record_fields.items()
                 if isinstance(t, torch.Tensor)
             },
