@@ -11,6 +11,7 @@ from rope_patch.utils.deprecation import warn_renamed
 if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
     from rope_patch.exporting import Export, export
+    from rope_patch.extension import Extension
     from rope_patch.patching import Patch, current, patch, unpatch
     from rope_patch.pretrained.adapters import load_adapter
     from rope_patch.pretrained.loading import load
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Diagnosis",
     "Export",
+    "Extension",
     "Patch",
     "Refused",
     "SearchResult",
@@ -49,6 +51,7 @@ __all__ = [
 _MODULES = {
     "Diagnosis": "diagnosing",
     "Export": "exporting",
+    "Extension": "extension",
     "Patch": "patching",
     "Refused": "utils.errors",
     "SearchResult": "searching",

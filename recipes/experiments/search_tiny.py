@@ -35,6 +35,7 @@ import torch
 import train_tiny as tiny
 from transformers import AutoModelForCausalLM
 
+from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, from_labelled_tensors, samples_digest
 from rope_patch.searching import model as opening
 from rope_patch.searching.candidates import Candidate
@@ -170,8 +171,9 @@ def best_of(history: list[dict[str, Any]]) -> Candidate:
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Run all searches of one model at one length, and evaluate them on held-out sequences."""
     model = AutoModelForCausalLM.from_pretrained(f"tests/assets/tiny-{case.name}").eval()
-    on = Fitness(model, case.questions(case.sizes.search, SEED), length=case.length)
-    judge = Fitness(model, case.questions(case.sizes.held_out, HELD_OUT_SEED), length=case.length)
+    extension = Extension("longrope", length=case.length)
+    on = Fitness(model, case.questions(case.sizes.search, SEED), extension)
+    judge = Fitness(model, case.questions(case.sizes.held_out, HELD_OUT_SEED), extension)
     results, histories = {}, {}
     for strategy in BUDGETS:
         print(f"{folder.name}: {strategy}", file=sys.stderr)

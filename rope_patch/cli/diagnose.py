@@ -63,6 +63,7 @@ def diagnose(
     """
     from rope_patch.diagnosing.pipeline import diagnose_subject
     from rope_patch.diagnosing.subject import open_subject
+    from rope_patch.extension import Extension
     from rope_patch.pretrained import demo
     from rope_patch.utils import atomic_files
     from rope_patch.utils.plot_style import require_plot_suffix
@@ -73,8 +74,7 @@ def diagnose(
     subject = open_subject(
         demo.resolve_model_path(model), gguf_file=gguf_file, display_name=shlex.quote(model)
     )
-    diagnosis = diagnose_subject(
-        subject,
+    extension = Extension(
         method,
         factor=factor,
         length=length,
@@ -83,6 +83,7 @@ def diagnose(
         start=start,
         options=parse_options(option),
     )
+    diagnosis = diagnose_subject(subject, extension)
     print(json.dumps(diagnosis.to_dict(), indent=1, allow_nan=False) if as_json else diagnosis)
     if picture is not None:  # last: a library or a folder that is missing costs no diagnosis
         diagnosis.plot(picture)

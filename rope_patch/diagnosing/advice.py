@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts
 from rope_patch.diagnosing.pairs import PairTable
+from rope_patch.extension import Extension
 from rope_patch.patching import check
 from rope_patch.patching.architecture.attention_source import inspect_forward, undecorated_forward
 from rope_patch.utils.errors import Refused
@@ -63,7 +63,7 @@ def advise(
     facts: Facts,
     rotations: dict[str | None, PairTable],
     findings: list[Finding],
-    request: dict[str, Any],
+    request: Extension,
 ) -> Advice:
     """Return the recommendation for the target length.
 
@@ -71,7 +71,7 @@ def advise(
         facts: Facts about the layer types.
         rotations: Tables of pairs of the layer types that a method would change.
         findings: Findings of the checks.
-        request: `trained_length`, `layer_types` and `start` for `patch`.
+        request: The request, of which the recommended call takes all but method and target.
     """
     trained = next(iter(rotations.values())).geometry.trained_length
     length, reasons = facts.target_length, []
@@ -119,7 +119,7 @@ def advise(
 
 
 def _already_long_enough(
-    facts: Facts, trained: int, reasons: list[Reason], request: dict[str, Any]
+    facts: Facts, trained: int, reasons: list[Reason], request: Extension
 ) -> Advice:
     """Return the advice if the config's own scaling already reaches the length."""
     scalings = sorted({x.scaling for x in facts.layers.values()} - {"default"})
@@ -249,28 +249,28 @@ def _base_reason(rotation: PairTable, scaling: str, where: str) -> Reason:
     )
 
 
-def _patch_error(facts: Facts, method: str, request: dict[str, Any]) -> str | None:
+def _patch_error(facts: Facts, method: str, request: Extension) -> str | None:
     """Return the error that `patch` would raise, or None."""
     if facts.subject.model is None:
         return facts.subject.problem
     try:
-        check(facts.subject.model, method, length=facts.target_length, **request)
+        check(facts.subject.model, _request_for(request, method, facts.target_length))
     except Refused as error:
         return str(error)
     return None
 
 
-def _python_arguments(length: int, request: dict[str, Any]) -> str:
-    arguments = [f"length={length}"]
-    arguments += [
-        f"{key}={value!r}".replace("'", '"')
-        for key, value in request.items()
-        if value is not None and not (key == "start" and value == "auto")
-    ]
-    return ", ".join(arguments)
+def _request_for(request: Extension, method: str, length: int) -> Extension:
+    """Return the request for a recommended method, with its default options."""
+    return replace(request, method=method, factor=None, length=length, options={})
 
 
-def _shell_command(facts: Facts, method: str, ratio: float, request: dict[str, Any]) -> str:
+def _python_arguments(length: int, request: Extension) -> str:
+    arguments = _request_for(request, request.method, length).arguments()
+    return ", ".join(f"{k}={v!r}".replace("'", '"') for k, v in arguments.items())
+
+
+def _shell_command(facts: Facts, method: str, ratio: float, request: Extension) -> str:
     if not facts.subject.is_loadable:
         return ""  # the commands load text-only models
     if ratio <= MAX_UNTRAINED_FACTOR:
@@ -282,8 +282,8 @@ def _shell_command(facts: Facts, method: str, ratio: float, request: dict[str, A
     )
 
 
-def _compare_command(facts: Facts, methods: str, request: dict[str, Any]) -> str:
-    trained = request.get("trained_length")
+def _compare_command(facts: Facts, methods: str, request: Extension) -> str:
+    trained = request.trained_length
     return (
         f"rope-patch compare {facts.subject.display_name} --method {methods} --length "
         f"{facts.target_length}" + (f" --trained-length {trained}" if trained else "")

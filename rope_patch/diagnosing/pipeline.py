@@ -17,19 +17,20 @@ from rope_patch.diagnosing.finding import SEVERITIES, Finding
 from rope_patch.diagnosing.layer_facts import Facts, LayerFacts, promised_length, read_layer_facts
 from rope_patch.diagnosing.pairs import PairTable, build_pair_table
 from rope_patch.diagnosing.subject import Subject, open_subject
+from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.registry import get_method
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.method_wrappers import ContinuedScaling
-from rope_patch.patching.plan import resolve_base, resolve_options, select_layer_types
+from rope_patch.patching.plan import resolve_base, select_layer_types
 from rope_patch.rope_config import read_geometries
 
 
 def diagnose(
     model: Any,
-    method: str = "default",
+    method: str | Extension = "default",
     *,
     factor: float | None = None,
     length: int | None = None,
@@ -47,7 +48,8 @@ def diagnose(
     Args:
         model: A transformers model, a config, a folder, a model's name on the Hub, or an adapter's
             folder.
-        method: A name from `rope_patch.list_methods()`; "default" shows the model as it is.
+        method: A name from `rope_patch.list_methods()`, or a whole request, an `Extension`;
+            "default" shows the model as it is.
         factor: Target length / trained length; at most one of `factor` and `length`. If neither is
             given, the target is the length that the config promises.
         length: Target length in tokens.
@@ -63,46 +65,38 @@ def diagnose(
     Raises:
         ValueError: The model has no RoPE, the config is invalid, or the request cannot be met.
     """
-    subject = open_subject(model, gguf_file=gguf_file)
-    return diagnose_subject(
-        subject,
+    extension = Extension.of(
         method,
         factor=factor,
         length=length,
         trained_length=trained_length,
         layer_types=layer_types,
         start=start,
-        options=options,
+        **options,
     )
+    return diagnose_subject(open_subject(model, gguf_file=gguf_file), extension)
 
 
-def diagnose_subject(
-    subject: Subject,
-    method: str = "default",
-    *,
-    factor: float | None = None,
-    length: int | None = None,
-    trained_length: int | None = None,
-    layer_types: list[str] | None = None,
-    start: str = "auto",
-    options: dict[str, Any] | None = None,
-) -> Diagnosis:
+def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis:
     """Diagnose an opened subject; see `diagnose`."""
+    trained_length = extension.trained_length
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
     layers, assumed = read_layer_facts(subject, trained_length)
-    request = {"trained_length": trained_length, "layer_types": layer_types, "start": start}
-    if assumed is not None and start == "auto":
+    request = extension
+    if assumed is not None and extension.start == "auto":
         # `patch` raises here and asks for `start`: a linear scaling may be trained in (Gemma 3),
         # and transformers' dynamic scaling begins where the config's length ends.
         linear = any(layer.scaling == "linear" for layer in layers.values())
-        request |= {"start": "running"} if linear else {"trained_length": assumed}
+        request = (
+            replace(request, start="running")
+            if linear
+            else replace(request, trained_length=assumed)
+        )
     config_length = promised_length(subject.config, layers)
     geometries = _base_geometries(subject, request)
     trained_in_config = next(iter(geometries.values())).trained_length
-    built_method, reached_length = _resolve_method(
-        method, factor, length, trained_in_config, dict(options or {})
-    )
+    built_method, reached_length = _resolve_method(extension, trained_in_config)
     target = reached_length or max(
         trained_in_config, config_length if trained_length is None else trained_in_config
     )
@@ -130,11 +124,11 @@ def diagnose_subject(
     )
 
 
-def _base_geometries(subject: Subject, request: dict[str, Any]) -> dict[str | None, Geometry]:
+def _base_geometries(subject: Subject, extension: Extension) -> dict[str | None, Geometry]:
     """Return the geometry that an extension starts from, per layer type it changes."""
-    config, start = subject.config, request["start"]
-    all_geometries = read_geometries(config, request["trained_length"], start)
-    geometries = select_layer_types(all_geometries, request["layer_types"], config)
+    config, start = subject.config, extension.start
+    all_geometries = read_geometries(config, extension.trained_length, start)
+    geometries = select_layer_types(all_geometries, extension.layer_types, config)
     unpatched_rotaries = [
         (rotary, reference_frequencies(rotary, config)) for rotary in subject.rotaries
     ]
@@ -149,27 +143,25 @@ def _base_geometries(subject: Subject, request: dict[str, Any]) -> dict[str | No
     }
 
 
-def _resolve_method(
-    name: str,
-    factor: float | None,
-    length: int | None,
-    trained: int,
-    options: dict[str, Any],
-) -> tuple[Method | None, int | None]:
+def _resolve_method(extension: Extension, trained: int) -> tuple[Method | None, int | None]:
     """Return the method (None for the model as it is) and the target length."""
-    method_class = get_method(name)
-    if name == "default" and factor is None and length is not None:
-        build(name, **options)
-        require_tokens("length", length)
-        return None, int(length)  # may be within the trained length: then nothing is to be done
-    if factor is None and length is None and not method_class.is_dynamic:
-        if name == "default":
-            build(name, **options)
+    is_default = extension.method == "default"
+    if extension.factor is None and is_default and extension.length is not None:
+        build(extension.method, **extension.options)
+        require_tokens("length", extension.length)
+        # It may be within the trained length: then nothing is to be done.
+        return None, int(extension.length)
+    if (
+        extension.factor is None
+        and extension.length is None
+        and not get_method(extension.method).is_dynamic
+    ):
+        if is_default:
+            build(extension.method, **extension.options)
             return None, None
-        factor = 1.0
-    options, reached_length = resolve_options(name, factor, length, trained, options)
-    method = build(name, **options)
-    return (None if name == "default" else method), reached_length
+        extension = replace(extension, factor=1.0)
+    method, reached_length = extension.resolve(trained)
+    return (None if is_default else method), reached_length
 
 
 def _pair_table(

@@ -162,7 +162,7 @@ class _OtherMeasures:
         session, request = self.session, self.session.request
         if SPEED in request.tasks and session.processes.is_main:
             patches = {
-                label: None if method == BASELINE else request.patch_arguments(method)
+                label: None if method == BASELINE else request.extension(method)
                 for label, method in zip(session.methods, request.methods, strict=True)
             }
             with session.timer(SPEED):

@@ -10,7 +10,7 @@ import torch
 from rope_patch import tasks
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
-from rope_patch.patching.plan import resolve_factor_and_length
+from rope_patch.extension import resolve_factor_and_length
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.rope_config import read_geometries

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch import tasks
+from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
 from rope_patch.patching import check
 from rope_patch.pretrained.device_map import require_device
@@ -100,21 +101,18 @@ class EvalRequest:
     folder: Path = Path("out")
     command: str = ""
 
-    def patch_arguments(self, method: str) -> dict[str, Any]:
-        """Return what `patch` gets for one of the methods."""
-        fields = (
-            registered_methods()[method].__dataclass_fields__
-            if method in registered_methods()
-            else {}
+    def extension(self, method: str) -> Extension:
+        """Return the request to patch with one of the methods, with the options that it has."""
+        known = registered_methods()
+        names = known[method].__dataclass_fields__ if method in known else {}
+        return Extension(
+            method,
+            factor=self.factor,
+            length=self.length,
+            trained_length=self.trained_length,
+            start=self.start,
+            options={key: value for key, value in self.options.items() if key in names},
         )
-        return {
-            "method": method,
-            "factor": self.factor,
-            "length": self.length,
-            "trained_length": self.trained_length,
-            "start": self.start,
-            **{key: value for key, value in self.options.items() if key in fields},
-        }
 
     @property
     def retrieval(self) -> list[str]:
@@ -190,7 +188,7 @@ def check_methods(request: EvalRequest, path: str, config: Any) -> None:
         if method == BASELINE:
             continue
         model = model or empty_model(path, config)
-        check(model, **request.patch_arguments(method))
+        check(model, request.extension(method))
     _check_options(request)
 
 

@@ -104,7 +104,7 @@ class Session:
         """Patch the model with a method; yield the label of its results."""
         undo = method != BASELINE
         if undo:
-            patch(self.model, **self.request.patch_arguments(method))
+            patch(self.model, self.request.extension(method))
         handle = current(self.model)
         label = BASELINE if handle is None else str(handle.method)
         if label not in self.methods:

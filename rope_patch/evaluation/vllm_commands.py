@@ -25,7 +25,7 @@ from rope_patch.patching import check
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
-from rope_patch.pretrained.saving import read_sidecar
+from rope_patch.pretrained.saving import extension_from_sidecar, read_sidecar
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused
 
@@ -78,8 +78,7 @@ def commands(engine: str, request: EvalRequest) -> list[str]:
     for method in dict.fromkeys(request.methods):
         plan = None
         if method != BASELINE:
-            arguments = request.patch_arguments(method)
-            plan = check(empty_model(path, config), **arguments)
+            plan = check(empty_model(path, config), request.extension(method))
             _require_rotation(plan)
         folder = (
             request.folder
@@ -147,10 +146,10 @@ def _require_native_patch(path: str) -> None:
     saved = read_sidecar(path)
     if saved is None:
         return
-    method_class = registered_methods().get(saved["method"])
-    follows = method_class is None or method_class(**saved["options"]).is_length_dependent(
-        saved["trained_length"]
-    )
+    trained = saved["trained_length"]
+    follows = saved["method"] not in registered_methods() or extension_from_sidecar(saved).resolve(
+        trained
+    )[0].is_length_dependent(trained)
     if follows or not saved.get("native"):
         raise ValueError(
             f"vllm cannot run {path} as it was saved: it was patched with {saved['method']}, which "

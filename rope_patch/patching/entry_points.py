@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_patch.extension import Extension
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.batching_guard import require_no_batching_manager
 from rope_patch.patching.handle import Patch, current
@@ -20,7 +21,7 @@ logger = logging.getLogger("rope_patch")
 @require_keywords
 def patch(
     model: nn.Module,
-    method: str,
+    method: str | Extension,
     *,
     factor: float | None = None,
     length: int | None = None,
@@ -37,7 +38,8 @@ def patch(
 
     Args:
         model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
-        method: A name from `rope_patch.list_methods()`.
+        method: A name from `rope_patch.list_methods()`; or a whole request, an `Extension`, with
+            no other arguments.
         factor: Target length / trained length. Exactly one of `factor` and `length`; dynamic
             methods and `nope` need neither.
         length: Target length in tokens; for dynamic methods the largest one expected.
@@ -61,8 +63,7 @@ def patch(
         ValueError: A request that cannot be met or would change nothing. The model is as before.
         TypeError: A value of the wrong type. The model is as before.
     """
-    plan = check(
-        model,
+    extension = Extension.of(
         method,
         factor=factor,
         length=length,
@@ -72,6 +73,7 @@ def patch(
         start=start,
         **options,
     )
+    plan = check(model, extension)
     handle = Patch(plan)
     if active_patch := current(model):
         active_patch._deactivate()
@@ -90,33 +92,13 @@ def patch(
 
 
 @torch_defaults()
-def check(
-    model: nn.Module,
-    method: str,
-    *,
-    factor: float | None = None,
-    length: int | None = None,
-    trained_length: int | None = None,
-    layer_types: list[str] | None = None,
-    kernels: str = "auto",
-    start: str = "auto",
-    **options: Any,
-) -> PatchPlan:
+def check(model: nn.Module, method: str | Extension, **arguments: Any) -> PatchPlan:
     """Raise whatever `patch` would raise for the same arguments; change nothing."""
+    extension = Extension.of(method, **arguments)
     active_patch = current(model)
     require_no_batching_manager(model)
-    return make_plan(
-        model,
-        active_patch.original_config if active_patch else None,
-        method,
-        factor=factor,
-        length=length,
-        trained_length=trained_length,
-        layer_types=layer_types,
-        kernels=kernels,
-        start=start,
-        options=options,
-    )
+    original_config = active_patch.original_config if active_patch else None
+    return make_plan(model, original_config, extension)
 
 
 def unpatch(model: nn.Module) -> None:

@@ -45,6 +45,8 @@ class Patch:
     patch that was undone by its own handle is not restored.
 
     Attributes:
+        extension: The request, with all that the config and the method's defaults decided;
+            `patch(model, handle.extension)` asks for the same patch.
         method: The method with its options.
         trained_length: Tokens the model was trained on at once.
         length: Target length in tokens; None if the method follows every length without a target.
@@ -61,6 +63,7 @@ class Patch:
 
     @torch_defaults()
     def __init__(self, plan: PatchPlan) -> None:
+        self.extension = plan.resolved_extension
         self.method = plan.method
         self.trained_length = plan.trained_length
         self.length = plan.length
@@ -81,7 +84,7 @@ class Patch:
             if layer_type in frequencies
         }
         self._rotation_digest = rotation_digest(plan, self.frequencies)
-        self._kernel_summary = summarize_kernels(plan.kernels, plan.rotation_sites)
+        self._kernel_summary = summarize_kernels(plan.extension.kernels, plan.rotation_sites)
         self._position_guards: list[PositionIdsGuard] = []
         self._context_parallel_group: Any = None
         # Needed when a `with` block ends, until the patch is over.
@@ -261,10 +264,10 @@ class Patch:
             limit_candidates(model, plan.length_hooks, self._undo_log)
             watch_generate(model, plan.length_hooks, self._undo_log)
             for site in plan.rotation_sites:
-                install_kernels(site, plan.kernels, self._undo_log)
+                install_kernels(site, plan.extension.kernels, self._undo_log)
                 for _, rotary, hooks in plan.length_hooks:
                     if rotary is site.rotary and site.uses_passthrough:
-                        hooks.kernels = plan.kernels
+                        hooks.kernels = plan.extension.kernels
             support_replicas(self._undo_log)
             ours = {id(r.rotary.module): r.problem is None for r in plan.rotation_sites}
             for rotary in rotaries:

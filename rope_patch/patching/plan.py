@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
-from rope_patch.methods import Frequencies, Method, build
-from rope_patch.methods.base import require_number, require_tokens
-from rope_patch.methods.registry import get_method
+from rope_patch.methods import Frequencies, Method
+from rope_patch.methods.base import require_tokens
 from rope_patch.patching.architecture.probe import reference_frequencies, require_buffer_is_used
 from rope_patch.patching.architecture.rotary_modules import (
     RotaryModule,
@@ -65,6 +65,7 @@ class PatchPlan:
     """A request that was checked and can be applied.
 
     Attributes:
+        extension: The request.
         method: The method with its options.
         length: Target length in tokens; None if the method follows every length and the request
             names no largest one.
@@ -73,11 +74,11 @@ class PatchPlan:
         config: The text config of the unpatched model.
         rotaries: The modules to change, each with its unpatched frequencies.
         length_hooks: For length-dependent frequencies: decoder, rotary module and their hooks.
-        kernels: Which code rotates; see `patch`.
         rotation_sites: The rotations that our kernels may compute.
         mla_attentions: The attentions with mscale in their softmax scale (`SoftmaxScaled`).
     """
 
+    extension: Extension
     method: Method
     length: int | None
     geometries: dict[str | None, Geometry]
@@ -85,7 +86,6 @@ class PatchPlan:
     config: Any
     rotaries: list[tuple[RotaryModule, dict[str | None, Frequencies]]]
     length_hooks: list[tuple[nn.Module, RotaryModule, LengthHooks]] = field(default_factory=list)
-    kernels: str = "auto"
     rotation_sites: list[RotationSite] = field(default_factory=list)
     mla_attentions: list[nn.Module] = field(default_factory=list)
 
@@ -93,6 +93,25 @@ class PatchPlan:
     def trained_length(self) -> int:
         """Return the tokens that the model was trained on at once."""
         return next(iter(self.geometries.values())).trained_length
+
+    @property
+    def resolved_extension(self) -> Extension:
+        """Return the request with what the config and the method's defaults decided made explicit.
+
+        It asks for the same patch whatever a later config or default says.
+        """
+        options = self.method.options()
+        options.pop("factor")
+        factor, length = self.extension.factor, self.extension.length
+        return replace(
+            self.extension,
+            factor=None if factor is None else float(factor),
+            length=None if length is None else int(length),
+            trained_length=self.trained_length,
+            layer_types=[name for name in self.geometries if name is not None] or None,
+            start="running" if any(g.base for g in self.geometries.values()) else "unscaled",
+            options=options,
+        )
 
     @property
     def softmax_mscale(self) -> float:
@@ -137,39 +156,32 @@ class PatchPlan:
         return parameters.get(None) or {**own_parameters, **parameters}
 
 
-def make_plan(
-    model: nn.Module,
-    config: Any,
-    method: str,
-    *,
-    factor: float | None,
-    length: int | None,
-    trained_length: int | None,
-    layer_types: list[str] | None,
-    kernels: str,
-    start: str,
-    options: dict[str, Any],
-) -> PatchPlan:
-    """Check a request against a model and return its plan; see `patch` for the arguments.
+def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
+    """Check a request against a model and return its plan.
 
     Args:
         model: The model.
         config: The text config of the unpatched model, if the model is patched; else None.
+        extension: The request.
 
     Raises:
         ValueError: The request cannot be met, or would change nothing.
         TypeError: A value of the wrong type.
     """
-    require_kernels(kernels, [])
+    start = extension.start
+    require_kernels(extension.kernels, [])
     rotaries = find_rotaries(model)
     config = config or rotaries[0].module.config
-    if trained_length is not None:
-        require_tokens("trained_length", trained_length)
-    all_geometries = read_geometries(config, trained_length, start)  # first, for its error messages
+    if extension.trained_length is not None:
+        require_tokens("trained_length", extension.trained_length)
+    # First, for its error messages.
+    all_geometries = read_geometries(config, extension.trained_length, start)
     before = [(rotary, reference_frequencies(rotary, config)) for rotary in rotaries]
     geometries = {
         layer_type: resolve_base(geometry, before, config, start)
-        for layer_type, geometry in select_layer_types(all_geometries, layer_types, config).items()
+        for layer_type, geometry in select_layer_types(
+            all_geometries, extension.layer_types, config
+        ).items()
     }
     lengths = {layer_type: geometry.trained_length for layer_type, geometry in geometries.items()}
     trained, *others = dict.fromkeys(lengths.values())
@@ -180,8 +192,7 @@ def make_plan(
             f"{got}: patch one of "
             "them (layer_types=...), or name the length (trained_length=...)"
         )
-    options, target_length = resolve_options(method, factor, length, trained, options)
-    resolved = build(method, **options)
+    resolved, target_length = extension.resolve(trained)
     own_parameters = by_layer_type(config.rope_parameters)
     resolved = ContinuedScaling.wrap_if_needed(resolved, geometries, own_parameters)
     sharpened = [m for rotary in rotaries for m in find_mla_attentions(find_owner(model, rotary))]
@@ -191,6 +202,7 @@ def make_plan(
         own = config_mscale(sharpened[0], config) if running else 1.0
         resolved = SoftmaxScaled(inner=resolved, own_mscale=own)
     plan = PatchPlan(
+        extension=extension,
         method=resolved,
         length=target_length,
         geometries=geometries,
@@ -199,7 +211,6 @@ def make_plan(
         ],
         config=config,
         rotaries=before,
-        kernels=kernels,
         mla_attentions=sharpened,
     )
     for rotary, own_frequencies in before:
@@ -209,82 +220,17 @@ def make_plan(
     require_start_tokens_supported(model, resolved, target_length, geometries, before, config)
     if plan.method.is_length_dependent(trained):
         plan.length_hooks.extend(_make_length_hooks(model, plan))
-    if kernels != "hf":
+    if extension.kernels != "hf":
         plan.rotation_sites.extend(
             inspect_site(model, rotary, config, _start_tokens_of(plan, rotary))
             for rotary in rotaries
         )
-        require_kernels(kernels, plan.rotation_sites)
+        require_kernels(extension.kernels, plan.rotation_sites)
     return plan
 
 
-def resolve_options(
-    method: str,
-    factor: float | None,
-    length: int | None,
-    trained: int,
-    options: dict[str, Any],
-) -> tuple[dict[str, Any], int | None]:
-    """Merge factor and length into a method's other options.
-
-    A dynamic method needs neither. The length is then the largest one expected. The factor is
-    another way to give it, unless it is part of the method's formula (`dynamic`).
-
-    Args:
-        method: A method's name.
-        factor: The requested factor, if any.
-        length: The requested length in tokens, if any.
-        trained: The trained length, in tokens.
-        options: The method's other options.
-
-    Returns:
-        All options, and the target length in tokens or None.
-
-    Raises:
-        ValueError: Not exactly one of factor and length, where that is needed.
-    """
-    method_class = get_method(method)
-    if not method_class.is_dynamic:
-        factor, length = resolve_factor_and_length(factor, length, trained)
-        return {"factor": factor, **options}, length
-    if method_class.factor_is_option and factor is not None:
-        require_number("factor", factor)
-        options = {"factor": float(factor), **options}
-        factor = None if length is not None or factor <= 1 else factor
-    if factor is None and length is None:
-        return options, None
-    factor, length = resolve_factor_and_length(factor, length, trained)
-    if factor < 1:
-        raise Refused(f"factor must be at least 1 (largest length / trained length), got {factor}")
-    return options, length
-
-
-def resolve_factor_and_length(
-    factor: float | None, length: int | None, trained: int
-) -> tuple[float, int]:
-    """Return factor and target length (tokens) from exactly one of them, or raise ValueError."""
-    if (factor is None) == (length is None):
-        got = "neither" if factor is None else f"factor={factor} and length={length}"
-        raise Refused(
-            f"expected exactly one of factor and length, got {got}; for example factor=4, or "
-            f"length={4 * trained}"
-        )
-    if factor is not None:
-        require_number("factor", factor)
-        if not math.isfinite(factor * trained):
-            raise Refused(f"factor must be a ratio of two lengths in tokens, got {factor:g}")
-        return float(factor), round(factor * trained)
-    require_tokens("length", length)
-    assert length is not None
-    if length < trained:
-        raise Refused(
-            f"length must be at least the trained length, {trained:,} tokens, got {length:,}"
-        )
-    return length / trained, int(length)
-
-
 def select_layer_types(
-    geometries: dict[str | None, Geometry], layer_types: list[str] | None, config: Any
+    geometries: dict[str | None, Geometry], layer_types: Sequence[str] | None, config: Any
 ) -> dict[str | None, Geometry]:
     """Return the geometries that a request changes; raise ValueError for an unknown layer type."""
     known = [layer_type for layer_type in geometries if layer_type is not None]
@@ -297,9 +243,10 @@ def select_layer_types(
         ]
         return {layer_type: geometries[layer_type] for layer_type in far or geometries}
     if not layer_types or not set(layer_types) <= set(known):
+        names = list(layer_types) if isinstance(layer_types, tuple) else layer_types
         has = f"has the layer types {', '.join(known)}" if known else "rotates all layers alike"
         raise Refused(
-            f"layer_types={layer_types!r} does not fit: {type(config).__name__} {has}"
+            f"layer_types={names!r} does not fit: {type(config).__name__} {has}"
             + ("" if known else "; leave layer_types out")
         )
     return {layer_type: geometries[layer_type] for layer_type in layer_types}

@@ -13,21 +13,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from rope_patch.methods import Frequencies, build
+from rope_patch.extension import Extension
+from rope_patch.methods import Frequencies
 from rope_patch.patching import Patch, check, current, patch
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_owner, find_rotaries
 from rope_patch.patching.mla_scale import config_mscale, filter_by_layer_type, find_mla_attentions
-from rope_patch.pretrained.saving import ADAPTER_CONFIG, SIDECAR, read_sidecar, request_from_sidecar
+from rope_patch.pretrained.saving import (
+    ADAPTER_CONFIG,
+    SIDECAR,
+    extension_from_sidecar,
+    read_sidecar,
+)
 from rope_patch.rope_config import by_layer_type, config_rope_type
 from rope_patch.utils.errors import Refused, parse_json
 
 logger = logging.getLogger("rope_patch")
 
 
-def require_same_rotation(
-    model: nn.Module, folder: str | os.PathLike[str]
-) -> dict[str, Any] | None:
+def require_same_rotation(model: nn.Module, folder: str | os.PathLike[str]) -> Extension | None:
     """Return how to patch a base so that it rotates as an adapter's base did in training.
 
     Args:
@@ -35,7 +39,7 @@ def require_same_rotation(
         folder: The adapter's folder.
 
     Returns:
-        Arguments of `patch`, or None if the base rotates so already.
+        The request to patch it with, or None if it rotates so already.
 
     Raises:
         ValueError: It rotates otherwise, or cannot be made to rotate so.
@@ -54,13 +58,16 @@ def require_same_rotation(
         return None
     if active_patch is None and _config_already_rotates_so(model, sidecar):
         return None
-    request = request_from_sidecar(sidecar)
+    extension = extension_from_sidecar(sidecar)
     trained_with = f"the adapter in {folder} was trained on a base that was patched with"
     try:
-        training_patch = Patch(check(model, **request))
+        training_patch = Patch(check(model, extension))
     except (Refused, TypeError) as error:
-        arguments = ", ".join(f"{k}={v!r}" for k, v in request.items() if v is not None)
-        raise Refused(f"{trained_with} {arguments}, which this one cannot be: {error}") from error
+        arguments = ", ".join(f"{k}={v!r}" for k, v in extension.arguments().items())
+        raise Refused(
+            f"{trained_with} method={extension.method!r}, {arguments}, which this one cannot be: "
+            f"{error}"
+        ) from error
     if not _matches_sidecar(training_patch, sidecar):
         raise Refused(
             f"{trained_with} {describe_patch(training_patch)}, and that would rotate "
@@ -69,7 +76,7 @@ def require_same_rotation(
             "base that the adapter was trained on"
         )
     if active_patch is None:
-        return request
+        return extension
     if not _patches_equal(training_patch, active_patch):
         raise Refused(
             f"{trained_with} {describe_patch(training_patch)}, got one that is patched with "
@@ -143,7 +150,7 @@ def _matches_sidecar(handle: Patch, sidecar: dict[str, Any]) -> bool:
 def _config_already_rotates_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
     """Return whether the base's own config has the recorded rotation, e.g. saved with the patch."""
     expected = _sidecar_frequencies(sidecar)
-    method = build(sidecar["method"], **sidecar["options"])
+    method, _ = extension_from_sidecar(sidecar).resolve(sidecar["trained_length"])
     if (
         not expected
         or method.start_token_count
@@ -203,10 +210,10 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], **kwargs: Any) -> A
             f"expected a new name for the adapter in {folder}, got {name!r}, which the model has "
             f"already ({', '.join(model.peft_config)}); pass adapter_name=..."
         )
-    request = require_same_rotation(model, folder)
+    extension = require_same_rotation(model, folder)
     base = model.get_base_model() if is_peft else model
     _require_matching_model(peft, base, folder)
-    handle = patch(model, **request) if request else None
+    handle = patch(model, extension) if extension else None
     try:
         if device_map := _peft_device_map(peft, base, folder):
             kwargs.setdefault("device_map", device_map)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
 from rope_patch.patching import check, patch
 from rope_patch.pretrained import demo
@@ -28,7 +30,7 @@ from rope_patch.pretrained.model_folder import (
     require_complete_shards,
     require_model_folder,
 )
-from rope_patch.pretrained.saving import SIDECAR, read_sidecar, request_from_sidecar
+from rope_patch.pretrained.saving import SIDECAR, extension_from_sidecar, read_sidecar
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import require_valid_rope_config
 from rope_patch.utils.errors import (
@@ -49,7 +51,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def load(
     path: str | os.PathLike[str],
-    method: str | None = None,
+    method: str | Extension | None = None,
     *,
     factor: float | None = None,
     length: int | None = None,
@@ -71,7 +73,7 @@ def load(
 
     Args:
         path: A folder, a model's name on the Hub, or `demo` (see `rope_patch.pretrained.demo`).
-        method: A name from `rope_patch.list_methods()`.
+        method: A name from `rope_patch.list_methods()`, or a whole request, an `Extension`.
         factor: See `patch`.
         length: See `patch`.
         trained_length: See `patch`.
@@ -102,7 +104,8 @@ def load(
     }
     sidecar = read_sidecar(path)
     patch_sidecar = patch_sidecar or sidecar
-    options, kwargs = _split_method_options(method or (patch_sidecar or {}).get("method"), kwargs)
+    name = method.method if isinstance(method, Extension) else method
+    options, kwargs = _split_method_options(name or (patch_sidecar or {}).get("method"), kwargs)
     arguments = {
         "factor": factor,
         "length": length,
@@ -110,22 +113,21 @@ def load(
         "layer_types": layer_types,
         **options,
     }
-    request: dict[str, Any] | None
-    if method is None:
-        if patch_sidecar is None:
-            raise Refused(
-                f"name a method (rope_patch.list_methods() lists them): {adapter or path} has no "
-                f"{SIDECAR} that records one"
-            )
-        names = [name for name, value in arguments.items() if value is not None]
-        if names:
-            raise Refused(
-                f"{', '.join(names)} goes with a method: name it too, or leave all out to get what "
-                f"{SIDECAR} records"
-            )
-        request = {**request_from_sidecar(patch_sidecar), "kernels": kernels}
+    extension: Extension | None
+    if method is not None:
+        extension = Extension.of(method, **arguments, kernels=kernels, start=start)
+    elif patch_sidecar is None:
+        raise Refused(
+            f"name a method (rope_patch.list_methods() lists them): {adapter or path} has no "
+            f"{SIDECAR} that records one"
+        )
+    elif names := [name for name, value in arguments.items() if value is not None]:
+        raise Refused(
+            f"{', '.join(names)} goes with a method: name it too, or leave all out to get what "
+            f"{SIDECAR} records"
+        )
     else:
-        request = {"method": method, **arguments, "kernels": kernels, "start": start}
+        extension = replace(extension_from_sidecar(patch_sidecar), kernels=kernels)
     try:
         if sidecar is None:
             config = read_config(path, gguf_file=gguf_file, **kwargs)
@@ -141,18 +143,18 @@ def load(
         ) from error
     trained_adapter = None if patch_sidecar is sidecar else adapter  # has a sidecar of its own
     if trained_adapter is not None and method is None:
-        base_request = require_same_rotation(empty, trained_adapter)
-        request = None if base_request is None else {**base_request, "kernels": kernels}
+        extension = require_same_rotation(empty, trained_adapter)
+        extension = extension and replace(extension, kernels=kernels)
     else:
-        check(empty, **request)
+        check(empty, extension)
         if trained_adapter is not None:
-            patch(empty, **request)
+            patch(empty, extension)
             require_same_rotation(empty, trained_adapter)
     model = read_model(
         path, config=config, device_map=device_map, dtype=dtype, gguf_file=gguf_file, **kwargs
     )
-    if request is not None:
-        patch(model, **request)
+    if extension is not None:
+        patch(model, extension)
     if adapter is None:
         return model
     if "offload_folder" in kwargs:

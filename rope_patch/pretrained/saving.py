@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig
 
+from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.probe import reference_frequencies
@@ -37,6 +39,11 @@ _SIDECAR_TYPES: dict[str, Any] = {
     "original": dict,
     "trained_length": int | None,
     "layer_types": list | None,
+}
+_NEW_SIDECAR_TYPES: dict[str, Any] = {  # rope_patch 0.1 has the factor among the options
+    "factor": float | int | None,
+    "length": int | None,
+    "start": str,
 }
 
 
@@ -142,46 +149,43 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         sidecar = parse_json(path.read_text())
         if missing := _SIDECAR_TYPES.keys() - dict(sidecar).keys():
             raise Refused(f"no {', '.join(sorted(missing))}")
-        for key, expected_type in _SIDECAR_TYPES.items():
-            if not isinstance(sidecar[key], expected_type):
+        for key, expected_type in (_SIDECAR_TYPES | _NEW_SIDECAR_TYPES).items():
+            if key in sidecar and not isinstance(sidecar[key], expected_type):
                 raise Refused(f"{key} is {sidecar[key]!r:.60}")
-        if "factor" not in sidecar["options"]:
+        if "factor" not in {*sidecar, *sidecar["options"]}:
             raise Refused("no factor among its options")
     except (ValueError, TypeError) as error:
         raise Refused(f"{path} is damaged ({error}): save the model again") from error
     return sidecar
 
 
-def request_from_sidecar(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `patch` that restore the patch of a sidecar."""
-    options = dict(sidecar["options"])
-    request = {
-        "method": sidecar["method"],
-        "factor": options.pop("factor"),
-        "length": None,
-        "trained_length": sidecar["trained_length"],
-        "layer_types": sidecar["layer_types"],
-        "start": sidecar.get("start", "auto"),
-    }
-    method_class = registered_methods().get(sidecar["method"])
-    if method_class is not None and method_class.is_dynamic:
-        request["length"] = sidecar.get("length")
-        if not method_class.factor_is_option:
-            request["factor"] = None
-    return request | options
+def extension_from_sidecar(sidecar: dict[str, Any]) -> Extension:
+    """Return the request that restores the patch of a sidecar."""
+    request = {f.name: sidecar[f.name] for f in fields(Extension) if f.name in sidecar}
+    if "factor" not in request:  # of rope_patch 0.1, with the length that the factor led to
+        options = dict(sidecar["options"])
+        factor, length = options.pop("factor"), request.pop("length", None)
+        method_class = registered_methods().get(sidecar["method"])
+        if method_class is not None and method_class.is_dynamic:
+            request["length"] = length
+            factor = factor if method_class.factor_is_option else None
+        request |= {"factor": factor, "options": options}
+    return Extension(**request)
+
+
+def sidecar_target(sidecar: dict[str, Any]) -> int | None:
+    """Return the target length of a sidecar's patch in tokens, or None if it has none."""
+    return sidecar.get("target_length", sidecar.get("length"))
 
 
 def _make_sidecar(handle: Patch, native: bool) -> dict[str, Any]:
-    layer_types = [layer_type for layer_type in handle.geometries if layer_type is not None]
+    # The kernels are for the machine at hand, not for the one that loads the folder.
+    extension = replace(handle.extension, kernels="auto")
     return {
         "rope_patch": version("rope-patch"),
         "transformers": version("transformers"),
-        "method": handle.method.name,
-        "options": handle.method.options(),
-        "trained_length": handle.trained_length,
-        "length": handle.length,
-        "layer_types": layer_types or None,
-        "start": "running" if any(g.base for g in handle.geometries.values()) else "unscaled",
+        **extension.to_dict(),
+        "target_length": handle.length,
         "sharpening": handle.softmax_mscale,
         "native": native,
         "original": handle.original,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample
 from rope_patch.recommending.budget import TimeBudget
 from rope_patch.recommending.sample_sets import BLOCK_SIZE
@@ -30,7 +32,7 @@ class Bench:
         model: The unpatched model.
         space: The rotation that is extended, and the target.
         blocks_by_kind: By kind, a function that makes a block's samples, and the number of blocks.
-        patch_arguments: `trained_length`, `layer_types` and `start` of `rope_patch.patch`.
+        extension: The request; each rotation has its own method, options and factor.
         journal: Stores the results.
         clock: Records the costs.
         processes: Processes that share the work.
@@ -45,13 +47,13 @@ class Bench:
         model: Any,
         space: SearchSpace,
         blocks_by_kind: Mapping[str, tuple[Callable[[int], Sequence[Sample]], int]],
-        patch_arguments: Mapping[str, Any],
+        extension: Extension,
         journal: SharedJournal,
         clock: TimeBudget,
         processes: Processes,
     ) -> None:
         self._model, self._space, self._sets = model, space, dict(blocks_by_kind)
-        self._patch_arguments, self._journal, self._clock = patch_arguments, journal, clock
+        self._extension, self._journal, self._clock = extension, journal, clock
         self._processes = processes
         self._samples: dict[tuple[str, int], list[Sample]] = {}
         self._seen: set[str] = set()
@@ -98,9 +100,8 @@ class Bench:
         return Fitness(
             self._model,
             [sample for block in blocks for sample in self.samples(kind, block)],
-            factor=factor or self._space.factor,
-            processes=self._processes,
-            **self._patch_arguments,
+            replace(self._extension, factor=factor or self._space.factor, length=None),
+            self._processes,
         )
 
     def save_clock(self) -> None:

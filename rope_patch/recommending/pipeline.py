@@ -8,9 +8,11 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, needles_refusal, read_samples
 from rope_patch.patching import current
 from rope_patch.searching.journal import SearchJournal, SharedJournal
@@ -116,17 +118,19 @@ def recommend(
     source = open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
-    patch_arguments: dict[str, Any] = {
-        "trained_length": trained_length,
-        "layer_types": layer_types,
-        "start": start,
-    }
+    extension = Extension(
+        "longrope",
+        length=length,
+        trained_length=trained_length,
+        layer_types=layer_types,
+        start=start,
+    )
     if (active_patch := current(source.skeleton)) is not None:
         raise ValueError(
             f"the model is patched already ({active_patch}): methods are measured on the model as "
             "it was, so call rope_patch.unpatch(model) first"
         )
-    space = make_space(source.skeleton, length=length, **patch_arguments)
+    space = make_space(source.skeleton, extension)
     trained = space.geometry.trained_length
     short = trained // 2 if short_length is None else short_length
     if samples is None and short_length is None and source.tokenizer is not None:
@@ -155,11 +159,9 @@ def recommend(
         journal.lock()
         seconds_spent, candidates_searched = earlier_usage(journal)
         clock = TimeBudget(budget, seconds_spent, processes, progress)
-        bench = Bench(
-            live, space, sample_blocks.by_kind, patch_arguments, journal, clock, processes
-        )
+        bench = Bench(live, space, sample_blocks.by_kind, extension, journal, clock, processes)
         bench.candidates_searched = candidates_searched
-        race = Race(live, space, patch_arguments, bench, clock, journal, seed, search)
+        race = Race(live, space, extension, bench, clock, journal, seed, search)
         race.not_measured += sample_blocks.not_measured
         try:
             choice = race.run()
@@ -170,10 +172,8 @@ def recommend(
         python = shell = ""
         if choice.name is not None:
             row = race.rows[choice.name]
-            python = variants.patch_call(row.variant, space, patch_arguments, search_folder)
-            shell = variants.export_command(
-                row.variant, space, patch_arguments, source.name, row.engines
-            )
+            python = variants.patch_call(row.variant, extension, search_folder)
+            shell = variants.export_command(row.variant, extension, source.name, row.engines)
         outcome = race.search_outcome
         recommendation = Recommendation(
             model=source.name,
@@ -208,7 +208,7 @@ def recommend(
                 candidate=outcome.candidate,
                 history=outcome.history,
                 held_out=held_out_table(race.rows),
-                asked={k: v for k, v in patch_arguments.items() if v not in (None, "auto")},
+                asked=replace(extension, factor=None, length=None).arguments(),
                 evaluations_per_minute=outcome.evaluations_per_minute,
                 versions=identity["versions"],
                 command=shlex.join(sys.argv) if command is None else command,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from rope_patch.extension import Extension
 from rope_patch.recommending import budget, variants
 from rope_patch.recommending.bench import Bench, MeasurementFailed
 from rope_patch.recommending.budget import BlockCosts, TimeBudget
@@ -27,7 +27,7 @@ class Race:
     Args:
         model: The unpatched model.
         space: The rotation that is extended, and the target.
-        patch_arguments: `trained_length`, `layer_types` and `start` of `rope_patch.patch`.
+        extension: The request; each variant has its own method and options.
         bench: Measures rotations.
         clock: The time budget.
         journal: Stores results.
@@ -45,21 +45,21 @@ class Race:
         self,
         model: Any,
         space: SearchSpace,
-        patch_arguments: Mapping[str, Any],
+        extension: Extension,
         bench: Bench,
         clock: TimeBudget,
         journal: SharedJournal,
         seed: int,
         search: bool,
     ) -> None:
-        self.model, self.space, self.patch_arguments = model, space, patch_arguments
+        self.model, self.space, self.extension = model, space, extension
         self.bench, self.clock, self._journal = bench, clock, journal
         self._seed, self._search_enabled = seed, search
         self.not_measured: list[str] = []
         self.search_outcome: Any = None
         self.block_count = 0
         self.rows: dict[str, VariantScores] = {}
-        self._plain_engines = variants.native_engines(model, Variant(PLAIN), space, patch_arguments)
+        self._plain_engines = variants.native_engines(model, Variant(PLAIN), extension)
         self._add_variants(variants.standard_variants(space))
 
     def run(self) -> Choice:
@@ -304,13 +304,11 @@ class Race:
     def _add_variants(self, new_variants: list[Variant]) -> None:
         for variant in new_variants:
             row = self.rows[variant.name] = VariantScores(variant)
-            why = variants.refusal_reason(self.model, variant, self.space, self.patch_arguments)
+            why = variants.refusal_reason(self.model, variant, self.extension)
             if why is not None:
                 self._mark_out(row, f"refused: {why}")
             else:
-                row.engines = variants.native_engines(
-                    self.model, variant, self.space, self.patch_arguments
-                )
+                row.engines = variants.native_engines(self.model, variant, self.extension)
 
     def _mark_out(self, row: VariantScores, why: str) -> None:
         row.status = row.status or why

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rope_patch.exporting import ENGINES, export
+from rope_patch.extension import Extension
 from rope_patch.methods import build, registered_methods
 from rope_patch.patching import check, patch
 from rope_patch.searching.candidates import Candidate, SearchSpace
@@ -143,47 +143,40 @@ def rotation_key(space: SearchSpace, rotation: VariantRotation) -> tuple[object,
     return rotation.candidate.rotation_key(replace(space, factor=rotation.factor), KEY_DIGITS)
 
 
-def refusal_reason(
-    model: Any, variant: Variant, space: SearchSpace, patch_arguments: Mapping[str, Any]
-) -> str | None:
+def refusal_reason(model: Any, variant: Variant, extension: Extension) -> str | None:
     """Return why a model cannot be patched with a variant, or None."""
     if variant.method is None:
         return None
     try:
-        check(model, variant.method, length=space.length, **patch_arguments, **variant.options)
+        check(model, replace(extension, method=variant.method, options=variant.options))
     except Refused as error:
         return str(error)
     return None
 
 
-def native_engines(
-    model: Any, variant: Variant, space: SearchSpace, patch_arguments: Mapping[str, Any]
-) -> tuple[str, ...]:
+def native_engines(model: Any, variant: Variant, extension: Extension) -> tuple[str, ...]:
     """Return the engines that rotate as a variant does, without this package."""
     if variant.method is None:
         return _exporting_engines(model)
-    arguments = {**patch_arguments, **variant.options}
-    with patch(model, variant.method, length=space.length, kernels="hf", **arguments):
+    request = replace(extension, method=variant.method, options=variant.options, kernels="hf")
+    with patch(model, request):
         return _exporting_engines(model)
 
 
-def patch_call(
-    variant: Variant, space: SearchSpace, patch_arguments: Mapping[str, Any], folder: str | None
-) -> str:
+def patch_call(variant: Variant, extension: Extension, folder: str | None) -> str:
     """Return the Python line that applies a variant; empty for the plain model."""
     if variant.method is None:
         return ""
     if variant.method == "longrope" and variant.dynamic and folder is not None:
         return f"rope_patch.patch(model, 'longrope', **rope_patch.SearchResult.load({folder!r}))"
-    arguments = {"length": space.length, **_explicit_arguments(patch_arguments), **variant.options}
+    arguments = extension.arguments() | variant.options
     written = "".join(f", {name}={value!r}" for name, value in arguments.items())
     return f"rope_patch.patch(model, {variant.method!r}{written})"
 
 
 def export_command(
     variant: Variant,
-    space: SearchSpace,
-    patch_arguments: Mapping[str, Any],
+    extension: Extension,
     model: str,
     engines: tuple[str, ...],
 ) -> str:
@@ -191,8 +184,7 @@ def export_command(
 
     Args:
         variant: The variant to apply.
-        space: The rotation that is extended, and the target.
-        patch_arguments: `trained_length`, `layer_types` and `start` of `rope_patch.patch`.
+        extension: The request, without the variant's method and options.
         model: The model's name.
         engines: The engines that run it; the command is for the first that people serve with.
     """
@@ -200,8 +192,7 @@ def export_command(
     if variant.method is None or engine is None:
         return ""
     words = ["rope-patch", "export", model, "--engine", engine, "--method", variant.method]
-    words += ["--length", str(space.length)]
-    for name, value in _explicit_arguments(patch_arguments).items():
+    for name, value in extension.arguments().items():
         if name == "layer_types":
             return ""  # the command has no such option
         words += [f"--{name.replace('_', '-')}", str(value)]
@@ -244,10 +235,3 @@ def _exporting_engines(model: Any) -> tuple[str, ...]:
             continue
         engines.append(engine)
     return tuple(engines)
-
-
-def _explicit_arguments(patch_arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that differ from the defaults of `patch`."""
-    return {
-        k: v for k, v in patch_arguments.items() if v is not None and (k, v) != ("start", "auto")
-    }

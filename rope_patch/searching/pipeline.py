@@ -6,9 +6,11 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.journal import SearchJournal, SharedJournal
@@ -129,12 +131,15 @@ def search(
     source = open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
     )
-    patch_arguments: dict[str, Any] = {
-        "trained_length": trained_length,
-        "layer_types": layer_types,
-        "start": start,
-    }
-    space = make_space(source.skeleton, factor=factor, length=length, **patch_arguments)
+    extension = Extension(
+        "longrope",
+        factor=factor,
+        length=length,
+        trained_length=trained_length,
+        layer_types=layer_types,
+        start=start,
+    )
+    space = make_space(source.skeleton, extension)
     sets = sample_sets.prepare(
         space,
         source.tokenizer,
@@ -149,7 +154,7 @@ def search(
     live = source.load()
 
     def make_fitness(some: Sequence[Sample]) -> Fitness:
-        return Fitness(live, some, factor=space.factor, processes=processes, **patch_arguments)
+        return Fitness(live, some, extension, processes)
 
     on_search = make_fitness(sets.search)  # raises for a patched model
     identity = {
@@ -194,7 +199,7 @@ def search(
             candidate=best,
             history=history,
             held_out=comparison.compare(evaluations, on_held_out.samples),
-            asked={k: v for k, v in patch_arguments.items() if v not in (None, "auto")},
+            asked=replace(extension, factor=None, length=None).arguments(),
             evaluations_per_minute=rate,
             versions=identity["versions"],
             command=shlex.join(sys.argv) if command is None else command,

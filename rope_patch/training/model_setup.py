@@ -74,17 +74,7 @@ def prepare(settings: Settings) -> PreparedModel:
     if extension.method == "none":
         model = read_model(path, **load_options)
     else:
-        model = load(
-            path,
-            extension.method,
-            factor=extension.factor,
-            length=extension.length,
-            trained_length=extension.trained_length,
-            layer_types=extension.layer_types,
-            kernels=extension.kernels,
-            **settings.method_options,
-            **load_options,
-        )
+        model = load(path, settings.request(), **load_options)
     weights = fingerprint(model)
     model.config.use_cache = False
     if training.use_liger_kernel:

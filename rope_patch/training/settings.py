@@ -15,6 +15,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments, integrations
 
+from rope_patch.extension import Extension
 from rope_patch.training import recipe_files
 from rope_patch.training.data_arguments import DataArguments
 from rope_patch.utils.errors import did_you_mean, one_line
@@ -169,6 +170,19 @@ class Settings:
     def method_options(self) -> dict[str, Any]:
         """Return the method's options as a dict."""
         return _parse_options(self.extension.options)
+
+    def request(self) -> Extension:
+        """Return the request to extend the model."""
+        arguments = self.extension
+        return Extension(
+            arguments.method,
+            factor=arguments.factor,
+            length=arguments.length,
+            trained_length=arguments.trained_length,
+            layer_types=arguments.layer_types,
+            kernels=arguments.kernels,
+            options=self.method_options,
+        )
 
     @property
     def loss(self) -> str:

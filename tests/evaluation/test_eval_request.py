@@ -87,8 +87,8 @@ def test_the_longest_sample_or_document_counts():
 
 def test_options_go_to_the_methods_that_have_them():
     asked = EvalRequest(model=TINY, methods=("yarn", "ntk"), factor=2, options={"beta_fast": 16})
-    assert asked.patch_arguments("yarn")["beta_fast"] == 16
-    assert "beta_fast" not in asked.patch_arguments("ntk")
+    assert asked.extension("yarn").options == {"beta_fast": 16}
+    assert asked.extension("ntk").options == {}
 
 
 def test_profiles_are_chosen_by_name_or_machine(caplog):

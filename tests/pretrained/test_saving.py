@@ -1,5 +1,6 @@
 """Saved folders load in plain transformers to the same logits, and saving is all or nothing."""
 
+import dataclasses
 import json
 
 import pytest
@@ -109,9 +110,11 @@ def test_sidecar(tmp_path):
     record = sidecar(tmp_path)
     handle = rope_patch.current(model)
     assert record["method"] == "yarn"
-    assert record["options"] == handle.method.options()
-    assert (record["options"]["factor"], record["options"]["beta_fast"]) == (4.0, 16)
-    assert (record["trained_length"], record["length"]) == (TRAINED, TARGET)
+    fields = {f.name: record[f.name] for f in dataclasses.fields(rope_patch.Extension)}
+    assert rope_patch.Extension.from_dict(fields) == handle.extension
+    assert {"factor": record["factor"], **record["options"]} == handle.method.options()
+    assert (record["factor"], record["options"]["beta_fast"]) == (4.0, 16)
+    assert (record["trained_length"], record["target_length"]) == (TRAINED, TARGET)
     assert record["layer_types"] == ["full_attention"]
     assert record["original"] == {
         "max_position_embeddings": TRAINED,

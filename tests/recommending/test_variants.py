@@ -4,6 +4,7 @@ import pytest
 from helpers.search_fixtures import TRAINED, load
 
 import rope_patch
+from rope_patch.extension import Extension
 from rope_patch.methods import build
 from rope_patch.recommending import variants
 from rope_patch.recommending.variants import UNPATCHED, VariantRotation
@@ -18,7 +19,7 @@ def model():
 @pytest.mark.parametrize("length", [512, 768, 1357])
 def test_how_a_following_method_rotates(model, length):
     """At the target as the patched model itself does, and within the trained length not at all."""
-    space = make_space(model, length=length)
+    space = make_space(model, Extension("longrope", length=length))
     for entry in variants.standard_variants(space):
         if entry.method is None:
             assert (entry.long_rotation, entry.short_rotation) == (UNPATCHED, UNPATCHED)

@@ -20,6 +20,7 @@ from helpers.search_fixtures import (
 )
 
 import rope_patch
+from rope_patch.extension import Extension
 from rope_patch.searching import pipeline
 from rope_patch.searching.journal import JOURNAL_FILE
 from rope_patch.searching.measure.fitness import Fitness
@@ -80,7 +81,7 @@ def test_held_out_numbers_compare_with_the_known_methods(whole, model):
         *("found", "none", "yarn", "ntk", "linear"),
         *("against none", "against yarn", "against ntk", "against linear"),
     }
-    on = Fitness(model, questions(seed=2, count=4), length=LENGTH)
+    on = Fitness(model, questions(seed=2, count=4), Extension("longrope", length=LENGTH))
     plain = on.measure(None)
     assert told["none"]["nll"] == plain.fitness
     assert told["none"]["hits"] == sum(map(sum, plain.hits))

@@ -11,8 +11,6 @@ from transformers import get_scheduler
 
 import rope_patch
 from rope_patch.geometry import Geometry
-from rope_patch.methods.registry import build
-from rope_patch.patching.plan import resolve_options
 from rope_patch.training import data_arguments
 from rope_patch.training.settings import parse
 
@@ -126,10 +124,8 @@ def method_of(settings):
     """Return a recipe's method on its model's geometry, and the target length."""
     asked = settings.extension
     geometry = GEOMETRIES[asked.model]
-    options, target = resolve_options(
-        asked.method, asked.factor, asked.length, geometry.trained_length, settings.method_options
-    )
-    return build(asked.method, **options), target or geometry.trained_length
+    method, target = settings.request().resolve(geometry.trained_length)
+    return method, target or geometry.trained_length
 
 
 def said(name):

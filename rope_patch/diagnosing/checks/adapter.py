@@ -8,7 +8,7 @@ from typing import Any
 from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts
 from rope_patch.pretrained.adapters import require_same_rotation
-from rope_patch.pretrained.saving import SIDECAR
+from rope_patch.pretrained.saving import SIDECAR, sidecar_target
 from rope_patch.utils.errors import Refused
 
 
@@ -91,6 +91,6 @@ def _saved_folder_findings(facts: Facts, sidecar: dict[str, Any]) -> Iterator[Fi
 
 
 def _sidecar_frequencies(sidecar: dict[str, Any]) -> str:
-    length = sidecar.get("length")
+    length = sidecar_target(sidecar)
     reached = f"{length:,} tokens" if isinstance(length, int) else "any length"
     return f"{sidecar['method']}, {sidecar['trained_length']:,} → {reached}"

@@ -27,6 +27,7 @@ from rope_patch.evaluation.measures.timed_method import (
     time_decoding,
     timing_row,
 )
+from rope_patch.extension import Extension
 from rope_patch.methods.registry import get_method
 from rope_patch.patching import check
 from rope_patch.pretrained import demo
@@ -91,11 +92,11 @@ def bench(request: SpeedRequest) -> dict[str, Any]:
     empty = empty_model(path, config)
     for name in request.methods:
         if name != PLAIN:
-            check(empty, **_patch_arguments(request, name, trained))
+            check(empty, _extension(request, name, trained))
 
     model = _load_model(request, path, config)
     patches = {
-        name: None if name == PLAIN else _patch_arguments(request, name, trained)
+        name: None if name == PLAIN else _extension(request, name, trained)
         for name in request.methods
     }
     prompt = request.prompt or round(request.factor * trained)
@@ -118,13 +119,13 @@ def bench(request: SpeedRequest) -> dict[str, Any]:
 
 @torch.no_grad()
 def compare_methods(
-    model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, repeats: int = 3
+    model: Any, patches: dict[str, Extension | None], prompt: int, repeats: int = 3
 ) -> dict[str, Any]:
     """Measure what methods cost on a loaded model, as multiples of the first one's cost.
 
     Args:
         model: The model, unpatched; it is left as it is.
-        patches: What `patch` gets, by label; None is the model as it is.
+        patches: The requests to patch with, by label; None is the model as it is.
         prompt: Tokens of the prompt.
         repeats: How often everything is timed.
 
@@ -149,12 +150,10 @@ def compare_methods(
 
 
 def _measure_rows(
-    model: Any, patches: dict[str, dict[str, Any] | None], prompt: int, request: SpeedRequest
+    model: Any, patches: dict[str, Extension | None], prompt: int, request: SpeedRequest
 ) -> tuple[list[dict[str, Any]], int]:
     """Return a row for each method, and the length that they decoded from."""
-    methods = [
-        make_timed_method(name, model, patch_arguments) for name, patch_arguments in patches.items()
-    ]
+    methods = [make_timed_method(name, model, extension) for name, extension in patches.items()]
     start = decode_start_length(methods, prompt, request.decode)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -218,12 +217,12 @@ def _kilobytes(size: int) -> str:
     return f"{size / 1e3:,.1f} kB"
 
 
-def _patch_arguments(request: SpeedRequest, name: str, trained: int) -> dict[str, Any]:
-    """Return what `patch` gets, so that all methods reach the same length."""
-    arguments = {"method": name, "trained_length": request.trained_length}
+def _extension(request: SpeedRequest, name: str, trained: int) -> Extension:
+    """Return the request to patch with a method, so that all methods reach the same length."""
     if get_method(name).is_dynamic:
-        return {**arguments, "length": round(request.factor * trained)}
-    return {**arguments, "factor": request.factor}
+        length = round(request.factor * trained)
+        return Extension(name, length=length, trained_length=request.trained_length)
+    return Extension(name, factor=request.factor, trained_length=request.trained_length)
 
 
 def _load_model(request: SpeedRequest, path: str, config: Any) -> Any:

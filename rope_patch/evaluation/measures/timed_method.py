@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
+from rope_patch.extension import Extension
 from rope_patch.patching import Patch, patch
 from rope_patch.patching.dynamic.cache_record import RotationRecord
 
@@ -62,11 +63,11 @@ class TimedMethod:
         return partial(self.model, ids, **cache_arguments, use_cache=True, logits_to_keep=1)
 
 
-def make_timed_method(name: str, model: Any, patch_arguments: dict[str, Any] | None) -> TimedMethod:
+def make_timed_method(name: str, model: Any, extension: Extension | None) -> TimedMethod:
     """Return a method on a copy of a model that shares its weights."""
     weights = {id(parameter): parameter for parameter in model.parameters()}
     instance = copy.deepcopy(model, weights)  # which takes the weights for copied already
-    handle = None if patch_arguments is None else patch(instance, **patch_arguments)
+    handle = None if extension is None else patch(instance, extension)
     return TimedMethod(name=name, model=instance, handle=handle)
 
 

@@ -7,10 +7,11 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample
 from rope_patch.inference.scorer import Score, Scorer
 from rope_patch.patching import check, current, patch
@@ -71,11 +72,7 @@ class Fitness:
     Args:
         model: A transformers decoder, not patched.
         samples: Samples that candidates are scored on.
-        factor: Target length / trained length; exactly one of `factor` and `length`.
-        length: Target length in tokens.
-        trained_length: See `rope_patch.patch`.
-        layer_types: See `rope_patch.patch`.
-        start: See `rope_patch.patch`.
+        extension: The request; each candidate has its own method and options instead of these.
         processes: Processes that share the work; those of accelerate unless given.
 
     Attributes:
@@ -90,22 +87,13 @@ class Fitness:
         self,
         model: Any,
         samples: Sequence[Sample],
-        *,
-        factor: float | None = None,
-        length: int | None = None,
-        trained_length: int | None = None,
-        layer_types: list[str] | None = None,
-        start: str = "auto",
+        extension: Extension,
         processes: Processes | None = None,
     ) -> None:
         self.model = model
         self._require_unpatched()
-        self._patch_arguments: dict[str, Any] = {
-            "trained_length": trained_length,
-            "layer_types": layer_types,
-            "start": start,
-        }
-        self.space = make_space(model, factor=factor, length=length, **self._patch_arguments)
+        self.space = make_space(model, extension)
+        self._extension = replace(extension, factor=self.space.factor, length=None)
         # Samples of a group stay neighbours. Groups are shuffled, so that the first ones are
         # representative of all, whatever their depths and texts.
         groups: dict[str, list[Sample]] = {}
@@ -177,13 +165,8 @@ class Fitness:
         if candidate is not None:
             try:
                 options = self._patch_options(candidate)
-                handle = patch(
-                    self.model,
-                    candidate.method,
-                    factor=self.space.factor,
-                    **self._patch_arguments,
-                    **options,
-                )
+                request = replace(self._extension, method=candidate.method, options=options)
+                handle = patch(self.model, request)
             except Exception as problem:
                 error = describe_error(problem)
         try:
@@ -251,35 +234,24 @@ class Fitness:
             )
 
 
-def make_space(
-    model: Any,
-    *,
-    factor: float | None = None,
-    length: int | None = None,
-    trained_length: int | None = None,
-    layer_types: list[str] | None = None,
-    start: str = "auto",
-) -> SearchSpace:
+def make_space(model: Any, extension: Extension) -> SearchSpace:
     """Return the search space of a model: the rotation that `patch` would change, and the target.
 
     Args:
         model: A transformers decoder, with or without weights.
-        factor: Target length / trained length; exactly one of `factor` and `length`.
-        length: Target length in tokens.
-        trained_length: See `rope_patch.patch`.
-        layer_types: See `rope_patch.patch`.
-        start: See `rope_patch.patch`.
+        extension: The request, with exactly one of `factor` and `length`; its method and options
+            do not matter.
 
     Raises:
         ValueError: Not exactly one of `factor` and `length`, a request that `patch` refuses, or
             layer types that rotate differently.
     """
+    factor, length = extension.factor, extension.length
     if (factor is None) == (length is None):
         given = "neither" if factor is None else f"factor={factor} and length={length}"
         raise ValueError(f"give exactly one of factor and length, got {given}")
-    patch_arguments: dict[str, Any] = {"trained_length": trained_length, "layer_types": layer_types}
     try:
-        plan = check(model, "linear", factor=factor, length=length, start=start, **patch_arguments)
+        plan = check(model, replace(extension, method="linear", options={}))
     except Refused as error:
         raise ValueError(f"the model cannot be searched for this target: {error}") from error
     if len(plan.geometries) > 1:

@@ -200,13 +200,9 @@ def _row_length(settings: Any, config: Any) -> int:
     if extension.train_length:
         return extension.train_length
     if extension.method != "none":
-        request = {
-            name: getattr(extension, name) for name in ("factor", "length", "trained_length")
-        }
-        request |= {"layer_types": extension.layer_types, **settings.method_options}
-        request_check = check_request(
-            empty_model(extension.model, config), extension.method, **request
-        )
+        # The plan may be made on another machine than the training's, without its kernels.
+        request = replace(settings.request(), kernels="auto")
+        request_check = check_request(empty_model(extension.model, config), request)
         if request_check.length is not None:
             return request_check.length
     text = config.get_text_config(decoder=True)

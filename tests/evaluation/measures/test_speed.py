@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import rope_patch
 from rope_patch.cli import app
 from rope_patch.evaluation.measures import speed, timed_method
+from rope_patch.extension import Extension
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-llama"  # trained on 256 tokens
 SETTING = {"model": str(TINY), "decode": 4, "repeats": 2}
@@ -123,7 +124,7 @@ def test_where_nothing_turns_decoding_starts_at_the_prompt():
 
 def test_methods_share_weights_and_nothing_else():
     model = make_model()
-    yarn = {"method": "yarn", "factor": 4, "trained_length": 64}
+    yarn = Extension("yarn", factor=4, trained_length=64)
     plain, patched = (timed_method.make_timed_method("", model, asked) for asked in (None, yarn))
     ids = tokens(100)
     with torch.no_grad():

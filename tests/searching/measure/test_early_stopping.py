@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.search_fixtures import LENGTH, load, questions, stretched
 
+from rope_patch.extension import Extension
 from rope_patch.inference import scorer
 from rope_patch.searching.measure.early_stopping import predicted_deficit
 from rope_patch.searching.measure.fitness import Fitness
@@ -16,7 +17,7 @@ def exhaustive(top):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_giving_up_never_changes_who_wins(name, monkeypatch):
     monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", 2 * LENGTH)  # so that there are rounds
-    on = Fitness(load(name), questions(), length=LENGTH)
+    on = Fitness(load(name), questions(), Extension("longrope", length=LENGTH))
     whole = [on.measure(candidate) for candidate in exhaustive(2.0)]
     winner = min(range(len(whole)), key=lambda i: whole[i].fitness)
     for order in (range(len(whole)), reversed(range(len(whole)))):

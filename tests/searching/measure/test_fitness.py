@@ -11,6 +11,7 @@ from helpers.search_fixtures import LENGTH, TRAINED, load, questions, stretched
 from helpers.tiny_models import make_model
 
 import rope_patch
+from rope_patch.extension import Extension
 from rope_patch.inference import prefix_reader, scorer
 from rope_patch.inference.samples import Sample
 from rope_patch.searching.candidates import Candidate
@@ -76,7 +77,7 @@ def uneven():
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_the_loss_is_that_of_transformers_own_model(model, name):
-    on = Fitness(model, uneven(), length=LENGTH)
+    on = Fitness(model, uneven(), Extension("longrope", length=LENGTH))
     found = on.measure(CANDIDATES[name])
     twin = native(model, CANDIDATES[name])
     expected = [truth(twin, sample) for sample in on.samples]
@@ -88,17 +89,17 @@ def test_the_loss_is_that_of_transformers_own_model(model, name):
 
 
 def test_candidates_are_told_apart(llama):
-    on = Fitness(llama, questions(), length=LENGTH)
+    on = Fitness(llama, questions(), Extension("longrope", length=LENGTH))
     found = [on.measure(candidate).fitness for candidate in CANDIDATES.values()]
     assert all(abs(a - b) > 1e-3 for a, b in itertools.combinations(found, 2))
 
 
 def test_batches_and_single_samples_agree(model, monkeypatch):
     samples = questions()
-    together = Fitness(model, samples, length=LENGTH)
+    together = Fitness(model, samples, Extension("longrope", length=LENGTH))
     assert [len(unit) for unit in together.scorer.units] == [8]
     monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", LENGTH)
-    alone = Fitness(model, samples, length=LENGTH)
+    alone = Fitness(model, samples, Extension("longrope", length=LENGTH))
     assert [len(unit) for unit in alone.scorer.units] == [1] * 8
     for candidate in CANDIDATES.values():
         a, b = together.measure(candidate), alone.measure(candidate)
@@ -109,9 +110,13 @@ def test_batches_and_single_samples_agree(model, monkeypatch):
 def test_methods_that_follow_the_length_see_all_of_a_sample(llama, monkeypatch):
     """A prompt is rotated by the length it has with its answers, as in one pass."""
     samples = questions(count=3)
-    found = Fitness(llama, samples, length=LENGTH).measure(Candidate("d", "dynamic-yarn"))
+    found = Fitness(llama, samples, Extension("longrope", length=LENGTH)).measure(
+        Candidate("d", "dynamic-yarn")
+    )
     monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", LENGTH)
-    alone = Fitness(llama, samples, length=LENGTH).measure(Candidate("d", "dynamic-yarn"))
+    alone = Fitness(llama, samples, Extension("longrope", length=LENGTH)).measure(
+        Candidate("d", "dynamic-yarn")
+    )
     assert found.error is alone.error is None
     assert found.nll == pytest.approx(alone.nll, abs=1e-4)
 
@@ -122,7 +127,7 @@ def test_common_beginnings_are_read_once(llama, monkeypatch):
     samples += [Sample((*long[:505], 260, 390), ((506, 507),), "text")]
     monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", LENGTH)
     monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 64)
-    on = Fitness(llama, samples, length=LENGTH)
+    on = Fitness(llama, samples, Extension("longrope", length=LENGTH))
     found = on.measure(CANDIDATES["yarn"])
     assert found.tokens < 2 * LENGTH
     twin = native(llama, CANDIDATES["yarn"])
@@ -132,7 +137,7 @@ def test_common_beginnings_are_read_once(llama, monkeypatch):
 def test_answers_and_prose_weigh_the_same(llama):
     answers = questions(count=2)
     prose = [Sample(s.ids, ((400, 440),), f"p{s.group}", prose=True) for s in questions(count=6)]
-    on = Fitness(llama, [*answers, *prose], length=LENGTH)
+    on = Fitness(llama, [*answers, *prose], Extension("longrope", length=LENGTH))
     found = on.measure(CANDIDATES["yarn"])
     parts = [
         [nll for nll, s in zip(found.nll, on.samples, strict=True) if s.prose is kind]
@@ -150,7 +155,7 @@ def test_the_model_is_bit_for_bit_as_before(model):
     config = copy.deepcopy(model.config.to_dict())
     with torch.no_grad():
         before = model(ids, use_cache=False).logits
-        on = Fitness(model, questions(count=2), length=LENGTH)
+        on = Fitness(model, questions(count=2), Extension("longrope", length=LENGTH))
         for candidate in CANDIDATES.values():
             on.measure(candidate)
         on.measure(Candidate("wrong", "longrope", {"long_factor": [1.0]}))
@@ -167,7 +172,7 @@ def test_the_model_is_bit_for_bit_as_before(model):
     "error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("nothing like it")]
 )
 def test_a_failing_forward_is_recorded_and_undone(llama, monkeypatch, error):
-    on = Fitness(llama, questions(count=2), length=LENGTH)
+    on = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH))
     expected = on.measure(CANDIDATES["yarn"])
 
     def fail(*_, **__):
@@ -183,7 +188,7 @@ def test_a_failing_forward_is_recorded_and_undone(llama, monkeypatch, error):
 
 
 def test_batches_are_halved_where_memory_runs_out(llama, monkeypatch):
-    on = Fitness(llama, questions(), length=LENGTH)
+    on = Fitness(llama, questions(), Extension("longrope", length=LENGTH))
     expected = on.measure(CANDIDATES["yarn"])
     layer = llama.model.layers[0]
     forward = layer.forward
@@ -198,7 +203,7 @@ def test_batches_are_halved_where_memory_runs_out(llama, monkeypatch):
 
 
 def test_a_loss_that_is_no_number_is_a_failure(llama, monkeypatch):
-    on = Fitness(llama, questions(count=2), length=LENGTH)
+    on = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH))
     embed = llama.model.embed_tokens
     monkeypatch.setattr(embed, "forward", lambda ids: torch.full((*ids.shape, 128), math.nan))
     found = on.measure(None)
@@ -207,14 +212,14 @@ def test_a_loss_that_is_no_number_is_a_failure(llama, monkeypatch):
 
 
 def test_what_cannot_be_patched_is_a_failure(llama):
-    on = Fitness(llama, questions(count=2), length=LENGTH)
+    on = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH))
     found = on.measure(Candidate("short", "longrope", {"long_factor": [1.0, 2.0]}))
     assert found.error.startswith("Refused: long_factor must have one number for each")
     assert found.tokens == 0
 
 
 def test_evaluations_survive_json(llama):
-    found = Fitness(llama, questions(count=2), length=LENGTH).measure(None)
+    found = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH)).measure(None)
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
@@ -223,8 +228,8 @@ def test_evaluations_survive_json(llama):
 
 def test_a_patched_model_is_refused(llama):
     with rope_patch.patch(llama, "yarn", factor=2), pytest.raises(ValueError, match="unpatch"):
-        Fitness(llama, questions(count=1), length=LENGTH)
-    on = Fitness(llama, questions(count=1), length=LENGTH)
+        Fitness(llama, questions(count=1), Extension("longrope", length=LENGTH))
+    on = Fitness(llama, questions(count=1), Extension("longrope", length=LENGTH))
     with rope_patch.patch(llama, "yarn", factor=2), pytest.raises(ValueError, match="unpatch"):
         on.measure(None)
 
@@ -232,12 +237,15 @@ def test_a_patched_model_is_refused(llama):
 @pytest.mark.parametrize("given", [{}, {"factor": 2, "length": 512}])
 def test_exactly_one_of_length_and_factor(llama, given):
     with pytest.raises(ValueError, match="exactly one of factor and length"):
-        Fitness(llama, questions(count=1), **given)
+        Fitness(llama, questions(count=1), Extension("longrope", **given))
 
 
 def test_one_rotation_is_searched_at_a_time():
     gemma = make_model("gemma3")
-    assert fitting.make_space(gemma, factor=2).geometry.layer_type == "full_attention"
+    assert (
+        fitting.make_space(gemma, Extension("longrope", factor=2)).geometry.layer_type
+        == "full_attention"
+    )
     both = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="name one of them in layer_types"):
-        fitting.make_space(gemma, factor=2, layer_types=both)
+        fitting.make_space(gemma, Extension("longrope", factor=2, layer_types=both))
