@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
-from rope_patch.utils import atomic_files, checksums
+from rope_patch.utils import checksums
+from rope_patch.utils.journal import JournalFile, check_lines
 
 logger = logging.getLogger("rope_patch")
 
@@ -41,7 +41,7 @@ class AnswerStore:
     def __init__(self, folder: Path | None = None, rank: int = 0, size: int = 1) -> None:
         self._folder = folder
         self._answers: dict[str, dict[str, Any]] = {}
-        self._own_file = None if folder is None else folder / f"answers-{rank}.jsonl"
+        self._journal = None if folder is None else JournalFile(folder / f"answers-{rank}.jsonl")
         for path in self._files():
             owner = path.stem.removeprefix("answers-")
             mine = owner == str(rank) or (rank == 0 and owner not in map(str, range(size)))
@@ -72,49 +72,24 @@ class AnswerStore:
             path: The file.
             repair: Whether to drop damaged lines from it, with a warning.
         """
-        lines = path.read_bytes().split(b"\n")
-        valid_lines, flaws = [], []
-        for number, line in enumerate(lines, start=1):
-            try:
-                entry = checksums.unseal(line)
-            except ValueError as error:
-                if line:
-                    flaws.append((number, str(error)))
-                continue
-            valid_lines.append(line)
+        journal = JournalFile(path)
+        checked = check_lines(journal.lines())
+        for entry in checked.entries:
             if not self.is_answered(entry["key"]):
                 self._answers[entry["key"]] = entry["answer"]
-        if not flaws or not repair:
-            return
-        atomic_files.atomic_write(path, b"".join(line + b"\n" for line in valid_lines))
-        if flaws[-1][0] == len(lines):
-            flaws.pop()  # a kill cut the last line short
-        if flaws:
+        if checked.flaws and repair:
+            journal.rewrite(checked.valid)
             logger.warning(
                 "%s: %d of %d answers are asked again: line %d: %s",
                 path,
-                len(flaws),
-                len(flaws) + len(valid_lines),
-                *flaws[0],
+                len(checked.flaws),
+                len(checked.flaws) + len(checked.valid),
+                *checked.flaws[0],
             )
 
     def put(self, key: str, answer: dict[str, Any]) -> None:
         """Store an answer; from then on it is what JSON gives back."""
         sealed = checksums.seal({"key": key, "answer": answer})
         self._answers[key] = sealed["answer"]
-        if self._own_file is not None:
-            with atomic_files.explain_write_errors(self._own_file.parent, self._own_file.name):
-                _append_line(self._own_file, json.dumps(sealed))
-
-
-def _append_line(path: Path, line: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        file.seek(0, os.SEEK_END)
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # the line before was cut short
-                line = f"\n{line}"
-        file.write(f"{line}\n".encode())
-        file.flush()
-        os.fsync(file.fileno())
+        if self._journal is not None:
+            self._journal.append(sealed)

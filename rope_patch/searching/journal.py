@@ -12,8 +12,9 @@ from typing import Any
 from rope_patch.inference.samples import Sample, samples_digest
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.measure.fitness import Evaluation, Fitness
-from rope_patch.utils import atomic_files, checksums
+from rope_patch.utils import checksums
 from rope_patch.utils.folder_lock import FolderLock
+from rope_patch.utils.journal import JournalFile, check_lines
 from rope_patch.utils.processes import Processes
 
 logger = logging.getLogger("rope_patch")
@@ -41,18 +42,18 @@ class SearchJournal:
     """
 
     def __init__(self, folder: Path | None, identity: dict[str, Any]) -> None:
-        self._path = None if folder is None else folder / JOURNAL_FILE
+        self._file = None if folder is None else JournalFile(folder / JOURNAL_FILE)
         self._identity = json.loads(json.dumps(identity))
         self._search_id = checksums.json_digest(self._identity)[:16]  # in each line
-        self._repaired: bytes | None = None  # the file without its damaged lines
+        self._valid_lines: list[bytes] = []  # the header among them
+        self._has_header = self._is_damaged = False
         self._has_warned = False
         self._lock = None if folder is None else FolderLock(folder)
         self._entries: dict[str, dict[str, Any]] = {}
-        self._valid_bytes = 0  # length of the complete lines
         if folder is not None and folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file: expected a folder for the search's state")
-        if self._path is not None:
-            self._read(self._path)
+        if self._file is not None:
+            self._read(self._file)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,9 +75,10 @@ class SearchJournal:
         self.lock()
         sealed = checksums.seal({"search": self._search_id, "key": key, "value": value})
         self._entries[key] = sealed["value"]
-        if self._path is not None:
-            with atomic_files.explain_write_errors(self._path.parent, self._path.name):
-                self._append(self._path, json.dumps(sealed))
+        if self._file is not None:
+            header = checksums.seal({"format": FORMAT, "identity": self._identity})
+            self._file.append(*([] if self._has_header else [header]), sealed)
+            self._has_header = True
         return self._entries[key]
 
     @staticmethod
@@ -99,60 +101,36 @@ class SearchJournal:
             ValueError: Another process works in the folder.
             OSError: The folder cannot be locked.
         """
-        if self._path is None or self._lock is None or self._lock.is_held:
+        if self._file is None or self._lock is None or self._lock.is_held:
             return
         self._lock.acquire()
         try:
-            self._read(self._path)  # other processes may have written since
-            if self._repaired is not None:
-                atomic_files.atomic_write(self._path, self._repaired)
+            self._read(self._file)  # other processes may have written since
+            if self._is_damaged:
+                self._file.rewrite(self._valid_lines)
         except BaseException:
             self._lock.release()  # so that the next attempt reads again before it writes
             raise
 
-    def _append(self, path: Path, line: str) -> None:
-        new = not self._valid_bytes
-        if new:
-            header = checksums.seal({"format": FORMAT, "identity": self._identity})
-            line = json.dumps(header) + "\n" + line
-        with path.open("r+b" if path.exists() else "w+b") as file:
-            file.truncate(self._valid_bytes)  # drop a line that a kill cut short
-            file.seek(self._valid_bytes)
-            file.write(f"{line}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-            self._valid_bytes = file.tell()
-        if new and os.name == "posix":
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
-
-    def _read(self, path: Path) -> None:
-        self._entries, self._valid_bytes, self._repaired = {}, 0, None
-        raw = path.read_bytes() if path.exists() else b""
-        lines = raw.splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
+    def _read(self, file: JournalFile) -> None:
+        lines = file.lines()
+        self._entries, self._valid_lines = {}, []
+        self._has_header = self._is_damaged = False
         if not lines:
             return  # a kill cut line 1 short: nothing was measured
-        header = _parse_header(path, lines[0])
-        self._require_same_identity(path, header)
+        header = _parse_header(file.path, lines[0])
+        self._require_same_identity(file.path, header)
         if header["format"] == _FORMAT_WITHOUT_DIGESTS:
-            self._warn(path, [(1, "it has no digests: earlier versions wrote none")])
+            self._is_damaged = True  # written anew
+            self._warn(file.path, [(1, "it has no digests: earlier versions wrote none")])
             return
-        valid_lines, flaws = lines[:1], []
-        for number, line in enumerate(lines[1:], start=2):
-            try:
-                entry = checksums.unseal(line, search=self._search_id)
-            except ValueError as error:
-                flaws.append((number, str(error)))
-            else:
-                self._entries[entry["key"]] = entry["value"]
-                valid_lines.append(line)
-        if flaws:
-            self._warn(path, flaws)
-            self._repaired = b"".join(valid_lines)
-        self._valid_bytes = sum(map(len, valid_lines))
+        checked = check_lines(lines[1:], first=2, search=self._search_id)
+        self._entries = {entry["key"]: entry["value"] for entry in checked.entries}
+        self._valid_lines = [lines[0], *checked.valid]
+        self._has_header = True
+        if checked.flaws:
+            self._is_damaged = True
+            self._warn(file.path, checked.flaws)
 
     def _warn(self, path: Path, flaws: list[tuple[int, str]]) -> None:
         if not self._has_warned:  # `lock` reads the file a second time

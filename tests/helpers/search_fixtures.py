@@ -14,9 +14,10 @@ from helpers.processes import FORK
 from rope_patch.inference.samples import from_labelled_tensors
 from rope_patch.searching import pipeline
 from rope_patch.searching.candidates import Candidate
-from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
+from rope_patch.searching.journal import JOURNAL_FILE
 from rope_patch.searching.pipeline import search
 from rope_patch.searching.strategies.registry import Strategy
+from rope_patch.utils.journal import JournalFile
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TRAINED = 256
@@ -98,18 +99,19 @@ def killed(after, torn=False, **given):
 
 
 def _until(after, torn, given):
-    append, calls = SearchJournal._append, []
+    append, calls = JournalFile.append, []
 
-    def counted(self, path, line):
+    def counted(self, *entries):
         if len(calls) == after:
             if torn:
-                with path.open("ab") as file:
-                    file.write(line[: len(line) // 2].encode())
+                line = json.dumps(entries[-1]).encode()
+                with self.path.open("ab") as file:
+                    file.write(line[: len(line) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
-        calls.append(line)
-        append(self, path, line)
+        calls.append(entries)
+        append(self, *entries)
 
-    SearchJournal._append = counted
+    JournalFile.append = counted
     pipeline.STRATEGIES = registered()
     search(load(), **given)
 

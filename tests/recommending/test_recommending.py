@@ -16,8 +16,9 @@ import rope_patch
 from rope_patch.inference.scorer import Scorer
 from rope_patch.recommending import bench, budget, variants
 from rope_patch.recommending.pipeline import recommend
-from rope_patch.searching.journal import JOURNAL_FILE, SearchJournal
+from rope_patch.searching.journal import JOURNAL_FILE
 from rope_patch.searching.result.search_result import SearchResult
+from rope_patch.utils.journal import JournalFile
 
 LENGTH, TRAINED = 1024, 256
 LONG_BLOCK = 6 * 1023 / 1000  # seconds on the machine below
@@ -232,15 +233,15 @@ def test_a_killed_run_goes_on(model, tmp_path, machine, after):
 
 
 def _killed(after, folder):
-    append, calls = SearchJournal._append, []
+    append, calls = JournalFile.append, []
 
-    def counted(self, path, line):
+    def counted(self, *entries):
         if len(calls) == after:
             os.kill(os.getpid(), signal.SIGKILL)
-        calls.append(line)
-        append(self, path, line)
+        calls.append(entries)
+        append(self, *entries)
 
-    SearchJournal._append = counted
+    JournalFile.append = counted
     ask(load(), folder=folder, most=6)
 
 

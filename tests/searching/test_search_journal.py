@@ -37,7 +37,7 @@ def test_every_line_is_on_the_disk_at_once(tmp_path):
         assert len((tmp_path / JOURNAL_FILE).read_bytes().splitlines()) == 2 + number
 
 
-@pytest.mark.parametrize("cut", [1, 5, 20])
+@pytest.mark.parametrize("cut", [2, 5, 20])
 def test_half_a_last_line_is_dropped_and_overwritten(tmp_path, cut):
     path = filled(tmp_path)
     whole = path.read_bytes()
@@ -47,6 +47,18 @@ def test_half_a_last_line_is_dropped_and_overwritten(tmp_path, cut):
     state.put("search/2", {"fitness": 1 / 3})
     state.close()
     assert path.read_bytes() == whole
+
+
+def test_a_last_line_without_its_end_is_a_measurement(tmp_path):
+    path = filled(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    state = SearchJournal(tmp_path, IDENTITY)
+    assert len(state) == 3
+    state.put("search/3", {})
+    state.close()
+    assert path.read_bytes().startswith(whole)
+    assert len(SearchJournal(tmp_path, IDENTITY)) == 4
 
 
 def test_half_a_first_line_is_a_search_that_did_not_begin(tmp_path):
