@@ -20,6 +20,7 @@ from lm_eval.models.huggingface import HFLM
 
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.evaluation.results_schema import SampleRecord
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_model, read_tokenizer
 from rope_patch.utils import atomic_files, provenance
@@ -47,7 +48,7 @@ def main(
     tokenizer.model_max_length = 10**9
     dtype: Any = "auto" if torch.cuda.is_available() else torch.float32
     weights = read_model(path, dtype=dtype).to("cuda" if torch.cuda.is_available() else "cpu")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for length in token_lengths:
         tasks = lm_eval_tasks.build(task, tokenizer, [length], samples, DEPTHS, per_text=per_text)
         plain = HFLM(pretrained=weights, tokenizer=tokenizer, batch_size=1, max_length=length)
@@ -60,7 +61,7 @@ def main(
             cpu[name] = time.process_time() - cpu_before
             scores[name] = lm_eval_tasks.scores(results, {})
         pairs = list(zip(scores["ours"], scores["lm_eval"], strict=True))
-        largest_difference = max(abs(a["log_likelihood"] - b["log_likelihood"]) for a, b in pairs)
+        largest_difference = max(abs(_nats(a) - _nats(b)) for a, b in pairs)
         rows.append(
             {
                 "length": length,
@@ -83,6 +84,20 @@ def main(
         report |= {"cpu_seconds": total, "cpu_ratio": total["lm_eval"] / total["ours"]}
         report |= {"versions": provenance.versions(), "hardware": provenance.hardware()}
         atomic_files.write_json(out, {**report, "date": provenance.now()})
+
+
+def _nats(sample: SampleRecord) -> float:
+    """Return the log-likelihood of a sample's right answer.
+
+    Raises:
+        ValueError: The task measures none.
+    """
+    nats = sample["log_likelihood"]
+    if nats is None:
+        raise ValueError(
+            f"sample {sample['id']} has no log-likelihood: give a task that ends in _ll or _mc"
+        )
+    return float(nats)
 
 
 def _line(row: dict[str, Any]) -> str:

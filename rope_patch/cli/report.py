@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rope_patch.cli.options import Json
 from rope_patch.cli.runtime import requires_extra
+
+if TYPE_CHECKING:
+    from rope_patch.evaluation.results_schema import RunRecord
 
 logger = logging.getLogger("rope_patch")
 
@@ -64,7 +67,7 @@ def report(
         raise typer.Exit(1)
 
 
-def _load_results(run: Path, verify: Any, check: Any) -> list[dict[str, Any]]:
+def _load_results(run: Path, verify: Any, check: Any) -> list[RunRecord]:
     """Return the results in a run's folder or report.json, which may hold several runs."""
     path = run / "report.json" if run.is_dir() else run
     if not path.is_file():
@@ -72,7 +75,7 @@ def _load_results(run: Path, verify: Any, check: Any) -> list[dict[str, Any]]:
             f"there is no {path}: expected the folder of a finished evaluation, or its report.json"
         )
     content = verify(path.read_bytes(), str(path))
-    runs: list[dict[str, Any]] = content.get("runs") or [content]
+    runs: list[RunRecord] = content.get("runs") or [content]
     for results in runs:
         check(results, str(path))
     return runs

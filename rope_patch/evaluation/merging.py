@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypedDict, TypeVar
 
-Results = dict[str, Any]
+from rope_patch.evaluation.results_schema import (
+    HarnessRecord,
+    PerplexityRecord,
+    RetrievalRecord,
+    RunMetadata,
+    RunRecord,
+    ShortRecord,
+)
 
 
-def merge_runs(runs: list[Results]) -> list[Results]:
+class _TaskRecord(TypedDict):
+    """What the records of all tasks share."""
+
+    task: str
+
+
+T = TypeVar("T", bound=_TaskRecord)
+
+
+def merge_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Merge runs whose methods compare sample by sample; leave the others as they are.
 
     Args:
@@ -16,7 +33,7 @@ def merge_runs(runs: list[Results]) -> list[Results]:
     Returns:
         Fewer or as many results, in the order of the first of each.
     """
-    merged: list[Results] = []
+    merged: list[RunRecord] = []
     for run in runs:
         same = (i for i, other in enumerate(merged) if _comparable(other, run))
         if (i := next(same, None)) is None:
@@ -26,7 +43,7 @@ def merge_runs(runs: list[Results]) -> list[Results]:
     return merged
 
 
-def _comparable(first: Results, second: Results) -> bool:
+def _comparable(first: RunRecord, second: RunRecord) -> bool:
     """Return whether the runs differ in methods alone, and share none but the plain model."""
     shared = _labels(first) & _labels(second)
     plain = {m["label"] for m in first["methods"] if m.get("method") is None}
@@ -34,22 +51,15 @@ def _comparable(first: Results, second: Results) -> bool:
     return has_weights and shared <= plain and _comparison_key(first) == _comparison_key(second)
 
 
-def _labels(run: Results) -> set[str]:
+def _labels(run: RunRecord) -> set[str]:
     return {method["label"] for method in run["methods"]}
 
 
-def _comparison_key(run: Results) -> Any:
+def _comparison_key(run: RunRecord) -> tuple[object, ...]:
     """Return what methods must have in common to be compared: weights, texts, tokens, samples."""
-    metadata, perplexity = run["run"], run.get("perplexity") or {}
-    sliding, key_tokens = (perplexity.get(part) or {} for part in ("sliding", "key_tokens"))
     return (
-        [
-            metadata.get(key)
-            for key in ("weights", "trained_length", "dtype", "attention", "device")
-        ],
-        [perplexity.get(key) for key in ("documents", "block", "window")],
-        [sliding.get(key) for key in ("stride", "lengths")],
-        [key_tokens.get(key) for key in ("evaluator", "short_context", "positions")],
+        _model_key(run["run"]),
+        _perplexity_key(run.get("perplexity")),
         {
             entry["task"]: {s["id"] for rows in entry["samples"].values() for s in rows}
             for entry in run.get("retrieval") or []
@@ -60,41 +70,96 @@ def _comparison_key(run: Results) -> Any:
     )
 
 
-def _merge_pair(first: Results, second: Results) -> Results:
+def _model_key(run: RunMetadata) -> tuple[object, ...]:
+    return (
+        run.get("weights"),
+        run.get("trained_length"),
+        run.get("dtype"),
+        run.get("attention"),
+        run.get("device"),
+    )
+
+
+def _perplexity_key(perplexity: PerplexityRecord | None) -> tuple[object, ...]:
+    if not perplexity:
+        return ()
+    sliding, keys = perplexity.get("sliding"), perplexity.get("key_tokens")
+    return (
+        perplexity.get("documents"),
+        perplexity.get("block"),
+        perplexity.get("window"),
+        (sliding.get("stride"), sliding.get("lengths")) if sliding else (),
+        (keys.get("evaluator"), keys.get("short_context"), keys.get("positions")) if keys else (),
+    )
+
+
+def _merge_pair(first: RunRecord, second: RunRecord) -> RunRecord:
     """Return the first's results with the second's methods; the first wins where both have one."""
-    methods = [m for m in second["methods"] if m["label"] not in _labels(first)]
-    commands = [run["run"].get("command") for run in (first, second)]
-    perplexity = first.get("perplexity")
-    if perplexity:
-        perplexity = {**perplexity, "losses": _merge_dicts(first, second, "perplexity", "losses")}
-        for part in ("sliding", "key_tokens"):
-            if perplexity.get(part):
-                losses = _merge_dicts(first["perplexity"], second["perplexity"], part, "losses")
-                perplexity[part] = {**perplexity[part], "losses": losses}
-    notes = {
-        name: [*(first["run"].get(name) or []), *(second["run"].get(name) or [])]
-        for name in ("not_run", "failed")
-    }
-    joined = {
-        "run": {**first["run"], "command": "\n".join(filter(None, commands)), **notes},
-        "methods": [*first["methods"], *methods],
-        "perplexity": perplexity,
+    return {
+        **first,
+        "run": _merge_metadata(first["run"], second["run"]),
+        "methods": [
+            *first["methods"],
+            *(m for m in second["methods"] if m["label"] not in _labels(first)),
+        ],
+        "perplexity": _merge_perplexity(first.get("perplexity"), second.get("perplexity")),
         "cost": {**(second.get("cost") or {}), **(first.get("cost") or {})},
+        "retrieval": _merge_tasks(
+            first.get("retrieval") or [], second.get("retrieval") or [], _merge_retrieval
+        ),
+        "short": _merge_tasks(first.get("short") or [], second.get("short") or [], _merge_short),
+        "harness": _merge_tasks(
+            first.get("harness") or [], second.get("harness") or [], _merge_harness
+        ),
     }
-    for part, what in (("retrieval", "samples"), ("short", "samples"), ("harness", "metrics")):
-        joined[part] = _merge_entries(first.get(part) or [], second.get(part) or [], what)
-    return {**first, **joined}
 
 
-def _merge_dicts(first: Results, second: Results, part: str, what: str) -> Results:
-    return {**(second.get(part) or {}).get(what, {}), **first[part][what]}
+def _merge_metadata(first: RunMetadata, second: RunMetadata) -> RunMetadata:
+    commands = [run.get("command") for run in (first, second)]
+    return {
+        **first,
+        "command": "\n".join(filter(None, commands)),
+        "not_run": [*(first.get("not_run") or []), *(second.get("not_run") or [])],
+        "failed": [*(first.get("failed") or []), *(second.get("failed") or [])],
+    }
 
 
-def _merge_entries(first: list[Results], second: list[Results], what: str) -> list[Results]:
-    """Return entries of tasks, each with both runs' methods."""
+def _merge_perplexity(
+    first: PerplexityRecord | None, second: PerplexityRecord | None
+) -> PerplexityRecord | None:
+    """Return the losses of both runs' methods; both runs measured the same."""
+    if not first or not second:
+        return first
+    merged: PerplexityRecord = {**first, "losses": {**second["losses"], **first["losses"]}}
+    keys, more_keys = first.get("key_tokens"), second.get("key_tokens")
+    if keys and more_keys:
+        merged["key_tokens"] = {**keys, "losses": {**more_keys["losses"], **keys["losses"]}}
+    sliding, more_sliding = first.get("sliding"), second.get("sliding")
+    if sliding and more_sliding:
+        merged["sliding"] = {
+            **sliding,
+            "losses": {**more_sliding["losses"], **sliding["losses"]},
+        }
+    return merged
+
+
+def _merge_tasks(first: Sequence[T], second: Sequence[T], merge: Callable[[T, T], T]) -> list[T]:
+    """Return the records of both runs' tasks; merge those of the same task."""
     others = {entry["task"]: entry for entry in second}
     mine = [
-        {**entry, what: {**others.pop(entry["task"], {}).get(what, {}), **entry[what]}}
+        entry if (other := others.pop(entry["task"], None)) is None else merge(entry, other)
         for entry in first
     ]
     return [*mine, *others.values()]
+
+
+def _merge_retrieval(first: RetrievalRecord, second: RetrievalRecord) -> RetrievalRecord:
+    return {**first, "samples": {**second["samples"], **first["samples"]}}
+
+
+def _merge_short(first: ShortRecord, second: ShortRecord) -> ShortRecord:
+    return {**first, "samples": {**second["samples"], **first["samples"]}}
+
+
+def _merge_harness(first: HarnessRecord, second: HarnessRecord) -> HarnessRecord:
+    return {**first, "metrics": {**second["metrics"], **first["metrics"]}}

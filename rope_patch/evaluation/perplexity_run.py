@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 from rope_patch.evaluation.measures import longppl, perplexity, sliding_window
 from rope_patch.evaluation.request import KEY_TOKENS, PERPLEXITY, SLIDING
+from rope_patch.evaluation.results_schema import ControlRecord, PerplexityRecord
 from rope_patch.evaluation.session import CachedComputation, Session
 from rope_patch.patching import current
 from rope_patch.tasks import texts
+
+
+class _PassLosses(TypedDict):
+    """The losses of one pass over a document, in nats.
+
+    Attributes:
+        blocks: The mean of each block.
+        keys: The loss of each key token.
+    """
+
+    blocks: list[float]
+    keys: list[float]
 
 
 class PerplexityRun:
@@ -27,11 +40,11 @@ class PerplexityRun:
         self.session = session
         self.tasks = {PERPLEXITY, KEY_TOKENS, SLIDING} & set(request.tasks)
         self.documents: list[texts.TokenizedDocument] = []
-        self.control: dict[str, Any] | None = None
+        self.control: ControlRecord | None = None
         self.key_positions: list[list[int]] = []
-        self.losses: dict[str, Any] = {}
-        self.key_losses: dict[str, Any] = {}
-        self.sliding_losses: dict[str, dict[str, Any]] = {}
+        self.losses: dict[str, list[list[float]]] = {}
+        self.key_losses: dict[str, list[list[float]]] = {}
+        self.sliding_losses: dict[str, dict[str, list[list[float]]]] = {}
         if not self.tasks:
             return
         self.length = request.perplexity_length or max(request.lengths)
@@ -86,11 +99,11 @@ class PerplexityRun:
             with self.session.timer(SLIDING):
                 self._measure_sliding(label)
 
-    def results(self) -> dict[str, Any] | None:
+    def results(self) -> PerplexityRecord | None:
         """Return the part `perplexity` of the results; None where none of it was asked for."""
         if not self.tasks:
             return None
-        record: dict[str, Any] = {
+        record: PerplexityRecord = {
             "documents": [
                 {"name": d.name, "tokens": len(d.tokens), "sha256": d.sha256}
                 for d in self.documents
@@ -152,13 +165,11 @@ class PerplexityRun:
         whole, start = passes[:: len(lengths)], passes[1 :: len(lengths)]
         if len(lengths) == 1:
             start = [{"blocks": [], "keys": []} for _ in whole]
-        for name, losses_by_label in (("blocks", self.losses), ("keys", self.key_losses)):
-            losses_by_label[label] = [
-                [*near[name], *far[name][len(near[name]) :]]
-                for near, far in zip(start, whole, strict=True)
-            ]
+        pairs = list(zip(start, whole, strict=True))
+        self.losses[label] = [_replace_start(far["blocks"], near["blocks"]) for near, far in pairs]
+        self.key_losses[label] = [_replace_start(far["keys"], near["keys"]) for near, far in pairs]
 
-    def _pass_losses(self, tokens: list[int], label: str, at: list[int]) -> dict[str, Any]:
+    def _pass_losses(self, tokens: list[int], label: str, at: list[int]) -> _PassLosses:
         """Return the losses of one pass by blocks, and those of its key tokens."""
         losses = perplexity.document_losses(self.session.model, tokens, label)
         reached = [position for position in at if position < len(tokens)]
@@ -168,7 +179,8 @@ class PerplexityRun:
         }
 
     def _measure_sliding(self, label: str) -> None:
-        request, by_length = self.session.request, {}
+        request = self.session.request
+        by_length: dict[str, list[list[float]]] = {}
         stride, longest = request.stride, max(request.lengths)
         for length in request.lengths:
             pieces = []
@@ -186,3 +198,7 @@ class PerplexityRun:
                 return
             by_length[str(length)] = window_losses
         self.sliding_losses[label] = by_length
+
+
+def _replace_start(losses: list[float], start: list[float]) -> list[float]:
+    return [*start, *losses[len(start) :]]

@@ -13,6 +13,13 @@ from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks, speed
 from rope_patch.evaluation.perplexity_run import PerplexityRun
 from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
 from rope_patch.evaluation.request import BASELINE, SPEED, EvalRequest, check_request
+from rope_patch.evaluation.results_schema import (
+    CostRecord,
+    MetricRecord,
+    OtherRecords,
+    RunMetadata,
+    RunRecord,
+)
 from rope_patch.evaluation.retrieval_run import RetrievalRun
 from rope_patch.evaluation.sanity import cautions
 from rope_patch.evaluation.session import Session
@@ -28,7 +35,7 @@ _SPEED_PROMPT = 2048  # tokens
 _UNLIMITED = 10**9  # tokens: lm-eval's own tasks are as long as they are
 
 
-def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) -> dict[str, Any]:
+def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) -> RunRecord:
     """Evaluate, and write the report.
 
     Everything finished is kept in the folder, so the same request continues where it was stopped.
@@ -55,7 +62,7 @@ def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) 
         return _evaluate(request, show)
 
 
-def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> dict[str, Any]:
+def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> RunRecord:
     started = time.monotonic()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant here
     path = demo.resolve_model_path(request.model)
@@ -78,7 +85,7 @@ def _measure(
     others: _OtherMeasures,
     started: float,
     show: Callable[[str], object] | None,
-) -> dict[str, Any]:
+) -> RunRecord:
     """Measure everything that is asked for, and write the report; return its results."""
     from rope_patch.evaluation.report.writer import write_report
 
@@ -96,7 +103,7 @@ def _measure(
     questions.measure_more()
     others.measure_speed()
 
-    results = {
+    results: RunRecord = {
         "run": _run_metadata(session, time.monotonic() - started),
         "methods": list(session.methods.values()),
         "perplexity": documents.results(),
@@ -131,8 +138,8 @@ class _OtherMeasures:
             request.harness, list(request.lengths), session.path
         )
         self.short_scores: dict[str, dict[str, list[int | None]]] = {}
-        self.harness_metrics: dict[str, dict[str, Any]] = {}
-        self.cost: dict[str, Any] = {}
+        self.harness_metrics: dict[str, dict[str, dict[str, MetricRecord]]] = {}
+        self.cost: dict[str, CostRecord] = {}
 
     def measure(self, label: str, place: str) -> None:
         """Measure short tasks and lm-eval's under the model's present method."""
@@ -178,7 +185,7 @@ class _OtherMeasures:
             reason = next(iter(failures.values()))
             notes.append(f"{len(failures)} of {of}, {label}: {reason}")
 
-    def results(self) -> dict[str, Any]:
+    def results(self) -> OtherRecords:
         """Return the parts `short`, `cost` and `harness` of the results."""
         return {
             "short": [
@@ -195,7 +202,7 @@ class _OtherMeasures:
         }
 
 
-def _run_metadata(session: Session, total: float) -> dict[str, Any]:
+def _run_metadata(session: Session, total: float) -> RunMetadata:
     """Return the part `run` of the results: how to run it again, and what tells two runs apart."""
     request, model = session.request, session.model
     return {
@@ -242,7 +249,7 @@ def _log_progress(done: int, of: int, seconds: float) -> None:
         logger.info("%d of %d methods done, %s left", done, of, text)
 
 
-def _warn_failures(results: dict[str, Any]) -> None:
+def _warn_failures(results: RunRecord) -> None:
     """Say what failed; raise if nothing worked."""
     rows = [
         row
@@ -275,12 +282,12 @@ def _warn_failures(results: dict[str, Any]) -> None:
         logger.warning("failed: %s", note)
 
 
-def _has_results(results: dict[str, Any]) -> bool:
+def _has_results(results: RunRecord) -> bool:
     """Return whether there is any result besides retrieval."""
-    long = results["perplexity"] or {}
-    parts = (long, long.get("key_tokens") or {}, long.get("sliding") or {})
+    long = results["perplexity"]
+    parts = (long, long["key_tokens"], long["sliding"]) if long else ()
     short = [
         s for entry in results["short"] for scores in entry["samples"].values() for s in scores
     ]
-    has_any = any(kind.get("losses") for kind in parts) or any(s is not None for s in short)
+    has_any = any(part and part["losses"] for part in parts) or any(s is not None for s in short)
     return bool(has_any or results["cost"] or results["harness"])

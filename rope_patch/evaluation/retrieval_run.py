@@ -7,6 +7,7 @@ from typing import Any
 from rope_patch import statistics
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.request import BASELINE
+from rope_patch.evaluation.results_schema import RetrievalRecord, SampleRecord
 from rope_patch.evaluation.session import Session
 from rope_patch.tasks.samples import TooShort
 from rope_patch.utils import atomic_files
@@ -37,8 +38,8 @@ class RetrievalRun:
         at = [(name, length) for name in self.task_names for length in request.lengths]
         self.counts = dict.fromkeys(at, first)
         self.tasks = {(n, length): self._build(n, length, first) for n, length in at}
-        self.scores: dict[str, dict[str, dict[int, list[dict[str, Any]]]]] = {}
-        self.controls: list[dict[str, Any]] = []
+        self.scores: dict[str, dict[str, dict[int, list[SampleRecord]]]] = {}
+        self.controls: list[RetrievalRecord] = []
 
     def measure_plain(self) -> None:
         """Ask questions of texts without their answer, at the shortest length."""
@@ -51,8 +52,10 @@ class RetrievalRun:
                 self.session.not_run.append(f"control of {name}: {error}")
                 continue
             (rows,) = self._score_tasks([task], f"{name} without its answer")
-            entry = {"task": name, "lengths": [length], "depths": depths}
-            self.controls.append({**entry, "samples": {BASELINE: rows}})
+            samples = {BASELINE: rows}
+            self.controls.append(
+                {"task": name, "lengths": [length], "depths": depths, "samples": samples}
+            )
 
     def measure(self, label: str, place: str) -> None:
         """Measure all samples under the model's present method."""
@@ -73,17 +76,17 @@ class RetrievalRun:
                         more = [at for at in wanting if at[1] == length]
                         self._measure(more, label, f"{label}, more samples")
 
-    def results(self) -> list[dict[str, Any]]:
+    def results(self) -> list[RetrievalRecord]:
         """Return the part `retrieval` of the results."""
         request = self.session.request
-        records = []
+        lengths, depths = list(request.lengths), list(request.depths)
+        records: list[RetrievalRecord] = []
         for name, by_label in self.scores.items():
             samples = {
-                label: [row for length in request.lengths for row in rows[length]]
+                label: [row for length in lengths for row in rows[length]]
                 for label, rows in by_label.items()
             }
-            entry = {"task": name, "lengths": list(request.lengths)}
-            records.append({**entry, "depths": list(request.depths), "samples": samples})
+            records.append({"task": name, "lengths": lengths, "depths": depths, "samples": samples})
         return records
 
     def _build(self, name: str, length: int, count: int, planted: bool = True) -> Any:
@@ -119,7 +122,7 @@ class RetrievalRun:
 
     def _score_tasks(
         self, built: list[Any], place: str, name: str = ""
-    ) -> list[list[dict[str, Any]]]:
+    ) -> list[list[SampleRecord]]:
         """Return every sample's score by the model as it is now, task by task.
 
         Args:
@@ -151,7 +154,7 @@ class RetrievalRun:
         ]
 
 
-def _is_precise(rows: list[dict[str, Any]], precision: float) -> bool:
+def _is_precise(rows: list[SampleRecord], precision: float) -> bool:
     scores = [row["score"] for row in rows]
     if all(score is None for score in scores):
         return True  # more of what fails would fail as well

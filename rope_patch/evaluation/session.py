@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.request import BASELINE, EvalRequest
+from rope_patch.evaluation.results_schema import MethodRecord, TokenCounts
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.patching import Patch, current, patch
 from rope_patch.pretrained.device_map import placement
@@ -28,20 +29,22 @@ logger = logging.getLogger("rope_patch")
 
 _FORMAT = "rope_patch.eval.piece/1"
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class CachedComputation:
+class CachedComputation(Generic[T]):
     """A part of the results that is computed from passes of one length and cached.
 
     Attributes:
         identity: What identifies it, besides the model as it is now.
         length: Tokens of each pass.
-        compute: Computes it, as JSON can hold it.
+        compute: Computes it; JSON must give the value back unchanged.
     """
 
     identity: dict[str, Any]
     length: int
-    compute: Callable[[], Any]
+    compute: Callable[[], T]
 
 
 class Session:
@@ -79,9 +82,9 @@ class Session:
             config.get_text_config(decoder=True), request.trained_length, request.start
         )
         self.trained_length = next(iter(self.geometries.values())).trained_length
-        self.methods: dict[str, dict[str, Any]] = {}
+        self.methods: dict[str, MethodRecord] = {}
         self.seconds: dict[str, float] = {}
-        self.tokens = {"asked": 0, "read": 0}
+        self.tokens: TokenCounts = {"asked": 0, "read": 0}
         self.not_run: list[str] = []
         self.failed: list[str] = []
 
@@ -145,12 +148,8 @@ class Session:
         self.tokens["asked"] += lm.prompt_tokens
         self.tokens["read"] += lm.computed_tokens
 
-    def compute_cached(self, pieces: Sequence[CachedComputation]) -> list[Any]:
-        """Return parts of results; compute those that no earlier run left.
-
-        Returns:
-            Each as JSON gives it back.
-        """
+    def compute_cached(self, pieces: Sequence[CachedComputation[T]]) -> list[T]:
+        """Return the values of all pieces; compute those that no earlier run left."""
         keys = [answer_key(self.identity(p.length, p.length), p.identity) for p in pieces]
         paths = [self.request.folder / "cache" / f"piece-{key}.json" for key in keys]
         by_path = dict(zip(paths, zip(keys, pieces, strict=True), strict=True))
@@ -169,12 +168,12 @@ class Session:
         ]
 
     def try_compute_cached(
-        self, name: str, pieces: Sequence[CachedComputation]
-    ) -> list[Any] | None:
-        """Return the parts, or None and a note where one of them fails."""
+        self, name: str, pieces: Sequence[CachedComputation[T]]
+    ) -> list[T] | None:
+        """Return the values of all pieces; if one fails, return None and note the failure."""
         return self.try_measure(name, partial(self.compute_cached, pieces))
 
-    def try_measure(self, name: str, measure: Callable[[], Any]) -> Any:
+    def try_measure(self, name: str, measure: Callable[[], T]) -> T | None:
         """Return what `measure` returns, or None and note the failure in `not_run`."""
         try:
             return measure()
@@ -235,7 +234,7 @@ def _rotation_identity(handle: Patch, length: int, end: int) -> Any:
     return rotation or None
 
 
-def _describe_method(label: str, handle: Patch | None, longest: int) -> dict[str, Any]:
+def _describe_method(label: str, handle: Patch | None, longest: int) -> MethodRecord:
     if handle is None:
         return {"label": label, "method": None}
     # A method that follows the length is shown as it is where the evaluation goes.

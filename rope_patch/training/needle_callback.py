@@ -104,10 +104,10 @@ class Needles:
         rows = lm_eval_tasks.scores(results, lm.failures)
         if failed := [row["error"] for row in rows if row["score"] is None]:
             raise RuntimeError(f"{len(failed)} of {len(rows)} needles failed: {failed[0]}")
-        scores = {
-            "retrieval_hits": sum(row["score"] for row in rows) / len(rows),
-            "retrieval_probability": lm_eval_tasks.answer_probability(rows),
-        }
+        hits = sum(score for row in rows if (score := row["score"]) is not None)
+        probability = lm_eval_tasks.answer_probability(rows)
+        assert probability is not None, f"{_TASK} measures every answer's likelihood"
+        scores = {"retrieval_hits": hits / len(rows), "retrieval_probability": probability}
         if self.main:
             line = {"step": step, "length": self.length, "samples": len(rows), **scores}
             path = self.folder / SCORES

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ FORMAT = "rope_patch.eval/2"
 _FORMAT_NAME = FORMAT.split("/")[0]
 
 
-def add_checksum(results: dict[str, Any]) -> dict[str, Any]:
+def add_checksum(results: Mapping[str, object]) -> dict[str, Any]:
     """Return the results with their format and digest.
 
     Args:

@@ -9,11 +9,30 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from rope_patch.utils.versions import version
+
+
+class Hardware(TypedDict):
+    """The machine.
+
+    Attributes:
+        cpu: The processor's name.
+        cores: Cores that this process may use.
+        threads: Threads of torch.
+        memory: Bytes; None if the system does not tell.
+        gpu: The names of the GPUs.
+    """
+
+    cpu: str
+    cores: int
+    threads: int
+    memory: int | None
+    gpu: list[str]
+
 
 _SAMPLED_ELEMENTS = 256  # elements of each tensor that the fingerprint looks at
 
@@ -58,7 +77,7 @@ def git_revision() -> str | None:
     return outputs[0].stdout.strip() + ("+" if outputs[1].stdout.strip() else "")
 
 
-def hardware() -> dict[str, Any]:
+def hardware() -> Hardware:
     """Return the processor, the cores this process may use, memory in bytes, and the GPUs."""
     memory = None
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.evaluation.results_schema import MetricRecord
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import describe_error, did_you_mean
 
@@ -78,7 +79,7 @@ def length_metadata(name: str, length: int) -> dict[str, Any]:
 
 def evaluate(
     lm: LongContextLM, loaded: list[tuple[str, Any]], limit: int | None
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, MetricRecord]]:
     """Run loaded tasks.
 
     Args:
@@ -87,15 +88,13 @@ def evaluate(
         limit: Samples of each task, and of each length; all if None.
 
     Returns:
-        By task: its metrics by name, each a dict of value and stderr (of the mean over samples;
-        None where the metric is no such mean, or where all samples score alike). RULER's metrics of
-        lengths that were not asked for are left out.
+        The metrics by task and name, without RULER's metrics of lengths that were not requested.
     """
-    measured = {}
+    measured: dict[str, dict[str, MetricRecord]] = {}
     for name, task in loaded:
         results = lm_eval_tasks.evaluate(lm, [task], limit=limit)
         for key, row in results.get("results", {}).items():
-            metrics = {}
+            metrics: dict[str, MetricRecord] = {}
             for spelled, value in row.items():
                 metric, _, kind = spelled.partition(",")
                 if kind and not metric.endswith("_stderr") and value != -1:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rope_patch import tasks
 from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation.results_schema import OptionalSampleKeys, SampleRecord
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils import atomic_files
 
@@ -86,7 +87,7 @@ def evaluate(
     return results
 
 
-def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[dict[str, Any]]:
+def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[SampleRecord]:
     """Return the score of every sample.
 
     Args:
@@ -94,21 +95,28 @@ def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> lis
         failures: `LongContextLM.failures`.
 
     Returns:
-        Rows of id, text (samples with the same number share one), length (tokens), depth (percent
-        or None), score (0 to 1, None if it failed), log_likelihood (of the target in nats, or
-        None), target_tokens, and error where it failed.
+        The samples in the order in which they were built.
     """
-    rows = []
+    rows: list[SampleRecord] = []
     for task, samples in results.get("samples", {}).items():
         for sample in samples:
             doc = sample["doc"]
-            row = {key: doc[key] for key in ("id", "text", "length", "depth", "target_tokens")}
-            row["score"] = float(sample["score"])
-            if doc.get("choices"):
-                row["chance"] = 1 / len(doc["choices"])
-            row["log_likelihood"] = sample.get("target_log_likelihood")
-            if error := failures.get((task, sample["doc_id"])):
-                row |= {"score": None, "log_likelihood": None, "error": error}
+            error = failures.get((task, sample["doc_id"]))
+            chance: OptionalSampleKeys = {}
+            if choices := doc.get("choices"):
+                chance = {"chance": 1 / len(choices)}
+            row: SampleRecord = {
+                "id": doc["id"],
+                "text": doc["text"],
+                "length": doc["length"],
+                "depth": doc["depth"],
+                "target_tokens": doc["target_tokens"],
+                "score": None if error else float(sample["score"]),
+                **chance,
+                "log_likelihood": None if error else sample.get("target_log_likelihood"),
+            }
+            if error:
+                row["error"] = error
             rows.append(row)
     # In the order in which they were built, whatever lm-eval's was.
     return sorted(rows, key=lambda row: (row["length"], int(row["id"].rsplit("/", 1)[1])))
@@ -124,15 +132,19 @@ def choice_hits(results: dict[str, Any], failures: dict[tuple[str, int], str]) -
     return hits
 
 
-def answer_probability(rows: list[dict[str, Any]]) -> float | None:
+def answer_probability(rows: list[SampleRecord]) -> float | None:
     """Return the right answers' probability per token: geometric mean over tokens and samples.
 
     Args:
         rows: From `scores`.
     """
-    scored = [row for row in rows if row["log_likelihood"] is not None]
-    tokens = sum(row["target_tokens"] for row in scored)
-    return math.exp(sum(row["log_likelihood"] for row in scored) / tokens) if tokens else None
+    measured = [
+        (float(nats), row["target_tokens"])
+        for row in rows
+        if (nats := row["log_likelihood"]) is not None
+    ]
+    tokens = sum(count for _, count in measured)
+    return math.exp(sum(nats for nats, _ in measured) / tokens) if tokens else None
 
 
 def _drop_bulky_fields(results: dict[str, Any]) -> None:

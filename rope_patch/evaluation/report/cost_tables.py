@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 from rope_patch.evaluation.report.format import (
     NOTHING,
@@ -17,9 +16,12 @@ from rope_patch.evaluation.report.format import (
     points_range,
     points_text,
 )
+from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.table import Cell, Row, Table, ratio_cell
+from rope_patch.evaluation.results_schema import MetricRecord, ShortRecord
+from rope_patch.statistics import Interval
 
 _MAX_FAILURES = 50  # failures that are listed one by one
 
@@ -44,7 +46,7 @@ def short_table(stats: RunStatistics) -> Table | None:
                 ratio_cell(None if plain else stats.ratio(label, stats.plain, beyond=False))
             )
         if any(cell.text != NOTHING for cell in cells):
-            rows.append(_method_row(stats, label, cells))
+            rows.append(method_row(stats, label, cells))
     if not rows:
         return None
     name = "The price within the trained length"
@@ -53,8 +55,11 @@ def short_table(stats: RunStatistics) -> Table | None:
 
 def chance_text(stats: RunStatistics) -> str:
     """Return the accuracy of guessing at the ordinary tasks, as a sentence."""
-    tasks = [task for task in stats.results.get("short") or [] if task.get("chance") is not None]
-    texts = [f"{one_line(t['task'])} {percent(float(t['chance']))}" for t in tasks]
+    texts = [
+        f"{one_line(task['task'])} {percent(chance)}"
+        for task in stats.results.get("short") or []
+        if (chance := task.get("chance")) is not None
+    ]
     return f"By chance: {', '.join(texts)}." if texts else ""
 
 
@@ -72,7 +77,7 @@ def cost_table(stats: RunStatistics) -> Table | None:
                 Cell(text=size_text(cost.get("cache_bytes"))),
                 Cell(text=size_text(cost.get("peak_bytes"))),
             ]
-            rows.append(_method_row(stats, label, cells))
+            rows.append(method_row(stats, label, cells))
     if not rows:
         return None
     first = next(label for label in stats.labels if costs.get(label))
@@ -102,7 +107,7 @@ def harness_table(stats: RunStatistics) -> Table | None:
     for label in stats.labels:
         values = [(entry["metrics"].get(label) or {}).get(metric) for entry, metric in columns]
         if any(values):
-            rows.append(_method_row(stats, label, [_harness_cell(value) for value in values]))
+            rows.append(method_row(stats, label, [_harness_cell(value) for value in values]))
     if not rows:
         return None
     return Table(
@@ -160,23 +165,14 @@ def failure_lines(stats: RunStatistics) -> list[str]:
     )
 
 
-def size_text(size: Any) -> str:
+def size_text(size: int | None) -> str:
     """Return a number of bytes as text."""
     if not size:
         return NOTHING
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def _method_row(stats: RunStatistics, label: str, cells: list[Cell]) -> Row:
-    return Row(
-        name=stats.names[label],
-        key=stats.colour_names[label],
-        cells=cells,
-        method=filter_mark(label),
-    )
-
-
-def _short_cell(stats: RunStatistics, task: dict[str, Any], label: str) -> Cell:
+def _short_cell(stats: RunStatistics, task: ShortRecord, label: str) -> Cell:
     measured = stats.short(task, label)
     if measured is None:
         return Cell(text=NOTHING, tip="not measured")
@@ -206,7 +202,7 @@ def _significance_star(p: float) -> str:
     return " *" if p < SIGNIFICANCE_LEVEL else ""
 
 
-def _time_cell(seconds: Any, tokens: Any) -> Cell:
+def _time_cell(seconds: float | None, tokens: int | None) -> Cell:
     if seconds is None:
         return Cell(text=NOTHING)
     text = f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
@@ -229,15 +225,15 @@ def time_ratio_cell(ratio: Iterable[float] | None) -> Cell:
     )
 
 
-def _harness_cell(value: dict[str, Any] | None) -> Cell:
-    if value is None or value.get("value") is None:
+def _harness_cell(metric: MetricRecord | None) -> Cell:
+    if metric is None or (value := metric.get("value")) is None:
         return Cell(text=NOTHING)
-    error = value.get("stderr")
+    error = metric.get("stderr")
     note = "" if error in (None, "N/A") else f"± {float(str(error)):.3g}"
-    return Cell(text=f"{float(value['value']):.4g}", note=note)
+    return Cell(text=f"{float(value):.4g}", note=note)
 
 
-def _control_cells(interval: Any, expected: str) -> list[Cell]:
+def _control_cells(interval: Interval, expected: str) -> list[Cell]:
     text, span = percent(interval.estimate), percent_range(interval)
     tip = f"{text} right, 95% interval {span}, {n_text(interval)}"
     return [Cell(text=text, note=f"{span}, {n_text(interval)}", tip=tip), Cell(text=expected)]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from rope_patch.evaluation.report.format import one_line
+from rope_patch.evaluation.results_schema import RunRecord, SampleRecord
 
 _MAX_NAMES = 6  # of a sentence
 
 
-def find_gaps(results: dict[str, Any]) -> list[str]:
+def find_gaps(results: RunRecord) -> list[str]:
     """Return what is missing from one run's results, each with the reason.
 
     A part that failed is missing, and so is the score of a task at a length under a method if all
@@ -19,11 +20,14 @@ def find_gaps(results: dict[str, Any]) -> list[str]:
         results: What the evaluation measured.
     """
     missing = [one_line(note) for note in results["run"].get("not_run") or []]
-    for part, name in (("retrieval", "{}"), ("control", "the control of {}")):
-        for entry in results.get(part) or []:
-            for label, rows in entry["samples"].items():
-                task = f"{name.format(entry['task'])}, {label}"
-                missing += _lengths_without_score(task, rows)
+    tasks = [(entry["task"], entry["samples"]) for entry in results.get("retrieval") or []]
+    tasks += [
+        (f"the control of {entry['task']}", entry["samples"])
+        for entry in results.get("control") or []
+    ]
+    for name, samples in tasks:
+        for label, rows in samples.items():
+            missing += _lengths_without_score(f"{name}, {label}", rows)
     for entry in results.get("short") or []:
         for label, scores in entry["samples"].items():
             if scores and all(score is None for score in scores):
@@ -31,9 +35,9 @@ def find_gaps(results: dict[str, Any]) -> list[str]:
     return missing
 
 
-def _lengths_without_score(task: str, rows: list[dict[str, Any]]) -> list[str]:
+def _lengths_without_score(task: str, rows: Sequence[SampleRecord]) -> list[str]:
     """Return the lengths at which no sample has a score; one entry if that is so at all lengths."""
-    by_length: dict[int, list[dict[str, Any]]] = {}
+    by_length: dict[int, list[SampleRecord]] = {}
     for row in rows:
         by_length.setdefault(row["length"], []).append(row)
     empty = {

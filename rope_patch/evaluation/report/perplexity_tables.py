@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from rope_patch.evaluation.report.format import NOTHING, filter_mark, perplexity_text
+from rope_patch.evaluation.report.format import NOTHING, perplexity_text
+from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.table import (
@@ -57,7 +58,7 @@ def answer_table(stats: RunStatistics) -> Table | None:
                 Cell(text=NOTHING if nll is None else _exp_text(nll), beyond=head.beyond)
                 for nll, head in zip(nlls, columns, strict=True)
             ]
-            rows.append(_method_row(stats, label, cells))
+            rows.append(method_row(stats, label, cells))
     if not rows:
         return None
     return Table(
@@ -86,19 +87,6 @@ def _exp_text(nll: float) -> str:
     return perplexity_text(math.exp(nll) if nll < 700 else math.inf)
 
 
-def _method_row(stats: RunStatistics, label: str, cells: list[Cell]) -> Row:
-    return Row(
-        name=stats.names[label],
-        key=stats.colour_names[label],
-        cells=cells,
-        method=filter_mark(label),
-    )
-
-
-def _control_name(stats: RunStatistics) -> str:
-    return f"control (last {stats.perplexity['control']['context']:,} tokens)"
-
-
 def _by_position(stats: RunStatistics) -> Table:
     curves = {label: stats.curve(label) for label in stats.losses}
     name = "Perplexity of the window that ends at a position"
@@ -120,16 +108,17 @@ def _by_length(
             for length, head in zip(lengths, columns, strict=True)
         ]
 
-    rows = [_method_row(stats, label, cells(curve)) for label, curve in curves.items() if curve]
-    if control:
-        rows.append(Row(name=_control_name(stats), key=CONTROL, cells=cells(control)))
+    rows = [method_row(stats, label, cells(curve)) for label, curve in curves.items() if curve]
+    if control and stats.control_record:
+        name_of_control = f"control (last {stats.control_record['context']:,} tokens)"
+        rows.append(Row(name=name_of_control, key=CONTROL, cells=cells(control)))
     groups = length_groups(columns, stats.trained_length)
     return Table(name=name, corner="tokens", columns=columns, rows=rows, groups=groups)
 
 
 def _averages(stats: RunStatistics) -> Table:
     columns: list[Cell] = []
-    rows = {label: _method_row(stats, label, []) for label in stats.losses}
+    rows = {label: method_row(stats, label, []) for label in stats.losses}
     for beyond in (False, True):
         averages = {label: stats.average(label, beyond=beyond) for label in rows}
         if not any(averages.values()):
@@ -167,7 +156,7 @@ def _within_and_beyond(
     }
     columns = [Cell(text="perplexity"), Cell(text="perplexity", beyond=True)]
     rows = [
-        _method_row(
+        method_row(
             stats,
             label,
             [perplexity_cell(v, beyond=c.beyond) for v, c in zip(values, columns, strict=True)],

@@ -16,6 +16,7 @@ from rope_patch.evaluation.report.format import (
     points_range,
     points_text,
 )
+from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import Cell, Row, Table, length_groups, length_heads
@@ -42,7 +43,7 @@ def retention_table(stats: RunStatistics) -> Table | None:
                 _retention_cell(interval, length > stats.trained_length)
                 for interval, length in zip(retentions, stats.lengths, strict=True)
             ]
-            rows.append(_method_row(stats, label, cells))
+            rows.append(method_row(stats, label, cells))
     if not rows:
         return None
     columns = length_heads(stats.lengths, stats.trained_length)
@@ -92,19 +93,6 @@ def heat_maps(stats: RunStatistics, task: str) -> list[Table]:
 
 def _task_lengths(stats: RunStatistics, task: str) -> list[int]:
     return sorted({s["length"] for label in stats.labels for s in stats.samples(label, task)})
-
-
-def _method_row(
-    stats: RunStatistics, label: str, cells: list[Cell], group: str = "", task: str = ""
-) -> Row:
-    return Row(
-        name=stats.names[label],
-        key=stats.colour_names[label],
-        cells=cells,
-        group=group,
-        method=filter_mark(label),
-        task=filter_mark(task) if task else "",
-    )
 
 
 def _by_task(stats: RunStatistics) -> Table:
@@ -170,7 +158,7 @@ def _task_rows(stats: RunStatistics, task: str | None, group: str) -> Iterator[R
                 second, p = duels[length][1:]
                 more += f"; better than {stats.names[second]}, {p_text(p)} after Holm"
             cells.append(_accuracy_cell(accuracy, marks, more, length > stats.trained_length))
-        yield _method_row(stats, label, cells, group, task or "")
+        yield method_row(stats, label, cells, group, task or "")
 
 
 def _significance_mark(difference: Interval, p: float) -> str:
@@ -205,7 +193,7 @@ def _heat_cell(stats: RunStatistics, label: str, task: str, length: int, depth: 
     accuracy = stats.accuracy(label, task, (length,), depth)
     if accuracy is None:
         return Cell(text=NOTHING, beyond=beyond, tip="not measured")
-    hits = math.fsum(float(sample["score"]) for sample in samples)
+    hits = math.fsum(sample["score"] for sample in samples)
     text = f"{hits:.0f}/{len(samples)}" if hits == int(hits) else percent(accuracy.estimate)
     span = percent_range(accuracy)
     tip = (

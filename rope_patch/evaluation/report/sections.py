@@ -208,10 +208,10 @@ def _task_description(task: str) -> str:
 def _perplexity_section(stats: RunStatistics, pictures: dict[str, Picture]) -> Section:
     if not stats.losses:
         return Section(heading="Perplexity by position")
-    texts = ", ".join(one_line(d["name"]) for d in stats.perplexity.get("documents") or [])
+    texts = ", ".join(one_line(d["name"]) for d in stats.documents)
     notes = [_CURVES.format(window=stats.window, texts=texts or "the documents")]
-    if stats.control:
-        notes.append(_CONTROL.format(context=stats.perplexity["control"]["context"]))
+    if stats.control and stats.control_record:
+        notes.append(_CONTROL.format(context=stats.control_record["context"]))
     length_dependent = [m["label"] for m in stats.results["methods"] if m.get("follows_length")]
     if length_dependent:
         names = ", ".join(stats.names[label] for label in length_dependent)
@@ -225,19 +225,20 @@ def _perplexity_section(stats: RunStatistics, pictures: dict[str, Picture]) -> S
 
 
 def _key_tokens_section(stats: RunStatistics) -> Section:
-    key = stats.perplexity.get("key_tokens") or {}
-    evaluator = key.get("evaluator")
+    record = stats.key_tokens_record
+    evaluator = record.get("evaluator") if record else None
     plain = evaluator in (None, stats.plain)
     note = _KEY_TOKENS.format(
         evaluator="the plain model" if plain else one_line(evaluator),
-        context=key.get("short_context") or 0,
+        context=(record.get("short_context") or 0) if record else 0,
     )
     table = perplexity_tables.key_token_table(stats)
     return Section(heading="LongPPL", notes=[note], tables=_if_any(table))
 
 
 def _sliding_section(stats: RunStatistics, pictures: dict[str, Picture]) -> Section:
-    stride = (stats.perplexity.get("sliding") or {}).get("stride") or 0
+    record = stats.sliding_record
+    stride = (record.get("stride") or 0) if record else 0
     return Section(
         heading="Perplexity by length of context",
         notes=[_SLIDING.format(stride=stride)],

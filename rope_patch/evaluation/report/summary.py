@@ -10,7 +10,6 @@ from rope_patch.evaluation.report.format import (
     NOTHING,
     change_range,
     change_text,
-    filter_mark,
     n_text,
     p_text,
     percent,
@@ -20,9 +19,10 @@ from rope_patch.evaluation.report.format import (
     points_range,
     points_text,
 )
+from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
-from rope_patch.evaluation.report.table import Cell, Row, Table, ratio_cell
+from rope_patch.evaluation.report.table import Cell, Table, ratio_cell
 from rope_patch.statistics import Interval
 
 _MAX_ITEMS = 4  # of a sentence
@@ -71,13 +71,7 @@ def summary_table(runs: list[tuple[str, RunStatistics]]) -> Table | None:
     """
     heads = _column_heads(runs)
     rows = [
-        Row(
-            name=stats.names[label],
-            key=stats.colour_names[label],
-            cells=_method_cells(stats, label),
-            group=title if len(runs) > 1 else "",
-            method=filter_mark(label),
-        )
+        method_row(stats, label, _method_cells(stats, label), title if len(runs) > 1 else "")
         for title, stats in runs
         for label in stats.labels
     ]
@@ -114,7 +108,7 @@ def _column_heads(runs: list[tuple[str, RunStatistics]]) -> list[Cell]:
 
 
 def _method_cells(stats: RunStatistics, label: str) -> list[Cell]:
-    cost = (stats.results.get("cost") or {}).get(label) or {}
+    cost = (stats.results.get("cost") or {}).get(label)
     near = None
     if stats.plain is not None and label != stats.plain:
         near = stats.ratio(label, stats.plain, beyond=False)
@@ -130,8 +124,8 @@ def _method_cells(stats: RunStatistics, label: str) -> list[Cell]:
         _far_perplexity_cell(stats, label),
         ratio_cell(near),
         _short_cell(stats, label),
-        time_ratio_cell(cost.get("prompt_ratio")),
-        Cell(text=size_text(cost.get("peak_bytes"))),
+        time_ratio_cell(cost.get("prompt_ratio") if cost else None),
+        Cell(text=size_text(cost.get("peak_bytes") if cost else None)),
     ]
 
 
@@ -262,8 +256,8 @@ def _long_perplexity_sentences(stats: RunStatistics) -> Iterator[str]:
         for label, change in changes.items()
         if change is not None and math.isfinite(change.estimate)
     ]
-    if texts:
-        context = f"{stats.perplexity['control']['context']:,}"
+    if texts and stats.control_record:
+        context = f"{stats.control_record['context']:,}"
         control = f"the control, which reads only the last {context} tokens"
         yield f"Against {control}, it is {_join_words(texts)}."
 
@@ -315,8 +309,11 @@ def _time_memory_sentences(stats: RunStatistics) -> Iterator[str]:
     base = "the plain model's" if first == stats.plain else f"that of {stats.names[first]}"
     parts = []
     if chosen != first:
-        for key, what in (("prompt_ratio", "reading a prompt"), ("token_ratio", "writing a token")):
-            if ratio := cost.get(key):
+        for ratio, what in (
+            (cost.get("prompt_ratio"), "reading a prompt"),
+            (cost.get("token_ratio"), "writing a token"),
+        ):
+            if ratio:
                 low, middle, high = (float(value) for value in ratio)
                 parts.append(f"{what} takes ×{middle:.2f} ({low:.2f}–{high:.2f}) of {base} time")
     if cost.get("peak_bytes"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,16 @@ from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.sections import sections
 from rope_patch.evaluation.report.table import Row, aligned_text
+from rope_patch.evaluation.results_schema import (
+    DocumentRecord,
+    GeometryRecord,
+    RunRecord,
+    RunsRecord,
+)
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import add_checksum, json_safe
+from rope_patch.utils.provenance import Hardware
 
 TEMPLATES = Path(__file__).parent / "templates"
 _VERDICT_SENTENCES = 2  # sentences of a verdict, in a terminal
@@ -40,7 +47,7 @@ _LIMITS = (
 
 
 def write_report(
-    results: dict[str, Any] | list[dict[str, Any]],
+    results: RunRecord | RunsRecord | Sequence[RunRecord],
     folder: Path,
     show: Callable[[str], object] | None = None,
 ) -> Path:
@@ -59,9 +66,13 @@ def write_report(
         The path of `report.html`: one file that needs no other.
     """
     folder = Path(folder)
-    runs: list[dict[str, Any]] = (
-        results if isinstance(results, list) else results.get("runs", [results])
-    )
+    runs: Sequence[RunRecord]
+    if not isinstance(results, dict):
+        runs = results
+    elif "runs" in results:
+        runs = results["runs"]
+    else:
+        runs = [results]
     atomic_files.require_writable_folder(folder, "the report")
     page, pictures = _page_and_pictures(merge_runs(runs))
     files: dict[str, bytes] = {f"figures/{name}.png": png for name, png in pictures.items()}
@@ -79,7 +90,7 @@ def write_report(
     return folder / "report.html"
 
 
-def check_results(results: dict[str, Any], where: str) -> None:
+def check_results(results: RunRecord, where: str) -> None:
     """Raise if a report cannot be made of one run's results.
 
     Args:
@@ -104,7 +115,7 @@ def check_results(results: dict[str, Any], where: str) -> None:
 _FIGURE = re.compile(r"(run\d+-)?(accuracy|answers|perplexity|sliding|stretch|retrieval-.*)$")
 
 
-def _page_and_pictures(runs: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _page_and_pictures(runs: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the data of both templates, and the pictures' files."""
     all_stats = [RunStatistics(results) for results in runs]
     titles = [one_line(f.run.get("name") or f.run.get("model")) for f in all_stats]
@@ -177,9 +188,9 @@ def _run_page(stats: RunStatistics, title: str, parts: list[Any]) -> dict[str, A
         "facts": _run_facts_table(stats),
         "command": stats.run.get("command"),
         "methods": [
-            unpatched
-            | method
-            | {
+            {
+                **unpatched,
+                **method,
                 "name": stats.names[method["label"]],
                 "key": stats.colour_names[method["label"]],
             }
@@ -204,7 +215,6 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
     """Return the rows of "What was run"; leave out those without a value."""
     run = stats.run
     count, memory = run.get("parameters"), run.get("peak_memory")
-    hardware = run.get("hardware") or {}
     seconds = dict(run.get("seconds") or {})
     total = seconds.pop("total", None)
     parts = ", ".join(f"{part} {_duration_text(value)}" for part, value in seconds.items())
@@ -220,8 +230,8 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
         "Numbers": run.get("dtype"),
         "Attention kernel": run.get("attention"),
         "Device": run.get("device"),
-        "Hardware": _hardware_text(hardware),
-        "Texts": "; ".join(_document_text(d) for d in stats.perplexity.get("documents") or []),
+        "Hardware": _hardware_text(run.get("hardware")),
+        "Texts": "; ".join(_document_text(d) for d in stats.documents),
         "Samples a text": per_text if per_text and per_text > 1 else None,
         "Precision wanted": f"intervals of ±{precision:.1%}" if precision else None,
         "Seed": run.get("seed"),
@@ -235,7 +245,7 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
     return [(k, one_line(v)) for k, v in facts.items() if v is not None and v != ""]
 
 
-def _rotation_text(geometry: dict[str, Any]) -> str:
+def _rotation_text(geometry: Mapping[str, GeometryRecord]) -> str:
     rotation = []
     for layer, g in geometry.items():
         text = f"theta {g['theta']:,.10g}, head_dim {g['head_dim']}"
@@ -245,7 +255,9 @@ def _rotation_text(geometry: dict[str, Any]) -> str:
     return "; ".join(rotation)
 
 
-def _hardware_text(hardware: dict[str, Any]) -> str:
+def _hardware_text(hardware: Hardware | None) -> str:
+    if not hardware:
+        return ""
     cores, memory = hardware.get("cores"), hardware.get("memory")
     parts = [
         *(str(gpu) for gpu in hardware.get("gpu") or []),
@@ -256,7 +268,7 @@ def _hardware_text(hardware: dict[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _document_text(document: dict[str, Any]) -> str:
+def _document_text(document: DocumentRecord) -> str:
     text = f"{document['name']}, {document['tokens']:,} tokens"
     digest = document.get("sha256")
     return f"{text} (sha256 {str(digest)[:12]})" if digest else text

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 from rope_patch.evaluation.report.format import one_line
 from rope_patch.evaluation.report.table import COLOURS, PLAIN
+from rope_patch.evaluation.results_schema import RunMetadata, RunRecord
 
 
 class RunResults:
@@ -21,9 +21,9 @@ class RunResults:
         trained_length: The trained length in tokens.
     """
 
-    def __init__(self, results: dict[str, Any]) -> None:
+    def __init__(self, results: RunRecord) -> None:
         self.results = results
-        self.run: dict[str, Any] = results["run"]
+        self.run: RunMetadata = results["run"]
         self.trained_length = int(self.run["trained_length"])
         methods = results["methods"]
         self.labels: list[str] = [m["label"] for m in methods]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 from rope_patch import statistics
 from rope_patch.evaluation.measures import perplexity
 from rope_patch.evaluation.report.results.base import RunResults
+from rope_patch.evaluation.results_schema import (
+    ControlRecord,
+    DocumentRecord,
+    KeyTokensRecord,
+    PerplexityRecord,
+    SlidingRecord,
+)
 from rope_patch.statistics import Interval
 
 Curve = dict[int, Interval]
@@ -18,14 +25,49 @@ class PerplexityStatistics(RunResults):
     """Perplexities of one run."""
 
     @cached_property
-    def perplexity(self) -> dict[str, Any]:
-        """Return the results' own entry, empty where none was measured."""
-        return self.results.get("perplexity") or {}
+    def perplexity(self) -> PerplexityRecord | None:
+        """Return the measurements on long documents; None if there are none."""
+        return self.results.get("perplexity") or None
+
+    @cached_property
+    def documents(self) -> Sequence[DocumentRecord]:
+        """Return the documents."""
+        return (self.perplexity.get("documents") or []) if self.perplexity else []
+
+    @cached_property
+    def control_record(self) -> ControlRecord | None:
+        """Return the control of perplexity; None if it was not measured."""
+        return self.perplexity.get("control") if self.perplexity else None
+
+    @cached_property
+    def key_tokens_record(self) -> KeyTokensRecord | None:
+        """Return LongPPL; None if it was not measured."""
+        return self.perplexity.get("key_tokens") if self.perplexity else None
+
+    @cached_property
+    def sliding_record(self) -> SlidingRecord | None:
+        """Return perplexity by sliding windows; None if it was not measured."""
+        return self.perplexity.get("sliding") if self.perplexity else None
+
+    @cached_property
+    def _block(self) -> int:
+        """Return the tokens of a block.
+
+        Raises:
+            ValueError: No document was measured.
+        """
+        return int(self._measured["block"])
+
+    @property
+    def _measured(self) -> PerplexityRecord:
+        if self.perplexity is None:
+            raise ValueError("this run measured no documents")
+        return self.perplexity
 
     @cached_property
     def losses(self) -> dict[str, list[list[float]]]:
         """Return mean nats of each block of each document, by label."""
-        measured = self.perplexity.get("losses") or {}
+        measured = (self.perplexity.get("losses") or {}) if self.perplexity else {}
         return {
             label: [[float(nll) for nll in document] for document in measured[label]]
             for label in self.labels
@@ -35,12 +77,12 @@ class PerplexityStatistics(RunResults):
     @cached_property
     def window(self) -> int:
         """Return the tokens averaged into one point of a curve: whole blocks."""
-        block = int(self.perplexity["block"])
-        return max(block, int(self.perplexity["window"]) // block * block)
+        block = self._block
+        return max(block, int(self._measured["window"]) // block * block)
 
     def curve(self, label: str) -> Curve:
         """Return perplexity of each window by the position where it ends, over all documents."""
-        block = int(self.perplexity["block"])
+        block = self._block
         losses = self.losses[label]
         curve = {}
         for point in perplexity.curve_points(losses, block, self.window):
@@ -60,13 +102,13 @@ class PerplexityStatistics(RunResults):
 
     @cached_property
     def _control_losses(self) -> list[dict[int, float]]:
-        measured = (self.perplexity.get("control") or {}).get("losses") or []
+        measured = (self.control_record.get("losses") or []) if self.control_record else []
         # Keys are text once they were in JSON.
         return [{int(end): float(nll) for end, nll in d.items()} for d in measured]
 
     def _blocks_in_range(self, label: str, *, beyond: bool) -> tuple[list[list[float]], int]:
         """Return the blocks wholly within, or beyond, the trained length, and the first's index."""
-        edge = self.trained_length / int(self.perplexity["block"])
+        edge = self.trained_length / self._block
         if beyond:
             first = math.ceil(edge)
             return [d[first:] for d in self.losses[label]], first
@@ -74,7 +116,7 @@ class PerplexityStatistics(RunResults):
 
     def _block_tokens(self, pieces: list[list[float]], first: int) -> list[list[int]]:
         """Return tokens of blocks from block `first` on: a text's first token has no loss."""
-        block = int(self.perplexity["block"])
+        block = self._block
         return [[block - (first + i == 0) for i in range(len(piece))] for piece in pieces]
 
     def _interval(self, pieces: list[list[float]], first: int) -> Interval:
@@ -100,7 +142,7 @@ class PerplexityStatistics(RunResults):
         """Return perplexity over the control's, on the windows beyond the trained length."""
         if label not in self.losses:
             return None
-        block = int(self.perplexity["block"])
+        block = self._block
         mine: list[list[float]] = []
         controls: list[list[float]] = []
         for document, control in zip(self.losses[label], self._control_losses, strict=False):
@@ -113,11 +155,12 @@ class PerplexityStatistics(RunResults):
     @cached_property
     def sliding_lengths(self) -> list[int]:
         """Return the context lengths of the sliding windows."""
-        return [int(n) for n in (self.perplexity.get("sliding") or {}).get("lengths") or []]
+        record = self.sliding_record
+        return [int(n) for n in record.get("lengths") or []] if record else []
 
     def sliding(self, label: str) -> Curve:
         """Return perplexity by length of context, of the same tokens each time."""
-        measured = (self.perplexity.get("sliding") or {}).get("losses") or {}
+        measured = (self.sliding_record.get("losses") or {}) if self.sliding_record else {}
         by_length = measured.get(label) or {}
         return {
             length: _perplexity(
@@ -129,9 +172,9 @@ class PerplexityStatistics(RunResults):
 
     def key_tokens(self, label: str, *, beyond: bool) -> Interval | None:
         """Return LongPPL: perplexity of the tokens that need far context."""
-        key = self.perplexity.get("key_tokens") or {}
-        losses = (key.get("losses") or {}).get(label)
-        if not losses:
+        record = self.key_tokens_record
+        losses = (record.get("losses") or {}).get(label) if record else None
+        if not losses or not record:
             return None
         pieces = [
             [
@@ -139,7 +182,7 @@ class PerplexityStatistics(RunResults):
                 for x, at in zip(d, places, strict=True)
                 if (at >= self.trained_length) == beyond
             ]
-            for d, places in zip(losses, key["positions"], strict=True)
+            for d, places in zip(losses, record["positions"], strict=True)
         ]
         return _perplexity(pieces) if any(pieces) else None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.results.base import RunResults
+from rope_patch.evaluation.results_schema import RunRecord, SampleRecord, UnscoredSample
 from rope_patch.statistics import Interval, PairedTest
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
@@ -21,7 +23,19 @@ _RULER = {
     )
 }
 
-Sample = dict[str, Any]
+K = TypeVar("K")
+
+
+class ScoredSample(UnscoredSample):
+    """A sample that did not fail.
+
+    Attributes:
+        task: The task's name.
+        score: 0 to 1.
+    """
+
+    task: str
+    score: float
 
 
 class RetrievalStatistics(RunResults):
@@ -31,7 +45,7 @@ class RetrievalStatistics(RunResults):
         tasks: Names of the tasks that have samples.
     """
 
-    def __init__(self, results: dict[str, Any]) -> None:
+    def __init__(self, results: RunRecord) -> None:
         super().__init__(results)
         self._tasks = {
             entry["task"]: entry
@@ -47,12 +61,14 @@ class RetrievalStatistics(RunResults):
 
     def depths(self, task: str) -> list[int]:
         """Return a task's answer depths, in percent; none where answers are everywhere."""
-        samples = [
-            s
-            for samples_of_label in self._tasks[task]["samples"].values()
-            for s in samples_of_label
-        ]
-        return sorted({s["depth"] for s in samples if s.get("depth") is not None})
+        return sorted(
+            {
+                depth
+                for samples in self._tasks[task]["samples"].values()
+                for s in samples
+                if (depth := s.get("depth")) is not None
+            }
+        )
 
     def samples(
         self,
@@ -60,15 +76,15 @@ class RetrievalStatistics(RunResults):
         task: str | None = None,
         lengths: tuple[int, ...] | None = None,
         depth: int | None = None,
-    ) -> list[Sample]:
+    ) -> list[ScoredSample]:
         """Return a method's scored samples, of one task or all, at some lengths or all."""
-        rows = []
-        for name in self.tasks if task is None else [task]:
-            for sample in self._tasks[name]["samples"].get(label) or []:
-                chosen = lengths is None or sample["length"] in lengths
-                if chosen and depth in (None, sample.get("depth")) and _score(sample) is not None:
-                    rows.append({**sample, "task": name})
-        return rows
+        return [
+            sample
+            for name in (self.tasks if task is None else [task])
+            for sample in _scored_samples(name, self._tasks[name]["samples"].get(label) or [])
+            if lengths is None or sample["length"] in lengths
+            if depth in (None, sample.get("depth"))
+        ]
 
     def accuracy(
         self,
@@ -159,13 +175,13 @@ class RetrievalStatistics(RunResults):
         other: str,
         task: str | None = None,
         lengths: tuple[int, ...] | None = None,
-    ) -> tuple[list[float], list[float], list[Any]]:
+    ) -> tuple[list[float], list[float], list[int]]:
         """Return scores of the samples that both methods have, in one order, and their texts."""
         mine = {(s["task"], s["id"]): s for s in self.samples(label, task, lengths)}
         theirs = {(s["task"], s["id"]): s for s in self.samples(other, task, lengths)}
         shared = [key for key in mine if key in theirs]
-        a = [float(mine[key]["score"]) for key in shared]
-        b = [float(theirs[key]["score"]) for key in shared]
+        a = [mine[key]["score"] for key in shared]
+        b = [theirs[key]["score"] for key in shared]
         return a, b, _clusters([mine[key] for key in shared])
 
     def difference(
@@ -220,9 +236,13 @@ class RetrievalStatistics(RunResults):
     ) -> float | None:
         """Return nats per token of the right answers; None where they were not measured."""
         samples = self.samples(label, task, lengths, depth)
-        scored = [s for s in samples if s.get("log_likelihood") is not None]
-        tokens = sum(s.get("target_tokens") or 0 for s in scored)
-        return -sum(float(s["log_likelihood"]) for s in scored) / tokens if tokens else None
+        measured = [
+            (float(nats), s.get("target_tokens") or 0)
+            for s in samples
+            if (nats := s.get("log_likelihood")) is not None
+        ]
+        tokens = sum(count for _, count in measured)
+        return -sum(nats for nats, _ in measured) / tokens if tokens else None
 
     @cached_property
     def failures(self) -> list[tuple[str, str, str, str]]:
@@ -240,37 +260,46 @@ class RetrievalStatistics(RunResults):
         """Return questions on texts without the answer: task, length, accuracy, chance."""
         rows = []
         for entry in self.results.get("control") or []:
-            samples = [s for ss in (entry.get("samples") or {}).values() for s in ss]
+            all_samples = [s for ss in (entry.get("samples") or {}).values() for s in ss]
+            samples = _scored_samples(entry["task"], all_samples)
             for length in sorted({s["length"] for s in samples}):
-                chosen = [s for s in samples if s["length"] == length and _score(s) is not None]
+                chosen = [s for s in samples if s["length"] == length]
                 if (interval := _accuracy(chosen)) is not None:
                     chance = sum(s.get("chance") or 0.0 for s in chosen) / len(chosen)
                     rows.append((entry["task"], length, interval, chance))
         return rows
 
 
-def _score(sample: Sample) -> float | None:
+def _scored_samples(task: str, samples: Sequence[SampleRecord]) -> list[ScoredSample]:
+    return [
+        {**sample, "task": task, "score": score}
+        for sample in samples
+        if (score := _score(sample)) is not None
+    ]
+
+
+def _score(sample: SampleRecord) -> float | None:
     score = sample.get("score")
     return None if score is None or sample.get("error") else float(score)
 
 
-def _clusters(samples: list[Sample]) -> list[int]:
+def _clusters(samples: list[ScoredSample]) -> list[int]:
     """Return numbers that samples of the same text share, also across twin tasks."""
     texts = [(_question_id(s), s["length"], s.get("text", s["id"])) for s in samples]
     number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     return [number[text] for text in texts]
 
 
-def _question_id(sample: Sample) -> str:
+def _question_id(sample: ScoredSample) -> str:
     """Return what a sample's task asks, however the answer is scored."""
-    return str(sample.get("task")).removesuffix(LIKELIHOOD).removesuffix(CHOICE)
+    return sample["task"].removesuffix(LIKELIHOOD).removesuffix(CHOICE)
 
 
-def _accuracy(samples: list[Sample]) -> Interval | None:
+def _accuracy(samples: list[ScoredSample]) -> Interval | None:
     if not samples:
         return None
-    return statistics.accuracy([float(s["score"]) for s in samples], _clusters(samples))
+    return statistics.accuracy([s["score"] for s in samples], _clusters(samples))
 
 
-def _holm(p_values: dict[Any, float]) -> dict[Any, float]:
+def _holm(p_values: dict[K, float]) -> dict[K, float]:
     return dict(zip(p_values, statistics.holm(list(p_values.values())), strict=True))

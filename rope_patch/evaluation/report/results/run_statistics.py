@@ -6,20 +6,21 @@ Results hold samples; nothing here is stored, so a better statistic needs no new
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.format import one_line
 from rope_patch.evaluation.report.results.perplexity import PerplexityStatistics
 from rope_patch.evaluation.report.results.retrieval import RetrievalStatistics
+from rope_patch.evaluation.results_schema import RunRecord, ShortRecord
 from rope_patch.statistics import Interval, PairedTest
 
 
 class RunStatistics(RetrievalStatistics, PerplexityStatistics):
     """One run's numbers, each computed once."""
 
-    def __init__(self, results: dict[str, Any]) -> None:
+    def __init__(self, results: RunRecord) -> None:
         super().__init__(results)
         # Bootstraps take a while and are asked for by tables, figures and sentences alike.
         for name in ("accuracy", "retention", "difference", "curve", "sliding", "key_tokens"):
@@ -27,7 +28,7 @@ class RunStatistics(RetrievalStatistics, PerplexityStatistics):
         for name in ("average", "ratio", "ratio_to_control", "short_overall"):
             setattr(self, name, cache(getattr(self, name)))
 
-    def short(self, task: dict[str, Any], label: str) -> tuple[Interval, PairedTest | None] | None:
+    def short(self, task: ShortRecord, label: str) -> tuple[Interval, PairedTest | None] | None:
         """Return accuracy at an ordinary task, and its difference from the plain model's."""
         scores = _numbers(task["samples"].get(label))
         if all(score is None for score in scores):
@@ -42,10 +43,11 @@ class RunStatistics(RetrievalStatistics, PerplexityStatistics):
         mine: list[float | None] = []
         base: list[float | None] = []
         for task in self.results.get("short") or []:
-            pair = [_numbers(task["samples"].get(name)) for name in (label, self.plain)]
-            if _have_common_scores(*pair):
-                mine += pair[0]
-                base += pair[1]
+            scores = _numbers(task["samples"].get(label))
+            plain = _numbers(task["samples"].get(self.plain)) if self.plain else []
+            if _have_common_scores(scores, plain):
+                mine += scores
+                base += plain
         return statistics.mcnemar(mine, base) if mine and label != self.plain else None
 
 
@@ -54,7 +56,7 @@ def task_name(task: str) -> str:
     return one_line(re.sub(r"^rp_", "", str(task)))
 
 
-def _numbers(scores: list[Any] | None) -> list[float | None]:
+def _numbers(scores: Sequence[int | None] | None) -> list[float | None]:
     return [None if score is None else float(score) for score in scores or []]
 
 

@@ -1,0 +1,400 @@
+"""The schema of an evaluation's results: what `report.json` holds, beside its format and digest.
+
+An evaluation writes every key here, except those that a record lists as optional. JSON has no
+infinities and no NaN: in a file they are texts, which `float()` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict, final
+
+from rope_patch.utils.provenance import Hardware
+
+Number = float | Literal["Infinity", "-Infinity", "NaN"]
+
+
+class OptionalSampleKeys(TypedDict, total=False):
+    """The keys that only some samples have.
+
+    Attributes:
+        chance: The probability of guessing right, if the task offers choices.
+        error: Why the sample failed.
+    """
+
+    chance: float
+    error: str
+
+
+class UnscoredSample(OptionalSampleKeys):
+    """A retrieval sample without its score.
+
+    Attributes:
+        id: The sample's name: seed, task, length and number.
+        text: The text's number; samples with the same number share a text.
+        length: Tokens of the prompt and the answer.
+        depth: The answer's position in percent of the text; None if the answer has no single one.
+        target_tokens: Tokens of the right answer.
+        log_likelihood: The right answer's, in nats; None if it was not measured.
+    """
+
+    id: str
+    text: int
+    length: int
+    depth: int | None
+    target_tokens: int
+    log_likelihood: Number | None
+
+
+class SampleRecord(UnscoredSample):
+    """A retrieval sample.
+
+    Attributes:
+        score: 0 to 1; None if the sample failed.
+    """
+
+    score: float | None
+
+
+class RetrievalRecord(TypedDict):
+    """A retrieval task, or its control.
+
+    Attributes:
+        task: The task's name.
+        lengths: Tokens.
+        depths: The answers' positions in percent of the text.
+        samples: The samples by method.
+    """
+
+    task: str
+    lengths: Sequence[int]
+    depths: Sequence[int]
+    samples: Mapping[str, Sequence[SampleRecord]]
+
+
+class DocumentRecord(TypedDict):
+    """A long document.
+
+    Attributes:
+        name: The text's name or file.
+        tokens: The number of tokens.
+        sha256: The digest of the tokens.
+    """
+
+    name: str
+    tokens: int
+    sha256: str
+
+
+class ControlRecord(TypedDict):
+    """The control of perplexity: the plain model, given the near past alone.
+
+    Attributes:
+        context: Tokens of each pass; the last window of them is scored.
+        losses: Mean nats of a window by the position where it ends, for each document.
+    """
+
+    context: int
+    losses: Sequence[Mapping[str, Number]]
+
+
+class KeyTokensRecord(TypedDict):
+    """LongPPL.
+
+    Attributes:
+        evaluator: The model that chose the key tokens: "the plain model", or a method.
+        short_context: Tokens of the short context.
+        positions: The key tokens' positions, for each document.
+        losses: Nats of each key token, by method and document.
+    """
+
+    evaluator: str
+    short_context: int
+    positions: Sequence[Sequence[int]]
+    losses: Mapping[str, Sequence[Sequence[Number]]]
+
+
+class SlidingRecord(TypedDict):
+    """Perplexity by sliding windows.
+
+    Attributes:
+        stride: Tokens scored in each window.
+        lengths: Tokens of a window.
+        losses: Mean nats of each window, by method, length (as text) and document.
+    """
+
+    stride: int
+    lengths: Sequence[int]
+    losses: Mapping[str, Mapping[str, Sequence[Sequence[Number]]]]
+
+
+class PerplexityRecord(TypedDict):
+    """The measurements on long documents.
+
+    Attributes:
+        documents: The documents.
+        block: Tokens of a block.
+        window: Tokens of a point of the curve.
+        losses: Mean nats of each block, by method and document.
+        control: The control; None if it was not measured.
+        key_tokens: LongPPL; None if it was not requested.
+        sliding: Sliding windows; None if they were not requested.
+    """
+
+    documents: Sequence[DocumentRecord]
+    block: int
+    window: int
+    losses: Mapping[str, Sequence[Sequence[Number]]]
+    control: ControlRecord | None
+    key_tokens: KeyTokensRecord | None
+    sliding: SlidingRecord | None
+
+
+class ShortRecord(TypedDict):
+    """An ordinary short task.
+
+    Attributes:
+        task: The task's name.
+        n: The number of samples.
+        chance: The accuracy of guessing; None if it is unknown.
+        samples: 1 or 0 for each sample by method; None for a sample that failed.
+    """
+
+    task: str
+    n: int
+    chance: float | None
+    samples: Mapping[str, Sequence[int | None]]
+
+
+class MetricRecord(TypedDict):
+    """A metric of one of lm-eval's own tasks.
+
+    Attributes:
+        value: The value that lm-eval gives.
+        stderr: The standard error; None if the metric is no mean or all samples score alike.
+    """
+
+    value: Number | str | None
+    stderr: float | None
+
+
+class HarnessRecord(TypedDict):
+    """One of lm-eval's own tasks.
+
+    Attributes:
+        task: The task's name.
+        metrics: The metrics by method and name.
+    """
+
+    task: str
+    metrics: Mapping[str, Mapping[str, MetricRecord]]
+
+
+class CostRecord(TypedDict):
+    """Time and memory of a method.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        prompt_seconds: Seconds to read the prompt, the median of the repeats.
+        prompt_ratio: That time over the first method's: smallest, median and largest.
+        token_seconds: Seconds to decode a token, the median.
+        token_ratio: That time over the first method's: smallest, median and largest.
+        cache_bytes: Bytes of the cache.
+        peak_bytes: Bytes of the cache and of what decoding a token holds at most.
+    """
+
+    prompt_tokens: int
+    prompt_seconds: float
+    prompt_ratio: Sequence[float]
+    token_seconds: float
+    token_ratio: Sequence[float]
+    cache_bytes: int
+    peak_bytes: int
+
+
+class FrequenciesRecord(TypedDict):
+    """The frequencies of a layer type.
+
+    Attributes:
+        unscaled: Radians per token for each pair, without a method.
+        inv_freq: Radians per token for each pair, under the method.
+        attention_factor: The factor of cos and sin.
+    """
+
+    unscaled: Sequence[float]
+    inv_freq: Sequence[float]
+    attention_factor: float
+
+
+class PatchedMethodKeys(TypedDict, total=False):
+    """The keys that every method has, and the plain model has not.
+
+    Attributes:
+        paper: The method's source.
+        factor: Target length / trained length.
+        length: The target length in tokens.
+        follows_length: Whether the frequencies depend on the length.
+        options: The method's options.
+        rope_parameters: The parameters of a config by layer type.
+        frequencies: The frequencies by layer type.
+    """
+
+    paper: str
+    factor: float | None
+    length: int | None
+    follows_length: bool
+    options: Mapping[str, object]
+    rope_parameters: Mapping[str, object]
+    frequencies: Mapping[str, FrequenciesRecord]
+
+
+class MethodRecord(PatchedMethodKeys):
+    """A method that ran.
+
+    Attributes:
+        label: The method's name in all other records.
+        method: The registered name; None for the plain model.
+    """
+
+    label: str
+    method: str | None
+
+
+class GeometryRecord(TypedDict):
+    """The unscaled rotation of a layer type.
+
+    Attributes:
+        head_dim: Dimensions of a head.
+        rotary_dim: Dimensions that rotate.
+        theta: The base of the frequencies.
+        trained_length: Tokens.
+    """
+
+    head_dim: int
+    rotary_dim: int
+    theta: float
+    trained_length: int
+
+
+class TokenCounts(TypedDict):
+    """Tokens of the prompts.
+
+    Attributes:
+        asked: Tokens of all prompts.
+        read: Tokens that went through the model; the rest came from a shared prefix.
+    """
+
+    asked: int
+    read: int
+
+
+class LaterRunKeys(TypedDict, total=False):
+    """The keys that the first reports of this format lack.
+
+    Attributes:
+        failed: Samples of short tasks that failed, by task and method, with the reason.
+        cautions: What the plain model does no better than chance.
+    """
+
+    failed: list[str]
+    cautions: list[str]
+
+
+class RunMetadata(LaterRunKeys):
+    """Where and how an evaluation ran.
+
+    Attributes:
+        model: The model as it was requested: a folder, a name on the Hub, or `demo`.
+        name: The model's short name.
+        architecture: The model's class.
+        parameters: The number of parameters.
+        dtype: The data type of the weights.
+        attention: The attention kernel.
+        device: The model's device.
+        trained_length: Tokens.
+        geometry: The unscaled rotation by layer type.
+        seed: The seed of the samples.
+        precision: The requested half-width of accuracies' intervals.
+        per_text: Samples that share a text.
+        processes: The number of processes.
+        date: The time at the end, in UTC.
+        seconds: Seconds by part, and in `total`.
+        continued: Whether an earlier run left answers; its time does not count in `seconds`.
+        prompt_tokens: Tokens of the prompts.
+        peak_memory: Bytes.
+        hardware: The machine.
+        weights: The fingerprint of the weights.
+        versions: The versions of the packages that results depend on.
+        git_revision: The commit of this package's source; None outside a checkout.
+        command: The command that repeats the run; empty if a program called.
+        not_run: The requested parts that could not be measured, with the reason.
+    """
+
+    model: str
+    name: str
+    architecture: str
+    parameters: int
+    dtype: str
+    attention: str
+    device: str
+    trained_length: int
+    geometry: Mapping[str, GeometryRecord]
+    seed: int
+    precision: float | None
+    per_text: int | None
+    processes: int
+    date: str
+    seconds: Mapping[str, float]
+    continued: bool
+    prompt_tokens: TokenCounts
+    peak_memory: int
+    hardware: Hardware
+    weights: str
+    versions: Mapping[str, str]
+    git_revision: str | None
+    command: str
+    not_run: list[str]
+
+
+class OtherRecords(TypedDict):
+    """The parts of a run that are neither perplexity nor retrieval.
+
+    Attributes:
+        short: Ordinary short tasks.
+        cost: Time and memory by method; empty if not requested.
+        harness: lm-eval's own tasks.
+    """
+
+    short: Sequence[ShortRecord]
+    cost: Mapping[str, CostRecord]
+    harness: Sequence[HarnessRecord]
+
+
+@final
+class RunRecord(OtherRecords):
+    """The results of one run.
+
+    Attributes:
+        run: Where and how it ran.
+        methods: The methods in the order of the request.
+        perplexity: The measurements on long documents; None if none was requested.
+        retrieval: Retrieval tasks.
+        control: Questions to the plain model on texts without the answer.
+    """
+
+    run: RunMetadata
+    methods: Sequence[MethodRecord]
+    perplexity: PerplexityRecord | None
+    retrieval: Sequence[RetrievalRecord]
+    control: Sequence[RetrievalRecord]
+
+
+@final
+class RunsRecord(TypedDict):
+    """The results of several runs in one report.
+
+    Attributes:
+        runs: The runs in order.
+    """
+
+    runs: Sequence[RunRecord]
