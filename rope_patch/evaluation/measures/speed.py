@@ -9,15 +9,20 @@ medians of ratios, with the smallest and the largest beside them.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from rope_patch.evaluation.measures.timed_method import (
     WARMUP_TOKENS,
+    CompileRecord,
+    GrowthRecord,
+    MemoryRecord,
+    TimesRecord,
+    TimingRecord,
     count_recompilations,
     decode_start_length,
     make_timed_method,
@@ -27,6 +32,7 @@ from rope_patch.evaluation.measures.timed_method import (
     time_decoding,
     timing_row,
 )
+from rope_patch.evaluation.results_schema import CostRecord
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import get_method
 from rope_patch.patching import check
@@ -69,16 +75,76 @@ class SpeedRequest:
     random_weights: bool = False
 
 
+class OptionalSpeedKeys(TypedDict, total=False):
+    """The keys that a method's row has only if the request asks for them.
+
+    Attributes:
+        compile: What torch.compile makes of a decode step.
+    """
+
+    compile: CompileRecord
+
+
+class SpeedRow(TimingRecord, OptionalSpeedKeys):
+    """Times and memory of a method.
+
+    Attributes:
+        method: The method's label.
+        memory: The method's memory.
+    """
+
+    method: str
+    memory: MemoryRecord
+
+
+class SpeedRecord(TypedDict):
+    """The results of `bench`: the request as it was met, and a row for each method.
+
+    Attributes:
+        model: See `SpeedRequest`.
+        methods: The rows in the order of the request.
+        factor: See `SpeedRequest`.
+        prompt: Tokens of the prompt.
+        decode: See `SpeedRequest`.
+        repeats: See `SpeedRequest`.
+        trained_length: Tokens.
+        dtype: The data type of the weights.
+        compiled: See `SpeedRequest`.
+        random_weights: See `SpeedRequest`.
+        architecture: The model's class.
+        layers: The number of layers.
+        device: The model's device.
+        threads: Threads of torch.
+        decode_from: Tokens in the cache when decoding starts.
+        date: The time, in UTC.
+        versions: The versions of the packages that results depend on.
+    """
+
+    model: str
+    methods: list[SpeedRow]
+    factor: float
+    prompt: int
+    decode: int
+    repeats: int
+    trained_length: int
+    dtype: str
+    compiled: bool
+    random_weights: bool
+    architecture: str
+    layers: int
+    device: str
+    threads: int
+    decode_from: int
+    date: str
+    versions: dict[str, str]
+
+
 @torch.no_grad()
-def bench(request: SpeedRequest) -> dict[str, Any]:
+def bench(request: SpeedRequest) -> SpeedRecord:
     """Measure prompts, decoding, growth and memory of all methods side by side.
 
     Args:
         request: What to measure.
-
-    Returns:
-        The setting, and a row for each method: see `timing_row`, `measure_memory` and
-        `count_recompilations`.
 
     Raises:
         ValueError: A request that cannot be met.
@@ -102,25 +168,30 @@ def bench(request: SpeedRequest) -> dict[str, Any]:
     prompt = request.prompt or round(request.factor * trained)
     rows, start = _measure_rows(model, patches, prompt, request)
     return {
-        **asdict(request),
+        "model": request.model,
+        "methods": rows,
+        "factor": request.factor,
+        "prompt": prompt,
+        "decode": request.decode,
+        "repeats": request.repeats,
+        "trained_length": trained,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "compiled": request.compiled,
+        "random_weights": request.random_weights,
         "architecture": type(model).__name__,
         "layers": text.num_hidden_layers,
-        "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "threads": torch.get_num_threads(),
-        "trained_length": trained,
-        "prompt": prompt,
         "decode_from": start,
         "date": provenance.now(),
         "versions": provenance.versions(),
-        "methods": rows,
     }
 
 
 @torch.no_grad()
 def compare_methods(
     model: Any, patches: dict[str, Extension | None], prompt: int, repeats: int = 3
-) -> dict[str, Any]:
+) -> dict[str, CostRecord]:
     """Measure what methods cost on a loaded model, as multiples of the first one's cost.
 
     Args:
@@ -130,8 +201,7 @@ def compare_methods(
         repeats: How often everything is timed.
 
     Returns:
-        By label: prompt_tokens, prompt_seconds and token_seconds (medians), prompt_ratio and
-        token_ratio (smallest, median and largest over the repeats), cache_bytes and peak_bytes.
+        The costs by label.
     """
     request = SpeedRequest(model="", methods=tuple(patches), decode=16, repeats=repeats)
     rows, _ = _measure_rows(model, patches, prompt, request)
@@ -139,9 +209,9 @@ def compare_methods(
         row["method"]: {
             "prompt_tokens": prompt,
             "prompt_seconds": row["prompt"]["ms"] / 1e3,
-            "prompt_ratio": [row["prompt"][key] for key in ("min", "ratio", "max")],
+            "prompt_ratio": _ratios(row["prompt"]),
             "token_seconds": row["token"]["ms"] / 1e3,
-            "token_ratio": [row["token"][key] for key in ("min", "ratio", "max")],
+            "token_ratio": _ratios(row["token"]),
             "cache_bytes": row["memory"]["cache"],
             "peak_bytes": row["memory"]["peak"],
         }
@@ -149,9 +219,14 @@ def compare_methods(
     }
 
 
+def _ratios(times: TimesRecord) -> list[float]:
+    """Return the smallest, the median and the largest ratio."""
+    return [times["min"], times["ratio"], times["max"]]
+
+
 def _measure_rows(
     model: Any, patches: dict[str, Extension | None], prompt: int, request: SpeedRequest
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[SpeedRow], int]:
     """Return a row for each method, and the length that they decoded from."""
     methods = [make_timed_method(name, model, extension) for name, extension in patches.items()]
     start = decode_start_length(methods, prompt, request.decode)
@@ -166,9 +241,9 @@ def _measure_rows(
         for c in rotate_order(methods, repeat):
             c.prompt_times.append([time_call(partial(c.read, ids[:, :prompt]))])
         time_decoding(methods, ids[:, :until])
-    rows = []
+    rows: list[SpeedRow] = []
     for c in progress_bar(methods, desc="weighing", unit="method"):
-        row = {
+        row: SpeedRow = {
             "method": c.name,
             **timing_row(c, methods[0], start),
             "memory": measure_memory(c, ids, start),
@@ -179,7 +254,7 @@ def _measure_rows(
     return rows, start
 
 
-def format_table(results: dict[str, Any]) -> str:
+def format_table(results: SpeedRecord) -> str:
     """Return the results as lines of text, a column for each method."""
     r, rows = results, results["methods"]
     lines = {
@@ -192,8 +267,8 @@ def format_table(results: dict[str, Any]) -> str:
         "peak, keys turning": [_kilobytes(row["memory"]["peak"]) for row in rows],
     }
     if r["compiled"]:
-        for name in ("graph_breaks", "recompilations"):
-            lines[name.replace("_", " ")] = [str(row["compile"][name]) for row in rows]
+        lines["graph breaks"] = [str(row["compile"]["graph_breaks"]) for row in rows]
+        lines["recompilations"] = [str(row["compile"]["recompilations"]) for row in rows]
     cells = [[name, *columns] for name, columns in lines.items()]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     padded = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
@@ -205,11 +280,11 @@ def format_table(results: dict[str, Any]) -> str:
     return "\n".join([about, *padded])
 
 
-def _ratio_text(m: dict[str, float]) -> str:
+def _ratio_text(m: TimesRecord) -> str:
     return f"{m['ms']:,.2f} ms ×{m['ratio']:.3f} ({m['min']:.3f} to {m['max']:.3f})"
 
 
-def _growth_text(m: dict[str, float] | None) -> str:
+def _growth_text(m: GrowthRecord | None) -> str:
     return f"{m['ms']:,.2f} ms, {m['share']:.2%} of {m['tokens']:,} tokens' time" if m else "–"
 
 

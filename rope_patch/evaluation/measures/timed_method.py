@@ -12,7 +12,7 @@ from functools import partial
 from itertools import accumulate, chain
 from operator import truediv
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -26,6 +26,76 @@ WARMUP_TOKENS = 4  # decoded before any that counts: allocator and compiler have
 
 # What the fields of a cache's record are called in results.
 _RECORD_KEYS = {"row_spans": "bounds", "frequencies": "sets"}
+
+
+class TimesRecord(TypedDict):
+    """A time and its ratios to the baseline's over the repeats.
+
+    Attributes:
+        ms: The median, in milliseconds.
+        ratio: The median ratio.
+        min: The smallest ratio.
+        max: The largest ratio.
+    """
+
+    ms: float
+    ratio: float
+    min: float
+    max: float
+
+
+class GrowthRecord(TypedDict):
+    """The time of re-rotating all cached keys.
+
+    Attributes:
+        ms: The median that it adds to a decode step, in milliseconds.
+        tokens: Tokens that are decoded until the next re-rotation.
+        share: `ms` as a share of these tokens' time.
+    """
+
+    ms: float
+    tokens: int
+    share: float
+
+
+class TimingRecord(TypedDict):
+    """A method's times.
+
+    Attributes:
+        prompt: The time to read the prompt.
+        token: The time to decode a token.
+        growth: The time of a re-rotation; None if the method has none.
+    """
+
+    prompt: TimesRecord
+    token: TimesRecord
+    growth: GrowthRecord | None
+
+
+class MemoryRecord(TypedDict):
+    """A method's memory in bytes.
+
+    Attributes:
+        cache: The cached keys and values.
+        record: The cache's record of its rotation, by field.
+        peak: The cache and what decoding one token more holds at most.
+    """
+
+    cache: int
+    record: dict[str, int]
+    peak: int
+
+
+class CompileRecord(TypedDict):
+    """What torch.compile makes of a decode step.
+
+    Attributes:
+        graph_breaks: Graph breaks.
+        recompilations: Recompilations after the first token.
+    """
+
+    graph_breaks: int
+    recompilations: int
 
 
 @dataclass(kw_only=True)
@@ -116,13 +186,10 @@ def time_call(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def timing_row(method: TimedMethod, baseline: TimedMethod, start: int) -> dict[str, Any]:
-    """Return the times to report, in milliseconds and as ratios to the baseline's.
-
-    `growth` is what re-rotating all cached keys at `start` tokens adds to a step, also as a share
-    of the time of the tokens that are decoded until the next re-rotation; None without one.
-    """
-    token, growth = compare_times(method.token_times, baseline.token_times), None
+def timing_row(method: TimedMethod, baseline: TimedMethod, start: int) -> TimingRecord:
+    """Return a method's times; cached keys are re-rotated at `start` tokens."""
+    token = compare_times(method.token_times, baseline.token_times)
+    growth: GrowthRecord | None = None
     if method.valid_until(start) < start + 1:
         ms = 1e3 * median(chain.from_iterable(method.growth_times))
         tokens = int(method.valid_until(start + 1)) - start
@@ -134,18 +201,15 @@ def timing_row(method: TimedMethod, baseline: TimedMethod, start: int) -> dict[s
     }
 
 
-def compare_times(times: list[list[float]], baseline: list[list[float]]) -> dict[str, float]:
-    """Return median milliseconds and the ratios of the repeats, each the median over its turns."""
+def compare_times(times: list[list[float]], baseline: list[list[float]]) -> TimesRecord:
+    """Return the median time and the ratios of the repeats, each the median over its turns."""
     ratios = [median(map(truediv, *repeat)) for repeat in zip(times, baseline, strict=True)]
     ms = 1e3 * median(chain.from_iterable(times))
     return {"ms": ms, "ratio": median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
-def measure_memory(method: TimedMethod, ids: torch.Tensor, start: int) -> dict[str, Any]:
-    """Return bytes of the cache and its record at `start` tokens, and the peak of re-rotation.
-
-    That peak is of the cache and of what decoding one token more holds for a moment.
-    """
+def measure_memory(method: TimedMethod, ids: torch.Tensor, start: int) -> MemoryRecord:
+    """Return the memory at `start` tokens, and the peak of the next decode step."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or some builds of torch report on stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         cache = copy.deepcopy(method.cache)
@@ -153,24 +217,23 @@ def measure_memory(method: TimedMethod, ids: torch.Tensor, start: int) -> dict[s
             step()
         record = getattr(cache, "rotation", None)
         record_fields = vars(record) if isinstance(record, RotationRecord) else {}
-        sizes = {
-            "cache": sum(
-                _storage_bytes(t) for layer in cache.layers for t in (layer.keys, layer.values)
-            ),
-            "record": {
-                _RECORD_KEYS.get(k, k): _storage_bytes(t)
-                for k, t in record_fields.items()
-                if isinstance(t, torch.Tensor)
-            },
+        cache_bytes = sum(
+            _storage_bytes(t) for layer in cache.layers for t in (layer.keys, layer.values)
+        )
+        record_bytes = {
+            _RECORD_KEYS.get(k, k): _storage_bytes(t)
+            for k, t in record_fields.items()
+            if isinstance(t, torch.Tensor)
         }
         for step in method.decode(ids[:, : start + 1], cache):
             step()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return {**sizes, "peak": max(accumulate(event.nbytes() for event in events))}
+    peak = max(accumulate(event.nbytes() for event in events))
+    return {"cache": cache_bytes, "record": record_bytes, "peak": peak}
 
 
-def count_recompilations(method: TimedMethod, ids: torch.Tensor) -> dict[str, int]:
+def count_recompilations(method: TimedMethod, ids: torch.Tensor) -> CompileRecord:
     """Count graph breaks of compiled decoding, and recompilations after the first token.
 
     Cached keys turn on the way. The graphs run as they are traced: making them fast takes a backend
