@@ -1,4 +1,4 @@
-"""Models for the tests of the language model."""
+"""Models and a tokenizer for the tests of the language model."""
 
 import pytest
 from helpers.tiny_models import make_model
@@ -15,13 +15,13 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def trained():
+def trained_llama():
     return AutoModelForCausalLM.from_pretrained(TINY)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
-def made(request):
-    """Gemma3's windows are shorter than the prompt; both were trained on 64 tokens."""
+def base_model(request):
+    """Return a model of trained length 64; Gemma3's windows are shorter than the prompt."""
     return make_model(request.param, vocab_size=512)
 
 
@@ -31,12 +31,12 @@ def llama():
 
 
 @pytest.fixture(params=METHODS)
-def model(request, made):
+def model(request, base_model):
     if request.param == "none":
-        yield made
+        yield base_model
         return
-    with rope_patch.patch(made, **METHODS[request.param]):
-        yield made
+    with rope_patch.patch(base_model, **METHODS[request.param]):
+        yield base_model
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The commands eval, compare and report, as they are typed."""
+"""Test the commands eval, compare and report: output, exit status and files."""
 
 import json
 
@@ -7,7 +7,7 @@ from helpers.commands import here, typed
 from helpers.evaluations import TINY
 from transformers import LlamaForCausalLM
 
-SMALL = [
+SMALL_OPTIONS = [
     "--lengths",
     "352",
     "--samples",
@@ -18,44 +18,44 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
+def compare_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared") / "out"
-    arguments = ["--method", "yarn,none", "--factor", "2", *SMALL, "--profile", "quick"]
+    arguments = ["--method", "yarn,none", "--factor", "2", *SMALL_OPTIONS, "--profile", "quick"]
     return folder, typed("compare", TINY, *arguments, "--out", str(folder))
 
 
-def test_compare_measures_the_plain_model_first_and_says_where_the_report_is(compared):
-    folder, done = compared
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(f"\n\n{folder / 'report.html'}\n")
-    assert "Each method, with 95% intervals\n  method " in done.stdout
+def test_compare_measures_the_plain_model_first_and_prints_the_report_path(compare_run):
+    folder, result = compare_run
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith(f"\n\n{folder / 'report.html'}\n")
+    assert "Each method, with 95% intervals\n  method " in result.stdout
     results = json.loads((folder / "report.json").read_text())
     assert [m["label"] for m in results["methods"]] == ["none", "yarn ×2"]
     assert [entry["task"] for entry in results["control"]] == ["rp_niah_single_2_ll"]
     assert results["run"]["command"].startswith(f"rope-patch compare {TINY} --method yarn,none")
-    assert "1 of 2 methods done" in done.stderr
+    assert "1 of 2 methods done" in result.stderr
 
 
-def test_the_report_is_written_again_from_what_was_saved(compared, tmp_path):
-    folder, _ = compared
+def test_report_is_rebuilt_from_stored_results(compare_run, tmp_path):
+    folder, _ = compare_run
     status, out, err = here("report", folder, "--out", tmp_path / "again")
     assert (status, err) == (0, "")
-    again = tmp_path / "again"
-    assert out.endswith(f"\n\n{again / 'report.html'}\n")
+    report_folder = tmp_path / "again"
+    assert out.endswith(f"\n\n{report_folder / 'report.html'}\n")
     assert "Each method, with 95% intervals\n  method " in out
     for name in ("report.json", "report.md"):
-        assert (again / name).read_text() == (folder / name).read_text()
+        assert (report_folder / name).read_text() == (folder / name).read_text()
 
 
-def test_several_runs_need_a_folder_of_their_own(compared):
-    folder, _ = compared
+def test_report_of_several_runs_needs_an_output_folder(compare_run):
+    folder, _ = compare_run
     status, out, err = here("report", folder, folder)
     assert (status, out) == (1, "")
     assert "give --out FOLDER" in err
 
 
-def test_changed_and_foreign_results_are_refused(compared, tmp_path):
-    folder, _ = compared
+def test_changed_and_foreign_results_are_refused(compare_run, tmp_path):
+    folder, _ = compare_run
     text = (folder / "report.json").read_text()
     for content, reason in [
         (text.replace('"seed": 42', '"seed": 43'), "was changed after it was written"),
@@ -78,7 +78,7 @@ def test_changed_and_foreign_results_are_refused(compared, tmp_path):
         (["--factor", "2", "--option", "no_such=1"], "has the option 'no_such'"),
     ],
 )
-def test_methods_are_checked_before_anything_is_said_or_read(tmp_path, arguments, message):
+def test_bad_methods_fail_with_one_line_before_the_model_is_read(tmp_path, arguments, message):
     status, out, err = here("compare", TINY, *arguments, "--out", tmp_path / "new")
     assert (status, out) == (1, "")
     (line,) = err.splitlines()
@@ -87,7 +87,7 @@ def test_methods_are_checked_before_anything_is_said_or_read(tmp_path, arguments
     assert not list(tmp_path.iterdir())
 
 
-def test_json_goes_to_stdout_and_nothing_else(tmp_path):
+def test_json_option_prints_only_json_to_stdout(tmp_path):
     arguments = ["--method", "none,none", "--lengths", "128", "--tasks", "perplexity", "--json"]
     arguments += ["--control-context", "100", "--out", tmp_path]
     status, out, _ = here("eval", TINY, *arguments)
@@ -96,7 +96,7 @@ def test_json_goes_to_stdout_and_nothing_else(tmp_path):
     assert len(json.loads(out)["methods"]) == 1
 
 
-def test_where_all_fails_the_status_says_so(tmp_path, monkeypatch):
+def test_exit_status_is_1_if_every_sample_fails(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("boom")
 
@@ -107,7 +107,7 @@ def test_where_all_fails_the_status_says_so(tmp_path, monkeypatch):
     assert "error: not one of 3 samples could be answered: RuntimeError: boom" in err
 
 
-def test_stopping_by_hand_says_how_to_go_on(tmp_path, monkeypatch):
+def test_interrupt_prints_how_to_continue(tmp_path, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
@@ -134,7 +134,7 @@ def test_stopping_by_hand_says_how_to_go_on(tmp_path, monkeypatch):
         (["report", "/no/such/run"], "/no/such/run"),
     ],
 )
-def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, arguments, message):
+def test_bad_input_is_one_error_line(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     status, out, err = here(*arguments)
     assert (status, out) == (1, "")

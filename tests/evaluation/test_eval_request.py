@@ -1,4 +1,4 @@
-"""What cannot be done is said before anything is read or written."""
+"""Test evaluation requests: refusals before weights are read, task types, default lengths."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from rope_patch.evaluation.session import Session
         pytest.param(
             {"tasks": ("no such task of anybody",)},
             "no such task of anybody",
-            marks=pytest.mark.slow,  # lm-eval reads all of its own first
+            marks=pytest.mark.slow,  # lm-eval reads all of its own tasks first
         ),
         ({"methods": ("yran",)}, "did you mean 'yarn'"),
         ({"factor": None}, "exactly one of factor and length"),
@@ -65,30 +65,32 @@ def test_bad_requests_read_no_weights_and_write_nothing(tmp_path, monkeypatch, c
     assert not folder.exists()
 
 
-def test_tasks_are_told_apart():
-    asked = EvalRequest(
+def test_tasks_are_sorted_by_type():
+    eval_request = EvalRequest(
         model=TINY,
         methods=("none",),
         tasks=("rp_ruler", "rp_vt", "perplexity", "rp_short", "rp_copy_ll", "lambada"),
     )
-    assert len(asked.retrieval) == 14  # RULER's 13, of which rp_vt is one, and rp_copy_ll
-    assert asked.retrieval[-1] == "rp_copy_ll"
-    assert len(asked.short) == 5
-    assert asked.harness == ["lambada"]
-    twice = EvalRequest(model=TINY, methods=("none",), tasks=("rp_short", "rp_short_cloze"))
-    assert twice.short.count("rp_short_cloze") == 1
+    assert len(eval_request.retrieval) == 14  # RULER's 13, of which rp_vt is one, and rp_copy_ll
+    assert eval_request.retrieval[-1] == "rp_copy_ll"
+    assert len(eval_request.short) == 5
+    assert eval_request.harness == ["lambada"]
+    overlapping = EvalRequest(model=TINY, methods=("none",), tasks=("rp_short", "rp_short_cloze"))
+    assert overlapping.short.count("rp_short_cloze") == 1
 
 
-def test_the_longest_sample_or_document_counts():
-    asked = EvalRequest(model=TINY, methods=("none",), lengths=(512, 1024))
-    assert asked.longest == 1024
+def test_longest_is_the_longest_sample_or_document():
+    eval_request = EvalRequest(model=TINY, methods=("none",), lengths=(512, 1024))
+    assert eval_request.longest == 1024
     assert EvalRequest(model=TINY, methods=("none",), perplexity_length=9999).longest == 9999
 
 
 def test_options_go_to_the_methods_that_have_them():
-    asked = EvalRequest(model=TINY, methods=("yarn", "ntk"), factor=2, options={"beta_fast": 16})
-    assert asked.extension("yarn").options == {"beta_fast": 16}
-    assert asked.extension("ntk").options == {}
+    eval_request = EvalRequest(
+        model=TINY, methods=("yarn", "ntk"), factor=2, options={"beta_fast": 16}
+    )
+    assert eval_request.extension("yarn").options == {"beta_fast": 16}
+    assert eval_request.extension("ntk").options == {}
 
 
 def test_profiles_are_chosen_by_name_or_machine(caplog):
@@ -103,12 +105,12 @@ def test_profiles_are_chosen_by_name_or_machine(caplog):
 @pytest.mark.parametrize("name", profiles.PROFILES)
 def test_a_profiles_tasks_all_exist(name):
     profile = profiles.PROFILES[name]
-    asked = EvalRequest(model=TINY, methods=("none",), tasks=profile.tasks)
-    assert asked.harness == []
+    eval_request = EvalRequest(model=TINY, methods=("none",), tasks=profile.tasks)
+    assert eval_request.harness == []
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("target_options", "expected"),
     [
         ((2.0, None, None), (128, 256, 512)),
         ((None, 700, None), (128, 256, 512, 700)),
@@ -117,13 +119,13 @@ def test_a_profiles_tasks_all_exist(name):
         ((None, 256, None), (128, 256)),
     ],
 )
-def test_lengths_go_from_half_the_trained_one_to_the_target(given, expected):
-    assert profiles.default_lengths(TINY, *given, "auto", None) == expected
+def test_default_lengths_go_from_half_the_trained_length_to_the_target(target_options, expected):
+    assert profiles.default_lengths(TINY, *target_options, "auto", None) == expected
 
 
 @pytest.fixture
-def scaled(tmp_path):
-    """The tiny model's folder, whose config already stretches it to four times its length."""
+def scaled_model(tmp_path):
+    """Return a copy of the tiny model whose config scales to four times its trained length."""
     folder = shutil.copytree(TINY, tmp_path / "scaled")
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0}
@@ -133,22 +135,27 @@ def scaled(tmp_path):
     return str(folder)
 
 
-def test_what_a_scaled_config_starts_from_can_be_said(scaled, tmp_path):
-    assert profiles.default_lengths(scaled, 2.0, None, None, "auto", None) == (128, 256, 512)
-    assert profiles.default_lengths(scaled, 2.0, None, None, "running", None) == (512, 1024, 2048)
+def test_start_selects_the_base_of_a_scaled_config(scaled_model, tmp_path):
+    assert profiles.default_lengths(scaled_model, 2.0, None, None, "auto", None) == (128, 256, 512)
+    assert profiles.default_lengths(scaled_model, 2.0, None, None, "running", None) == (
+        512,
+        1024,
+        2048,
+    )
     changes = {
-        "model": scaled,
+        "model": scaled_model,
         "methods": ("ntk",),
         "tasks": ("perplexity",),
         "lengths": (2048,),
     }
-    found = {
+    results = {
         start: evaluate(request(tmp_path / start, **changes, factor=2.0, start=start))
         for start in ("auto", "running")
     }
-    assert [found[start]["run"]["trained_length"] for start in found] == [256, 1024]
+    assert [results[start]["run"]["trained_length"] for start in results] == [256, 1024]
     slowest = {
-        start: found[start]["methods"][0]["frequencies"]["all"]["inv_freq"][-1] for start in found
+        start: results[start]["methods"][0]["frequencies"]["all"]["inv_freq"][-1]
+        for start in results
     }
     # YaRN by 4 had stretched the slowest pair already; NTK by 2 stretches it by 2.
     assert slowest["auto"] == pytest.approx(4 * slowest["running"])

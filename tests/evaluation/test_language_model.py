@@ -1,4 +1,4 @@
-"""The model as lm-eval's language model, against transformers and lm-eval's own class."""
+"""Test the language model for lm-eval against transformers and lm-eval's HFLM."""
 
 from types import SimpleNamespace
 
@@ -9,11 +9,11 @@ from language_models import (
     SETTINGS,
     TARGET,
     ask,
-    direct,
-    encoded,
-    greedy,
+    encode_pair,
+    generate_greedily,
     lm_for,
     sample,
+    score_in_one_pass,
 )
 from lm_eval.models.huggingface import HFLM
 
@@ -26,37 +26,41 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @pytest.mark.parametrize("repeats", [1, 3])  # within the trained length, and beyond
-def test_generation_is_transformers_own(model, tokenizer, repeats):
+def test_generation_equals_that_of_transformers(model, tokenizer, repeats):
     contexts = [" ".join([CONTEXT] * repeats), " ".join([CONTEXT] * repeats) + " has"]
     got = ask(lm_for(model, tokenizer), "generate_until", [(c, SETTINGS) for c in contexts])
     for context, text in zip(contexts, got, strict=True):
-        written = greedy(model, tokenizer(context).input_ids, SETTINGS["max_gen_toks"])
-        assert str(text) == tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]
+        expected_ids = generate_greedily(
+            model, tokenizer(context).input_ids, SETTINGS["max_gen_toks"]
+        )
+        assert str(text) == tokenizer.decode(expected_ids, skip_special_tokens=True).split("\n")[0]
         assert text.error is None
         assert text.target_log_likelihood is None
 
 
-def test_a_prompt_one_token_past_the_trained_length_is_rotated_as_such(trained, tokenizer):
-    """The cache holds all but its last token, which is the trained length."""
+def test_a_prompt_one_token_past_the_trained_length_is_rotated_for_its_length(
+    trained_llama, tokenizer
+):
+    """The cache holds all tokens but the last one: exactly the trained length."""
     words = CONTEXT.split()
-    with rope_patch.patch(trained, "dynamic-yarn"):
+    with rope_patch.patch(trained_llama, "dynamic-yarn"):
         for cut in range(400):
             context = " ".join((words * 30)[: 80 + cut])
             if len(ids := tokenizer(context).input_ids) >= 257:
                 break
         trained_length = len(ids) - 1
-    with rope_patch.patch(trained, "dynamic-yarn", trained_length=trained_length):
-        (got,) = ask(lm_for(trained, tokenizer), "generate_until", [(context, SETTINGS)])
-        written = greedy(trained, ids, SETTINGS["max_gen_toks"])
-    assert str(got) == tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]
+    with rope_patch.patch(trained_llama, "dynamic-yarn", trained_length=trained_length):
+        (got,) = ask(lm_for(trained_llama, tokenizer), "generate_until", [(context, SETTINGS)])
+        expected_ids = generate_greedily(trained_llama, ids, SETTINGS["max_gen_toks"])
+    assert str(got) == tokenizer.decode(expected_ids, skip_special_tokens=True).split("\n")[0]
 
 
 def test_generation_ends_at_the_end_of_sequence(llama, tokenizer):
-    written = greedy(llama, tokenizer(CONTEXT).input_ids, 24)
-    end = next(t for i, t in enumerate(written) if i > 3 and t not in written[:i])
-    expected = tokenizer.decode(written[: written.index(end)], skip_special_tokens=True)
-    for ends in (end, [511, end]):
-        llama.generation_config.eos_token_id = ends
+    greedy_ids = generate_greedily(llama, tokenizer(CONTEXT).input_ids, 24)
+    eos_token = next(t for i, t in enumerate(greedy_ids) if i > 3 and t not in greedy_ids[:i])
+    expected = tokenizer.decode(greedy_ids[: greedy_ids.index(eos_token)], skip_special_tokens=True)
+    for eos_token_id in (eos_token, [511, eos_token]):
+        llama.generation_config.eos_token_id = eos_token_id
         (got,) = ask(
             lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS | {"until": []})]
         )
@@ -65,30 +69,30 @@ def test_generation_ends_at_the_end_of_sequence(llama, tokenizer):
 
 @pytest.mark.parametrize("single", [True, False])
 def test_generation_ends_before_the_first_stop(llama, tokenizer, single):
-    (whole,) = ask(
+    (full_text,) = ask(
         lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS | {"until": []})]
     )
-    stop = whole[5:8]
+    stop = full_text[5:8]
     until = stop if single else ["\u2603", stop]
     (got,) = ask(
         lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS | {"until": until})]
     )
-    assert str(got) == whole.split(stop)[0]
+    assert str(got) == full_text.split(stop)[0]
 
 
-def scripted(llama, tokenizer, text):
-    """The model writes this text, whatever it is asked."""
+def force_text(llama, tokenizer, text):
+    """Make the model generate a text; return the hook and a list with an entry per decode step."""
     ids = tokenizer(f"x{text}").input_ids[len(tokenizer("x").input_ids) :]
-    asked = []
+    decode_steps = []
 
     def write(_, args, output):
-        if args[0].shape[1] == 1:  # a step of generation
-            asked.append(1)
+        if args[0].shape[1] == 1:  # a decode step
+            decode_steps.append(1)
             output.logits[:] = 0
-            output.logits[0, -1, ids[min(len(asked), len(ids)) - 1]] = 9
+            output.logits[0, -1, ids[min(len(decode_steps), len(ids)) - 1]] = 9
         return output
 
-    return llama.register_forward_hook(write), asked
+    return llama.register_forward_hook(write), decode_steps
 
 
 TEXTS = [
@@ -108,34 +112,34 @@ TEXTS = [
 
 @pytest.mark.parametrize(("text", "answers", "score"), TEXTS)
 def test_stopping_early_changes_no_score(llama, tokenizer, text, answers, score):
-    settings, found, steps = SETTINGS | {"max_gen_toks": 60}, [], []
+    settings, scores, steps = SETTINGS | {"max_gen_toks": 60}, [], []
     ours = sample(answers[0], answers)
     for doc in (ours, {"id": "s/0"}):
-        hook, asked = scripted(llama, tokenizer, text + " word" * 40)
+        hook, decode_steps = force_text(llama, tokenizer, text + " word" * 40)
         (got,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)], [doc])
         hook.remove()
-        found.append(score(ours, [got])["score"])
-        steps.append(len(asked))
-    assert found[0] == found[1] == score(ours, [text])["score"]
+        scores.append(score(ours, [got])["score"])
+        steps.append(len(decode_steps))
+    assert scores[0] == scores[1] == score(ours, [text])["score"]
     assert steps[0] <= steps[1]
 
 
-def test_generation_does_stop_early_where_the_answer_is_there(llama, tokenizer):
-    hook, asked = scripted(llama, tokenizer, "1234567 and so on" + " word" * 60)
+def test_generation_stops_early_once_the_answer_is_there(llama, tokenizer):
+    hook, decode_steps = force_text(llama, tokenizer, "1234567 and so on" + " word" * 60)
     ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, SETTINGS)], [sample()])
     hook.remove()
-    assert len(asked) < 16
+    assert len(decode_steps) < 16
 
 
-@pytest.mark.parametrize("given", [{"do_sample": True}, {"temperature": 0.7}])
-def test_tasks_that_sample_are_refused(llama, tokenizer, given):
-    settings = {"max_gen_toks": 4, "until": [], **given}
+@pytest.mark.parametrize("sampling_settings", [{"do_sample": True}, {"temperature": 0.7}])
+def test_tasks_that_sample_are_refused(llama, tokenizer, sampling_settings):
+    settings = {"max_gen_toks": 4, "until": [], **sampling_settings}
     with pytest.raises(ValueError, match=r"task wants to sample.* set do_sample: false"):
         ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)])
 
 
 def test_a_temperature_without_sampling_is_greedy(llama, tokenizer):
-    """As in transformers."""
+    """transformers ignores the temperature, too."""
     settings = SETTINGS | {"temperature": 0.7}
     got = [
         ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, s)])
@@ -144,7 +148,7 @@ def test_a_temperature_without_sampling_is_greedy(llama, tokenizer):
     assert got[0] == got[1]
 
 
-def test_columns_of_other_tasks_mean_nothing_to_us(llama, tokenizer):
+def test_columns_of_other_tasks_are_ignored(llama, tokenizer):
     """Many tasks of lm-eval have a column `target`."""
     settings = SETTINGS | {"until": []}
     (plain,) = ask(lm_for(llama, tokenizer), "generate_until", [(CONTEXT, settings)], [{"q": 1}])
@@ -157,47 +161,51 @@ def test_columns_of_other_tasks_mean_nothing_to_us(llama, tokenizer):
 # -- likelihoods -----------------------------------------------------------------------------------
 
 
-def test_the_target_is_scored_from_the_prompt_that_generation_starts_from(model, tokenizer):
-    ids, target = encoded(tokenizer, LONG, f" {TARGET}")
+def test_scoring_the_target_leaves_generation_unchanged(model, tokenizer):
+    ids, target = encode_pair(tokenizer, LONG, f" {TARGET}")
     lm = lm_for(model, tokenizer)
     (got,) = ask(lm, "generate_until", [(LONG, SETTINGS)], [sample()])
-    assert got.target_log_likelihood == pytest.approx(direct(model, ids, target)[0], abs=1e-4)
+    assert got.target_log_likelihood == pytest.approx(
+        score_in_one_pass(model, ids, target)[0], abs=1e-4
+    )
     (plain,) = ask(lm_for(model, tokenizer), "generate_until", [(LONG, SETTINGS)])
     assert str(plain).startswith(str(got))  # scoring left the cache as it was
 
 
 def questions():
-    """Short and long, on both sides of 64 tokens, with several continuations of some prompts."""
+    """Return prompts below and above 64 tokens, some with several continuations."""
     contexts = [CONTEXT, CONTEXT[:12], f"{CONTEXT} {CONTEXT}", " ".join([CONTEXT] * 5)]
     contexts += [" ".join(CONTEXT.split()[: n % 15 + 2]) for n in range(6)]
     continuations = (" of a wife", " and", " is not so very well acquainted with the neighbourhood")
-    found = [(contexts[i], c) for i in range(4) for c in continuations]
-    return found + [(context, " must") for context in contexts[4:]]
+    pairs = [(contexts[i], c) for i in range(4) for c in continuations]
+    return pairs + [(context, " must") for context in contexts[4:]]
 
 
 @pytest.mark.parametrize("short", [0, 10**6], ids=["alone", "in batches"])
-def test_likelihoods_are_those_of_one_pass(model, tokenizer, monkeypatch, short):
+def test_likelihoods_equal_those_of_one_pass(model, tokenizer, monkeypatch, short):
     monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
     got = ask(lm_for(model, tokenizer), "loglikelihood", questions())
     for (context, continuation), (log_likelihood, is_greedy) in zip(questions(), got, strict=True):
-        expected = direct(model, *encoded(tokenizer, context, continuation))
+        expected = score_in_one_pass(model, *encode_pair(tokenizer, context, continuation))
         assert log_likelihood == pytest.approx(expected[0], abs=1e-4)
         assert is_greedy == expected[1]
 
 
 @pytest.mark.parametrize("short", [0, 10**6], ids=["alone", "in batches"])
 @pytest.mark.parametrize("method", ["dynamic-yarn", "mixed-yarn"])
-def test_rows_on_both_sides_of_the_trained_length(made, tokenizer, monkeypatch, method, short):
-    """Also one prompt whose continuations end within it and beyond, in one batch."""
+def test_likelihoods_are_right_on_both_sides_of_the_trained_length(
+    base_model, tokenizer, monkeypatch, method, short
+):
+    """One prompt's continuations end on both sides of the trained length, in one batch."""
     monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
     ids = tokenizer(CONTEXT).input_ids
     options = {"factor": 4} if method == "mixed-yarn" else {}
-    with rope_patch.patch(made, method, trained_length=len(ids) + 4, **options):
-        got = ask(lm_for(made, tokenizer), "loglikelihood", questions())
-        lengths = [sum(map(len, encoded(tokenizer, *question))) for question in questions()]
+    with rope_patch.patch(base_model, method, trained_length=len(ids) + 4, **options):
+        got = ask(lm_for(base_model, tokenizer), "loglikelihood", questions())
+        lengths = [sum(map(len, encode_pair(tokenizer, *question))) for question in questions()]
         assert min(lengths) < len(ids) + 4 < max(lengths[:3])
         for question, (log_likelihood, _) in zip(questions(), got, strict=True):
-            expected, _ = direct(made, *encoded(tokenizer, *question))
+            expected, _ = score_in_one_pass(base_model, *encode_pair(tokenizer, *question))
             assert log_likelihood == pytest.approx(expected, abs=1e-4)
 
 
@@ -206,25 +214,28 @@ def test_greedy_continuations_are_recognised(llama, tokenizer, monkeypatch):
         monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
         lm = lm_for(llama, tokenizer)
         ids = tokenizer(CONTEXT).input_ids
-        written = greedy(llama, ids, 3)
+        greedy_ids = generate_greedily(llama, ids, 3)
         got = lm._loglikelihood_tokens(
-            [(("", ""), ids, written), (("", ""), ids, [*written[:2], (written[2] + 1) % 512])]
+            [
+                (("", ""), ids, greedy_ids),
+                (("", ""), ids, [*greedy_ids[:2], (greedy_ids[2] + 1) % 512]),
+            ]
         )
         assert [is_greedy for _, is_greedy in got] == [True, False]
 
 
-def test_likelihoods_equal_those_of_lm_evals_own_class(made, tokenizer):
+def test_likelihoods_equal_those_of_hflm(base_model, tokenizer):
     arguments = [(CONTEXT, f" {TARGET}"), ("", CONTEXT)]
-    ours = ask(lm_for(made, tokenizer), "loglikelihood", arguments)
-    own = ask(HFLM(pretrained=made, tokenizer=tokenizer), "loglikelihood", arguments)
-    assert [a for a, _ in ours] == pytest.approx([a for a, _ in own], abs=1e-3)
-    assert [b for _, b in ours] == [b for _, b in own]
+    ours = ask(lm_for(base_model, tokenizer), "loglikelihood", arguments)
+    expected = ask(HFLM(pretrained=base_model, tokenizer=tokenizer), "loglikelihood", arguments)
+    assert [a for a, _ in ours] == pytest.approx([a for a, _ in expected], abs=1e-3)
+    assert [b for _, b in ours] == [b for _, b in expected]
 
 
-# -- what is read, kept and refused ----------------------------------------------------------------
+# -- computed tokens, stored answers, refusals -----------------------------------------------------
 
 
-def test_only_the_logits_that_are_read_are_made(llama, tokenizer, monkeypatch):
+def test_only_needed_logits_are_computed(llama, tokenizer, monkeypatch):
     monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
     shapes = []
     llama.lm_head.register_forward_hook(lambda _, __, out: shapes.append(out.shape[1]))
@@ -234,19 +245,19 @@ def test_only_the_logits_that_are_read_are_made(llama, tokenizer, monkeypatch):
     assert max(shapes) < 12
 
 
-def test_common_beginnings_are_read_once_and_change_nothing(model, tokenizer):
+def test_shared_prefixes_are_read_once_and_change_no_answer(model, tokenizer):
     settings = SETTINGS | {"max_gen_toks": 12}
     arguments = [(f"{LONG} {end}", settings) for end in ("one", "two", "three")]
     shared, alone = lm_for(model, tokenizer), lm_for(model, tokenizer, share=False)
     docs = [sample(number=i) for i in range(3)]
-    found = [ask(lm, "generate_until", arguments, docs) for lm in (shared, alone)]
-    numbers = [[(str(r), r.target_log_likelihood) for r in responses] for responses in found]
+    answers = [ask(lm, "generate_until", arguments, docs) for lm in (shared, alone)]
+    numbers = [[(str(r), r.target_log_likelihood) for r in responses] for responses in answers]
     assert numbers[0] == numbers[1]
     assert shared.prompt_tokens == alone.prompt_tokens
     assert shared.computed_tokens < alone.computed_tokens
 
 
-def test_nothing_is_asked_twice(llama, tokenizer, tmp_path, monkeypatch):
+def test_stored_answers_are_not_computed_again(llama, tokenizer, tmp_path, monkeypatch):
     arguments = [(CONTEXT, SETTINGS), (CONTEXT, SETTINGS), (CONTEXT[:40], SETTINGS)]
     pairs = questions()
     first = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
@@ -254,12 +265,12 @@ def test_nothing_is_asked_twice(llama, tokenizer, tmp_path, monkeypatch):
     lines = len((tmp_path / "answers-0.jsonl").read_text().splitlines())
     assert lines == 2 + len(set(pairs))
     llama.register_forward_pre_hook(lambda *_: pytest.fail("asked again"))
-    again = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
-    got = ask(again, "generate_until", arguments), ask(again, "loglikelihood", pairs)
+    second = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
+    got = ask(second, "generate_until", arguments), ask(second, "loglikelihood", pairs)
     assert got == expected
 
 
-def test_answers_belong_to_an_identity(llama, tokenizer, tmp_path):
+def test_stored_answers_are_keyed_by_identity(llama, tokenizer, tmp_path):
     answers = AnswerStore(tmp_path)
     pairs = questions()[:3]
     plain = ask(
@@ -279,19 +290,21 @@ CASES = [
 
 
 @pytest.mark.parametrize("short", [0, 512])
-@pytest.mark.parametrize(("kind", "arguments"), CASES)
-def test_a_prompt_that_does_not_fit_is_refused_not_cut(
-    llama, tokenizer, kind, arguments, short, monkeypatch
+@pytest.mark.parametrize(("request_type", "arguments"), CASES)
+def test_a_prompt_that_does_not_fit_is_refused_instead_of_truncated(
+    llama, tokenizer, request_type, arguments, short, monkeypatch
 ):
     monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", short)
     fits = (CONTEXT[:12], arguments[1])
-    longest = len(tokenizer(CONTEXT).input_ids)  # without the answer
+    prompt_length = len(tokenizer(CONTEXT).input_ids)  # without the answer
     with pytest.raises(ValueError, match="were set as the longest"):
-        ask(lm_for(llama, tokenizer, longest), kind, [fits, arguments])
-    ask(lm_for(llama, tokenizer, longest + 24), kind, [fits, arguments])  # with room for it
+        ask(lm_for(llama, tokenizer, prompt_length), request_type, [fits, arguments])
+    ask(
+        lm_for(llama, tokenizer, prompt_length + 24), request_type, [fits, arguments]
+    )  # with room for it
 
 
-def test_results_record_the_patch_and_never_ask_the_hub(llama, tokenizer, monkeypatch):
+def test_results_record_the_patch_without_contacting_the_hub(llama, tokenizer, monkeypatch):
     monkeypatch.setattr(
         "lm_eval.models.huggingface.HfApi", SimpleNamespace
     )  # without the method that lm-eval would call

@@ -1,4 +1,4 @@
-"""What an evaluation reads back: damaged or foreign files are measured again, said once."""
+"""Test stored results: damaged or foreign files are measured again and reported once."""
 
 import json
 from pathlib import Path
@@ -13,20 +13,20 @@ from rope_patch.utils.checksums import unseal
 TASKS = ("rp_json_kv_ll", "perplexity")
 
 
-def asked(folder):
+def small_request(folder):
     return request(folder, tasks=TASKS, lengths=(448,), window=16, control_context=64)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("out")
-    return folder, evaluate(asked(folder))
+    return folder, evaluate(small_request(folder))
 
 
 def pieces(folder):
-    """The pieces that are one number: the control's."""
-    found = sorted((folder / "cache").glob("piece-*.json"))
-    return [path for path in found if isinstance(json.loads(path.read_bytes())["value"], float)]
+    """Return the paths of the pieces that hold a single number: the control's."""
+    paths = sorted((folder / "cache").glob("piece-*.json"))
+    return [path for path in paths if isinstance(json.loads(path.read_bytes())["value"], float)]
 
 
 def replace_the_number(path):
@@ -45,8 +45,8 @@ def cut_in_half(path):
 
 def flip_a_bit(path):
     content = bytearray(path.read_bytes())
-    at = content.index(b".", content.index(b'"value"')) + 1
-    content[at] ^= 1  # another digit
+    index = content.index(b".", content.index(b'"value"')) + 1
+    content[index] ^= 1  # another digit
     path.write_bytes(content)
 
 
@@ -58,7 +58,7 @@ def write_junk(path):
     path.write_bytes(b"\xff\0{")
 
 
-def write_as_before(path):
+def write_without_digest(path):
     path.write_text(f"{json.loads(path.read_bytes())['value']}\n")
 
 
@@ -75,13 +75,13 @@ DAMAGES = [
     (flip_a_bit, "its digest differs"),
     (empty, "it is not JSON"),
     (write_junk, "it is not JSON"),
-    (write_as_before, "it has no digest: earlier versions wrote none"),
+    (write_without_digest, "it has no digest: earlier versions wrote none"),
 ]
 
 
-def test_what_is_damaged_is_measured_again_to_the_same_numbers_and_told_once(finished, caplog):
-    """A piece for each damage, two that are swapped, an answer, and the report."""
-    folder, expected = finished
+def test_damaged_results_are_measured_again_and_reported_once(finished_run, caplog):
+    """Damage a piece in each way, swap two pieces, and damage an answer and the report."""
+    folder, expected = finished_run
     before = {path: unseal(path.read_bytes()) for path in pieces(folder)}
     swapped, single = list(before)[:2], list(before)[2:]
     reasons = dict.fromkeys(swapped, "it is of another measurement: its key is")
@@ -97,37 +97,40 @@ def test_what_is_damaged_is_measured_again_to_the_same_numbers_and_told_once(fin
     report = (folder / "report.json").read_text()
     (folder / "report.json").write_text("{")
 
-    assert numbers(evaluate(asked(folder))) == numbers(expected)
+    assert numbers(evaluate(small_request(folder))) == numbers(expected)
     messages = [line for line in caplog.messages if not line.startswith("caution: ")]
-    told = {line.split(": ")[0].split(" ")[0]: line for line in messages}
-    assert len(told) == len(messages) == len(reasons) + 1
+    lines_by_path = {line.split(": ")[0].split(" ")[0]: line for line in messages}
+    assert len(lines_by_path) == len(messages) == len(reasons) + 1
     for path, reason in reasons.items():
-        line = told[str(path)]
+        line = lines_by_path[str(path)]
         assert line.startswith(f"{path} is measured again: it ")
         assert reason in line
-    assert f"1 of {count} answers are asked again: line 1: it is damaged" in told[str(answers)]
+    assert (
+        f"1 of {count} answers are asked again: line 1: it is damaged"
+        in lines_by_path[str(answers)]
+    )
     assert {path: unseal(path.read_bytes()) for path in before} == before
     assert len(lines(folder)) == count
-    again = json.loads((folder / "report.json").read_text())
-    assert again["perplexity"] == json.loads(report)["perplexity"]
+    new_report = json.loads((folder / "report.json").read_text())
+    assert new_report["perplexity"] == json.loads(report)["perplexity"]
 
     caplog.clear()
-    assert numbers(evaluate(asked(folder))) == numbers(expected)
+    assert numbers(evaluate(small_request(folder))) == numbers(expected)
     assert all(line.startswith("caution: ") for line in caplog.messages)
 
 
 def test_a_full_disk_stops_the_run_at_once(tmp_path, monkeypatch):
-    """Nothing else is measured: it could not be kept."""
+    """Measuring more is useless if it cannot be stored."""
     original, calls = perplexity.control_loss, []
 
-    def full(*given):
-        calls.append(given)
+    def fill_disk(*args):
+        calls.append(args)
         (tmp_path / "cache").write_text("a file where the folder was")
-        return original(*given)
+        return original(*args)
 
-    monkeypatch.setattr(perplexity, "control_loss", full)
+    monkeypatch.setattr(perplexity, "control_loss", fill_disk)
     with pytest.raises(OSError, match=r"piece-\w+\.json could not be written to .*cache") as error:
-        evaluate(asked(tmp_path))
+        evaluate(small_request(tmp_path))
     assert "make it writable, and the same command goes on from there" in str(error.value)
     assert len(calls) == 1
     assert {path.name for path in Path(tmp_path).iterdir()} == {"cache", ".lock"}

@@ -1,4 +1,4 @@
-"""Commands for another engine: lm-eval's own parser and transformers say what they mean."""
+"""Test the lm-eval commands for vLLM with lm-eval's parser, and their overrides in transformers."""
 
 import copy
 import importlib.util
@@ -25,20 +25,20 @@ ASSETS = Path(__file__).parents[1] / "assets"
 LLAMA = str(ASSETS / "tiny-llama")
 MODELS = ("tiny-llama", "tiny-gemma3", "tiny-qwen3")
 STRETCHES = [1.0 + i / 4 for i in range(16)]
-OPTIONS = {  # without which a method has nothing to say
+OPTIONS = {  # those that a method requires
     "longrope": {"long_factor": STRETCHES, "short_factor": STRETCHES},
     "mixed-longrope": {"long_factor": STRETCHES},
 }
 
 
-def request(tmp_path, **asked):
-    given = {"model": LLAMA, "methods": ("none", "yarn"), "factor": 4.0, "lengths": (512, 1024)}
-    given |= {"tasks": ("rp_niah_single_1", "rp_vt_ll"), "samples": 1, "folder": tmp_path}
-    return EvalRequest(**(given | asked))
+def request(tmp_path, **changes):
+    arguments = {"model": LLAMA, "methods": ("none", "yarn"), "factor": 4.0, "lengths": (512, 1024)}
+    arguments |= {"tasks": ("rp_niah_single_1", "rp_vt_ll"), "samples": 1, "folder": tmp_path}
+    return EvalRequest(**(arguments | changes))
 
 
-def parsed(command, monkeypatch):
-    """What lm-eval's command line makes of a command."""
+def parse_command(command, monkeypatch):
+    """Return the configuration that lm-eval's command line parses from a command."""
     from lm_eval._cli.harness import HarnessCLI
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
@@ -53,41 +53,41 @@ def runnable(lines):
 
 
 class TestCommands:
-    def test_lm_eval_parses_what_is_meant(self, tmp_path, monkeypatch):
+    def test_lm_eval_parses_the_commands(self, tmp_path, monkeypatch):
         lines = vllm_commands.commands(
             "vllm", request(tmp_path, depths=(20, 80), per_text=2, seed=7)
         )
         assert len(lines) == 4  # two methods at two lengths
-        read = [parsed(line, monkeypatch) for line in lines]
-        assert [(c.model_args["max_model_len"], c.metadata["length"]) for c in read] == [
+        configs = [parse_command(line, monkeypatch) for line in lines]
+        assert [(c.model_args["max_model_len"], c.metadata["length"]) for c in configs] == [
             (512, 512),
             (1024, 1024),
         ] * 2
-        assert len({c.output_path for c in read}) == 4
-        for found in read:
-            assert found.model == "vllm"
-            assert found.model_args["pretrained"] == LLAMA
-            assert found.model_args["dtype"] == "auto"
-            assert found.batch_size == "auto"
-            assert found.log_samples
-            assert found.limit is None
-            assert found.tasks == ["rp_niah_single_1", "rp_vt_ll"]
-            assert found.metadata["depths"] == [20, 80]
-            assert (found.metadata["samples"], found.metadata["seed"]) == (1, 7)
-            assert found.metadata["per_text"] == 2
-        assert read[0].model_args["hf_overrides"] == {"max_position_embeddings": 512}
-        assert read[3].model_args["hf_overrides"]["rope_parameters"]["rope_type"] == "yarn"
+        assert len({c.output_path for c in configs}) == 4
+        for config in configs:
+            assert config.model == "vllm"
+            assert config.model_args["pretrained"] == LLAMA
+            assert config.model_args["dtype"] == "auto"
+            assert config.batch_size == "auto"
+            assert config.log_samples
+            assert config.limit is None
+            assert config.tasks == ["rp_niah_single_1", "rp_vt_ll"]
+            assert config.metadata["depths"] == [20, 80]
+            assert (config.metadata["samples"], config.metadata["seed"]) == (1, 7)
+            assert config.metadata["per_text"] == 2
+        assert configs[0].model_args["hf_overrides"] == {"max_position_embeddings": 512}
+        assert configs[3].model_args["hf_overrides"]["rope_parameters"]["rope_type"] == "yarn"
 
-    def test_lm_eval_finds_the_tasks_where_they_are(self, tmp_path, monkeypatch):
+    def test_lm_eval_finds_the_tasks_in_the_include_path(self, tmp_path, monkeypatch):
         from lm_eval.tasks import TaskManager
 
-        asked = request(tmp_path, tasks=("rp_ruler", "rp_hard", "rp_short"))
-        lines = vllm_commands.commands("vllm", asked)
-        wanted = {task for line in lines for task in parsed(line, monkeypatch).tasks}
-        path = parsed(lines[0], monkeypatch).include_path
-        known = TaskManager(include_path=path, include_defaults=False).all_tasks
-        assert len(wanted) > 13
-        assert wanted <= set(known)
+        eval_request = request(tmp_path, tasks=("rp_ruler", "rp_hard", "rp_short"))
+        lines = vllm_commands.commands("vllm", eval_request)
+        task_names = {task for line in lines for task in parse_command(line, monkeypatch).tasks}
+        path = parse_command(lines[0], monkeypatch).include_path
+        known_tasks = TaskManager(include_path=path, include_defaults=False).all_tasks
+        assert len(task_names) > 13
+        assert task_names <= set(known_tasks)
 
     def test_lm_eval_knows_the_engine(self):
         import lm_eval.models
@@ -95,13 +95,13 @@ class TestCommands:
 
         assert set(vllm_commands.ENGINES) <= set(lm_eval.models.MODEL_MAPPING)
         if importlib.util.find_spec("vllm") is None:
-            with pytest.raises(ImportError, match="vllm"):  # known, and not installed here
+            with pytest.raises(ImportError, match="vllm"):  # registered, but not installed
                 registry.get_model("vllm")
         else:
             assert registry.get_model("vllm").__name__ == "VLLM"
 
     def test_vllm_takes_every_argument(self, tmp_path, monkeypatch):
-        # Its signature, from the source: importing it needs vLLM.
+        # Read the signature from the source, since importing the class needs vLLM.
         import ast
 
         import lm_eval.models
@@ -109,28 +109,33 @@ class TestCommands:
         source = Path(lm_eval.models.__file__).with_name("vllm_causallms.py").read_text()
         (init,) = (
             function
-            for kind in ast.parse(source).body
-            if isinstance(kind, ast.ClassDef) and kind.name == "VLLM"
-            for function in kind.body
+            for node in ast.parse(source).body
+            if isinstance(node, ast.ClassDef) and node.name == "VLLM"
+            for function in node.body
             if isinstance(function, ast.FunctionDef) and function.name == "__init__"
         )
-        named = {argument.arg for argument in init.args.args}
-        found = parsed(vllm_commands.commands("vllm", request(tmp_path))[0], monkeypatch)
+        parameter_names = {argument.arg for argument in init.args.args}
+        config = parse_command(vllm_commands.commands("vllm", request(tmp_path))[0], monkeypatch)
         # vLLM's own LLM gets the rest.
-        assert set(found.model_args) - named == {"hf_overrides"}
+        assert set(config.model_args) - parameter_names == {"hf_overrides"}
         assert init.args.kwarg is not None
 
-    def test_tasks_that_lm_eval_makes_at_a_length(self, tmp_path, monkeypatch):
-        asked = request(tmp_path, methods=("none",), tasks=("niah_single_1", "arc_easy"), samples=3)
-        read = [parsed(line, monkeypatch) for line in vllm_commands.commands("vllm", asked)]
-        assert [c.tasks for c in read] == [["niah_single_1"]] * 2 + [["arc_easy"]]
-        assert [c.metadata.get("max_seq_lengths") for c in read] == [[512], [1024], None]
-        assert all(c.limit == 3 and c.metadata["pretrained"] == LLAMA for c in read)
+    def test_lm_eval_tasks_get_lengths_and_a_limit(self, tmp_path, monkeypatch):
+        eval_request = request(
+            tmp_path, methods=("none",), tasks=("niah_single_1", "arc_easy"), samples=3
+        )
+        configs = [
+            parse_command(line, monkeypatch)
+            for line in vllm_commands.commands("vllm", eval_request)
+        ]
+        assert [c.tasks for c in configs] == [["niah_single_1"]] * 2 + [["arc_easy"]]
+        assert [c.metadata.get("max_seq_lengths") for c in configs] == [[512], [1024], None]
+        assert all(c.limit == 3 and c.metadata["pretrained"] == LLAMA for c in configs)
 
-    def test_what_only_our_engine_measures_is_noted(self, tmp_path):
+    def test_measures_that_vllm_lacks_become_comments(self, tmp_path):
         tasks = ("perplexity", "speed", "rp_vt")
-        asked = request(tmp_path, tasks=tasks, controls=True, precision=0.05)
-        lines = vllm_commands.commands("vllm", asked)
+        eval_request = request(tmp_path, tasks=tasks, controls=True, precision=0.05)
+        lines = vllm_commands.commands("vllm", eval_request)
         notes = [line for line in lines if line.startswith("#")]
         assert [note.split()[1] for note in notes] == [
             "perplexity",
@@ -141,7 +146,7 @@ class TestCommands:
         assert len(runnable(lines)) == 4
 
     @pytest.mark.parametrize("task", ["perplexity", "key_tokens", "sliding", "speed"])
-    def test_nothing_but_that_is_refused(self, tmp_path, task):
+    def test_a_request_of_only_measures_that_vllm_lacks_is_refused(self, tmp_path, task):
         with pytest.raises(ValueError, match=f"vllm cannot run {task}: .*transformers"):
             vllm_commands.commands("vllm", request(tmp_path, tasks=(task,)))
 
@@ -152,34 +157,38 @@ class TestCommands:
     @pytest.mark.parametrize(
         "method", ["dynamic", "dynamic-yarn", "mixed-ntk", "mixed-yarn", "nope"]
     )
-    def test_methods_that_vllm_reads_otherwise_are_refused(self, tmp_path, method):
+    def test_methods_that_vllm_rotates_differently_are_refused(self, tmp_path, method):
         with pytest.raises(ValueError, match=rf"vllm cannot run {method}.*leave it out, or"):
             vllm_commands.commands("vllm", request(tmp_path, methods=(method,)))
 
-    def test_a_saved_patch_that_no_config_says_is_refused(self, tmp_path):
+    def test_a_saved_patch_without_native_form_is_refused(self, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
         rope_patch.patch(model, "dynamic-yarn")
         rope_patch.save(model, tmp_path / "saved")
-        asked = request(tmp_path, model=str(tmp_path / "saved"), methods=("none",), factor=None)
+        eval_request = request(
+            tmp_path, model=str(tmp_path / "saved"), methods=("none",), factor=None
+        )
         with pytest.raises(ValueError, match=r"as it was saved.*dynamic-yarn"):
-            vllm_commands.commands("vllm", asked)
+            vllm_commands.commands("vllm", eval_request)
 
 
-def static():
-    """The methods that a config says and that do not follow the length."""
-    found = []
-    for name, kind in registered_methods().items():
-        method = kind(**({} if kind.is_dynamic else {"factor": 2.0}), **OPTIONS.get(name, {}))
+def static_methods():
+    """Return the names of the static methods that a config can express."""
+    names = []
+    for name, method_class in registered_methods().items():
+        method = method_class(
+            **({} if method_class.is_dynamic else {"factor": 2.0}), **OPTIONS.get(name, {})
+        )
         changes = name not in ("default", "nope")  # nothing, or more than vLLM takes
         if changes and method.has_config_form and not method.is_length_dependent(256):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 class TestOverrides:
     @pytest.mark.parametrize("asset", MODELS)
-    @pytest.mark.parametrize("name", static())
-    def test_transformers_gets_the_same_logits_from_them(self, asset, name):
+    @pytest.mark.parametrize("name", static_methods())
+    def test_overrides_give_the_same_logits_in_transformers(self, asset, name):
         path = ASSETS / asset
         options = OPTIONS.get(name, {})
         model = AutoModelForCausalLM.from_pretrained(path).eval()
@@ -187,80 +196,82 @@ class TestOverrides:
         for length in (512, 1024):  # 1,024 is beyond what vLLM lets YaRN reach
             config = AutoConfig.from_pretrained(path)
             plan = check(model, name, factor=2.0, **options)
-            found = json.loads(json.dumps(vllm_commands.config_overrides(config, plan, length)))
-            config.update(copy.deepcopy(found))
+            overrides = json.loads(json.dumps(vllm_commands.config_overrides(config, plan, length)))
+            config.update(copy.deepcopy(overrides))
             assert config.max_position_embeddings >= length
-            plain = AutoModelForCausalLM.from_pretrained(path, config=config).eval()
+            native = AutoModelForCausalLM.from_pretrained(path, config=config).eval()
             with torch.no_grad(), rope_patch.patch(model, name, factor=2.0, **options):
                 expected = model(ids).logits
-            # Frequencies round otherwise where they are spelled otherwise; every method here moves
-            # some logit by more than 1.
+            # A config's frequencies may round differently; every method here moves some logit by
+            # more than 1.
             with torch.no_grad():
-                assert (plain(ids).logits - expected).abs().max() < 2e-3
+                assert (native(ids).logits - expected).abs().max() < 2e-3
                 assert (model(ids).logits - expected).abs().max() > 1
 
     def test_there_are_static_methods(self):
-        assert {"linear", "ntk", "yarn", "longrope", "llama3", "abf"} <= set(static())
+        assert {"linear", "ntk", "yarn", "longrope", "llama3", "abf"} <= set(static_methods())
 
-    def test_an_attention_factor_is_said_as_vllm_reads_it(self):
-        # Its YaRN ignores attention_factor; its longrope reads these two and nothing else.
+    def test_an_attention_factor_becomes_a_longrope_mscale(self):
+        # vLLM's YaRN ignores attention_factor, and its longrope reads only the two mscales.
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
         for method, options in (("yarn", {"attention_factor": 1.25}), ("ntk-by-parts", {})):
             plan = check(model, method, factor=4.0, **options)
             rope = vllm_commands.config_overrides(model.config, plan, 512)["rope_parameters"]
             assert rope["rope_type"] == "longrope"
-            wanted = options.get("attention_factor", 1.0)
-            assert rope["short_mscale"] == rope["long_mscale"] == wanted
+            mscale = options.get("attention_factor", 1.0)
+            assert rope["short_mscale"] == rope["long_mscale"] == mscale
             assert rope["short_factor"] == rope["long_factor"]
 
-    def test_yarn_is_yarn_as_far_as_vllm_reaches(self):
+    def test_yarn_becomes_longrope_beyond_the_length_that_vllm_supports(self):
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
         plan = check(model, "yarn", factor=2.0)
-        kinds = {
+        rope_types = {
             length: vllm_commands.config_overrides(model.config, plan, length)["rope_parameters"][
                 "rope_type"
             ]
             for length in (512, 513)
         }
-        assert kinds == {512: "yarn", 513: "longrope"}
+        assert rope_types == {512: "yarn", 513: "longrope"}
 
-    def test_they_are_nested_as_the_config_is(self):
+    def test_overrides_are_nested_like_the_config(self):
         from transformers import Gemma3Config
 
-        text = json.loads((ASSETS / "tiny-gemma3" / "config.json").read_text())
-        config = Gemma3Config(text_config=text)
+        text_config = json.loads((ASSETS / "tiny-gemma3" / "config.json").read_text())
+        config = Gemma3Config(text_config=text_config)
         model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-gemma3")
-        found = vllm_commands.config_overrides(config, check(model, "linear", factor=2.0), 512)
-        assert list(found) == ["text_config"]
-        rope = found["text_config"]["rope_parameters"]
+        overrides = vllm_commands.config_overrides(config, check(model, "linear", factor=2.0), 512)
+        assert list(overrides) == ["text_config"]
+        rope = overrides["text_config"]["rope_parameters"]
         assert rope["full_attention"]["rope_type"] == "linear"
-        assert rope["sliding_attention"] == text["rope_parameters"]["sliding_attention"]
+        assert rope["sliding_attention"] == text_config["rope_parameters"]["sliding_attention"]
 
-    def test_a_model_as_it_is_stays_as_it_is(self):
+    def test_the_plain_model_needs_no_overrides(self):
         config = AutoConfig.from_pretrained(LLAMA)
         assert vllm_commands.config_overrides(config, None, 256) == {}
 
 
 class TestRun:
     @pytest.mark.slow
-    def test_lm_eval_runs_the_command_and_scores_as_we_do(self, tmp_path):
-        """In a process of its own, with transformers in vLLM's place."""
+    def test_lm_eval_runs_the_command_to_the_same_scores(self, tmp_path):
+        """Run in a separate process with transformers in place of vLLM."""
         names = ("rp_niah_single_1", "rp_niah_single_2_ll")
-        asked = request(tmp_path, methods=("linear",), lengths=(512,), factor=2.0, tasks=names)
-        (line,) = vllm_commands.commands("vllm", asked)
+        eval_request = request(
+            tmp_path, methods=("linear",), lengths=(512,), factor=2.0, tasks=names
+        )
+        (line,) = vllm_commands.commands("vllm", eval_request)
         words = shlex.split(line)
         arguments = json.loads(words[words.index("--model_args") + 1])
-        changed = tmp_path / "model"
-        changed.mkdir()
+        model_folder = tmp_path / "model"
+        model_folder.mkdir()
         for file in Path(LLAMA).iterdir():
-            (changed / file.name).write_bytes(file.read_bytes())
-        said = json.loads((changed / "config.json").read_text())
-        (changed / "config.json").write_text(json.dumps(said | arguments["hf_overrides"]))
-        mine = {"pretrained": str(changed), "max_length": arguments["max_model_len"]}
-        words[words.index("--model_args") + 1] = json.dumps(mine)
+            (model_folder / file.name).write_bytes(file.read_bytes())
+        config = json.loads((model_folder / "config.json").read_text())
+        (model_folder / "config.json").write_text(json.dumps(config | arguments["hf_overrides"]))
+        model_args = {"pretrained": str(model_folder), "max_length": arguments["max_model_len"]}
+        words[words.index("--model_args") + 1] = json.dumps(model_args)
         words[words.index("vllm")] = "hf"
         words[words.index("--batch_size") + 1] = "1"
-        ran = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", *words, "--device", "cpu"],
             capture_output=True,
             text=True,
@@ -268,23 +279,23 @@ class TestRun:
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
             timeout=200,
         )
-        assert ran.returncode == 0, ran.stderr[-2000:]
-        theirs = {}
+        assert process.returncode == 0, process.stderr[-2000:]
+        lm_eval_rows = {}
         for file in Path(words[words.index("--output_path") + 1]).rglob("samples_*.jsonl"):
             (row,) = map(json.loads, file.read_text().splitlines())
-            theirs[row["doc"]["task"]] = row
+            lm_eval_rows[row["doc"]["task"]] = row
 
         model = AutoModelForCausalLM.from_pretrained(LLAMA).eval()
         rope_patch.patch(model, "linear", factor=2.0)
         tokenizer = AutoTokenizer.from_pretrained(LLAMA)
         for name in names:
             lm = LongContextLM(model, tokenizer, 512, {})
-            built = lm_eval_tasks.build(
-                name, tokenizer, [512], 1, list(asked.depths), seed=42, per_text=1
+            tasks = lm_eval_tasks.build(
+                name, tokenizer, [512], 1, list(eval_request.depths), seed=42, per_text=1
             )
-            results = lm_eval_tasks.evaluate(lm, built)
+            results = lm_eval_tasks.evaluate(lm, tasks)
             ((sample,),) = results["samples"].values()
-            row = theirs[sample["doc"]["task"]]
+            row = lm_eval_rows[sample["doc"]["task"]]
             assert row["doc"]["id"] == sample["doc"]["id"]
             assert row["score"] == sample["score"]
             if name.endswith("_ll"):
@@ -294,5 +305,5 @@ class TestRun:
                 assert str(row["resps"][0][0]) == str(sample["resps"][0][0])
 
 
-def test_harness_spells_lengths_for_engines():
+def test_length_metadata_of_ruler_is_max_seq_lengths():
     assert external_tasks.length_metadata("ruler", 8192) == {"max_seq_lengths": [8192]}
