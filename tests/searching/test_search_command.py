@@ -1,4 +1,4 @@
-"""`rope-patch search`: what it prints and writes, that it goes on, and how it fails."""
+"""Test `rope-patch search`: output, files, continuation and refusals."""
 
 import json
 import shutil
@@ -19,11 +19,11 @@ from rope_patch.searching.strategies.registry import STRATEGIES
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 
-def run(*arguments):
+def run_search(*arguments):
     return CliRunner().invoke(app, ["search", *map(str, arguments)])
 
 
-def written(path, length, seed, count=3):
+def write_samples(path, length, seed, count=3):
     generator = torch.Generator().manual_seed(seed)
     rows = recall_batch(generator, count, length, pairs=4)
     lines = [
@@ -36,40 +36,40 @@ def written(path, length, seed, count=3):
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    """Arguments for what the tiny model was trained on: recalling values of keys."""
+    """Return options with samples of the tiny model's trained task: recalling values of keys."""
     folder = tmp_path_factory.mktemp("samples")
     return [
-        "--samples", written(folder / "search.jsonl", 512, seed=1),
-        "--held-out", written(folder / "held-out.jsonl", 512, seed=2),
-        "--short", written(folder / "short.jsonl", 256, seed=3),
+        "--samples", write_samples(folder / "search.jsonl", 512, seed=1),
+        "--held-out", write_samples(folder / "held-out.jsonl", 512, seed=2),
+        "--short", write_samples(folder / "short.jsonl", 256, seed=3),
     ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def done(samples, tmp_path_factory):
+def finished_run(samples, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    here = folder / "out"
-    asked = [TINY, "--length", 512, "--strategy", "yarn-rcd", "--evaluations", 2, *samples]
-    result = run(*asked, "--out", here, "--picture", folder / "live.png")
+    out = folder / "out"
+    words = [TINY, "--length", 512, "--strategy", "yarn-rcd", "--evaluations", 2, *samples]
+    result = run_search(*words, "--out", out, "--picture", folder / "live.png")
     assert result.exit_code == 0, result.output
-    return result, here, asked
+    return result, out, words
 
 
-def test_it_prints_and_saves_what_was_found(done):
-    result, folder, _ = done
-    found = SearchResult.load(folder)
-    assert result.stdout == f"{found}\n\n{folder / 'found.json'}\n"
+def test_the_result_is_printed_and_saved(finished_run):
+    result, folder, _ = finished_run
+    search_result = SearchResult.load(folder)
+    assert result.stdout == f"{search_result}\n\n{folder / 'found.json'}\n"
     assert "from 256 to 512 tokens (×2): yarn-rcd, 3 evaluations" in result.stdout
     for label in ("found", "none", "yarn", "ntk", "linear", "against yarn"):
         assert f"\n  {label}" in result.stdout
     assert {"found.json", "config.json", "exports.json"} <= {p.name for p in folder.iterdir()}
-    assert found.command.startswith("rope-patch")
+    assert search_result.command.startswith("rope-patch")
     assert "_name_or_path" not in json.loads((folder / "config.json").read_text())
-    assert [each["number"] for each in found.history] == [0, 1, 2]
+    assert [each["number"] for each in search_result.history] == [0, 1, 2]
 
 
-def test_the_result_patches_and_plain_transformers_loads_it(done):
-    _, folder, _ = done
+def test_the_result_patches_and_plain_transformers_loads_it(finished_run):
+    _, folder, _ = finished_run
     ids = torch.randint(5, 500, (1, 400), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(TINY)
     rope_patch.patch(model, "longrope", **SearchResult.load(folder))
@@ -78,28 +78,28 @@ def test_the_result_patches_and_plain_transformers_loads_it(done):
         torch.testing.assert_close(model(ids).logits, native(ids).logits, rtol=0, atol=2e-4)
 
 
-def test_pictures_of_the_search_and_of_the_result(done):
+def test_pictures_of_the_search_and_the_result_are_written(finished_run):
     pytest.importorskip("matplotlib")
-    _, folder, _ = done
+    _, folder, _ = finished_run
     assert "YaRN" in (folder / "picture.svg").read_text()
     assert (folder.parent / "live.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_command_measures_nothing_again(done, tmp_path):
-    _, folder, asked = done
+def test_the_same_command_measures_nothing_again(finished_run, tmp_path):
+    _, folder, words = finished_run
     shutil.copytree(folder, tmp_path / "out")
-    again = run(*asked, "--out", tmp_path / "out", "--json")
+    again = run_search(*words, "--out", tmp_path / "out", "--json")
     assert again.exit_code == 0
-    said, before = json.loads(again.stdout), SearchResult.load(folder)
-    assert said["history"] == before.to_dict()["history"]
-    assert said["patch"] == before.to_dict()["patch"]
+    output, before = json.loads(again.stdout), SearchResult.load(folder)
+    assert output["history"] == before.to_dict()["history"]
+    assert output["patch"] == before.to_dict()["patch"]
 
 
-def test_the_help_names_every_way_to_search():
-    done = run("--help")
-    assert done.exit_code == 0
-    assert all(name in done.stdout for name in STRATEGIES)
-    assert "Examples:\n    rope-patch search demo --length 16384" in done.stdout
+def test_help_names_every_strategy():
+    result = run_search("--help")
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in STRATEGIES)
+    assert "Examples:\n    rope-patch search demo --length 16384" in result.stdout
 
 
 BAD = [
@@ -127,60 +127,60 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[says[:40] for _, says in BAD])
-def test_bad_input_is_refused_and_leaves_nothing(arguments, says, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message[:40] for _, message in BAD])
+def test_bad_input_is_refused_and_leaves_no_file(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    failed = run(*arguments)
-    assert isinstance(failed.exception, ValueError), failed.output
-    assert says in str(failed.exception)
-    assert "\n" not in str(failed.exception)
+    result = run_search(*arguments)
+    assert isinstance(result.exception, ValueError), result.output
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_model_that_cannot_do_the_task_is_refused(tmp_path, monkeypatch):
-    """The tiny one knows no English."""
+    """The tiny model knows no English."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("It was a text of no use, but it was not short. " * 300)
-    asked = ["--length", 1500, "--trained-length", 1000, "--text", "text.txt"]
-    failed = run(TINY, *asked, "--count", 1, "--held-out", 1)
-    assert "cannot find needles at its own trained length of 1,000" in str(failed.exception)
+    words = ["--length", 1500, "--trained-length", 1000, "--text", "text.txt"]
+    result = run_search(TINY, *words, "--count", 1, "--held-out", 1)
+    assert "cannot find needles at its own trained length of 1,000" in str(result.exception)
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_a_short_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("It was a short text. " * 20)
-    failed = run(TINY, "--length", 512, "--text", "text.txt")
-    assert "512 are needed: give a longer one or a shorter length" in str(failed.exception)
+    result = run_search(TINY, "--length", 512, "--text", "text.txt")
+    assert "512 are needed: give a longer one or a shorter length" in str(result.exception)
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_a_folder_of_another_search_is_left_as_it_is(done, tmp_path):
-    _, folder, asked = done
+def test_a_folder_of_another_search_is_refused_and_left_unchanged(finished_run, tmp_path):
+    _, folder, words = finished_run
     shutil.copytree(folder, tmp_path / "out")
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    failed = run(*asked, "--out", tmp_path / "out", "--seed", 7)
-    assert "is the state of another search: seed is 42 there and 7 here" in str(failed.exception)
+    result = run_search(*words, "--out", tmp_path / "out", "--seed", 7)
+    assert "is the state of another search: seed is 42 there and 7 here" in str(result.exception)
     (tmp_path / "file").touch()
-    failed = run(*asked, "--out", tmp_path / "file")
-    assert "is a file: expected a folder" in str(failed.exception)
+    result = run_search(*words, "--out", tmp_path / "file")
+    assert "is a file: expected a folder" in str(result.exception)
     after = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert {name: after[name] for name in before} == before
 
 
 @pytest.mark.slow
-def test_stderr_has_no_line_for_every_patch(samples, tmp_path):
-    asked = [TINY, "--length", 512, "--strategy", "ntk-rcd", "--evaluations", 1, *samples]
-    done = typed("search", *asked, "--out", tmp_path / "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "patched" not in done.stderr
-    assert done.stdout.endswith(f"{tmp_path / 'out' / 'found.json'}\n")
+def test_stderr_has_no_line_per_patch(samples, tmp_path):
+    words = [TINY, "--length", 512, "--strategy", "ntk-rcd", "--evaluations", 1, *samples]
+    process = typed("search", *words, "--out", tmp_path / "out", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "patched" not in process.stderr
+    assert process.stdout.endswith(f"{tmp_path / 'out' / 'found.json'}\n")
 
 
 def test_a_refusal_is_one_line_and_exit_code_1(tmp_path):
-    done = typed("search", TINY, "--length", 512, "--evaluations", 0, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    said = done.stderr.splitlines()
-    assert said == ["error: --evaluations must be at least 1 candidate to measure, got 0"]
+    process = typed("search", TINY, "--length", 512, "--evaluations", 0, cwd=tmp_path)
+    assert process.returncode == 1
+    assert process.stdout == ""
+    lines = process.stderr.splitlines()
+    assert lines == ["error: --evaluations must be at least 1 candidate to measure, got 0"]
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Searches on a tiny trained model: results, kills, refusals, processes."""
+"""Test searches on a tiny trained model: results, resumption, refusals, several processes."""
 
 import json
 import random
@@ -26,114 +26,108 @@ from rope_patch.searching.journal import JOURNAL_FILE
 from rope_patch.searching.measure.fitness import Fitness
 from rope_patch.searching.strategies.registry import STRATEGIES
 
-
-@pytest.fixture(scope="module")
-def model():
-    return load()
-
-
-@pytest.fixture(autouse=True)
-def walking(monkeypatch):
-    monkeypatch.setattr(pipeline, "STRATEGIES", registered())
+pytestmark = pytest.mark.usefixtures("walk_strategy")
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory):
-    """A search that nobody disturbed, and its folder."""
+def finished_search(model, tmp_path_factory):
+    """Return the result and the folder of an uninterrupted search."""
     folder = tmp_path_factory.mktemp("whole")
     before, pipeline.STRATEGIES = pipeline.STRATEGIES, registered()
-    found = rope_patch.search(model, **arguments(folder=folder))
+    result = rope_patch.search(model, **arguments(folder=folder))
     pipeline.STRATEGIES = before
-    return found, folder
+    return result, folder
 
 
-def test_the_best_complete_candidate_is_found(whole):
-    found, _ = whole
-    assert [entry["number"] for entry in found.history] == list(range(7))
-    assert found.history[0]["method"] == "yarn"
-    best = min((e for e in found.history if e["complete"]), key=lambda e: e["fitness"])
-    assert vars(found.candidate) == {name: best[name] for name in ("origin", "method", "options")}
-    assert found.fitness == best["fitness"]
+def test_the_result_is_the_best_complete_candidate(finished_search):
+    result, _ = finished_search
+    assert [entry["number"] for entry in result.history] == list(range(7))
+    assert result.history[0]["method"] == "yarn"
+    best = min((e for e in result.history if e["complete"]), key=lambda e: e["fitness"])
+    assert vars(result.candidate) == {name: best[name] for name in ("origin", "method", "options")}
+    assert result.fitness == best["fitness"]
     running_best = float("inf")
-    for entry in found.history:
+    for entry in result.history:
         if entry["complete"]:
             running_best = min(running_best, entry["fitness"])
         assert entry["best"] == running_best
 
 
-def test_the_result_patches_and_gives_the_held_out_loss(whole, model):
-    found, _ = whole
+def test_a_model_patched_with_the_result_has_the_held_out_loss(finished_search, model):
+    result, _ = finished_search
     held_out = questions(seed=2, count=4)
-    with rope_patch.patch(model, "longrope", **found):
+    with rope_patch.patch(model, "longrope", **result):
         losses = []
         for sample in held_out:
             ids = torch.tensor([sample.ids])
             with torch.no_grad():
                 likely = model(ids, use_cache=False).logits[0].log_softmax(-1)
             losses += [-likely[p - 1, sample.ids[p]].item() for p in sample.positions]
-    assert found.held_out["found"]["nll"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+    assert result.held_out["found"]["nll"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
-def test_held_out_numbers_compare_with_the_known_methods(whole, model):
-    found, _ = whole
-    told = found.held_out
-    assert set(told) == {
+def test_held_out_results_compare_with_known_methods(finished_search, model):
+    result, _ = finished_search
+    held_out = result.held_out
+    assert set(held_out) == {
         *("found", "none", "yarn", "ntk", "linear"),
         *("against none", "against yarn", "against ntk", "against linear"),
     }
-    on = Fitness(model, questions(seed=2, count=4), Extension("longrope", length=LENGTH))
-    plain = on.measure(None)
-    assert told["none"]["nll"] == plain.fitness
-    assert told["none"]["hits"] == sum(map(sum, plain.hits))
-    assert told["none"]["answers"] == 32
+    fitness = Fitness(model, questions(seed=2, count=4), Extension("longrope", length=LENGTH))
+    plain = fitness.measure(None)
+    assert held_out["none"]["nll"] == plain.fitness
+    assert held_out["none"]["hits"] == sum(map(sum, plain.hits))
+    assert held_out["none"]["answers"] == 32
     for label in ("none", "yarn", "ntk", "linear"):
-        less = told["found"]["nll"] - told[label]["nll"]
-        assert told[f"against {label}"]["nll"] == pytest.approx(less)
-        low, high = told[f"against {label}"]["interval"]
-        assert low <= less <= high
+        difference = held_out["found"]["nll"] - held_out[label]["nll"]
+        assert held_out[f"against {label}"]["nll"] == pytest.approx(difference)
+        low, high = held_out[f"against {label}"]["interval"]
+        assert low <= difference <= high
 
 
-def test_the_model_is_as_before_and_the_result_is_saved(whole, model):
-    found, folder = whole
+def test_the_model_is_unpatched_afterwards_and_the_result_is_saved(finished_search, model):
+    result, folder = finished_search
     assert rope_patch.current(model) is None
-    assert rope_patch.SearchResult.load(folder).arguments() == found.arguments()
-    assert found.evaluations_per_minute > 0
+    assert rope_patch.SearchResult.load(folder).arguments() == result.arguments()
+    assert result.evaluations_per_minute > 0
 
 
-def test_a_finished_search_measures_nothing_again(whole, model, monkeypatch):
-    found, folder = whole
+def test_a_finished_search_measures_nothing_again(finished_search, model, monkeypatch):
+    result, folder = finished_search
     monkeypatch.setattr(Fitness, "measure", None)
-    again = rope_patch.search(model, **arguments(folder=folder))
-    assert numbers(again) == numbers(found)
+    repeated = rope_patch.search(model, **arguments(folder=folder))
+    assert numbers(repeated) == numbers(result)
 
 
-def test_a_killed_search_goes_on_where_it_was(whole, model, tmp_path):
-    found, folder = whole
+def test_a_killed_search_resumes_where_it_stopped(finished_search, model, tmp_path):
+    result, folder = finished_search
     rng = random.Random(7)
-    after = sorted(rng.sample(range(1, 12), 2))
+    kill_points = sorted(rng.sample(range(1, 12), 2))
     written = 0
-    for number, torn in zip(after, (True, False), strict=True):
+    for number, torn in zip(kill_points, (True, False), strict=True):
         killed(number - written, torn, **arguments(folder=tmp_path))
         assert lines(tmp_path) == lines(folder)[:number]
         written = number
         before = (tmp_path / JOURNAL_FILE).read_bytes()
-    again = rope_patch.search(model, **arguments(folder=tmp_path))
-    assert numbers(again) == numbers(found)
+    resumed = rope_patch.search(model, **arguments(folder=tmp_path))
+    assert numbers(resumed) == numbers(result)
     assert (tmp_path / JOURNAL_FILE).read_bytes().startswith(before)
     assert lines(tmp_path) == lines(folder)
     assert len(set(lines(tmp_path))) == len(lines(tmp_path))
 
 
-def test_a_larger_budget_goes_on(whole, model, tmp_path):
-    found, _ = whole
+def test_a_larger_budget_continues_the_search(finished_search, model, tmp_path):
+    result, _ = finished_search
     rope_patch.search(model, **arguments(folder=tmp_path, budget=3))
-    more = rope_patch.search(model, **arguments(folder=tmp_path))
-    assert numbers(more) == numbers(found)
+    continued = rope_patch.search(model, **arguments(folder=tmp_path))
+    assert numbers(continued) == numbers(result)
     assert sum(key.startswith("search/") for key in lines(tmp_path)) == 7
 
 
-def test_a_larger_budget_is_refused_where_the_strategy_plans_by_it(whole, model, monkeypatch):
-    _, folder = whole
+def test_a_larger_budget_is_refused_if_the_strategy_plans_by_it(
+    finished_search, model, monkeypatch
+):
+    _, folder = finished_search
     before = (folder / JOURNAL_FILE).read_bytes()
     monkeypatch.setattr(pipeline, "STRATEGIES", registered(resumable=False))
     with pytest.raises(ValueError, match="walk plans by its budget, which was 6 when"):
@@ -142,7 +136,7 @@ def test_a_larger_budget_is_refused_where_the_strategy_plans_by_it(whole, model,
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"samples": questions(count=4, seed=9)}, "samples is"),
         ({"seed": 43}, "seed is 42 there and 43 here"),
@@ -152,29 +146,29 @@ def test_a_larger_budget_is_refused_where_the_strategy_plans_by_it(whole, model,
         ({"step": 0.5}, 'options is {} there and {"step": 0.5} here'),
     ],
 )
-def test_the_state_of_another_search_is_refused(whole, model, changes, said):
-    _, folder = whole
+def test_the_journal_of_another_search_is_refused(finished_search, model, changes, message):
+    _, folder = finished_search
     before = (folder / JOURNAL_FILE).read_bytes()
-    with pytest.raises(ValueError, match=f"the state of another search.*{said}"):
+    with pytest.raises(ValueError, match=f"the state of another search.*{message}"):
         rope_patch.search(model, **arguments(folder=folder, **changes))
     assert (folder / JOURNAL_FILE).read_bytes() == before
 
 
-def test_the_state_of_another_model_is_refused(whole):
-    _, folder = whole
+def test_the_journal_of_another_model_is_refused(finished_search):
+    _, folder = finished_search
     before = (folder / JOURNAL_FILE).read_bytes()
     with pytest.raises(ValueError, match="the state of another search: weights is"):
         rope_patch.search(load("qwen3"), **arguments(folder=folder))
     assert (folder / JOURNAL_FILE).read_bytes() == before
 
 
-def test_a_failing_candidate_is_recorded_and_the_search_goes_on(model, monkeypatch, tmp_path):
+def test_a_failing_candidate_is_recorded_and_the_search_continues(model, monkeypatch, tmp_path):
     def propose(space, budget, seed):
-        told.append((yield stretched(1.0)))
-        told.append((yield stretched(9.0)))
-        told.append((yield stretched(1.2)))
+        fitnesses.append((yield stretched(1.0)))
+        fitnesses.append((yield stretched(9.0)))
+        fitnesses.append((yield stretched(1.2)))
 
-    told, measured = [], []
+    fitnesses, failures = [], []
     forward = model.model.layers[0].forward
 
     def fail(*args, **kwargs):
@@ -182,67 +176,67 @@ def test_a_failing_candidate_is_recorded_and_the_search_goes_on(model, monkeypat
         if handle and handle.method.options().get("long_factor") == list(
             stretched(9.0).options["long_factor"]
         ):
-            measured.append(1)
+            failures.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(pipeline, "STRATEGIES", registered(propose))
     monkeypatch.setattr(model.model.layers[0], "forward", fail)
-    found = rope_patch.search(model, **arguments(folder=tmp_path))
-    assert measured
-    assert [entry["number"] for entry in found.history] == [0, 1, 2, 3]
-    assert found.history[2]["fitness"] == told[1] == float("inf")
-    assert found.history[2]["error"].startswith("OutOfMemoryError: CUDA out of memory")
-    assert told[0] < float("inf")
-    assert told[2] < float("inf")
-    kept = [json.loads(line) for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()]
-    assert any("CUDA out of memory" in json.dumps(line) for line in kept)
+    result = rope_patch.search(model, **arguments(folder=tmp_path))
+    assert failures
+    assert [entry["number"] for entry in result.history] == [0, 1, 2, 3]
+    assert result.history[2]["fitness"] == fitnesses[1] == float("inf")
+    assert result.history[2]["error"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert fitnesses[0] < float("inf")
+    assert fitnesses[2] < float("inf")
+    entries = [json.loads(line) for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()]
+    assert any("CUDA out of memory" in json.dumps(line) for line in entries)
 
 
-def test_what_was_measured_is_not_measured_again(model, monkeypatch):
+def test_a_repeated_candidate_is_not_measured_again(model, monkeypatch):
     def propose(space, budget, seed):
-        told.append((yield rope_patch.searching.Candidate("known", "yarn")))
-        told.append((yield stretched(1.0)))
-        told.append((yield stretched(1.0)))
+        fitnesses.append((yield rope_patch.searching.Candidate("known", "yarn")))
+        fitnesses.append((yield stretched(1.0)))
+        fitnesses.append((yield stretched(1.0)))
 
-    told, measured = [], []
+    fitnesses, candidates = [], []
     measure = Fitness.measure
     monkeypatch.setattr(pipeline, "STRATEGIES", registered(propose))
     monkeypatch.setattr(
-        Fitness, "measure", lambda *a, **k: measured.append(a[1]) or measure(*a, **k)
+        Fitness, "measure", lambda *a, **k: candidates.append(a[1]) or measure(*a, **k)
     )
-    found = rope_patch.search(model, **arguments(short=None))
-    assert told[0] == found.history[0]["fitness"]
-    assert told[1] == told[2]
-    assert [candidate.method for candidate in measured[:2]] == ["yarn", "longrope"]
-    final = 4 if found.candidate.method == "yarn" else 5  # on held-out samples
-    assert len(measured) == 2 + final
+    result = rope_patch.search(model, **arguments(short=None))
+    assert fitnesses[0] == result.history[0]["fitness"]
+    assert fitnesses[1] == fitnesses[2]
+    assert [candidate.method for candidate in candidates[:2]] == ["yarn", "longrope"]
+    held_out_count = 4 if result.candidate.method == "yarn" else 5  # on held-out samples
+    assert len(candidates) == 2 + held_out_count
 
 
 # -- more than one process, real strategies --------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes are forked, which CUDA forbids")
-def test_two_processes_find_what_one_finds(whole, model, tmp_path):
-    found, folder = whole
-    for one in together(lambda: one_of(**arguments(folder=tmp_path))):
-        assert one == numbers(found)
+def test_two_processes_find_what_one_finds(finished_search, model, tmp_path):
+    result, folder = finished_search
+    for process_numbers in together(lambda: one_of(**arguments(folder=tmp_path))):
+        assert process_numbers == numbers(result)
     assert lines(tmp_path) == lines(folder)
-    assert numbers(rope_patch.SearchResult.load(tmp_path))[:2] == numbers(found)[:2]
+    assert numbers(rope_patch.SearchResult.load(tmp_path))[:2] == numbers(result)[:2]
 
 
 @pytest.mark.parametrize("method", STRATEGIES)
 def test_every_strategy_runs_and_is_no_worse_than_yarn(model, method):
-    found = rope_patch.search(model, **arguments(method=method, budget=3, short=None))
-    assert found.strategy == method
-    assert 2 <= len(found.history) <= 4
-    assert found.fitness <= found.history[0]["fitness"]
+    result = rope_patch.search(model, **arguments(method=method, budget=3, short=None))
+    assert result.strategy == method
+    assert 2 <= len(result.history) <= 4
+    assert result.fitness <= result.history[0]["fitness"]
 
 
 @pytest.mark.slow
-def test_a_real_language_model_is_searched_by_needles(tmp_path):
+def test_a_search_on_a_real_language_model_uses_needles(tmp_path):
     pytest.importorskip("platformdirs")
-    found = rope_patch.search(
+    result = rope_patch.search(
         "demo",
         trained_length=512,
         length=1024,
@@ -252,13 +246,13 @@ def test_a_real_language_model_is_searched_by_needles(tmp_path):
         folder=tmp_path,
         progress=False,
     )
-    assert found.trained_length == 512
-    assert found.asked == {"trained_length": 512}
-    assert found.held_out["found"]["answers"] == 8
-    # It finds seven digits in a text, and cannot guess them.
-    assert found.held_out["found"]["nll"] < 1.5
-    able = [json.loads(line) for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()][1][
-        "value"
-    ]
-    assert able["able"]
-    assert able["nll"] < 0.8 < 2 < able["control"]
+    assert result.trained_length == 512
+    assert result.asked == {"trained_length": 512}
+    assert result.held_out["found"]["answers"] == 8
+    # The model finds seven digits in a text, and cannot guess them.
+    assert result.held_out["found"]["nll"] < 1.5
+    sanity_check = [
+        json.loads(line) for line in (tmp_path / JOURNAL_FILE).read_text().splitlines()
+    ][1]["value"]
+    assert sanity_check["able"]
+    assert sanity_check["nll"] < 0.8 < 2 < sanity_check["control"]

@@ -1,26 +1,17 @@
-"""Searches that cannot be: refused with the reason, before anything is written."""
+"""Test that impossible searches are refused with a reason, before anything is written."""
 
 import pytest
-from helpers.search_fixtures import TRAINED, arguments, load, questions, registered
+from helpers.search_fixtures import TRAINED, arguments, questions
 from helpers.tiny_models import make_model
 from transformers import AutoTokenizer
 
 import rope_patch
-from rope_patch.searching import pipeline
 
-
-@pytest.fixture(scope="module")
-def model():
-    return load()
-
-
-@pytest.fixture(autouse=True)
-def walking(monkeypatch):
-    monkeypatch.setattr(pipeline, "STRATEGIES", registered())
+pytestmark = pytest.mark.usefixtures("walk_strategy")
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "said"),
+    ("changes", "error", "message"),
     [
         ({"budget": 0}, ValueError, "budget must be at least 1 candidate"),
         ({"budget": 2.5}, TypeError, "budget must be a whole number"),
@@ -46,10 +37,10 @@ def walking(monkeypatch):
         ({"length": TRAINED}, ValueError, "for this target: linear ×1 would change nothing"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
-    model, tmp_path, changes, error, said
+def test_bad_arguments_are_refused_before_anything_is_written(
+    model, tmp_path, changes, error, message
 ):
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         rope_patch.search(model, **arguments(folder=tmp_path / "new", **changes))
     assert not (tmp_path / "new").exists()
     assert rope_patch.current(model) is None
@@ -60,31 +51,33 @@ def test_a_text_shorter_than_the_length_is_refused(model, tmp_path):
     path.write_text("A few words. " * 9)
     tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
     for fitness in ("needles", "documents", "both"):
-        given = arguments(text=str(path), samples=None, held_out=None, short=None, fitness=fitness)
+        options = arguments(
+            text=str(path), samples=None, held_out=None, short=None, fitness=fitness
+        )
         with pytest.raises(ValueError, match=r"short\.txt' has \d+ tokens, 512 are needed"):
-            rope_patch.search(model, tokenizer, folder=tmp_path / "new", **given)
+            rope_patch.search(model, tokenizer, folder=tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("case", ["random", "too far"])
-def test_a_model_that_cannot_do_it_at_its_own_length_is_refused(model, tmp_path, case):
-    given = arguments(folder=tmp_path / "new")
-    asked = model
+def test_a_model_that_fails_the_sanity_check_is_refused(model, tmp_path, case):
+    options = arguments(folder=tmp_path / "new")
+    subject = model
     if case == "random":
-        asked = make_model(vocab_size=512, max_position_embeddings=TRAINED)
-    else:  # trained on 256 tokens, said to be on 2,048
-        given |= {"trained_length": 2048, "length": 2500, "short": questions(2048, 4, seed=3)}
-        given |= {"samples": questions(2500, 2), "held_out": questions(2500, 2, seed=2)}
+        subject = make_model(vocab_size=512, max_position_embeddings=TRAINED)
+    else:  # the trained length is 256 tokens, not 2,048
+        options |= {"trained_length": 2048, "length": 2500, "short": questions(2048, 4, seed=3)}
+        options |= {"samples": questions(2500, 2), "held_out": questions(2500, 2, seed=2)}
     with pytest.raises(ValueError, match=r"cannot find needles at its own trained .* [\d.]+ nats"):
-        rope_patch.search(asked, **given)
+        rope_patch.search(subject, **options)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_model_that_knows_no_english_is_refused(model, tmp_path):
+def test_a_model_that_cannot_predict_documents_is_refused(model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
-    given = arguments(samples=None, held_out=None, short=None, fitness="documents", count=1)
+    options = arguments(samples=None, held_out=None, short=None, fitness="documents", count=1)
     with pytest.raises(ValueError, match="cannot predict documents at its own trained length"):
-        rope_patch.search(model, tokenizer, text="persuasion", folder=tmp_path / "new", **given)
+        rope_patch.search(model, tokenizer, text="persuasion", folder=tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
 
 
