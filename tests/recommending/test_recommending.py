@@ -1,4 +1,4 @@
-"""Recommendations on a model that really recalls: what is measured, kept, continued and said."""
+"""Test recommendations for a model that recalls: measurements, files, resumption and refusals."""
 
 import json
 import os
@@ -25,11 +25,11 @@ LONG_BLOCK = 6 * 1023 / 1000  # seconds on the machine below
 
 
 class Machine:
-    """One that takes a millisecond for each token, so that budgets do not depend on this one.
+    """A simulated machine that takes 1 ms a token, so that budgets do not depend on the real one.
 
     Attributes:
-        now: Its clock, in seconds.
-        scored: Samples.
+        now: The machine's clock, in seconds.
+        scored: The number of samples scored so far.
     """
 
     def __init__(self, patch):
@@ -51,17 +51,12 @@ def machine(monkeypatch):
     return Machine(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return load()
-
-
 def samples(long=12, short=12, length=LENGTH):
     return questions(length, long, seed=1) + questions(TRAINED, short, seed=2)
 
 
-def ask(model, **changes):
-    given = {
+def recommend_on_samples(model, **changes):
+    arguments = {
         "length": LENGTH,
         "budget": 10,
         "samples": samples(),
@@ -69,79 +64,81 @@ def ask(model, **changes):
         "progress": False,
         "command": "made by a test",
     }
-    return recommend(model, **(given | changes))
+    return recommend(model, **(arguments | changes))
 
 
-def row(found, name):
-    return next(row for row in found.rows if row["name"] == name)
+def row(recommendation, name):
+    return next(row for row in recommendation.rows if row["name"] == name)
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory):
-    """A run with all that there is, a search as well; its folder; what it scored."""
+def finished_run(model, tmp_path_factory):
+    """Return the recommendation, the folder and the machine of a run that includes a search."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(patch)
-        found = ask(model, samples=samples(36, 24), search=True, budget=4, folder=folder)
-    return found, folder, machine
+        recommendation = recommend_on_samples(
+            model, samples=samples(36, 24), search=True, budget=4, folder=folder
+        )
+    return recommendation, folder, machine
 
 
-def test_it_recommends_what_holds(whole):
-    found, _, _ = whole
-    assert found.outcome == "use"
-    assert found.method not in ("plain", "linear", "dynamic-linear", None)
-    chosen = row(found, found.method)
-    assert chosen["long"]["accuracy"][0] > 0.9
-    assert f"Use {found.method} at 1,024 tokens" in found.verdict
-    assert row(found, "plain")["long"]["accuracy"][0] < 0.5
-    assert row(found, "linear")["long"]["accuracy"][0] < 0.6
-    assert row(found, "linear")["behind"]["nll"][1] > 0
+def test_a_method_that_holds_is_recommended(finished_run):
+    recommendation, _, _ = finished_run
+    assert recommendation.outcome == "use"
+    assert recommendation.method not in ("plain", "linear", "dynamic-linear", None)
+    best = row(recommendation, recommendation.method)
+    assert best["long"]["accuracy"][0] > 0.9
+    assert f"Use {recommendation.method} at 1,024 tokens" in recommendation.verdict
+    assert row(recommendation, "plain")["long"]["accuracy"][0] < 0.5
+    assert row(recommendation, "linear")["long"]["accuracy"][0] < 0.6
+    assert row(recommendation, "linear")["behind"]["nll"][1] > 0
     for name in ("linear", "plain", "dynamic-linear"):
-        assert "worse" in row(found, name)["status"]
+        assert "worse" in row(recommendation, name)["status"]
 
 
-def test_a_row_is_what_the_patched_model_answers(whole, model):
-    """By transformers' own forward, all logits and the argmax."""
-    found, folder, _ = whole
-    said = row(found, "ntk")
-    count = said["long"]["samples"]
-    kept = [json.loads(line) for line in (folder / JOURNAL_FILE).read_text().splitlines()[1:]]
+def test_a_row_equals_the_scores_of_the_patched_model(finished_run, model):
+    """The reference is transformers' forward with all logits and their argmax."""
+    recommendation, folder, _ = finished_run
+    ntk = row(recommendation, "ntk")
+    count = ntk["long"]["samples"]
+    entries = [json.loads(line) for line in (folder / JOURNAL_FILE).read_text().splitlines()[1:]]
     groups = [
         group
-        for line in kept
+        for line in entries
         if re.match(r'long/\d/\["ntk"', line["key"])
         for group in line["value"]["groups"]
     ]
     assert len(groups) == count
-    ours = [sample for sample in questions(LENGTH, 36, seed=1) if sample.group in groups]
-    ids = torch.tensor([sample.ids for sample in ours])
+    row_samples = [sample for sample in questions(LENGTH, 36, seed=1) if sample.group in groups]
+    ids = torch.tensor([sample.ids for sample in row_samples])
     with rope_patch.patch(model, "ntk", length=LENGTH), torch.no_grad():
         logits = model(ids).logits.float()
-    places = torch.tensor([sample.positions for sample in ours])
-    wanted = ids.gather(1, places)
-    before = logits.gather(1, (places - 1)[:, :, None].expand(-1, -1, logits.shape[-1]))
-    nll = -before.log_softmax(-1).gather(2, wanted[:, :, None])
-    assert said["long"]["accuracy"][0] == pytest.approx(
-        (before.argmax(-1) == wanted).double().mean()
+    positions = torch.tensor([sample.positions for sample in row_samples])
+    targets = ids.gather(1, positions)
+    answer_logits = logits.gather(1, (positions - 1)[:, :, None].expand(-1, -1, logits.shape[-1]))
+    nll = -answer_logits.log_softmax(-1).gather(2, targets[:, :, None])
+    assert ntk["long"]["accuracy"][0] == pytest.approx(
+        (answer_logits.argmax(-1) == targets).double().mean()
     )
-    assert said["long"]["nll"][0] == pytest.approx(nll.double().mean().item(), rel=1e-4)
+    assert ntk["long"]["nll"][0] == pytest.approx(nll.double().mean().item(), rel=1e-4)
 
 
-def test_following_methods_are_the_static_ones_there_and_the_plain_model_here(whole):
-    found, _, _ = whole
+def test_dynamic_methods_equal_static_ones_at_length_and_the_plain_model_within(finished_run):
+    recommendation, _, _ = finished_run
     for name in ("yarn", "ntk-by-parts", "llama3", "linear"):
-        assert row(found, f"dynamic-{name}")["long"] == row(found, name)["long"]
-        assert row(found, f"dynamic-{name}")["price"]["nll"] == [0, 0, 0]
-        assert row(found, f"dynamic-{name}")["leaves_short"]
-        assert not row(found, name)["leaves_short"]
-    assert row(found, "dynamic")["long"] == row(found, "ntk")["long"]
-    assert row(found, "linear")["price"]["nll"][1] > 0.5  # it halves what the model can
-    assert row(found, "linear")["engines"] == row(found, "plain")["engines"]
-    assert row(found, "dynamic-yarn")["engines"] == []
+        assert row(recommendation, f"dynamic-{name}")["long"] == row(recommendation, name)["long"]
+        assert row(recommendation, f"dynamic-{name}")["price"]["nll"] == [0, 0, 0]
+        assert row(recommendation, f"dynamic-{name}")["leaves_short"]
+        assert not row(recommendation, name)["leaves_short"]
+    assert row(recommendation, "dynamic")["long"] == row(recommendation, "ntk")["long"]
+    assert row(recommendation, "linear")["price"]["nll"][1] > 0.5  # it halves what the model can
+    assert row(recommendation, "linear")["engines"] == row(recommendation, "plain")["engines"]
+    assert row(recommendation, "dynamic-yarn")["engines"] == []
 
 
-def test_nothing_is_measured_twice_and_the_best_on_more(whole):
-    found, folder, machine = whole
+def test_nothing_is_measured_twice_and_the_best_gets_more_samples(finished_run):
+    recommendation, folder, machine = finished_run
     keys = [
         json.loads(line)["key"] for line in (folder / JOURNAL_FILE).read_text().splitlines()[1:]
     ]
@@ -149,168 +146,189 @@ def test_nothing_is_measured_twice_and_the_best_on_more(whole):
     assert len(keys) == len(set(keys))
     first = [key for key in keys if key.startswith("long/0/")]
     assert len(first) == 6 + any(key.startswith("search/") for key in keys)
-    assert found.samples > 6
-    assert row(found, "linear")["long"]["samples"] == 6
-    assert row(found, found.method)["long"]["samples"] == found.samples
+    assert recommendation.samples > 6
+    assert row(recommendation, "linear")["long"]["samples"] == 6
+    assert row(recommendation, recommendation.method)["long"]["samples"] == recommendation.samples
     assert machine.now <= 4 * 60 + LONG_BLOCK
-    assert found.seconds == pytest.approx(machine.now)
+    assert recommendation.seconds == pytest.approx(machine.now)
 
 
-def test_the_search_ends_with_its_time_and_is_compared_on_other_samples(whole, model):
-    found, folder, _ = whole
-    assert found.found is not None
-    assert len(found.found.history) > 10
-    searched = next(row for row in found.rows if row["name"].startswith("searched"))
+def test_the_search_ends_in_time_and_is_compared_on_held_out_samples(finished_run, model):
+    recommendation, folder, _ = finished_run
+    assert recommendation.found is not None
+    assert len(recommendation.found.history) > 10
+    searched = next(row for row in recommendation.rows if row["name"].startswith("searched"))
     assert searched["long"]["samples"] >= 6
     loaded = SearchResult.load(folder / "searched")
-    assert loaded.arguments() == found.found.arguments()
+    assert loaded.arguments() == recommendation.found.arguments()
     assert loaded.held_out["found"]["nll"] == searched["long"]["nll"][0]
     assert loaded.strategy in ("yarn-rcd", "curve")
-    kept = next(row for row in found.rows if row["name"].endswith("short kept"))
-    assert kept["long"] == searched["long"]
+    short_original = next(row for row in recommendation.rows if row["name"].endswith("short kept"))
+    assert short_original["long"] == searched["long"]
     with rope_patch.patch(model, "longrope", **loaded) as handle:
         (short,) = handle.frequencies_at(TRAINED).values()
         (plain,) = handle.original_frequencies.values()
         assert torch.allclose(short.inv_freq, plain.inv_freq, rtol=1e-6)
 
 
-def test_what_is_written_says_the_same(whole):
-    found, folder, _ = whole
-    said = json.loads((folder / "recommendation.json").read_text())
-    assert said["verdict"] == found.verdict
-    assert [row["name"] for row in said["rows"]] == [row["name"] for row in found.rows]
-    page, shown = (folder / "recommendation.md").read_text(), str(found)
-    for text in (page, shown):
-        assert found.verdict in text
-        assert found.python in text
-        assert all(row["name"] in text for row in found.rows)
+def test_files_hold_the_printed_recommendation(finished_run):
+    recommendation, folder, _ = finished_run
+    record = json.loads((folder / "recommendation.json").read_text())
+    assert record["verdict"] == recommendation.verdict
+    assert [row["name"] for row in record["rows"]] == [row["name"] for row in recommendation.rows]
+    page, printed = (folder / "recommendation.md").read_text(), str(recommendation)
+    for text in (page, printed):
+        assert recommendation.verdict in text
+        assert recommendation.python in text
+        assert all(row["name"] in text for row in recommendation.rows)
         assert "documents" in text  # not measured: the samples come without texts
     assert page.count("| dynamic-llama3 |") == 1
     model = load()
-    handle = eval(found.python, {"rope_patch": rope_patch, "model": model})
+    handle = eval(recommendation.python, {"rope_patch": rope_patch, "model": model})
     assert handle.length == LENGTH
 
 
-def test_the_same_again_measures_nothing(whole, model, machine):
-    found, folder, _ = whole
+def test_a_repeated_run_measures_nothing(finished_run, model, machine):
+    recommendation, folder, _ = finished_run
     before = (folder / JOURNAL_FILE).read_text().count('"groups"')
-    again = ask(model, samples=samples(36, 24), search=True, budget=4, folder=folder)
+    repeated = recommend_on_samples(
+        model, samples=samples(36, 24), search=True, budget=4, folder=folder
+    )
     assert machine.scored == 0
     assert (folder / JOURNAL_FILE).read_text().count('"groups"') == before
-    assert (again.verdict, again.reasons) == (found.verdict, found.reasons)
-    for ours, theirs in zip(again.rows, found.rows, strict=True):
+    assert (repeated.verdict, repeated.reasons) == (recommendation.verdict, recommendation.reasons)
+    for ours, theirs in zip(repeated.rows, recommendation.rows, strict=True):
         assert ours == theirs
-    assert again.found.history == found.found.history
+    assert repeated.found.history == recommendation.found.history
 
 
 @pytest.mark.slow
-def test_a_larger_budget_goes_on(model, machine, tmp_path):
-    small = ask(model, budget=1.4, samples=samples(24, 24), folder=tmp_path)
+def test_a_larger_budget_continues_the_run(model, machine, tmp_path):
+    small = recommend_on_samples(model, budget=1.4, samples=samples(24, 24), folder=tmp_path)
     spent, scored = machine.now, machine.scored
     assert spent <= 1.4 * 60 + LONG_BLOCK
-    large = ask(model, budget=4, samples=samples(24, 24), folder=tmp_path)
+    large = recommend_on_samples(model, budget=4, samples=samples(24, 24), folder=tmp_path)
     assert large.samples > small.samples
-    fresh = ask(model, budget=4, samples=samples(24, 24))
+    fresh = recommend_on_samples(model, budget=4, samples=samples(24, 24))
     assert large.verdict == fresh.verdict
     assert large.seconds == pytest.approx(machine.now - spent - fresh.seconds + spent)
     assert scored > 0
 
 
 @pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 16])
-def test_a_killed_run_goes_on(model, tmp_path, machine, after):
-    process = FORK.Process(target=_killed, args=(after, tmp_path))
+def test_a_killed_run_resumes(model, tmp_path, machine, after):
+    process = FORK.Process(target=_recommend_until_killed, args=(after, tmp_path))
     process.start()
     process.join(300)
     assert process.exitcode == -signal.SIGKILL
     lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()
     assert len(lines) == 1 + after
-    on = ask(model, folder=tmp_path, most=6)
-    rest = machine.scored
-    unbroken = ask(model, most=6)
-    measured = sum(len(json.loads(line)["value"].get("nll", ())) for line in lines[1:])
-    assert rest + measured == machine.scored - rest
-    assert (on.verdict, on.rows, on.reasons) == (unbroken.verdict, unbroken.rows, unbroken.reasons)
+    resumed = recommend_on_samples(model, folder=tmp_path, most=6)
+    resumed_count = machine.scored
+    unbroken = recommend_on_samples(model, most=6)
+    journal_count = sum(len(json.loads(line)["value"].get("nll", ())) for line in lines[1:])
+    assert resumed_count + journal_count == machine.scored - resumed_count
+    assert (resumed.verdict, resumed.rows, resumed.reasons) == (
+        unbroken.verdict,
+        unbroken.rows,
+        unbroken.reasons,
+    )
 
 
-def _killed(after, folder):
+def _recommend_until_killed(after, folder):
     append, calls = JournalFile.append, []
 
-    def counted(self, *entries):
+    def append_or_kill(self, *entries):
         if len(calls) == after:
             os.kill(os.getpid(), signal.SIGKILL)
         calls.append(entries)
         append(self, *entries)
 
-    JournalFile.append = counted
-    ask(load(), folder=folder, most=6)
+    JournalFile.append = append_or_kill
+    recommend_on_samples(load(), folder=folder, most=6)
 
 
-def test_a_budget_that_is_too_small_says_what_is_enough(model, machine, tmp_path):
-    with pytest.raises(ValueError, match="the budget is too small") as refused:
-        ask(model, budget=0.2, folder=tmp_path)
+def test_a_budget_that_is_too_small_is_refused_with_a_sufficient_one(model, machine, tmp_path):
+    with pytest.raises(ValueError, match="the budget is too small") as refusal:
+        recommend_on_samples(model, budget=0.2, folder=tmp_path)
     assert machine.now <= 0.2 * 60 + LONG_BLOCK
-    minutes = float(re.search(r"about ([\d.]+) minutes", str(refused.value)).group(1))
+    minutes = float(re.search(r"about ([\d.]+) minutes", str(refusal.value)).group(1))
     assert 0.4 < minutes < 1.0  # three blocks at the length, three within, and a margin
     machine.now = 0.0
-    enough = ask(model, budget=minutes, folder=tmp_path)
-    assert {row["name"] for row in enough.rows if row["long"]} >= {"plain", "yarn"}
-    late = [row for row in enough.rows if row["long"] is None]
-    assert all("budget ended" in row["status"] for row in late)
-    assert late
+    sufficient = recommend_on_samples(model, budget=minutes, folder=tmp_path)
+    assert {row["name"] for row in sufficient.rows if row["long"]} >= {"plain", "yarn"}
+    unmeasured = [row for row in sufficient.rows if row["long"] is None]
+    assert all("budget ended" in row["status"] for row in unmeasured)
+    assert unmeasured
     assert machine.now <= 60 * minutes + LONG_BLOCK
 
 
 def test_a_model_that_cannot_answer_gets_no_recommendation(machine):
     torch.manual_seed(0)
     untrained = AutoModelForCausalLM.from_config(load().config)
-    found = ask(untrained)
-    assert (found.method, found.outcome, found.python) == (None, "cannot answer", "")
-    assert "Nothing can be recommended" in found.verdict
+    recommendation = recommend_on_samples(untrained)
+    assert (recommendation.method, recommendation.outcome, recommendation.python) == (
+        None,
+        "cannot answer",
+        "",
+    )
+    assert "Nothing can be recommended" in recommendation.verdict
     assert machine.scored == 12  # before anything long was read
-    assert found.verdict in str(found)
+    assert recommendation.verdict in str(recommendation)
 
 
-def test_it_says_where_nothing_holds(model, machine, monkeypatch):
+def test_no_method_is_recommended_if_none_holds(model, machine, monkeypatch):
     monkeypatch.setattr(variants, "STATIC_METHODS", ("linear",))
-    found = ask(model)
-    assert (found.method, found.outcome, found.python) == (None, "nothing holds", "")
-    assert "Nothing here holds at 1,024 tokens" in found.verdict
-    assert "Fine-tune" in found.verdict
-    assert "less than 50%" in " ".join(found.reasons)
+    recommendation = recommend_on_samples(model)
+    assert (recommendation.method, recommendation.outcome, recommendation.python) == (
+        None,
+        "nothing holds",
+        "",
+    )
+    assert "Nothing here holds at 1,024 tokens" in recommendation.verdict
+    assert "Fine-tune" in recommendation.verdict
+    assert "less than 50%" in " ".join(recommendation.reasons)
 
 
-def test_the_model_is_as_before(model):
+def test_the_model_is_unchanged_afterwards(model):
     ids = torch.tensor([questions(TRAINED, 1)[0].ids])
     model.train()
     with torch.no_grad():
         before = model(ids).logits
-        ask(model, samples=samples(6, 6), most=6)
+        recommend_on_samples(model, samples=samples(6, 6), most=6)
         assert torch.equal(model(ids).logits, before)
     assert model.training
     assert rope_patch.current(model) is None
     model.eval()
 
 
-def test_what_fails_is_out_and_said(model, machine, monkeypatch):
+def test_a_failing_method_is_excluded_and_reported(model, machine, monkeypatch):
     measure = bench.Fitness.measure
 
-    def failing(self, candidate, against=None):
+    def measure_or_raise(self, candidate, against=None):
         if candidate is not None and candidate.method == "yarn":
             raise AssertionError("not reached") if self is None else RuntimeError("no memory")
         return measure(self, candidate, against)
 
-    def failed(self, candidate, against=None):
+    def measure_with_error(self, candidate, against=None):
         try:
-            return failing(self, candidate, against)
+            return measure_or_raise(self, candidate, against)
         except RuntimeError as error:
-            found = measure(self, None)
-            return type(found)(**{**vars(found), "error": str(error), "complete": False})
+            measurement = measure(self, None)
+            return type(measurement)(
+                **{**vars(measurement), "error": str(error), "complete": False}
+            )
 
-    monkeypatch.setattr(bench.Fitness, "measure", failed)
-    found = ask(model)
-    assert row(found, "yarn")["status"] == "failed: no memory"
-    assert row(found, "dynamic-yarn")["long"] is None
-    assert found.method in ("llama3", "ntk-by-parts", "dynamic-llama3", "dynamic-ntk-by-parts")
+    monkeypatch.setattr(bench.Fitness, "measure", measure_with_error)
+    recommendation = recommend_on_samples(model)
+    assert row(recommendation, "yarn")["status"] == "failed: no memory"
+    assert row(recommendation, "dynamic-yarn")["long"] is None
+    assert recommendation.method in (
+        "llama3",
+        "ntk-by-parts",
+        "dynamic-llama3",
+        "dynamic-ntk-by-parts",
+    )
 
 
 @pytest.mark.parametrize(
@@ -329,14 +347,14 @@ def test_what_fails_is_out_and_said(model, machine, monkeypatch):
         ({"text": "emma"}, "tokenizer"),
     ],
 )
-def test_what_is_refused(model, changes, message):
+def test_bad_arguments_are_refused(model, changes, message):
     with pytest.raises(ValueError, match=message):
-        ask(model, **changes)
+        recommend_on_samples(model, **changes)
 
 
-def test_a_budget_is_a_number(model):
+def test_a_budget_that_is_no_number_is_refused(model):
     with pytest.raises(TypeError, match="number of minutes"):
-        ask(model, budget="10")
+        recommend_on_samples(model, budget="10")
 
 
 def test_a_patched_model_and_a_foreign_folder_are_refused(model, machine, tmp_path):
@@ -344,22 +362,22 @@ def test_a_patched_model_and_a_foreign_folder_are_refused(model, machine, tmp_pa
         rope_patch.patch(model, "yarn", factor=2),
         pytest.raises(ValueError, match="patched already"),
     ):
-        ask(model)
-    ask(model, samples=samples(6, 6), folder=tmp_path)
+        recommend_on_samples(model)
+    recommend_on_samples(model, samples=samples(6, 6), folder=tmp_path)
     before = (tmp_path / JOURNAL_FILE).read_bytes()
     with pytest.raises(ValueError, match="seed is 42 there and 1 here"):
-        ask(model, samples=samples(6, 6), folder=tmp_path, seed=1)
+        recommend_on_samples(model, samples=samples(6, 6), folder=tmp_path, seed=1)
     assert (tmp_path / JOURNAL_FILE).read_bytes() == before
 
 
 @pytest.mark.slow
-def test_several_processes_find_the_same(model, tmp_path):
-    def job():
-        found = ask(load(), folder=tmp_path, most=6)
-        return found.verdict, found.rows
+def test_several_processes_give_the_same_recommendation(model, tmp_path):
+    def recommend_in_folder():
+        recommendation = recommend_on_samples(load(), folder=tmp_path, most=6)
+        return recommendation.verdict, recommendation.rows
 
-    alone = ask(model, most=6)
-    for verdict, rows in together(job, patience=240):
+    alone = recommend_on_samples(model, most=6)
+    for verdict, rows in together(recommend_in_folder, patience=240):
         assert verdict == alone.verdict
         for ours, theirs in zip(rows, alone.rows, strict=True):
             assert ours["name"] == theirs["name"]

@@ -1,4 +1,4 @@
-"""The samples of a recommendation: blocks that share nothing, and the user's own by length."""
+"""Test the samples of a recommendation: disjoint blocks, and the user's samples by length."""
 
 import pytest
 from helpers.search_fixtures import ASSETS, TRAINED, questions
@@ -10,28 +10,34 @@ LENGTH = 1024
 
 
 @pytest.mark.slow
-def test_samples_are_made_in_blocks_that_share_nothing():
+def test_sample_blocks_share_nothing():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-llama")
-    made = sample_sets.needle_blocks(tokenizer, 1600, 1500, 12, 42, ["persuasion"]).by_kind
-    blocks = [made[kind][0](n) for kind in (sample_sets.LONG, sample_sets.SEARCH) for n in (0, 1)]
+    blocks_by_kind = sample_sets.needle_blocks(
+        tokenizer, 1600, 1500, 12, 42, ["persuasion"]
+    ).by_kind
+    blocks = [
+        blocks_by_kind[sample_kind][0](n)
+        for sample_kind in (sample_sets.LONG, sample_sets.SEARCH)
+        for n in (0, 1)
+    ]
     assert [len(block) for block in blocks] == [6] * 4
     assert len({sample.ids for block in blocks for sample in block}) == 24
     assert len({sample.group for block in blocks for sample in block}) == 24
-    control = made[sample_sets.CONTROL[sample_sets.LONG]][0](1)
+    control = blocks_by_kind[sample_sets.CONTROL[sample_sets.LONG]][0](1)
     assert {s.group for s in control} == {s.group for s in blocks[1]}
     assert not {s.ids for s in control} & {s.ids for s in blocks[1]}
-    prose, count = made[sample_sets.PROSE]
+    prose, count = blocks_by_kind[sample_sets.PROSE]
     assert count == 2
     assert len({sample.ids for n in (0, 1) for sample in prose(n)}) == 12
     assert {len(sample.ids) for sample in prose(0)} == {1500}
 
 
-def test_given_samples_are_told_apart_by_length_and_the_search_gets_its_own():
+def test_user_samples_are_split_by_length_and_between_search_and_comparison():
     long, short = questions(LENGTH, 36, seed=1), questions(TRAINED, 13, seed=2)
     mixed = [sample for pair in zip(long, short, strict=False) for sample in pair] + long[13:]
-    made = sample_sets.from_user_samples(mixed, TRAINED, None, 128, 96, 42, None)
-    sets = made.by_kind
-    counts = {kind: count for kind, (_, count) in sets.items()}
+    user_samples = sample_sets.from_user_samples(mixed, TRAINED, None, 128, 96, 42, None)
+    sets = user_samples.by_kind
+    counts = {sample_kind: count for sample_kind, (_, count) in sets.items()}
     assert counts[sample_sets.LONG] == 4
     assert counts[sample_sets.SEARCH] == 2
     assert counts[sample_sets.SHORT] == 2
@@ -39,4 +45,4 @@ def test_given_samples_are_told_apart_by_length_and_the_search_gets_its_own():
     searched = {s.ids for n in range(2) for s in sets[sample_sets.SEARCH][0](n)}
     assert compared | searched == {sample.ids for sample in long}
     assert not compared & searched
-    assert "perplexity" in made.not_measured[0]
+    assert "perplexity" in user_samples.not_measured[0]

@@ -1,7 +1,7 @@
-"""Variants: the rotations that stand for methods, static and dynamic."""
+"""Test variants: the rotations by which static and dynamic methods are measured."""
 
 import pytest
-from helpers.search_fixtures import TRAINED, load
+from helpers.search_fixtures import TRAINED
 
 import rope_patch
 from rope_patch.extension import Extension
@@ -11,14 +11,9 @@ from rope_patch.recommending.variants import UNPATCHED, VariantRotation
 from rope_patch.searching.measure.fitness import make_space
 
 
-@pytest.fixture(scope="module")
-def model():
-    return load()
-
-
 @pytest.mark.parametrize("length", [512, 768, 1357])
-def test_how_a_following_method_rotates(model, length):
-    """At the target as the patched model itself does, and within the trained length not at all."""
+def test_dynamic_variants_rotate_like_the_patched_model(model, length):
+    """They equal it at the target length, and the plain model within the trained length."""
     space = make_space(model, Extension("longrope", length=length))
     for entry in variants.standard_variants(space):
         if entry.method is None:
@@ -32,13 +27,17 @@ def test_how_a_following_method_rotates(model, length):
         expected = plain if entry.dynamic else long
         assert short.close_to(expected), entry.name
         assert (entry.short_rotation == UNPATCHED) == entry.dynamic
-    followed = [
+    dynamic_keys = [
         entry.long_rotation.key for entry in variants.standard_variants(space) if entry.dynamic
     ]
-    static = [
+    static_keys = [
         entry.long_rotation.key for entry in variants.standard_variants(space) if not entry.dynamic
     ]
-    assert set(followed) <= set(static) if length == 512 else not set(followed) & set(static)
+    assert (
+        set(dynamic_keys) <= set(static_keys)
+        if length == 512
+        else not set(dynamic_keys) & set(static_keys)
+    )
 
 
 def _frequencies(rotation: VariantRotation, space):
