@@ -1,4 +1,4 @@
-"""Answers on the disk: what a kill leaves behind, and what several processes write."""
+"""Test the store of answers: exact storage, kills, damage and several processes."""
 
 import multiprocessing
 import os
@@ -13,13 +13,13 @@ def lines(folder, rank=0):
     return (folder / f"answers-{rank}.jsonl").read_bytes().splitlines(keepends=True)
 
 
-def test_an_answer_is_kept_and_read_again(tmp_path):
+def test_an_answer_is_stored_and_read_back_exactly(tmp_path):
     answers = AnswerStore(tmp_path / "new")
     assert not answers.is_answered("k")
     answers.put("k", {"text": "é\n", "log_likelihood": -1 / 3})
-    for found in (answers, AnswerStore(tmp_path / "new")):
-        assert found.is_answered("k")
-        assert found["k"] == {"text": "é\n", "log_likelihood": -1 / 3}  # every bit of it
+    for store in (answers, AnswerStore(tmp_path / "new")):
+        assert store.is_answered("k")
+        assert store["k"] == {"text": "é\n", "log_likelihood": -1 / 3}  # bit for bit
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
@@ -31,7 +31,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failure_is_kept_and_not_done_until_there_is_an_answer(tmp_path):
+def test_a_failure_is_stored_until_there_is_an_answer(tmp_path):
     answers = AnswerStore(tmp_path)
     answers.put("k", {"error": "no"})
     assert not answers.is_answered("k")
@@ -51,46 +51,46 @@ def test_an_answer_is_never_replaced_by_a_later_failure_or_answer(tmp_path):
     assert AnswerStore(tmp_path)["k"] == {"text": "first"}
 
 
-@pytest.mark.parametrize("left", range(1, 40))
-def test_a_line_cut_anywhere_is_no_answer_and_spoils_no_other(tmp_path, caplog, left):
-    """`left` characters of the second line are on the disk when the process is killed."""
+@pytest.mark.parametrize("length", range(1, 40))
+def test_a_partial_line_is_no_answer_and_leaves_the_others_intact(tmp_path, caplog, length):
+    """The process is killed after writing `length` bytes of the second line."""
     answers = AnswerStore(tmp_path)
     answers.put("a", {"text": "one"})
     answers.put("b", {"text": "two"})
     first, second = lines(tmp_path)
-    cut = second[: min(left, len(second) - 2)]  # not even the last brace
+    cut = second[: min(length, len(second) - 2)]  # not even the last brace
     (tmp_path / "answers-0.jsonl").write_bytes(first + cut)
-    again = AnswerStore(tmp_path)
-    assert again.is_answered("a")
-    assert not again.is_answered("b")
-    again.put("c", {"text": "three"})
-    again.put("b", {"text": "two"})
+    reopened = AnswerStore(tmp_path)
+    assert reopened.is_answered("a")
+    assert not reopened.is_answered("b")
+    reopened.put("c", {"text": "three"})
+    reopened.put("b", {"text": "two"})
     last = AnswerStore(tmp_path)
     assert [last[key]["text"] for key in "abc"] == ["one", "two", "three"]
-    assert (lines(tmp_path)[0], lines(tmp_path)[2]) == (first, second)  # and no half line
+    assert (lines(tmp_path)[0], lines(tmp_path)[2]) == (first, second)  # and no partial line
     assert not caplog.messages
 
 
-def test_a_whole_line_without_its_end_is_an_answer(tmp_path):
+def test_a_complete_line_without_a_newline_is_an_answer(tmp_path):
     answers = AnswerStore(tmp_path)
     answers.put("a", {"text": "one"})
     (tmp_path / "answers-0.jsonl").write_bytes(lines(tmp_path)[0].rstrip(b"\n"))
-    again = AnswerStore(tmp_path)
-    assert again.is_answered("a")
-    again.put("b", {"text": "two"})
+    reopened = AnswerStore(tmp_path)
+    assert reopened.is_answered("a")
+    reopened.put("b", {"text": "two"})
     assert AnswerStore(tmp_path).is_answered("a")
     assert AnswerStore(tmp_path).is_answered("b")
 
 
-def test_other_things_in_the_file_are_passed_over(tmp_path, caplog):
+def test_junk_in_the_file_is_dropped_with_a_warning(tmp_path, caplog):
     junk = b'[1]\n"k"\n3\nnull\n{"key": "x"}\n{"key": "y", "answer": 3}\n\xff\xfe\n\n'
     (tmp_path / "answers-0.jsonl").write_bytes(junk)
     answers = AnswerStore(tmp_path)
     answers.put("k", {"text": "1"})
-    again = AnswerStore(tmp_path)
-    assert again.is_answered("k")
-    assert not again.is_answered("x")
-    assert not again.is_answered("y")
+    reopened = AnswerStore(tmp_path)
+    assert reopened.is_answered("k")
+    assert not reopened.is_answered("x")
+    assert not reopened.is_answered("y")
     (line,) = caplog.messages
     assert "answers-0.jsonl: 7 of 7 answers are asked again: line 1: it has no digest" in line
     assert len(lines(tmp_path)) == 1
@@ -99,22 +99,22 @@ def test_other_things_in_the_file_are_passed_over(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("old", "new"), [(b"0.25", b"0.75"), (b'"b"', b'"c"'), (b"0.25", b"0.2"), (b"0.25", b"0.\xb5")]
 )
-def test_a_changed_answer_is_asked_again(tmp_path, caplog, old, new):
+def test_a_damaged_answer_is_dropped_with_a_warning(tmp_path, caplog, old, new):
     answers = AnswerStore(tmp_path)
     for key, value in (("a", 0.5), ("b", 0.25)):
         answers.put(key, {"log_likelihood": value})
     path = tmp_path / "answers-0.jsonl"
     path.write_bytes(path.read_bytes().replace(old, new))
-    again = AnswerStore(tmp_path)
-    assert (len(again), again.is_answered("a")) == (1, True)
+    reopened = AnswerStore(tmp_path)
+    assert (len(reopened), reopened.is_answered("a")) == (1, True)
     (line,) = caplog.messages
     assert line.startswith(f"{path}: 1 of 2 answers are asked again: line 2: it is damaged")
-    again.put("b", {"log_likelihood": 0.25})
+    reopened.put("b", {"log_likelihood": 0.25})
     assert AnswerStore(tmp_path)["b"] == {"log_likelihood": 0.25}
     assert len(caplog.messages) == 1
 
 
-def test_each_process_mends_its_own_file_and_the_main_one_what_nobody_writes(tmp_path):
+def test_each_process_repairs_its_file_and_the_main_one_files_without_a_process(tmp_path):
     for rank in range(3):
         (tmp_path / f"answers-{rank}.jsonl").write_text("junk\n")
     AnswerStore(tmp_path, rank=1, size=2)
@@ -132,7 +132,7 @@ def _write_until_killed(folder):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_every_answer_is_on_the_disk_when_put_returns(tmp_path):
+def test_put_writes_before_it_returns(tmp_path):
     process = multiprocessing.get_context("fork").Process(
         target=_write_until_killed, args=(tmp_path,)
     )
@@ -143,7 +143,7 @@ def test_every_answer_is_on_the_disk_when_put_returns(tmp_path):
     assert all(answers.is_answered(str(i)) for i in range(21))
 
 
-def test_keys_tell_everything_apart_and_know_no_order_of_names():
+def test_keys_depend_on_every_part_and_not_on_the_order_of_names():
     parts = [
         ({"weights": "w", "method": None}, "generate", [1, 2], [3], 8, ("\n",)),
         ({"weights": "v", "method": None}, "generate", [1, 2], [3], 8, ("\n",)),

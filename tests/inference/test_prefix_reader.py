@@ -1,4 +1,4 @@
-"""Prompts read in chunks into a cache, against one pass of transformers over the whole prompt."""
+"""Test the prefix reader: chunks and shared prefixes give the logits of one transformers pass."""
 
 from pathlib import Path
 
@@ -23,8 +23,8 @@ METHODS = {
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3"])
-def trained(request):
-    """Trained on 256 tokens."""
+def trained_model(request):
+    """Return a tiny model of trained length 256."""
     return AutoModelForCausalLM.from_pretrained(ASSETS / f"tiny-{request.param}")
 
 
@@ -34,17 +34,17 @@ def llama():
 
 
 @pytest.fixture(params=METHODS)
-def model(request, trained):
+def model(request, trained_model):
     if request.param == "none":
-        yield trained
+        yield trained_model
         return
-    with rope_patch.patch(trained, **METHODS[request.param]):
-        yield trained
+    with rope_patch.patch(trained_model, **METHODS[request.param]):
+        yield trained_model
 
 
 @pytest.fixture
 def hybrid():
-    """Convolutions whose state cannot be cut back, and attention."""
+    """Return a model of attention layers and convolutions, whose state cannot be cropped."""
     torch.manual_seed(0)
     config = Lfm2Config(
         vocab_size=128,
@@ -61,7 +61,7 @@ def hybrid():
 
 
 def prompt(length, seed=1, start=()):
-    """Random tokens after a common start."""
+    """Return random tokens after a common start."""
     return [*start, *tokens(length - len(start), seed=seed)[0].tolist()]
 
 
@@ -71,47 +71,49 @@ def one_pass(model, ids):
 
 
 @torch.no_grad()
-def read(reader, ids, more=(), length=None):
-    """Logits of the prompt's last token, and of some more, through a reader's cache."""
+def read_logits(reader, ids, following=(), length=None):
+    """Return the logits of the prompt's last token and of following ones from a reader's cache."""
     cache = reader(ids, length=length)
     assert cache.get_seq_length() == len(ids) - 1
-    fed = torch.tensor([[ids[-1], *more]])
-    return reader.model(fed, past_key_values=cache, use_cache=True).logits[0]
+    input_ids = torch.tensor([[ids[-1], *following]])
+    return reader.model(input_ids, past_key_values=cache, use_cache=True).logits[0]
 
 
 @pytest.mark.parametrize("length", [1, 2, 200, 256, 257, 258, 520])
-def test_a_prompt_in_chunks_is_a_prompt_in_one_pass(model, length):
+def test_a_prompt_in_chunks_has_the_logits_of_one_pass(model, length):
     ids = prompt(length)
-    got = read(PrefixReader(model, chunk=CHUNK), ids)
-    torch.testing.assert_close(got, one_pass(model, ids)[-1:], rtol=0, atol=1e-5 * scale(got))
+    got = read_logits(PrefixReader(model, chunk=CHUNK), ids)
+    torch.testing.assert_close(
+        got, one_pass(model, ids)[-1:], rtol=0, atol=1e-5 * tolerance_scale(got)
+    )
 
 
-def scale(logits):
-    """Tolerances are of logits of about 1; those of trained models are larger."""
+def tolerance_scale(logits):
+    """Return the factor of a tolerance meant for logits of about 1; trained models' are larger."""
     return max(1.0, logits.abs().max().item())
 
 
-def test_what_follows_the_prompt_is_read_as_in_one_pass(model):
-    """The prompt ends within the trained length, what follows beyond."""
-    ids, more = prompt(250), prompt(20, seed=2)
-    got = read(PrefixReader(model, chunk=CHUNK), ids, more, length=270)
-    expected = one_pass(model, [*ids, *more])[249:]
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * scale(got))
+def test_tokens_after_the_prompt_have_the_logits_of_one_pass(model):
+    """The prompt ends within the trained length, the following tokens beyond."""
+    ids, following = prompt(250), prompt(20, seed=2)
+    got = read_logits(PrefixReader(model, chunk=CHUNK), ids, following, length=270)
+    expected = one_pass(model, [*ids, *following])[249:]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * tolerance_scale(got))
 
 
 @torch.no_grad()
-def answer(reader, ids, room):
-    """Greedy tokens with their logits; the cache grows past the prompt."""
-    cache, token, found = reader(ids), ids[-1], []
-    for _ in range(room):
-        fed = torch.tensor([[token]])
-        logits = reader.model(fed, past_key_values=cache, use_cache=True).logits[0, -1]
+def greedy_logits(reader, ids, steps):
+    """Return the logits of greedy decode steps, which extend the cache past the prompt."""
+    cache, token, step_logits = reader(ids), ids[-1], []
+    for _ in range(steps):
+        input_ids = torch.tensor([[token]])
+        logits = reader.model(input_ids, past_key_values=cache, use_cache=True).logits[0, -1]
         token = int(logits.argmax())
-        found.append(logits)
-    return torch.stack(found)
+        step_logits.append(logits)
+    return torch.stack(step_logits)
 
 
-# Common beginnings of all kinds: within a chunk, of chunks exactly, a prompt within another.
+# Shared prefixes end within a chunk or at its end, and some prompts are prefixes of others.
 START = prompt(400, seed=3)
 PROMPTS = [
     [*START[:330], *prompt(30, seed=4)],
@@ -121,7 +123,7 @@ PROMPTS = [
     START[:257],
     START[:384],
     START[:386],
-    [*START[:250], *prompt(4, seed=7)],  # written on past the trained length
+    [*START[:250], *prompt(4, seed=7)],  # decoding passes the trained length
     START[:252],
     START[:320],
     prompt(90, seed=8),
@@ -129,43 +131,43 @@ PROMPTS = [
 
 
 def test_sharing_changes_no_bit_in_any_order(model):
-    alone = PrefixReader(model, share=False, chunk=CHUNK)
-    expected = [answer(alone, ids, 5) for ids in PROMPTS]
-    assert alone.tokens_read == sum(len(ids) - 1 for ids in PROMPTS)
+    unshared = PrefixReader(model, share=False, chunk=CHUNK)
+    expected = [greedy_logits(unshared, ids, 5) for ids in PROMPTS]
+    assert unshared.tokens_read == sum(len(ids) - 1 for ids in PROMPTS)
     order = list(range(len(PROMPTS)))
-    for turned in (order[::-1], sorted(order, key=PROMPTS.__getitem__)):
+    for shuffled_order in (order[::-1], sorted(order, key=PROMPTS.__getitem__)):
         reader = PrefixReader(model, chunk=CHUNK)
-        for i in turned:
-            assert torch.equal(answer(reader, PROMPTS[i], 5), expected[i]), f"prompt {i}"
+        for i in shuffled_order:
+            assert torch.equal(greedy_logits(reader, PROMPTS[i], 5), expected[i]), f"prompt {i}"
         assert reader.prompt_tokens == sum(map(len, PROMPTS))
-        assert reader.tokens_read < alone.tokens_read
+        assert reader.tokens_read < unshared.tokens_read
 
 
-def test_common_chunks_are_read_once(trained):
-    reader = PrefixReader(trained, chunk=CHUNK)
+def test_common_chunks_are_read_once(trained_model):
+    reader = PrefixReader(trained_model, chunk=CHUNK)
     first, second = prompt(200), [*prompt(200)[:150], *prompt(50, seed=2)]
     reader(first)
     assert reader.tokens_read == 199
     reader(second)
-    assert reader.tokens_read == 199 + 199 - 128  # two chunks of 64 were there
+    assert reader.tokens_read == 199 + 199 - 128  # two chunks of 64 were cached
     assert reader.prompt_tokens == 400
 
 
-def test_a_prompt_that_was_read_is_not_read_again(model):
-    """Several answers to one question are tried on the same keys."""
-    reader, found = PrefixReader(model, chunk=CHUNK), []
+def test_a_repeated_prompt_is_read_once(model):
+    """Several answers to a question are scored on the same cached keys."""
+    reader, last_logits = PrefixReader(model, chunk=CHUNK), []
     for _ in range(3):
         cache = reader(prompt(200))
         scratch = reader.borrow(cache, 1)
-        fed = torch.tensor([prompt(200)[-1:]])
-        found.append(model(fed, past_key_values=scratch, use_cache=True).logits[0, -1])
+        input_ids = torch.tensor([prompt(200)[-1:]])
+        last_logits.append(model(input_ids, past_key_values=scratch, use_cache=True).logits[0, -1])
         reader.give_back(cache, scratch, 1)
     assert reader.tokens_read == 199
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(last_logits[0], last_logits[1])
+    assert torch.equal(last_logits[0], last_logits[2])
 
 
-def test_prompts_that_are_rotated_otherwise_share_nothing(llama):
+def test_prompts_with_different_frequencies_share_nothing(llama):
     with rope_patch.patch(llama, "dynamic-yarn"):
         reader = PrefixReader(llama, chunk=CHUNK)
         reader(prompt(300))
@@ -173,11 +175,11 @@ def test_prompts_that_are_rotated_otherwise_share_nothing(llama):
     assert reader.tokens_read == 299 + 199
 
 
-def test_a_cache_is_as_before_after_it_was_tried(model):
-    """Scoring a target must not change what is generated, also where the target turns the keys."""
+def test_borrowing_leaves_the_cache_unchanged(model):
+    """Scoring a target must not change generation, even if the target re-rotates the keys."""
     ids, target = prompt(250), prompt(20, seed=2)
     reader = PrefixReader(model, chunk=CHUNK)
-    expected = answer(reader, ids, 8)
+    expected = greedy_logits(reader, ids, 8)
     cache = reader(ids)
     scratch = reader.borrow(cache, len(target))
     with torch.no_grad():
@@ -189,7 +191,7 @@ def test_a_cache_is_as_before_after_it_was_tried(model):
     assert torch.equal(got, expected[0])
 
 
-def test_the_length_is_looked_at_again_after_reading_and_after_a_failure(llama):
+def test_the_model_follows_the_length_again_after_reading_and_after_a_failure(llama):
     ids = prompt(300)
     with rope_patch.patch(llama, "dynamic-yarn"):
         expected = one_pass(llama, ids)
@@ -201,42 +203,44 @@ def test_the_length_is_looked_at_again_after_reading_and_after_a_failure(llama):
             reader(prompt(700, seed=2))
         hook.remove()
         assert torch.equal(one_pass(llama, ids), expected)
-        # Nothing of the prompt that failed is taken for read.
-        got = read(reader, prompt(700, seed=2))
-        assert torch.equal(got, read(PrefixReader(llama, chunk=CHUNK), prompt(700, seed=2)))
+        # The prompt that failed is read from its start.
+        got = read_logits(reader, prompt(700, seed=2))
+        assert torch.equal(got, read_logits(PrefixReader(llama, chunk=CHUNK), prompt(700, seed=2)))
 
 
 def test_progress_adds_up_to_the_prompt(llama):
-    reader, seen = PrefixReader(llama, chunk=CHUNK), []
+    reader, steps = PrefixReader(llama, chunk=CHUNK), []
     for ids in (prompt(300), prompt(300)[:200], prompt(1)):
-        seen.clear()
-        reader(ids, seen.append)
-        assert sum(seen) == len(ids)
+        steps.clear()
+        reader(ids, steps.append)
+        assert sum(steps) == len(ids)
 
 
-def test_smaller_chunks_until_there_are_none(llama):
+def test_chunks_are_halved_down_to_a_minimum(llama):
     reader = PrefixReader(llama, chunk=200)
     ids = prompt(300)
-    expected = read(reader, ids)
+    expected = read_logits(reader, ids)
     assert reader.halve_chunk()
     assert reader.chunk == 100
     assert reader.halve_chunk()
     assert not reader.halve_chunk()
     assert reader.chunk == 50
-    torch.testing.assert_close(read(reader, ids), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(read_logits(reader, ids), expected, rtol=0, atol=1e-4)
 
 
-def test_models_that_keep_more_than_keys_share_nothing(hybrid):
+def test_models_with_other_state_than_keys_share_nothing(hybrid):
     reader, sizes = PrefixReader(hybrid, chunk=CHUNK), []
-    hybrid.register_forward_hook(lambda _, given, __: sizes.append(given[0].shape[1]))
+    hybrid.register_forward_hook(lambda _, args, __: sizes.append(args[0].shape[1]))
     for ids in (prompt(200), [*prompt(200)[:150], *prompt(50, seed=2)]):
-        torch.testing.assert_close(read(reader, ids), one_pass(hybrid, ids)[-1:], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            read_logits(reader, ids), one_pass(hybrid, ids)[-1:], rtol=0, atol=1e-5
+        )
     assert reader.tokens_read == 2 * 199
     assert max(sizes[:2]) == 199  # in one pass
     assert not reader.halve_chunk()
 
 
-def test_a_target_tried_on_such_a_model_leaves_its_cache_alone(hybrid):
+def test_borrowing_leaves_the_cache_of_a_hybrid_model_unchanged(hybrid):
     ids = prompt(80)
     reader = PrefixReader(hybrid)
     cache = reader(ids)
@@ -248,12 +252,12 @@ def test_a_target_tried_on_such_a_model_leaves_its_cache_alone(hybrid):
     torch.testing.assert_close(got, one_pass(hybrid, ids)[-1:], rtol=0, atol=1e-5)
 
 
-def test_windows_shorter_than_a_chunk_and_longer_prompts():
-    """Random weights, where every token matters, and a window of 32 tokens."""
+def test_sliding_windows_around_the_chunk_size_have_the_logits_of_one_pass():
+    """The window has 32 tokens; with random weights every token matters."""
     model = make_model("gemma3")
     for length in (30, 33, 64, 65, 150):
         ids = prompt(length)
-        got = read(PrefixReader(model, chunk=16), ids)
+        got = read_logits(PrefixReader(model, chunk=16), ids)
         torch.testing.assert_close(got, one_pass(model, ids)[-1:], rtol=0, atol=1e-5)
 
 
@@ -270,5 +274,5 @@ def test_windows_shorter_than_a_chunk_and_longer_prompts():
         (ValueError("can't allocate memory"), False),
     ],
 )
-def test_what_counts_as_running_out_of_memory(error, expected):
+def test_out_of_memory_errors_are_recognised(error, expected):
     assert is_out_of_memory(error) is expected

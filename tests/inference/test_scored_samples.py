@@ -1,4 +1,4 @@
-"""Samples: which tokens are scored, token by token, and what is refused."""
+"""Test samples: which tokens are scored, controls, and malformed sample files."""
 
 import json
 
@@ -32,7 +32,7 @@ def needles(tokenizer):
     return needle_samples(tokenizer, LENGTH, 5, seed=1, texts=["persuasion"])
 
 
-def test_needle_answers_are_the_values_that_stand_in_the_text(tokenizer, needles):
+def test_needle_answers_are_values_of_the_text(tokenizer, needles):
     for sample in needles:
         assert LENGTH - 250 < len(sample.ids) <= LENGTH
         text = tokenizer.decode(sample.ids)
@@ -57,11 +57,11 @@ def test_needles_lie_at_different_depths(tokenizer, needles):
     assert first[-1] > 0.5
 
 
-def test_controls_ask_the_same_of_texts_without_the_answers(tokenizer, needles):
+def test_controls_ask_the_same_questions_about_texts_without_the_answers(tokenizer, needles):
     controls = needle_samples(tokenizer, LENGTH, 5, seed=1, texts=["persuasion"], planted=False)
     for sample, control in zip(needles, controls, strict=True):
-        asked = [[s.ids[a:b] for a, b in s.answers] for s in (sample, control)]
-        assert asked[0] == asked[1]
+        answer_ids = [[s.ids[a:b] for a, b in s.answers] for s in (sample, control)]
+        assert answer_ids[0] == answer_ids[1]
         text = tokenizer.decode(control.ids)
         for a, b in control.answers:
             assert text.count(tokenizer.decode(control.ids[a:b])) == 1
@@ -82,27 +82,29 @@ def test_a_text_shorter_than_the_length_is_refused(tokenizer, tmp_path):
             make(tokenizer, LENGTH, 2, 1, [str(path)])
 
 
-def test_documents_end_with_their_scored_eighth(tokenizer):
+def test_the_last_eighth_of_a_document_is_scored(tokenizer):
     names = ["northanger_abbey", "persuasion"]
-    found = document_samples(tokenizer, 800, 12, seed=1, texts=names)
-    assert all(len(s.ids) == 800 and s.answers == ((700, 800),) and s.prose for s in found)
-    assert len({s.group for s in found}) == 12
-    everything = {name: tokenizer(texts.read_text(name)).input_ids for name in names}
-    for sample in found:
-        ids = everything[sample.group.split()[0]]
-        turn = int(sample.group.split()[1]) - 1 if " " in sample.group else 0
-        assert list(sample.ids) == ids[800 * turn : 800 * (turn + 1)]
+    samples = document_samples(tokenizer, 800, 12, seed=1, texts=names)
+    assert all(len(s.ids) == 800 and s.answers == ((700, 800),) and s.prose for s in samples)
+    assert len({s.group for s in samples}) == 12
+    ids_by_name = {name: tokenizer(texts.read_text(name)).input_ids for name in names}
+    for sample in samples:
+        ids = ids_by_name[sample.group.split()[0]]
+        excerpt = int(sample.group.split()[1]) - 1 if " " in sample.group else 0
+        assert list(sample.ids) == ids[800 * excerpt : 800 * (excerpt + 1)]
 
 
 def test_recalled_values_are_single_tokens():
     ids, labels = recall_batch(torch.Generator().manual_seed(0), 3, 128, 4)
-    for row, told, sample in zip(ids, labels, from_labelled_tensors(ids, labels), strict=True):
-        assert sample.positions == (told != -100).nonzero().flatten().tolist()
+    for row, row_labels, sample in zip(
+        ids, labels, from_labelled_tensors(ids, labels), strict=True
+    ):
+        assert sample.positions == (row_labels != -100).nonzero().flatten().tolist()
         assert list(sample.ids) == row.tolist()
         assert len(sample.answers) == 4
 
 
-def test_files_of_training_data_are_samples(tmp_path):
+def test_training_data_is_read_as_samples(tmp_path):
     path = tmp_path / "samples.jsonl"
     rows = [
         {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, -100, 7, 8, -100], "group": "a"},
@@ -116,7 +118,7 @@ def test_files_of_training_data_are_samples(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "holds no samples"),
         ("{", "line 1: expected JSON with input_ids and labels"),
@@ -129,24 +131,24 @@ def test_files_of_training_data_are_samples(tmp_path):
         ("[1]", "line 1"),
     ],
 )
-def test_files_that_hold_something_else_are_refused(tmp_path, content, said):
+def test_malformed_sample_files_are_refused(tmp_path, content, message):
     path = tmp_path / "samples.jsonl"
     path.write_text(content)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         read_samples(path)
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path):
+def test_a_missing_sample_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read samples from .*nothing\.jsonl"):
         read_samples(tmp_path / "nothing.jsonl")
 
 
-def test_swapped_answers_are_others_of_the_same_kind():
+def test_permuted_answers_replace_every_answer_and_nothing_else():
     samples = questions(count=4)
     for sample, control in zip(samples, permuted_answers(samples), strict=True):
         assert control.answers == sample.answers
-        own = {sample.ids[p] for p in sample.positions}
-        assert not own & {control.ids[p] for p in control.positions}
-        rest = set(range(len(sample.ids))) - set(sample.positions)
-        assert all(sample.ids[p] == control.ids[p] for p in rest)
+        answer_tokens = {sample.ids[p] for p in sample.positions}
+        assert not answer_tokens & {control.ids[p] for p in control.positions}
+        other_positions = set(range(len(sample.ids))) - set(sample.positions)
+        assert all(sample.ids[p] == control.ids[p] for p in other_positions)
     assert permuted_answers(samples[:1]) == []

@@ -1,4 +1,4 @@
-"""Bootstrapped losses and perplexities, against scipy and simulated data."""
+"""Test bootstrapped losses and perplexities against scipy and simulated data."""
 
 import math
 
@@ -9,22 +9,22 @@ from scipy import stats
 from rope_patch import statistics
 
 
-def test_many_documents_are_drawn_whole():
-    """Against scipy's percentile bootstrap of the document means, at the moved level."""
+def test_many_documents_are_resampled_whole():
+    """The reference is scipy's percentile bootstrap of document means at an adjusted level."""
     generator = np.random.default_rng(1)
     losses = 2.5 + 0.3 * generator.standard_normal((12, 1)) + generator.random((12, 30))
     got = statistics.bootstrap_mean(losses.tolist(), resamples=20_000)
     level = 2 * stats.norm.cdf(-math.sqrt(12 / 11) * stats.t.ppf(0.975, 11))
-    truth = stats.bootstrap(
+    expected = stats.bootstrap(
         (losses.mean(axis=1),), np.mean, confidence_level=1 - level, method="percentile",
         n_resamples=20_000, rng=np.random.default_rng(7),
     ).confidence_interval  # fmt: skip
     assert (got.unit, got.n, got.effective_n) == ("documents", 12, 12)
     assert got.estimate == pytest.approx(losses.mean())
-    assert (got.low, got.high) == pytest.approx((truth.low, truth.high), abs=0.02)
+    assert (got.low, got.high) == pytest.approx((expected.low, expected.high), abs=0.02)
 
 
-def test_few_documents_are_drawn_in_runs():
+def test_few_documents_are_resampled_in_runs_of_blocks():
     generator = np.random.default_rng(1)
     losses = generator.random((2, 500))
     got = statistics.bootstrap_mean(losses.tolist(), run_length=5)
@@ -32,16 +32,16 @@ def test_few_documents_are_drawn_in_runs():
     assert got.half_width == pytest.approx(1.96 * losses.std() / math.sqrt(1000), rel=0.15)
 
 
-def test_every_block_of_a_document_counts_alike():
-    """The one bad block may stand in the middle or at the end."""
+def test_every_block_of_a_document_has_the_same_weight():
+    """One bad block in the middle or at the end gives the same interval."""
     middle, end = [1.0] * 40, [1.0] * 40
     middle[20] = end[-1] = 9.0
     one, other = [statistics.bootstrap_mean([losses], run_length=4) for losses in (middle, end)]
     assert (one.low, one.high) == pytest.approx((other.low, other.high), abs=0.01)
 
 
-def dependent(generator, sets, documents, blocks, between):
-    """Losses around 2.5, each block half its neighbour's, documents `between` apart."""
+def dependent_losses(generator, sets, documents, blocks, between):
+    """Return losses around 2.5, correlated between blocks, with a spread `between` documents."""
     noise = 0.3 * generator.standard_normal((sets, documents, blocks + 30))
     for i in range(1, noise.shape[-1]):
         noise[..., i] += 0.5 * noise[..., i - 1]
@@ -49,20 +49,20 @@ def dependent(generator, sets, documents, blocks, between):
 
 
 @pytest.mark.parametrize(
-    ("documents", "blocks", "between", "unit", "least"),
+    ("documents", "blocks", "between", "unit", "least_coverage"),
     [(6, 20, 0.2, "documents", 0.92), (12, 20, 0.2, "documents", 0.92), (1, 600, 0, "blocks", 0.9)],
 )
-def test_bootstrapped_means_cover(documents, blocks, between, unit, least):
-    covered = naive = 0
+def test_bootstrap_intervals_have_their_coverage(documents, blocks, between, unit, least_coverage):
+    covered = naive_covered = 0
     for seed, losses in enumerate(
-        dependent(np.random.default_rng(3), 400, documents, blocks, between)
+        dependent_losses(np.random.default_rng(3), 400, documents, blocks, between)
     ):
         got = statistics.bootstrap_mean(losses.tolist(), resamples=1000, seed=seed)
         assert got.unit == unit
         covered += got.low <= 2.5 <= got.high
-        naive += abs(losses.mean() - 2.5) <= 1.96 * losses.std() / math.sqrt(losses.size)
-    assert covered / 400 >= least
-    assert naive / 400 < 0.8  # blocks taken as independent
+        naive_covered += abs(losses.mean() - 2.5) <= 1.96 * losses.std() / math.sqrt(losses.size)
+    assert covered / 400 >= least_coverage
+    assert naive_covered / 400 < 0.8  # blocks taken as independent
 
 
 def test_perplexity_is_exp_of_the_weighted_mean():
@@ -75,15 +75,15 @@ def test_perplexity_is_exp_of_the_weighted_mean():
     assert (got.low, got.high) == pytest.approx((math.exp(mean.low), math.exp(mean.high)))
 
 
-def test_a_ratio_is_surer_than_either_perplexity():
-    losses = dependent(np.random.default_rng(2), 1, 4, 200, 0.3)[0]
+def test_a_paired_ratio_is_more_certain_than_either_perplexity():
+    losses = dependent_losses(np.random.default_rng(2), 1, 4, 200, 0.3)[0]
     better = losses - 0.02 + 0.01 * np.random.default_rng(5).standard_normal(losses.shape)
     got = statistics.perplexity_ratio(better.tolist(), losses.tolist())
     assert got.estimate == pytest.approx(math.exp((better - losses).mean()))
     assert got.low < math.exp(-0.02) < got.high < 1
     one = statistics.perplexity_interval(better.tolist())
     other = statistics.perplexity_interval(losses.tolist())
-    assert one.high > other.low  # taken alone, nothing would be sure
+    assert one.high > other.low  # the single intervals overlap
     assert statistics.perplexity_ratio(losses.tolist(), losses.tolist()).half_width == 0
 
 
@@ -114,7 +114,7 @@ def test_one_block_has_no_bounds():
     assert (got.low, got.high) == (0, math.inf)
 
 
-def test_perplexity_refuses_what_does_not_fit():
+def test_losses_and_weights_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="at least one block"):
         statistics.perplexity_interval([[], []])
     with pytest.raises(ValueError, match="weight above 0"):

@@ -1,4 +1,4 @@
-"""Intervals of shares, against scipy, published values and simulated data."""
+"""Test intervals of shares against scipy, published values and simulated data."""
 
 import itertools
 import math
@@ -14,9 +14,9 @@ from rope_patch.statistics import Interval
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
 @pytest.mark.parametrize(("hits", "n"), [(0, 7), (1, 7), (7, 7), (43, 50), (250, 500)])
 def test_wilson_equals_scipy(hits, n, confidence):
-    truth = stats.binomtest(hits, n).proportion_ci(confidence, method="wilson")
+    expected = stats.binomtest(hits, n).proportion_ci(confidence, method="wilson")
     got = statistics.wilson(hits, n, confidence)
-    assert (got.low, got.high) == pytest.approx((truth.low, truth.high), abs=1e-12)
+    assert (got.low, got.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert got.estimate == hits / n
 
 
@@ -58,37 +58,37 @@ def test_wilson_refuses_impossible_counts(hits, n):
 
 
 def clustered_hits(generator, sets, clusters, size, share, correlation):
-    """0/1 scores `[sets, clusters * size]` whose clusters have beta-distributed shares."""
+    """Return 0/1 scores `[sets, clusters * size]` with a beta-distributed share per cluster."""
     scale = 1 / correlation - 1
     shares = generator.beta(share * scale, (1 - share) * scale, (sets, clusters, 1))
     hits = generator.random((sets, clusters, size)) < shares
     return hits.reshape(sets, -1).astype(float)
 
 
-def test_independent_accuracy_is_wilson():
+def test_accuracy_of_independent_samples_equals_wilson():
     scores = [1.0] * 43 + [0.0] * 7
-    got, truth = statistics.accuracy(scores), statistics.wilson(43, 50)
-    assert (got.low, got.high) == pytest.approx((truth.low, truth.high), abs=1e-12)
+    got, expected = statistics.accuracy(scores), statistics.wilson(43, 50)
+    assert (got.low, got.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
     singles = statistics.accuracy(scores, range(50))
-    assert (singles.low, singles.high) == pytest.approx((truth.low, truth.high), abs=1e-12)
+    assert (singles.low, singles.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert singles.effective_n == pytest.approx(50)
 
 
-def test_a_failed_sample_is_no_miss_and_is_counted():
+def test_failed_samples_are_counted_and_excluded():
     got = statistics.accuracy([1, None, 0, 1, None, 1], ["a", "a", "a", "b", "b", "b"])
     assert (got.estimate, got.n, got.failed) == (0.75, 4, 2)
 
 
-def test_texts_that_decide_alone_count_as_one_sample_each():
+def test_texts_with_equal_scores_count_as_one_sample_each():
     scores = np.repeat([1.0] * 14 + [0.0] * 6, 5)
     got = statistics.accuracy(scores.tolist(), np.repeat(np.arange(20), 5).tolist())
-    truth = stats.binomtest(14, 20).proportion_ci(method="wilson")
+    expected = stats.binomtest(14, 20).proportion_ci(method="wilson")
     assert got.effective_n == pytest.approx(20)
-    assert (got.low, got.high) == pytest.approx((truth.low, truth.high))
+    assert (got.low, got.high) == pytest.approx((expected.low, expected.high))
 
 
 def test_effective_n_is_n_over_the_design_effect():
-    """By hand, from the textbook formula of the linearised variance."""
+    """The reference is the textbook formula of the linearised variance."""
     hits = clustered_hits(np.random.default_rng(3), 1, 40, 5, 0.6, 0.2)[0]
     sums, share = hits.reshape(40, 5).sum(axis=1), hits.mean()
     by_cluster = 40 / 39 * ((sums - 5 * share) ** 2).sum() / 200**2
@@ -106,8 +106,8 @@ def test_equal_scores_count_as_one_sample_a_text():
     assert statistics.accuracy([1] * 50, ["one"] * 50).effective_n == pytest.approx(1)
 
 
-def test_unequal_texts_that_agree_count_by_their_squares():
-    """Kish: n² over the sum of squared sizes; a text with most samples decides most."""
+def test_texts_of_unequal_size_count_by_their_squares():
+    """Kish: n² over the sum of squared sizes, so a large text weighs more."""
     got = statistics.accuracy([1] * 10, ["a"] * 8 + ["b", "c"])
     assert got.effective_n == pytest.approx(100 / 66)
 
@@ -172,7 +172,7 @@ def test_accuracy_refuses_clusters_of_other_samples():
 @pytest.mark.parametrize("precision", [0.02, 0.05, 0.1, 0.3])
 @pytest.mark.parametrize("expected", [0.0, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("confidence", [0.9, 0.95])
-def test_needed_is_the_first_n_that_settles(precision, expected, confidence):
+def test_required_samples_is_the_first_n_that_is_precise(precision, expected, confidence):
     def holds(n):
         return statistics.is_precise(statistics.wilson(expected * n, n, confidence), precision)
 
@@ -180,19 +180,19 @@ def test_needed_is_the_first_n_that_settles(precision, expected, confidence):
     assert got == next(n for n in itertools.count(1) if holds(n))
 
 
-def test_needed_for_half_is_enough_for_any_share():
+def test_required_samples_suffice_for_any_share():
     n = statistics.required_samples(0.1)
     assert all(statistics.is_precise(statistics.wilson(hits, n), 0.1) for hits in range(n + 1))
     assert statistics.required_samples(0.6) == 1
 
 
 @pytest.mark.parametrize(("precision", "expected"), [(0, 0.5), (-1, 0.5), (0.1, 85)])
-def test_needed_refuses_what_is_no_share(precision, expected):
+def test_required_samples_refuses_impossible_shares(precision, expected):
     with pytest.raises(ValueError, match="as shares"):
         statistics.required_samples(precision, expected=expected)
 
 
-def test_an_interval_without_bounds_is_not_settled():
+def test_an_interval_without_bounds_is_not_precise():
     assert not statistics.is_precise(Interval(math.nan, math.nan, math.nan, 3, 3), 1)
     assert not statistics.is_precise(Interval(1, 0, math.inf, 3, 3), 1)
 

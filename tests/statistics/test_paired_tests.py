@@ -1,4 +1,4 @@
-"""Paired tests, against scipy, enumeration and simulated data."""
+"""Test paired tests against scipy, enumeration and simulated data."""
 
 import itertools
 import math
@@ -29,10 +29,10 @@ def test_mcnemar_equals_enumeration(wins, losses):
 def test_sign_flips_of_single_pairs_equal_mcnemar():
     a, b = [1] * 9 + [0] * 2 + [1] * 5, [0] * 9 + [1] * 2 + [1] * 5
     exact = statistics.mcnemar(a, b)
-    every = statistics.paired_difference(a, b, resamples=5000)
-    drawn = statistics.paired_difference(a, b, resamples=1500)
-    assert every.p_value == pytest.approx(exact.p_value, abs=1e-12)
-    assert drawn.p_value == pytest.approx(exact.p_value, abs=0.02)
+    enumerated = statistics.paired_difference(a, b, resamples=5000)
+    sampled = statistics.paired_difference(a, b, resamples=1500)
+    assert enumerated.p_value == pytest.approx(exact.p_value, abs=1e-12)
+    assert sampled.p_value == pytest.approx(exact.p_value, abs=0.02)
     assert exact.difference == statistics.paired_difference(a, b).difference
 
 
@@ -40,24 +40,24 @@ def test_clustered_p_value_equals_scipys_permutation_of_the_clusters_sums():
     generator = np.random.default_rng(4)
     a, b = generator.random((2, 9, 4)).round(2)
     a = np.minimum(a + 0.1, 1)
-    truth = stats.permutation_test(
+    expected = stats.permutation_test(
         ((a - b).sum(axis=1),), lambda x, axis: x.sum(axis=axis), permutation_type="samples",
         n_resamples=np.inf,
     )  # fmt: skip
     texts = np.repeat(np.arange(9), 4).tolist()
     got = statistics.mcnemar(a.ravel().tolist(), b.ravel().tolist(), texts)
     assert got.test == "sign flips of clusters"
-    assert got.p_value == pytest.approx(truth.pvalue, abs=1e-12)
+    assert got.p_value == pytest.approx(expected.pvalue, abs=1e-12)
 
 
-def test_pairs_that_share_texts_are_no_independent_pairs():
-    """Twelve wins and no loss are sure, unless they are two texts told six times."""
+def test_pairs_that_share_texts_are_not_independent():
+    """Twelve wins and no loss are significant, unless they come from two texts."""
     a, b = [1] * 12, [0] * 12
     assert statistics.mcnemar(a, b).p_value == pytest.approx(2 / 2**12)
     assert statistics.mcnemar(a, b, [0] * 6 + [1] * 6).p_value == pytest.approx(0.5)
 
 
-def test_a_pair_with_a_failure_is_left_out_and_counted():
+def test_pairs_with_a_failure_are_counted_and_excluded():
     got = statistics.mcnemar([1, None, 1, 0], [0, 1, None, 0])
     assert (got.difference.n, got.difference.failed) == (2, 2)
     assert (got.wins, got.losses, got.ties) == (1, 0, 1)
@@ -77,7 +77,7 @@ def test_methods_that_agree_everywhere_are_not_proven_equal(clusters, size):
 @pytest.mark.parametrize(
     ("clusters", "size", "correlation"), [(50, 1, 0.0), (10, 5, 0.9), (20, 5, 0.3)]
 )
-def test_paired_intervals_cover(clusters, size, correlation):
+def test_paired_intervals_have_their_coverage(clusters, size, correlation):
     generator = np.random.default_rng(8)
     texts = np.repeat(np.arange(clusters), size).tolist()
     chances, covered = [0.1, 0.65, 0.25], 0
@@ -92,11 +92,11 @@ def test_paired_intervals_cover(clusters, size, correlation):
     assert covered / 400 >= 0.93
 
 
-def test_paired_p_values_are_no_smaller_than_they_should_be():
-    """Without a difference one in twenty is below 0.05; McNemar's, blind to texts, far more."""
+def test_paired_p_values_keep_the_error_rate():
+    """Without a difference 5% of the p-values are below 0.05; far more if texts are ignored."""
     generator = np.random.default_rng(9)
     texts = np.repeat(np.arange(25), 6).tolist()
-    wrong = naive = 0
+    rejected = naively_rejected = 0
     for seed in range(400):
         hits = np.where(
             generator.random((2, 25, 6)) < 0.7,
@@ -104,10 +104,10 @@ def test_paired_p_values_are_no_smaller_than_they_should_be():
             generator.random((2, 25, 6)) < 0.6,
         )
         a, b = hits.reshape(2, -1).astype(float).tolist()
-        wrong += statistics.mcnemar(a, b, texts, resamples=500, seed=seed).p_value <= 0.05
-        naive += statistics.mcnemar(a, b, resamples=1).p_value <= 0.05
-    assert wrong / 400 <= 0.075
-    assert naive / 400 > 0.15
+        rejected += statistics.mcnemar(a, b, texts, resamples=500, seed=seed).p_value <= 0.05
+        naively_rejected += statistics.mcnemar(a, b, resamples=1).p_value <= 0.05
+    assert rejected / 400 <= 0.075
+    assert naively_rejected / 400 > 0.15
 
 
 def test_texts_whose_pairs_agree_count_as_one_pair_each():
@@ -120,8 +120,8 @@ def test_texts_whose_pairs_agree_count_as_one_pair_each():
     assert (got.n, got.effective_n) == (50, 10)
 
 
-def test_pairing_is_worth_it():
-    """Both methods miss the same hard samples; the difference is surer than either score."""
+def test_pairing_narrows_the_difference():
+    """Both methods miss the same hard samples, so the difference is more certain than a score."""
     generator = np.random.default_rng(6)
     b = (generator.random(200) < 0.6).astype(float)
     a = np.where((b == 0) & (generator.random(200) < 0.2), 1.0, b)
@@ -138,14 +138,14 @@ def test_the_seed_decides_the_draws():
     assert first != statistics.paired_difference(a, b, seed=2)
 
 
-def test_paired_tests_refuse_what_is_no_pair():
+def test_unpaired_scores_are_refused():
     with pytest.raises(ValueError, match="both methods' scores"):
         statistics.mcnemar([1, 0], [1])
     with pytest.raises(ValueError, match="at least one pair"):
         statistics.mcnemar([1, None], [None, 0])
 
 
-def test_holm_equals_the_hand_computed():
+def test_holm_equals_hand_computed_values():
     """Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1, and never falling."""
     assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert statistics.holm([0.9, 0.8]) == [1, 1]
@@ -153,6 +153,6 @@ def test_holm_equals_the_hand_computed():
     assert statistics.holm([]) == []
 
 
-def test_holm_refuses_what_is_no_probability():
+def test_holm_refuses_impossible_probabilities():
     with pytest.raises(ValueError, match=r"0\.\.1"):
         statistics.holm([0.1, math.nan])

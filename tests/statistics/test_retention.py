@@ -1,4 +1,4 @@
-"""Retention and effective length, from their definitions and on simulated data."""
+"""Test retention and effective length by their definitions and on simulated data."""
 
 import math
 
@@ -10,7 +10,7 @@ from rope_patch.statistics import Interval
 
 
 @pytest.mark.parametrize(("a", "m", "b", "n"), [(40, 50, 48, 50), (9, 10, 10, 10), (3, 50, 60, 80)])
-def test_retention_is_where_the_difference_against_a_multiple_of_the_base_ends(a, m, b, n):
+def test_retention_bounds_satisfy_the_definition_of_mover(a, m, b, n):
     """MOVER from its definition: the R at which the interval of `patched - R base` meets zero.
 
     Newcombe's interval of a difference x - y has the bound
@@ -29,7 +29,7 @@ def test_retention_is_where_the_difference_against_a_multiple_of_the_base_ends(a
         assert abs(gap) == pytest.approx(spread)
 
 
-def test_retention_covers():
+def test_retention_has_its_coverage():
     generator = np.random.default_rng(2)
     a, b = generator.binomial(50, 0.75, 400), generator.binomial(50, 0.95, 400)
     ratios = [
@@ -44,25 +44,25 @@ def test_retention_of_a_base_at_zero_has_no_upper_end():
     got = statistics.retention(some, none)
     assert (got.estimate, got.high) == (math.inf, math.inf)
     assert got.low > 1
-    both = statistics.retention(none, none)
-    assert math.isnan(both.estimate)
-    assert (both.low, both.high) == (0, math.inf)
+    undefined = statistics.retention(none, none)
+    assert math.isnan(undefined.estimate)
+    assert (undefined.low, undefined.high) == (0, math.inf)
     assert statistics.retention(none, some).low == 0
     certain = Interval(0.0, 0.0, 0.0, 5, 5)
     assert statistics.retention(some, certain).high == math.inf
 
 
-def test_retention_refuses_what_is_no_share():
+def test_retention_refuses_an_undefined_share():
     with pytest.raises(ValueError, match="at least 0"):
         statistics.retention(Interval(math.nan, 0, 1, 1, 1), statistics.wilson(1, 2))
 
 
 def lengths(*counts):
-    """Intervals of hits of n at 1024, 2048 and so on."""
+    """Return the intervals of `(hits, n)` at 1,024 tokens, 2,048 tokens and so on."""
     return {1024 * 2**i: statistics.wilson(hits, n) for i, (hits, n) in enumerate(counts)}
 
 
-def test_effective_length_is_the_longest_that_clears():
+def test_effective_length_is_the_longest_above_the_threshold():
     assert statistics.effective_length(lengths((50, 50), (50, 50)), 0.85) == (2048, "passes all")
 
 
@@ -72,7 +72,7 @@ def test_effective_length_stops_at_the_first_that_fails():
     assert reason.startswith("fails at 2,048 tokens: 40.0%")
 
 
-def test_effective_length_tells_few_samples_from_failure():
+def test_effective_length_distinguishes_few_samples_from_failure():
     length, reason = statistics.effective_length(lengths((50, 50), (5, 5)), 0.85)
     assert length == 1024
     assert reason.startswith("n too small at 2,048 tokens: 100.0%")
