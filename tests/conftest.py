@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread, quiet libraries."""
+"""Set up every test: no network, one thread, quiet libraries."""
 
 import logging
 import os
@@ -19,8 +19,8 @@ transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.fixture(autouse=True)
-def own_log_level():
-    """What one test says with, the next one does not: commands turn the package's log on."""
+def restored_log_level():
+    """Restore the package's log level after each test, because commands change it."""
     log = logging.getLogger("rope_patch")
     level = log.level
     yield

@@ -1,1 +1,1 @@
-"""What several rooms of tests share: tiny models, commands, processes, fixtures."""
+"""Helpers that several test folders share: tiny models, commands, processes, fixtures."""

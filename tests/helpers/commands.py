@@ -1,4 +1,4 @@
-"""`rope-patch`, as it is typed: in a process of its own, or in this one, which takes no seconds."""
+"""Run `rope-patch` commands: in a new process, or faster in this one."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from rope_patch.cli import main
 
 
 class Done(NamedTuple):
-    """What a command left behind."""
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: str
@@ -21,23 +21,26 @@ class Done(NamedTuple):
 
 
 def typed(*words, cwd=None, **variables):
-    """In a process of its own, with one thread and no GPU; `variables` are of its environment."""
-    one = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    """Run a command in a new process, with one thread and no GPU.
+
+    `variables` are added to the process's environment.
+    """
+    one_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, "-c", "from rope_patch.cli import main; main()", *map(str, words)],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**os.environ, **one, **variables},
+        env={**os.environ, **one_cpu, **variables},
         check=False,
     )
 
 
 def here(*words):
-    """In this process."""
+    """Run a command in this process."""
     stdout, stderr = io.StringIO(), io.StringIO()
     status = 0
-    messages = logging.StreamHandler(stderr)  # pytest has set logging up, so the command does not
+    messages = logging.StreamHandler(stderr)  # under pytest, the command adds no handler
     with (
         mock.patch.object(logging.root, "handlers", [*logging.root.handlers, messages]),
         mock.patch.object(sys, "argv", ["rope-patch", *map(str, words)]),
@@ -46,6 +49,6 @@ def here(*words):
     ):
         try:
             main()
-        except SystemExit as ended:
-            status = ended.code or 0
+        except SystemExit as error:
+            status = error.code or 0
     return Done(status, stdout.getvalue(), stderr.getvalue())

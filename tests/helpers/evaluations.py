@@ -1,4 +1,4 @@
-"""Small evaluations of the tiny trained model, in this process and in ones that can be killed."""
+"""Run small evaluations of the tiny trained model, here or in a process that is killed."""
 
 import json
 import os
@@ -17,8 +17,8 @@ TASKS = ("rp_niah_single_2", "rp_json_kv_ll", "perplexity", "rp_short_cloze")
 
 
 def request(folder, **changes):
-    """Two methods, two lengths, two depths of one text each."""
-    asked = EvalRequest(
+    """Return a request for two methods, two lengths, and two depths of one text each."""
+    default = EvalRequest(
         model=TINY,
         methods=("none", "yarn"),
         factor=4,
@@ -30,51 +30,51 @@ def request(folder, **changes):
         short_samples=3,
         folder=folder,
     )
-    return replace(asked, **changes)
+    return replace(default, **changes)
 
 
 def numbers(results):
-    """What has to be the same whenever and by however many processes it is measured."""
+    """Return the results that neither interruptions nor the number of processes may change."""
     return {
         part: results[part] for part in ("methods", "perplexity", "retrieval", "control", "short")
     }
 
 
 def lines(folder):
-    """Every whole line of all files of answers: keys, and whether it is a failure."""
-    found = []
+    """Return (key, is an error) for each complete line of all answer files."""
+    answers = []
     for path in sorted((folder / "cache").glob("answers-*.jsonl")):
         for line in path.read_text().splitlines():
             try:
                 entry = json.loads(line)
             except ValueError:
                 continue  # cut by a kill
-            found.append((entry["key"], "error" in entry["answer"]))
-    return found
+            answers.append((entry["key"], "error" in entry["answer"]))
+    return answers
 
 
-def killed(asked, answers=None, pieces=None):
-    """Runs an evaluation that is killed after so many answers or pieces were written."""
-    process = FORK.Process(target=_until, args=(asked, answers, pieces))
+def killed(request, answers=None, pieces=None):
+    """Run an evaluation that is killed after it wrote `answers` answers or `pieces` pieces."""
+    process = FORK.Process(target=_evaluate_until, args=(request, answers, pieces))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
 
 
-def _until(asked, answers, pieces):
-    _count(AnswerStore, "put", answers)
-    _count(atomic_files, "write_json", pieces)
-    evaluate(asked)
+def _evaluate_until(request, answers, pieces):
+    _kill_after(AnswerStore, "put", answers)
+    _kill_after(atomic_files, "write_json", pieces)
+    evaluate(request)
 
 
-def _count(owner, name, most):
-    """Kills this process after so many calls."""
+def _kill_after(owner, name, limit):
+    """Kill this process after the method's call number `limit`."""
     original, calls = getattr(owner, name), []
 
-    def counted(*args):
+    def count_and_call(*args):
         original(*args)
         calls.append(1)
-        if len(calls) == most:
+        if len(calls) == limit:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(owner, name, counted)
+    setattr(owner, name, count_and_call)

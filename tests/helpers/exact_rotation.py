@@ -1,4 +1,4 @@
-"""Independent norm and rotation in complex float64, with angles from whole numbers of any size."""
+"""Compute norm and rotation independently: complex float64, angles from exact fractions."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -36,9 +36,9 @@ TWO_PI = Fraction(8 * (4 * _arctan_of_inverse(5) - _arctan_of_inverse(239)), 1 <
 
 @lru_cache(maxsize=100_000)
 def exact_angle(position, inv_freq):
-    """Return position * inv_freq in radians, within half a turn of zero."""
-    turns = position * Fraction(inv_freq) / TWO_PI
-    return float(turns - round(turns)) * tau
+    """Return position * inv_freq in radians, in [-pi, pi]."""
+    rotations = position * Fraction(inv_freq) / TWO_PI
+    return float(rotations - round(rotations)) * tau
 
 
 def exact_angles(positions, inv_freq, sections=None):
@@ -119,20 +119,20 @@ class Rotation:
 
 
 def make_rotation(rotary_dim, tokens=2, theta=1e4, **changes):
-    """Return a rotation of a few tokens, far enough apart that all angles matter."""
+    """Return a rotation of a few tokens, far enough apart that slow pairs rotate, too."""
     rotation = Rotation(torch.arange(tokens) * 37 + 5, frequencies(rotary_dim, theta))
     return replace(rotation, **changes)
 
 
 def draw(*shape, dtype=torch.float32, seed=0, grad=False):
-    """Return normal numbers, the same for a seed on every device."""
+    """Draw normal numbers; a seed gives the same ones on every device."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
     return x.requires_grad_() if grad else x
 
 
 def draw_heads(heads, head_dim, rotation, batch=2, **settings):
-    """Return contiguous queries or keys for a rotation."""
+    """Draw contiguous queries or keys for a rotation."""
     tokens = rotation.positions.shape[-1]
     middle = (tokens, heads) if rotation.heads_dim == 2 else (heads, tokens)
     return draw(batch, *middle, head_dim, **settings)
@@ -142,7 +142,7 @@ def draw_heads(heads, head_dim, rotation, batch=2, **settings):
 
 
 def assert_rounded(got, truth, slack=4e-7):
-    """Assert that numbers are the truth, rounded once to their dtype.
+    """Assert that `got` is the truth, rounded once to its dtype.
 
     `slack` allows for float32 arithmetic, relative to the largest number.
     """

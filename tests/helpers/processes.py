@@ -1,4 +1,4 @@
-"""Several processes on this machine: forked from this one, or started as torchrun would."""
+"""Run several processes on this machine: forked ones, or scripts as torchrun starts them."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ FORK = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds 
 
 
 def together(job, size=2, patience=300):
-    """Run a job in several forked processes that know each other.
+    """Run a job in several forked processes of one process group.
 
     Args:
         job: Called without arguments in each process.
@@ -68,20 +68,20 @@ def _member(job, port, rank, size, queue):
 
 
 def _free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def launch(script, folder, *arguments, processes=2, patience=300, **variables):
     """Run a script of tests/distributed in processes that can meet in `FOLDER/rendezvous`.
 
-    If one fails or they take longer than `patience` seconds, end them all and fail with their
-    output (`FOLDER/RANK.log`).
+    If a process fails, or after `patience` seconds, end all of them and fail with their output
+    (`FOLDER/RANK.log`).
     """
-    failed = folder / "failed"  # shared, so that later tests fail at once
-    if failed.exists():
-        pytest.fail(failed.read_text(), pytrace=False)
+    failure_file = folder / "failed"  # shared, so that later tests fail at once
+    if failure_file.exists():
+        pytest.fail(failure_file.read_text(), pytrace=False)
     (folder / "rendezvous").unlink(missing_ok=True)
     logs = [folder / f"{rank}.log" for rank in range(processes)]
     running = []
@@ -106,22 +106,22 @@ def launch(script, folder, *arguments, processes=2, patience=300, **variables):
             process.wait()
     if any(code != 0 for code in codes):
         output = "\n".join(f"-- process {log.stem} --\n{log.read_text()}" for log in logs)
-        failed.write_text(f"exit codes {codes} (None: ended from here)\n{output}")
-        pytest.fail(failed.read_text(), pytrace=False)
+        failure_file.write_text(f"exit codes {codes} (None: killed by the test)\n{output}")
+        pytest.fail(failure_file.read_text(), pytrace=False)
 
 
 def environment(rank, processes):
     """Return the environment that torchrun would set for a process, without a GPU."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    alone = {
+    single = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(paths),
     }
     if processes == 1:
-        return alone
-    return alone | {
+        return single
+    return single | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(processes),

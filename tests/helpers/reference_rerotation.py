@@ -1,6 +1,6 @@
-"""Reference for cached decoding: keys are cached unrotated, and rotated whenever they are read.
+"""Decode as a reference for re-rotation: cache keys unrotated, rotate them whenever they are read.
 
-Independent of the package: transformers' own modules and formulas, a cache of its own.
+Independent of the package: transformers' modules and formulas, and a cache class written here.
 """
 
 import copy
@@ -25,7 +25,7 @@ def exact(length, trained):
 
 
 def frequencies(config, method, length, growth=stepped, layer_type=None, options=None):
-    """Return (inv_freq, attention factor) of a sequence, by transformers' functions."""
+    """Return (inv_freq, attention factor) of a sequence, computed by transformers' functions."""
     trained = config.max_position_embeddings
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
     theta = parameters["rope_theta"]
@@ -66,13 +66,13 @@ def rotate(x, positions, inv_freq, scale):
 
 
 class Reference:
-    """A model without any patch that rotates by the definition.
+    """An unpatched model that rotates all keys by the current frequencies at every step.
 
-    All rows stand at the same positions, as those of one prompt's beams do: a padded row is held
-    against a reference of its own.
+    All rows have the same positions, like the beams of one prompt. Each row of a padded batch
+    needs a separate reference.
 
     Attributes:
-        model: transformers' model; what it decodes with `new_cache()` is the truth.
+        model: transformers' model; its logits with `new_cache()` are the truth.
     """
 
     def __init__(self, model, method, growth=stepped, options=None):
@@ -91,7 +91,7 @@ class Reference:
 
     def current(self, layer):
         kind = self.kinds[layer]
-        if kind is not None and "sliding" in kind:  # those stay as they were trained
+        if kind is not None and "sliding" in kind:  # sliding layers keep the trained rotation
             return frequencies(self.config, "dynamic", 1, exact, kind)
         length = (self.positions.max() - self.positions.min()).item() + 1
         return frequencies(self.config, self.method, length, self.growth, kind, self.options)
@@ -108,32 +108,31 @@ class Reference:
     def _note_positions(self, module, args, kwargs):
         cache = kwargs.get("past_key_values")
         past = torch.empty(1, 0, dtype=torch.long) if cache is None else cache.positions
-        new = kwargs.get("position_ids")
-        if new is None:
+        positions = kwargs.get("position_ids")
+        if positions is None:
             tokens = args[0] if args else kwargs["input_ids"]
-            new = torch.arange(past.shape[1], past.shape[1] + tokens.shape[1])[None]
-        self.positions = torch.cat([past, new[:1]], dim=1)
+            positions = torch.arange(past.shape[1], past.shape[1] + tokens.shape[1])[None]
+        self.positions = torch.cat([past, positions[:1]], dim=1)
         if cache is not None:
             cache.positions = self.positions
 
     def _keep_keys_unrotated(self, attention):
         def apply(q, k, cos, sin, *args, **kwargs):
-            own = self.current(attention.layer_idx)
-            now = self.positions[:, -q.shape[2] :]
-            return rotate(q, now, *own), k
+            positions = self.positions[:, -q.shape[2] :]
+            return rotate(q, positions, *self.current(attention.layer_idx)), k
 
         forward = type(attention).forward
         while hasattr(forward, "__wrapped__"):
             forward = forward.__wrapped__
-        bound = types.FunctionType(
+        function = types.FunctionType(
             forward.__code__,
             {**forward.__globals__, "apply_rotary_pos_emb": apply},
             forward.__name__,
             forward.__defaults__,
             forward.__closure__,
         )
-        bound.__kwdefaults__ = forward.__kwdefaults__
-        attention.forward = types.MethodType(bound, attention)
+        function.__kwdefaults__ = forward.__kwdefaults__
+        attention.forward = types.MethodType(function, attention)
 
 
 class _Unrotated(DynamicCache):

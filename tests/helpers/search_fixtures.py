@@ -1,4 +1,4 @@
-"""Small searches on the tiny trained models, in this process and in ones that can be killed."""
+"""Run small searches on the tiny trained models, here or in a process that is killed."""
 
 import json
 import os
@@ -29,14 +29,14 @@ def load(name="llama"):
 
 
 def questions(length=LENGTH, count=8, seed=1, pairs=8):
-    """Keys and values in filler, and the keys asked for at the end."""
+    """Return samples: keys and values in filler, then the keys whose values are asked for."""
     return from_labelled_tensors(
         *recall_batch(torch.Generator().manual_seed(seed), count, length, pairs)
     )
 
 
 def stretched(power, top=2.0, attention_factor=None):
-    """A stretch that rises to `top`, of the 16 pairs of the tiny models."""
+    """Return a candidate whose stretch rises to `top` over the tiny models' 16 pairs."""
     options = {"long_factor": [top ** ((pair / 15) ** power) for pair in range(16)]}
     if attention_factor is not None:
         options["attention_factor"] = attention_factor
@@ -44,21 +44,21 @@ def stretched(power, top=2.0, attention_factor=None):
 
 
 def walk(space, budget, seed, *, step=0.7):
-    """A stand-in that depends on all fitnesses before: it goes on from the better one of two."""
+    """Propose candidates that depend on all earlier fitnesses: step on from the best power."""
     power, best = 1.0 + 0.01 * seed, float("inf")
     for number in range(budget):
-        tried = power + step * (-1) ** number / (1 + number)
-        fitness = yield stretched(tried, top=space.factor)
+        candidate = power + step * (-1) ** number / (1 + number)
+        fitness = yield stretched(candidate, top=space.factor)
         if fitness < best:
-            power, best = tried, fitness
+            power, best = candidate, fitness
 
 
 WALK = Strategy(walk, "", "", searches_attention_factor=False, resumable=True)
 
 
 def arguments(**changes):
-    """Of a search by `WALK`, which `registered` knows as "walk"."""
-    given = {
+    """Return arguments of a search by `WALK`, which `registered()` lists as "walk"."""
+    default = {
         "length": LENGTH,
         "method": "walk",
         "budget": 6,
@@ -67,41 +67,39 @@ def arguments(**changes):
         "short": questions(TRAINED, 4, seed=3),
         "progress": False,
     }
-    return given | changes
+    return default | changes
 
 
 def registered(propose=None, **changes):
-    """The strategies, with the stand-in among them."""
-    walking = WALK if propose is None else replace(WALK, propose=propose)
-    return pipeline.STRATEGIES | {"walk": replace(walking, **changes)}
+    """Return all strategies and `WALK`, or another `propose`, as "walk"."""
+    strategy = WALK if propose is None else replace(WALK, propose=propose)
+    return pipeline.STRATEGIES | {"walk": replace(strategy, **changes)}
 
 
 def lines(folder):
-    """The keys of all whole lines of a state."""
-    found = (
-        (folder / JOURNAL_FILE).read_text().split("\n")[1:-1]
-    )  # behind the last end is half a line
-    return [json.loads(line)["key"] for line in found]
+    """Return the keys of a journal's complete lines; the text after the last newline is not one."""
+    complete = (folder / JOURNAL_FILE).read_text().split("\n")[1:-1]
+    return [json.loads(line)["key"] for line in complete]
 
 
-def numbers(found):
-    """What must be the same however often a search was killed, and by however many processes."""
-    history = [{k: v for k, v in entry.items() if k != "seconds"} for entry in found.history]
-    return history, found.arguments(), found.held_out
+def numbers(result):
+    """Return the results that neither kills nor the number of processes may change."""
+    history = [{k: v for k, v in entry.items() if k != "seconds"} for entry in result.history]
+    return history, result.arguments(), result.held_out
 
 
-def killed(after, torn=False, **given):
-    """Runs a search that is killed when it would write so many measurements and one more."""
-    process = FORK.Process(target=_until, args=(after, torn, given))
+def killed(after, torn=False, **arguments):
+    """Run a search that is killed after `after` measurements; `torn` leaves half of the next."""
+    process = FORK.Process(target=_search_until, args=(after, torn, arguments))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
 
 
-def _until(after, torn, given):
+def _search_until(after, torn, arguments):
     append, calls = JournalFile.append, []
 
-    def counted(self, *entries):
+    def count_and_append(self, *entries):
         if len(calls) == after:
             if torn:
                 line = json.dumps(entries[-1]).encode()
@@ -111,12 +109,12 @@ def _until(after, torn, given):
         calls.append(entries)
         append(self, *entries)
 
-    JournalFile.append = counted
+    JournalFile.append = count_and_append
     pipeline.STRATEGIES = registered()
-    search(load(), **given)
+    search(load(), **arguments)
 
 
-def one_of(**given):
-    """What one of several processes that search together says of it."""
+def one_of(**arguments):
+    """Return the numbers of a search, as one of several processes that search together."""
     pipeline.STRATEGIES = registered()
-    return numbers(search(load(), **given))
+    return numbers(search(load(), **arguments))

@@ -1,4 +1,4 @@
-"""A disk that is soon full."""
+"""Mount small disks, for tests of full ones."""
 
 import math
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def disk(tmp_path):
-    """`disk(megabytes)` makes a small disk, or another size of it; the folder it is mounted on."""
+    """Return `disk(megabytes)`, which mounts or resizes a small disk and returns its folder."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = False
@@ -19,11 +19,11 @@ def disk(tmp_path):
         options += ",ro" if read_only else ",rw"
         command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True)
+            result = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError:
             pytest.skip("no mount command here")
-        if done.returncode:
-            pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+        if result.returncode:
+            pytest.skip(f"no disk can be mounted here: {result.stderr.strip()}")
         mounted = True
         return folder
 

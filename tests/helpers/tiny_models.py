@@ -1,7 +1,7 @@
-"""Tiny random models of six families, and what the tests do with them.
+"""Make tiny random models of seven families, and run them.
 
-Weights are drawn wide enough that logits move by about 1 when the rotation changes, and narrow
-enough that float32 rounding moves them by less than 1e-5.
+The spread of the weights is such that another rotation moves logits by about 1, and float32
+rounding by less than 1e-5.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
-TRAINED = 64  # tokens every model says it was trained on
+TRAINED = 64  # the trained length in every config
 FACTOR = 4
 TARGET = FACTOR * TRAINED
 SHORT, LONG = 40, 150  # inputs below and above the trained length
@@ -34,7 +34,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
-# Beside them those whose configs have no form for the usual scalings.
+# With a family whose config cannot hold the usual scalings.
 MODELS = {
     **FAMILIES,
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"original_max_position_embeddings": TRAINED}),
@@ -51,46 +51,46 @@ SIZES = {
     "max_position_embeddings": TRAINED,
     "initializer_range": 0.1,
     "bos_token_id": 1,
-    "eos_token_id": None,  # so that generate goes on for as long as it is asked to
+    "eos_token_id": None,  # so that generate continues to max_new_tokens
     "pad_token_id": 0,
 }
 
 
 def make_config(family: str = "llama", **changes: Any) -> Any:
-    """A family's tiny config."""
+    """Return a family's tiny config."""
     config, _, special = MODELS[family]
     return getattr(transformers, config)(**{**SIZES, **special, **changes})
 
 
 def make_model(family: str = "llama", config: Any = None, seed: int = 0, **changes: Any) -> Any:
-    """A family's tiny random model, the same for the same seed."""
+    """Return a family's tiny random model, the same for the same seed."""
     torch.manual_seed(seed)
     config = config or make_config(family, **changes)
     return getattr(transformers, MODELS[family][1])(config).eval()
 
 
 def make_native(model: nn.Module, family: str, **changes: Any) -> Any:
-    """A model of transformers' own with another config and the weights of `model`."""
+    """Return an unpatched model with a changed config and the weights of `model`."""
     native = make_model(family, **changes)
     native.load_state_dict(model.state_dict())
     return native
 
 
 def tokens(length: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
-    """Random token ids, none of them special, `[B, S]`."""
+    """Return random token ids without special ones, `[B, S]`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=generator)
 
 
 @torch.no_grad()
 def logits(model: nn.Module, length: int = LONG) -> torch.Tensor:
-    """A model's logits for the same tokens every time, `[1, S, vocab]`."""
+    """Return a model's logits for the same tokens every time, `[1, S, vocab]`."""
     return model(input_ids=tokens(length), use_cache=False).logits
 
 
 @torch.no_grad()
 def forward(model: nn.Module, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """A model's logits for `ids`, nothing cached, `[B, S, vocab]`."""
+    """Return a model's logits for `ids` without a cache, `[B, S, vocab]`."""
     return model(input_ids=ids, use_cache=False, **kwargs).logits
 
 
@@ -98,7 +98,7 @@ def forward(model: nn.Module, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 def step_by_step(
     model: nn.Module, ids: torch.Tensor, prompt: int, cache: Any = None, **kwargs: Any
 ) -> torch.Tensor:
-    """Logits `[B, S, vocab]` of a prompt in one pass, and of the rest token by token."""
+    """Return logits `[B, S, vocab]` of a prompt in one pass, and of the rest token by token."""
     cache = transformers.DynamicCache(config=model.config) if cache is None else cache
     cuts = [prompt] + [1] * (ids.shape[1] - prompt)
     parts = [model(part, past_key_values=cache, **kwargs).logits for part in ids.split(cuts, 1)]
@@ -106,21 +106,21 @@ def step_by_step(
 
 
 def padded(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of different lengths `[1, S]` as one batch, with its mask."""
+    """Pad rows of different lengths `[1, S]`: return one batch and its mask."""
     length = max(row.shape[1] for row in rows)
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
-        here = slice(length - row.shape[1], None) if side == "left" else slice(row.shape[1])
-        ids[i, here], mask[i, here] = row, 1
+        columns = slice(length - row.shape[1], None) if side == "left" else slice(row.shape[1])
+        ids[i, columns], mask[i, columns] = row, 1
     return ids, mask
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal logits but for float32 rounding."""
+    """Assert that logits are equal up to float32 rounding."""
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 def assert_differs(got: torch.Tensor, other: torch.Tensor) -> None:
-    """Logits of another rotation, not of rounding."""
+    """Assert that logits differ by more than rounding."""
     assert (got - other).abs().max() > 1e-2
