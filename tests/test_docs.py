@@ -1,4 +1,4 @@
-"""README and the pages of docs/: snippets run, links lead somewhere, and commands exist."""
+"""Test README and docs/: snippets run, links resolve, and commands exist."""
 
 import inspect
 import re
@@ -29,7 +29,7 @@ SHELL = re.compile(r"```(?:bash|console)\n(.*?)```", flags=re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"\b((?:tests|recipes)/[\w/]+\.py)\b")
 
-# These pages measure a model, so they get the trained one, at a length that it can be taken to.
+# These pages measure a model, so they run the trained tiny one, at lengths within its reach.
 SMALLER = {
     "search.md": {"length=32768": "length=512", ', folder="out/search"': ", **QUICK"},
     "recommend.md": {"length=32768, budget=60": "length=512, budget=60, **QUICK"},
@@ -46,7 +46,7 @@ def page_id(page):
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """A random model with the rotation of SmolLM2, two layers deep, and a tokenizer."""
+    """Save a random model with SmolLM2's rotation and two layers, and a tokenizer."""
     folder = tmp_path_factory.mktemp("smollm2")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     config = LlamaConfig(
@@ -69,7 +69,7 @@ def smollm2(tmp_path_factory):
     "page", [page for page in PAGES if SNIPPET.search(page.read_text())], ids=page_id
 )
 def test_snippets_run(page, smollm2, tmp_path, monkeypatch, capsys):
-    """Execute a page's snippets in order; names of models become a folder of a small one."""
+    """Execute a page's snippets in order, with a small model's folder for model names."""
     folder = TINY if page.name in SMALLER else smollm2
     monkeypatch.chdir(tmp_path)
     names = {
@@ -91,7 +91,7 @@ def test_snippets_run(page, smollm2, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", SMALLER)
-def test_the_smaller_snippets_are_those_of_the_page(page):
+def test_shortened_arguments_occur_in_the_snippets(page):
     text = "".join(snippet for snippet, _ in SNIPPET.findall((ROOT / "docs" / page).read_text()))
     assert all(large in text for large in SMALLER[page])
 
@@ -101,7 +101,7 @@ def test_readme_is_short():
 
 
 @pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=page_id)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     for link in LINK.findall(FENCED.sub("", page.read_text())):
         if link.startswith("https://"):
             continue
@@ -122,12 +122,12 @@ def test_readme_links_every_page():
     assert [page.name for page in DOCS if f"(docs/{page.name})" not in text] == []
 
 
-def test_the_site_lists_every_page():
+def test_site_lists_every_page():
     text = (ROOT / "mkdocs.yml").read_text()
     assert [page.name for page in DOCS if f": {page.name}\n" not in text] == []
 
 
-def test_every_method_is_in_the_table():
+def test_methods_table_has_every_method():
     table = (ROOT / "docs" / "methods.md").read_text()
     for name, method in registered_methods().items():
         assert f"| `{name}` |" in table
@@ -136,22 +136,23 @@ def test_every_method_is_in_the_table():
 
 @pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=page_id)
 def test_commands_and_options_exist(page):
-    """Hold `rope-patch` lines of shell blocks against the command line; recipes check theirs."""
+    """Check the options of `rope-patch` lines in shell blocks; recipes check `finetune` lines."""
     commands = typer.main.get_command(app).commands
     for block in SHELL.findall(page.read_text()):
         for line in block.replace("\\\n", " ").splitlines():
-            found = re.search(r"(?:^|[\s$])rope-patch (.*)", line)
-            if not found:
+            match = re.search(r"(?:^|[\s$])rope-patch (.*)", line)
+            if not match:
                 continue
-            words = shlex.split(found[1], comments=True)
+            words = shlex.split(match[1], comments=True)
             if words[0] == "finetune":
                 continue
-            options = {name for each in commands[words[0]].params for name in each.opts}
-            options |= {name for each in commands[words[0]].params for name in each.secondary_opts}
+            parameters = commands[words[0]].params
+            options = {name for parameter in parameters for name in parameter.opts}
+            options |= {name for parameter in parameters for name in parameter.secondary_opts}
             assert {word for word in words if word.startswith("--")} <= options, line
 
 
-def test_what_it_says_to_type_needs_no_checkout(tmp_path, monkeypatch):
+def test_documented_commands_need_no_checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "\n".join(path.read_text() for path in [*PAGES, *GUIDES])
     recipes = re.findall(r"finetune .*?--config (\S+)", text)
@@ -168,7 +169,7 @@ def test_what_it_says_to_type_needs_no_checkout(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_files_that_are_named_exist(page):
+def test_named_files_exist(page):
     for file in NAMED_FILE.findall(page.read_text()):
         assert (ROOT / file).is_file(), file
 
@@ -179,17 +180,17 @@ def test_every_public_name_has_a_docstring():
         value = getattr(rope_patch, name)
         missing += [] if inspect.getdoc(value) else [name]
         if inspect.isclass(value):
-            members = {key: each for key, each in vars(value).items() if not key.startswith("_")}
+            members = {key: m for key, m in vars(value).items() if not key.startswith("_")}
             missing += [
                 f"{name}.{key}"
-                for key, each in members.items()
-                if (inspect.isfunction(each) or isinstance(each, property))
-                and not inspect.getdoc(each)
+                for key, member in members.items()
+                if (inspect.isfunction(member) or isinstance(member, property))
+                and not inspect.getdoc(member)
             ]
     assert missing == []
 
 
-def test_the_reference_has_every_public_name(monkeypatch):
+def test_reference_has_every_public_name(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs" / "generate")
     sys.modules.pop("reference", None)
     import reference
@@ -199,7 +200,7 @@ def test_the_reference_has_every_public_name(monkeypatch):
         assert f"heading: rope_patch.{name}\n" in text
 
 
-def test_where_is_paths_exist():
+def test_paths_on_the_architecture_page_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     paths = re.findall(r"`(rope_patch/[\w/]+(?:\.py|/))`", text)
     assert len(paths) >= 10

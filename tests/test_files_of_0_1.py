@@ -1,6 +1,6 @@
-"""Files that rope-patch 0.1 wrote still load, and runs that it began go on.
+"""Test that files of rope-patch 0.1 load, and that its interrupted runs resume.
 
-Whatever modules are called today: this asks through the public names and the command line alone.
+Uses public names and commands only, so that module names may change.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ ASSETS = Path("tests") / "assets"  # as the commands named it, which the files r
 FILES = ROOT / ASSETS / "written_by_0_1"
 LLAMA = ASSETS / "tiny-llama"
 LONG_FACTOR = [1 + 0.25 * pair for pair in range(16)]
-# By folder under `saved`: the model, and what it was patched with.
+# Folder under `saved`: the model, and the arguments of its patch.
 SAVED = {
     "yarn": ("tiny-llama", "yarn", {"factor": 4, "beta_fast": 16}),
     "dynamic-yarn": ("tiny-qwen3", "dynamic-yarn", {"length": 1024}),
@@ -44,7 +44,7 @@ def in_the_project(monkeypatch):
 
 @pytest.fixture
 def same_versions(monkeypatch):
-    """Packages have the versions of then, because stores keep measurements of others apart."""
+    """Report the package versions of the stored runs, because answers are stored per version."""
     versions = read("eval/report.json")["run"]["versions"] | read("search/found.json")["versions"]
     python = versions.pop("python")
     versions = {name.replace("_", "-"): version for name, version in versions.items()}
@@ -59,8 +59,8 @@ def read(name):
     return json.loads((FILES / name).read_text())
 
 
-def copied(name, folder):
-    """A copy of a stored folder, to write into."""
+def copy_of(name, folder):
+    """Return a writable copy of a stored folder."""
     return Path(shutil.copytree(FILES / name, folder / name))
 
 
@@ -69,7 +69,7 @@ def rows(path):
 
 
 def run(*words):
-    """The exit code, stdout and stderr of a command, in this process."""
+    """Run a command in this process and return its exit code, stdout and stderr."""
     stdout, stderr = io.StringIO(), io.StringIO()
     status = 0
     with pytest.MonkeyPatch.context() as patch:
@@ -77,13 +77,13 @@ def run(*words):
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             try:
                 runpy.run_module("rope_patch", run_name="__main__")
-            except SystemExit as ended:
-                status = ended.code or 0
+            except SystemExit as error:
+                status = error.code or 0
     return status, stdout.getvalue(), stderr.getvalue()
 
 
-def printed(*words):
-    """The JSON that a command prints, which must not fail."""
+def printed_json(*words):
+    """Run a command that must succeed, and return the JSON that it prints."""
     status, stdout, stderr = run(*words, "--json")
     assert status == 0, stderr
     return json.loads(stdout)
@@ -94,17 +94,17 @@ def model(name="tiny-llama"):
 
 
 @torch.no_grad()
-def logits(of):
-    """Of a text beyond the 256 tokens that the models were trained on."""
-    device = next(of.parameters()).device
+def logits(model):
+    """Return logits of a text longer than the trained length of 256 tokens."""
+    device = next(model.parameters()).device
     ids = torch.randint(5, 500, (1, 320), generator=torch.Generator().manual_seed(0))
-    return of(ids.to(device)).logits.cpu()
+    return model(ids.to(device)).logits.cpu()
 
 
 def frequencies(method, **options):
-    """Of the tiny models' heads."""
-    of_heads = {"head_dim": 32, "theta": 1e4, "trained_length": 256}
-    return rope_patch.frequencies(method, **of_heads, **options)
+    """Return a method's frequencies for the tiny models' geometry."""
+    geometry = {"head_dim": 32, "theta": 1e4, "trained_length": 256}
+    return rope_patch.frequencies(method, **geometry, **options)
 
 
 def assert_close(values, expected, rel=1e-12):
@@ -117,26 +117,26 @@ def assert_close(values, expected, rel=1e-12):
 
 
 def assert_same(value, expected):
-    """Of plain data; numbers may have been computed by another machine."""
+    """Assert equal plain data, with a tolerance for numbers computed on another machine."""
     if isinstance(expected, dict):
         assert list(value) == list(expected)
         for key in expected:
             assert_same(value[key], expected[key])
     elif isinstance(expected, list):
         assert len(value) == len(expected)
-        for one, other in zip(value, expected, strict=True):
-            assert_same(one, other)
+        for item, expected_item in zip(value, expected, strict=True):
+            assert_same(item, expected_item)
     elif isinstance(expected, float):
         assert value == pytest.approx(expected, rel=1e-6, abs=1e-9)
     else:
         assert value == expected
 
 
-# What rope_patch.save wrote
+# -- saved by rope_patch.save
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_a_saved_model_loads_as_it_was_patched(name, tmp_path):
+def test_saved_model_loads_patched(name, tmp_path):
     plain, method, options = SAVED[name]
     folder = Path(shutil.copytree(ASSETS / plain, tmp_path / "model"))
     shutil.copytree(FILES / "saved" / name, folder, dirs_exist_ok=True)
@@ -151,19 +151,19 @@ def test_a_saved_model_loads_as_it_was_patched(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_the_frequencies_in_a_sidecar_are_those_of_today(name):
+def test_sidecar_frequencies_match_todays_methods(name):
     _, method, options = SAVED[name]
     options = {"factor": 4} if "length" in options else options
     (stored,) = read(f"saved/{name}/rope_patch.json")["frequencies"].values()
-    today = frequencies(method, **options)
-    assert_close(stored["inv_freq"], today.inv_freq)
-    assert stored["attention_factor"] == pytest.approx(today.attention_factor, rel=1e-12)
+    expected = frequencies(method, **options)
+    assert_close(stored["inv_freq"], expected.inv_freq)
+    assert stored["attention_factor"] == pytest.approx(expected.attention_factor, rel=1e-12)
 
 
-def test_a_saved_model_is_exported(tmp_path):
+def test_saved_model_exports(tmp_path):
     folder = Path(shutil.copytree(ASSETS / "tiny-llama", tmp_path / "model"))
     shutil.copytree(FILES / "saved" / "yarn", folder, dirs_exist_ok=True)
-    fields = printed("export", folder, "--engine", "vllm")["config"]
+    fields = printed_json("export", folder, "--engine", "vllm")["config"]
     assert fields["max_position_embeddings"] == 1024
     assert fields["rope_parameters"] == {
         "rope_type": "yarn",
@@ -175,14 +175,14 @@ def test_a_saved_model_is_exported(tmp_path):
     }
 
 
-def test_an_adapter_goes_on_the_rotation_that_it_was_trained_under():
+def test_adapter_loads_on_its_trained_rotation_only():
     peft = pytest.importorskip("peft")
     folder = FILES / "saved" / "adapter"
     base = model()
     rope_patch.patch(base, "ntk", factor=4)
-    without = logits(base)
+    without_adapter = logits(base)
     expected = logits(peft.PeftModel.from_pretrained(base, folder).eval())
-    assert not expected.equal(without)
+    assert not expected.equal(without_adapter)
     other = model()
     rope_patch.patch(other, "ntk", factor=4)
     assert logits(rope_patch.load_adapter(other, folder).eval()).equal(expected)
@@ -194,7 +194,7 @@ def test_an_adapter_goes_on_the_rotation_that_it_was_trained_under():
         rope_patch.load_adapter(wrong, folder)
 
 
-# An evaluation's folder
+# -- an evaluation's folder
 
 
 EVAL = [
@@ -205,20 +205,20 @@ EVAL = [
 MEASURED = ("methods", "perplexity", "retrieval", "short")
 
 
-def test_a_report_is_written_of_old_results(tmp_path):
+def test_report_renders_old_results(tmp_path):
     stored = read("eval/report.json")
-    assert printed("report", FILES / "eval", "--out", tmp_path) == stored
+    assert printed_json("report", FILES / "eval", "--out", tmp_path) == stored
     assert (tmp_path / "report.md").is_file()
     (rotation,) = stored["methods"][1]["frequencies"].values()
     assert_close(rotation["unscaled"], frequencies("default").inv_freq)
     assert_close(rotation["inv_freq"], frequencies("yarn", factor=2).inv_freq)
 
 
-def test_an_evaluation_that_goes_on_asks_for_nothing_again(same_versions, tmp_path):
-    folder = copied("eval", tmp_path)
+def test_resumed_evaluation_reuses_all_answers(same_versions, tmp_path):
+    folder = copy_of("eval", tmp_path)
     (folder / "report.json").unlink()
     before = {path.name: path.read_bytes() for path in (folder / "cache").iterdir()}
-    results = printed(*EVAL, "--out", folder)
+    results = printed_json(*EVAL, "--out", folder)
     stored = read("eval/report.json")
     for part in MEASURED:
         assert_same(results[part], stored[part])
@@ -226,9 +226,9 @@ def test_an_evaluation_that_goes_on_asks_for_nothing_again(same_versions, tmp_pa
     assert {path.name: path.read_bytes() for path in (folder / "cache").iterdir()} == before
 
 
-def test_what_an_old_evaluation_lacks_is_measured_to_the_same(same_versions, tmp_path):
-    """So the stored answers are under the keys of today, and not just left alone."""
-    folder = copied("eval", tmp_path)
+def test_missing_answers_are_measured_again_to_the_same_values(same_versions, tmp_path):
+    """Check that new answers get the stored keys; resuming alone would not show it."""
+    folder = copy_of("eval", tmp_path)
     path = folder / "cache" / "answers-0.jsonl"
     first, *others = path.read_text().splitlines(keepends=True)
     path.write_text("".join(others))
@@ -237,18 +237,18 @@ def test_what_an_old_evaluation_lacks_is_measured_to_the_same(same_versions, tmp
         for piece in sorted((folder / "cache").glob("piece-*.json"))
         if isinstance(value := json.loads(piece.read_text())["value"], float)
     }
-    gone = next(iter(pieces))
-    gone.unlink()
-    printed(*EVAL, "--out", folder)
-    *same, again = path.read_text().splitlines(keepends=True)
-    assert same == others
+    missing = next(iter(pieces))
+    missing.unlink()
+    printed_json(*EVAL, "--out", folder)
+    *remaining, again = path.read_text().splitlines(keepends=True)
+    assert remaining == others
     expected, measured = json.loads(first), json.loads(again)
     assert measured["key"] == expected["key"]
     assert measured["answer"] == pytest.approx(expected["answer"], rel=1e-4)
-    assert json.loads(gone.read_text())["value"] == pytest.approx(pieces[gone], rel=1e-4)
+    assert json.loads(missing.read_text())["value"] == pytest.approx(pieces[missing], rel=1e-4)
 
 
-# A search's folder
+# -- a search's folder
 
 
 SEARCH = [
@@ -257,64 +257,64 @@ SEARCH = [
 ]
 
 
-def test_the_result_of_a_search_patches_a_model():
-    found = rope_patch.Found.load(FILES / "search")
+def test_search_result_patches_a_model():
+    result = rope_patch.Found.load(FILES / "search")
     stored = read("search/found.json")
-    assert dict(found) == stored["patch"]
-    assert [entry["fitness"] for entry in found.history] == [
+    assert dict(result) == stored["patch"]
+    assert [entry["fitness"] for entry in result.history] == [
         entry["fitness"] for entry in stored["history"]
     ]
-    # The best one was a YaRN with another ramp, which is a stretch for each pair.
+    # The best candidate was YaRN with another ramp; the result stores it as per-pair factors.
     best = stored["candidate"]
     assert best["method"] == "yarn"
     ramp = frequencies("yarn", factor=2, **best["options"])
-    assert_close(found["long_factor"], frequencies("default").inv_freq / ramp.inv_freq, rel=1e-9)
-    assert found["attention_factor"] == pytest.approx(ramp.attention_factor)
+    assert_close(result["long_factor"], frequencies("default").inv_freq / ramp.inv_freq, rel=1e-9)
+    assert result["attention_factor"] == pytest.approx(ramp.attention_factor)
     by_result, by_method = model(), model()
-    rope_patch.patch(by_result, "longrope", **found)
+    rope_patch.patch(by_result, "longrope", **result)
     rope_patch.patch(by_method, "yarn", factor=2, **best["options"])
     torch.testing.assert_close(logits(by_result), logits(by_method), rtol=0, atol=1e-4)
 
 
-def test_the_result_of_a_search_is_exported():
-    exported = printed("export", LLAMA, "--engine", "vllm", "--found", FILES / "search")
+def test_search_result_exports():
+    exported = printed_json("export", LLAMA, "--engine", "vllm", "--found", FILES / "search")
     assert exported == read("search/exports.json")["vllm"]
 
 
-def test_a_search_that_goes_on_measures_nothing_again(same_versions, tmp_path):
-    folder = copied("search", tmp_path)
+def test_resumed_search_reuses_all_measurements(same_versions, tmp_path):
+    folder = copy_of("search", tmp_path)
     before = (folder / "state.jsonl").read_bytes()
-    result = printed(*SEARCH, "--evaluations", 2, "--out", folder)
+    result = printed_json(*SEARCH, "--evaluations", 2, "--out", folder)
     stored = read("search/found.json")
     for part in ("history", "patch", "held_out", "candidate"):
         assert_same(result[part], stored[part])
     assert (folder / "state.jsonl").read_bytes() == before
 
 
-def test_a_longer_search_goes_on_from_an_old_one(same_versions, tmp_path):
-    folder = copied("search", tmp_path)
+def test_longer_search_continues_an_old_one(same_versions, tmp_path):
+    folder = copy_of("search", tmp_path)
     before = rows(folder / "state.jsonl")
-    result = printed(*SEARCH, "--evaluations", 4, "--out", folder)
+    result = printed_json(*SEARCH, "--evaluations", 4, "--out", folder)
     history = read("search/found.json")["history"]
     assert_same(result["history"][: len(history)], history)
     assert len(result["history"]) > len(history)
     assert rows(folder / "state.jsonl")[: len(before)] == before
 
 
-def test_another_search_is_refused_in_an_old_folder(same_versions, tmp_path):
-    folder = copied("search", tmp_path)
+def test_search_refuses_a_folder_of_other_settings(same_versions, tmp_path):
+    folder = copy_of("search", tmp_path)
     status, _, stderr = run(*SEARCH, "--seed", 7, "--out", folder)
     assert status == 1
     assert "seed is 42 there and 7 here" in stderr
 
 
-# A recommendation's folder
+# -- a recommendation's folder
 
 
-def test_a_recommendation_that_goes_on_scores_nothing_again(same_versions, tmp_path):
-    folder = copied("recommend", tmp_path)
+def test_resumed_recommendation_reuses_all_scores(same_versions, tmp_path):
+    folder = copy_of("recommend", tmp_path)
     before = rows(folder / "state.jsonl")
-    result = printed(
+    result = printed_json(
         *("recommend", LLAMA, "--length", 512, "--minutes", 30, "--no-search"),
         *("--samples", FILES / "samples.jsonl", "--dtype", "float32", "--device-map", "cpu"),
         *("--out", folder),
@@ -327,17 +327,17 @@ def test_a_recommendation_that_goes_on_scores_nothing_again(same_versions, tmp_p
     assert {row["key"] for row in after[len(before) :]} <= {"clock"}
 
 
-def test_the_lines_of_a_recommendation_work():
+def test_recommended_commands_work():
     stored = read("recommend/recommendation.json")
     patched, expected = model(), model()
     exec(stored["python"], {"rope_patch": rope_patch, "model": patched})
     rope_patch.patch(expected, stored["method"], length=512)
     assert logits(patched).equal(logits(expected))
     _, *words = stored["shell"].split()
-    assert printed(*words) == rope_patch.export(expected, "vllm").to_dict()
+    assert printed_json(*words) == rope_patch.export(expected, "vllm").to_dict()
 
 
-# A fine-tuning run's folder
+# -- a fine-tuning run's folder
 
 
 def finetune(folder, *words):
@@ -351,15 +351,15 @@ def finetune(folder, *words):
     numpy.lib.NumpyVersion(numpy.__version__) < "2.0.0",
     reason="torch reads no random states that were written with numpy 2",
 )
-def test_a_run_goes_on_from_an_old_checkpoint(tmp_path):
+def test_fine_tuning_resumes_from_an_old_checkpoint(tmp_path):
     pytest.importorskip("peft")
-    folder = copied("finetune", tmp_path)
+    folder = copy_of("finetune", tmp_path)
     identity = (folder / "identity.json").read_bytes()
-    truth = rows(folder / "log.jsonl")  # four steps; the checkpoint is of the second
+    truth = rows(folder / "log.jsonl")  # four steps; the checkpoint is after the second
     status, _, stderr = finetune(folder)
     assert status == 0, stderr
     log = rows(folder / "log.jsonl")
-    assert log[:2] == truth[:2]  # with how fast they were: not done again
+    assert log[:2] == truth[:2]  # tokens per second included: these steps did not run again
     assert [row["step"] for row in log] == [1, 2, 3, 4]
     for row, expected in zip(log[2:], truth[2:], strict=True):
         for name in ("loss", "grad_norm", "learning_rate", "tokens"):
@@ -370,9 +370,9 @@ def test_a_run_goes_on_from_an_old_checkpoint(tmp_path):
     assert rope_patch.current(finished).method.name == "yarn"
 
 
-def test_another_recipe_is_refused_in_an_old_folder(tmp_path):
+def test_fine_tuning_refuses_a_folder_of_another_recipe(tmp_path):
     pytest.importorskip("peft")
-    folder = copied("finetune", tmp_path)
+    folder = copy_of("finetune", tmp_path)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     status, _, stderr = finetune(folder, "--seed", 7, "--learning_rate", 1e-5)
     assert status == 1
@@ -381,7 +381,7 @@ def test_another_recipe_is_refused_in_an_old_folder(tmp_path):
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_the_resolved_recipe_of_an_old_run_is_one():
+def test_stored_recipe_of_an_old_run_is_valid():
     status, stdout, stderr = run(
         "finetune", "--config", FILES / "finetune" / "recipe.yaml", "--plan", "--json"
     )

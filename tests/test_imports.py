@@ -1,4 +1,4 @@
-"""The package imports light, and without circles; pyproject.toml has the layers."""
+"""Test that imports are light and free of circles; pyproject.toml has the layers."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ HEAVY = [
     "optuna",
 ]
 
-# Help, lists, versions and wrong options, which take no seconds.
+# Commands that answer at once: help, lists, versions and wrong options.
 COMMANDS = ["methods", "diagnose", "eval", "compare", "report", "recommend", "search", "finetune"]
 COMMANDS += ["export", "bench", "env", "tasks", "recipes"]
 INSTANT = [
@@ -34,8 +34,8 @@ ORDERS = [
 ]
 
 
-def test_modules_import_in_no_circle():
-    """Imports inside of functions count, those for types alone do not."""
+def test_imports_have_no_circle():
+    """Count imports inside functions, but not those under TYPE_CHECKING."""
     graph = grimp.build_graph("rope_patch", exclude_type_checking_imports=True)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     assert "rope_patch.geometry" in imports["rope_patch.methods.base"]
@@ -43,15 +43,16 @@ def test_modules_import_in_no_circle():
 
 
 def loaded_by(statement):
-    """Which heavy packages a fresh interpreter holds after a statement."""
+    """Return the heavy packages that a statement loads in a new interpreter."""
     code = f"import sys; {statement}; print(*({set(HEAVY)} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
 
 
-def test_importing_stays_light():
+def test_import_loads_no_heavy_package():
     assert loaded_by("import json, ast, jinja2") == {"jinja2"}
-    # transformers itself loads jinja2, for chat templates, and newer ones may load more.
+    # transformers loads jinja2 for chat templates; newer versions may load more.
     everything = "import rope_patch; [getattr(rope_patch, name) for name in rope_patch.__all__]"
     assert loaded_by(everything) <= loaded_by("import transformers")
 
@@ -74,7 +75,7 @@ for words in {INSTANT!r}:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_methods_is_the_package_in_every_order_of_imports():
+def test_methods_is_the_package_after_any_import_order():
     code = f"""
 import sys
 for statement in {ORDERS!r}:
@@ -91,7 +92,7 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_old_names_work_and_name_the_new_ones():
+def test_deprecated_names_warn_with_the_new_ones():
     with pytest.warns(DeprecationWarning, match=r"rope_patch\.list_methods"):
         assert rope_patch.methods() == rope_patch.list_methods()
     with pytest.warns(DeprecationWarning, match=r"rope_patch\.SearchResult"):
@@ -100,7 +101,7 @@ def test_old_names_work_and_name_the_new_ones():
         assert rope_patch.ops.make_turns is rope_patch.ops.pack_frequencies
 
 
-def test_every_public_name_is_there():
+def test_public_names_exist():
     for name in rope_patch.__all__:
         assert getattr(rope_patch, name) is not None
         assert name in dir(rope_patch)

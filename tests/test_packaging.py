@@ -1,4 +1,4 @@
-"""Wheel and sdist have everything that the commands need, and nothing else."""
+"""Test that wheel and sdist have every file that the commands need, and no other."""
 
 import os
 import re
@@ -15,12 +15,12 @@ TINY = str(ROOT / "tests" / "assets" / "tiny-llama")
 CODE = ("rope_patch/", "eval/", "recipes/")
 NOT_NEEDED = ("eval/results/", "recipes/experiments/")
 BESIDE = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
-WRITTEN = re.compile(r"PKG-INFO|setup\.cfg|rope_patch\.egg-info/.*")  # by the build itself
+GENERATED = re.compile(r"PKG-INFO|setup\.cfg|rope_patch\.egg-info/.*")  # by the build
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A copy with a stale build/, its wheel, its sdist, and the wheel of that."""
+    """Make a copy with a stale build/; build its wheel, its sdist, and a wheel from the sdist."""
     folder = tmp_path_factory.mktemp("packages")
     copy(folder / "source")
     stale = folder / "source" / "build" / "lib" / "rope_patch"
@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def needed():
-    """Return what the package needs of the checkout: its code and data."""
+def package_files():
+    """Return the checkout's files that belong into the package: code and data."""
     return {p for p in files() if p.startswith(CODE) and not p.startswith(NOT_NEEDED)}
 
 
@@ -41,26 +41,27 @@ def wheel(folder):
     return zipfile.ZipFile(path)
 
 
-@pytest.mark.parametrize("built", ["direct", "dist"])
-def test_a_wheel_has_every_file_of_the_package(folder, built):
-    with wheel(folder / built) as archive:
+@pytest.mark.parametrize("source", ["direct", "dist"])
+def test_wheel_has_every_file_of_the_package(folder, source):
+    with wheel(folder / source) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {re.sub("^(eval|recipes)/", r"rope_patch/\1/", path) for path in needed()}
+    expected = {re.sub("^(eval|recipes)/", r"rope_patch/\1/", path) for path in package_files()}
+    assert names == expected
 
 
-def test_a_source_distribution_has_what_the_wheel_is_built_from(folder):
+def test_sdist_has_every_file_the_wheel_is_built_from(folder):
     (path,) = (folder / "dist").glob("*.tar.gz")
     with tarfile.open(path) as archive:
         paths = [member.name.partition("/")[2] for member in archive if member.isfile()]
-    assert {path for path in paths if not WRITTEN.fullmatch(path)} == needed() | BESIDE
+    assert {path for path in paths if not GENERATED.fullmatch(path)} == package_files() | BESIDE
 
 
-def test_a_build_leaves_no_build_folder(folder):
-    left = [path.name for path in (folder / "source" / "build").rglob("*") if path.is_file()]
-    assert left == ["stale.py"]
+def test_build_leaves_no_build_folder(folder):
+    remaining = [path.name for path in (folder / "source" / "build").rglob("*") if path.is_file()]
+    assert remaining == ["stale.py"]
 
 
-def test_the_index_shows_the_readme_without_dead_links(folder):
+def test_package_page_shows_the_readme_without_dead_links(folder):
     with wheel(folder / "direct") as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         page = message_from_bytes(archive.read(name)).get_payload(decode=True).decode()
@@ -68,7 +69,7 @@ def test_the_index_shows_the_readme_without_dead_links(folder):
     assert links
     assert all(link.startswith("https://") for link in links)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    words = re.findall(r"\w+", re.sub(r"\]\([^)]*\)", "]", readme))  # the words of links stay
+    words = re.findall(r"\w+", re.sub(r"\]\([^)]*\)", "]", readme))  # keeps the links' words
     assert len(re.findall(r"\w+", page)) > 0.9 * len(words)
 
 
@@ -80,7 +81,7 @@ def test_eval_works_from_a_wheel(folder, tmp_path):
     empty.mkdir()
     code = "import rope_patch; print(rope_patch.__file__); import rope_patch.cli as c; c.main()"
     words = ["--method", "none", "--lengths", "512", "--depths", "50", "--out", "out"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, "eval", TINY, *words],
         cwd=empty,
         env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
@@ -88,6 +89,6 @@ def test_eval_works_from_a_wheel(folder, tmp_path):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == str(installed / "rope_patch" / "__init__.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == str(installed / "rope_patch" / "__init__.py")
     assert (empty / "out" / "report.html").is_file()

@@ -1,4 +1,4 @@
-"""What extension methods do to models that really recall: the literature in three small files."""
+"""Test extension methods on three small trained models that recall keys and values."""
 
 from pathlib import Path
 
@@ -44,13 +44,13 @@ def questions(length, sequences=SEQUENCES):
 
 
 def decoded_recall(model, length):
-    """Recall with a cache, from a prompt of the trained length on."""
+    """Return the recall of decoding with a cache, after a prompt of the trained length."""
     input_ids, labels = questions(length)
     return recall_and_log_likelihood(decode(model, input_ids, step=8), labels)[0]
 
 
-def furthest(got, expected):
-    """The largest difference of logits, relative to the largest logit."""
+def relative_difference(got, expected):
+    """Return the largest difference of logits, relative to the largest logit."""
     return (got - expected).abs().max() / expected.abs().max()
 
 
@@ -58,7 +58,7 @@ def furthest(got, expected):
 
 
 @pytest.mark.parametrize("name", COLLAPSED)
-def test_plain_recall_holds_within_the_trained_length_and_collapses_at_four_times(name):
+def test_plain_recall_collapses_at_four_times_the_trained_length(name):
     model = load(name)
     assert recall(model, TRAINED) >= 0.95
     assert recall(model, 4 * TRAINED) <= COLLAPSED[name]
@@ -70,8 +70,8 @@ def test_yarn_keeps_recall_at_four_times_the_trained_length(model, request_):
         assert recall(model, 4 * TRAINED) >= 0.9
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])  # most of Gemma 3 looks too near to care
-def test_linear_pays_at_short_length(name):
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # most of Gemma 3 sees near tokens only
+def test_linear_costs_recall_at_short_lengths(name):
     model = load(name)
     plain = recall(model, TRAINED // 2)
     with rope_patch.patch(model, "linear", factor=4):
@@ -102,13 +102,13 @@ def test_undo_restores_the_trained_model_bit_for_bit(model):
 # -- decoding with cached keys ---------------------------------------------------------------------
 
 
-def test_dynamic_yarn_keeps_recall_while_the_sequence_grows_to_four_times(model):
+def test_dynamic_yarn_keeps_recall_while_decoding_to_four_times_the_trained_length(model):
     with rope_patch.patch(model, "dynamic-yarn"):
         assert decoded_recall(model, 4 * TRAINED) >= 0.9
 
 
 @pytest.mark.parametrize("method", ["dynamic-yarn", "longrope"])
-def test_every_step_is_as_if_all_keys_were_rotated_afresh(model, method):
+def test_decode_steps_match_rotating_all_keys_afresh(model, method):
     input_ids, _ = questions(400, sequences=1)
     options = {}
     if method == "longrope":
@@ -116,28 +116,28 @@ def test_every_step_is_as_if_all_keys_were_rotated_afresh(model, method):
         options = {"factor": 4, "long_factor": stretch, "short_factor": [1.0] * len(stretch)}
     truth = Reference(model, method, options=options).decode(input_ids, TRAINED - 6)
     with rope_patch.patch(model, method, **options):
-        assert furthest(step_by_step(model, input_ids, TRAINED - 6), truth) < 1e-5
+        assert relative_difference(step_by_step(model, input_ids, TRAINED - 6), truth) < 1e-5
         with without_key_rerotation(model, native=False) as stale:
-            assert furthest(step_by_step(stale, input_ids, TRAINED - 6), truth) > 0.1
+            assert relative_difference(step_by_step(stale, input_ids, TRAINED - 6), truth) > 0.1
 
 
 @pytest.mark.parametrize("row", ["longrope", "dynamic, growth exact"])
-def test_keys_that_are_not_turned_are_what_transformers_has(model, row):
+def test_stale_keys_match_transformers_without_rerotation(model, row):
     input_ids, _ = questions(2 * TRAINED, sequences=1)
     with rope_patch.patch(model, **requests(model)[row]):
-        right = decode(model, input_ids, step=16)
+        rerotated = decode(model, input_ids, step=16)
         with without_key_rerotation(model, native=False) as stale:
             emulated = decode(stale, input_ids, step=16)
         with without_key_rerotation(model, native=True) as native:
-            own = decode(native, input_ids, step=16)
-    assert furthest(emulated, own) < 1e-4
-    assert furthest(right, own) > 0.1
+            expected = decode(native, input_ids, step=16)
+    assert relative_difference(emulated, expected) < 1e-4
+    assert relative_difference(rerotated, expected) > 0.1
 
 
 @pytest.mark.parametrize(("row", "native"), [("longrope", True), ("dynamic-linear", False)])
-def test_stale_keys_cost_recall_and_right_ones_do_not(llama, row, native):
+def test_stale_keys_cost_recall(llama, row, native):
     with rope_patch.patch(llama, **requests(llama)[row]):
-        right = decoded_recall(llama, 2 * TRAINED)
-        assert right >= recall(llama, 2 * TRAINED) - 0.05
+        rerotated = decoded_recall(llama, 2 * TRAINED)
+        assert rerotated >= recall(llama, 2 * TRAINED) - 0.05
         with without_key_rerotation(llama, native) as stale:
-            assert decoded_recall(stale, 2 * TRAINED) <= right - 0.1
+            assert decoded_recall(stale, 2 * TRAINED) <= rerotated - 0.1

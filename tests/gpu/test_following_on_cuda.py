@@ -1,4 +1,4 @@
-"""Decoding on a GPU: no synchronisation with the device, and the results of the CPU."""
+"""Test decoding on a GPU: the CPU's results, without synchronising with the device."""
 
 import pytest
 import torch
@@ -11,21 +11,21 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 @pytest.fixture
-def no_waiting():
+def no_synchronisation():
     """Raise if an operation synchronises with the device."""
 
-    class NoWaiting:
+    class NoSynchronisation:
         def __enter__(self):
             torch.cuda.set_sync_debug_mode("error")
 
         def __exit__(self, *_):
             torch.cuda.set_sync_debug_mode("default")
 
-    return NoWaiting()
+    return NoSynchronisation()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_decoding_is_as_on_the_cpu(family):
+def test_decoding_matches_the_cpu(family):
     model, ids = make_model(family), tokens(LONG)
     rope_patch.patch(model, "dynamic-yarn")
     expected = step_by_step(model, ids, SHORT)
@@ -33,20 +33,20 @@ def test_decoding_is_as_on_the_cpu(family):
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=1e-3)
 
 
-def test_a_step_without_growth_does_not_wait(no_waiting):
+def test_decode_step_without_growth_does_not_synchronise(no_synchronisation):
     """Decode from 77 to 90 tokens, within one growth step: 64 * 2^(2/4) is 90.5."""
     model, ids = make_model().cuda(), tokens(LONG).cuda()
     rope_patch.patch(model, "dynamic-yarn")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         step_by_step(model, ids[:, : TRAINED + 15], SHORT, cache)
-        with no_waiting:
+        with no_synchronisation:
             for i in range(TRAINED + 15, TRAINED + 25):
                 model(ids[:, i : i + 1], past_key_values=cache)
 
 
-def test_generate_does_not_wait_for_positions(no_waiting):
-    """Check the decoder's forward from the third one on; generate itself synchronises."""
+def test_generate_does_not_synchronise_in_the_decoder(no_synchronisation):
+    """Check the decoder's forwards after the second; generate itself synchronises between them."""
     model, ids = make_model().cuda(), tokens(TRAINED + 14).cuda()
     rope_patch.patch(model, "dynamic-yarn")
     forwards = []
@@ -54,15 +54,15 @@ def test_generate_does_not_wait_for_positions(no_waiting):
     def enter(*_):
         forwards.append(1)
         if len(forwards) > 2:
-            no_waiting.__enter__()
+            no_synchronisation.__enter__()
 
     model.model.register_forward_pre_hook(enter, prepend=True)
-    model.model.register_forward_hook(lambda *_: no_waiting.__exit__(), always_call=True)
+    model.model.register_forward_hook(lambda *_: no_synchronisation.__exit__(), always_call=True)
     model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0)
     assert len(forwards) == 10
 
 
-def test_an_offloaded_cache_is_turned_where_it_lies():
+def test_offloaded_cache_is_rerotated_in_place():
     model, ids = make_model().cuda(), tokens(LONG).cuda()
     rope_patch.patch(model, "dynamic-yarn")
     expected = step_by_step(model, ids, SHORT)
@@ -71,7 +71,7 @@ def test_an_offloaded_cache_is_turned_where_it_lies():
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
-def test_compiled_for_cuda_graphs():
+def test_compiled_decode_step_runs_in_cuda_graphs():
     model, ids = make_model().cuda(), tokens(LONG).cuda()
     rope_patch.patch(model, "dynamic-yarn")
     expected = step_by_step(model, ids, SHORT)
@@ -80,6 +80,8 @@ def test_compiled_for_cuda_graphs():
     with torch.no_grad():
         model(ids[:, :SHORT], past_key_values=cache)
         for i in range(SHORT, LONG):
-            at = torch.tensor([[i]], device="cuda")
-            got = step(ids[:, i : i + 1], position_ids=at, past_key_values=cache).logits.clone()
+            position_ids = torch.tensor([[i]], device="cuda")
+            got = step(
+                ids[:, i : i + 1], position_ids=position_ids, past_key_values=cache
+            ).logits.clone()
     torch.testing.assert_close(got[:, -1], expected[:, -1], rtol=0, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Kernels on a GPU against float64, at sizes that only fit there, and their cost."""
+"""Test kernels on a GPU against float64, at sizes that only fit there, and their launches."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ GEOMETRIES = [
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-def packed_freqs_of(rotary_dim, theta=5e5, factor=1.1):
+def make_packed_freqs(rotary_dim, theta=5e5, factor=1.1):
     inv_freq = theta ** -(torch.arange(rotary_dim // 2, dtype=torch.float64) / (rotary_dim // 2))
     return ops.pack_frequencies(inv_freq.cuda(), factor)
 
@@ -36,58 +36,62 @@ def inputs(geometry, dtype, batch=2, length=37):
         q.to(dtype).transpose(1, 2),
         k.to(dtype).transpose(1, 2),
         positions,
-        packed_freqs_of(rotary_dim),
+        make_packed_freqs(rotary_dim),
     )
 
 
-def close(got, expected, dtype):
-    """Assert equality up to rounding of one result; `expected` is in float64."""
-    away = (got.double() - expected).abs()
-    assert (away <= ROUNDING[dtype] * (expected.abs() + 1)).all(), away.max()
+def assert_rounded(got, expected, dtype):
+    """Assert equality up to rounding each number once; `expected` is in float64."""
+    error = (got.double() - expected).abs()
+    assert (error <= ROUNDING[dtype] * (expected.abs() + 1)).all(), error.max()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_rotation_and_its_gradient(geometry, dtype):
+def test_rotation_and_gradient_match_float64(geometry, dtype):
     q, k, positions, packed_freqs = inputs(geometry, dtype)
-    how = {"interleaved": geometry[-1], "heads_dim": 1}
-    expected = ops.rope(q.double(), k.double(), positions, packed_freqs, kernels="reference", **how)
+    layout = {"interleaved": geometry[-1], "heads_dim": 1}
+    expected = ops.rope(
+        q.double(), k.double(), positions, packed_freqs, kernels="reference", **layout
+    )
     got = ops.rope(
-        q.requires_grad_(), k.requires_grad_(), positions, packed_freqs, kernels="triton", **how
+        q.requires_grad_(), k.requires_grad_(), positions, packed_freqs, kernels="triton", **layout
     )
     for a, b in zip(got, expected, strict=True):
-        close(a, b, dtype)
+        assert_rounded(a, b, dtype)
     wide = [x.detach().double().requires_grad_() for x in (q, k)]
-    out = ops.rope(*wide, positions, packed_freqs, kernels="reference", **how)
+    out = ops.rope(*wide, positions, packed_freqs, kernels="reference", **layout)
     grads = [torch.randn_like(x) for x in got]
     expected = torch.autograd.grad(out, wide, [g.double() for g in grads])
     for a, b in zip(torch.autograd.grad(got, (q, k), grads), expected, strict=True):
-        close(a, b, dtype)
+        assert_rounded(a, b, dtype)
 
 
 @pytest.mark.parametrize("across", [False, True], ids=["heads", "across"])
 @pytest.mark.parametrize("save", ["input", "output"])
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_norm_with_rotation_and_its_gradients(geometry, dtype, save, across):
+def test_norm_rotation_and_gradients_match_float64(geometry, dtype, save, across):
     q, k, positions, packed_freqs = inputs(geometry, dtype)
     shapes = [(x.shape[1], x.shape[3]) if across else (x.shape[3],) for x in (q, k)]
     weights = [1 + 0.1 * torch.randn(shape, device="cuda") for shape in shapes]
-    how = {"eps": 1e-6, "interleaved": geometry[-1], "heads_dim": 1}
+    settings = {"eps": 1e-6, "interleaved": geometry[-1], "heads_dim": 1}
     leaves = [x.detach().requires_grad_() for x in (q, k, *weights)]
-    got = ops.qk_norm_rope(*leaves, positions, packed_freqs, save=save, kernels="triton", **how)
+    got = ops.qk_norm_rope(
+        *leaves, positions, packed_freqs, save=save, kernels="triton", **settings
+    )
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    out = ops.qk_norm_rope(*wide, positions, packed_freqs, kernels="reference", **how)
+    out = ops.qk_norm_rope(*wide, positions, packed_freqs, kernels="reference", **settings)
     for a, b in zip(got, out, strict=True):
-        close(a, b, dtype)
+        assert_rounded(a, b, dtype)
     grads = [torch.randn_like(x) for x in got]
     expected = torch.autograd.grad(out, wide, [g.double() for g in grads])
     for a, b in zip(torch.autograd.grad(got, leaves, grads), expected, strict=True):
-        rounded = 4 * ROUNDING[dtype]
-        assert (a.double() - b).norm() <= rounded * b.norm()
+        tolerance = 4 * ROUNDING[dtype]
+        assert (a.double() - b).norm() <= tolerance * b.norm()
 
 
-def test_weights_gradients_are_the_same_bits_each_time():
+def test_weight_gradients_are_bitwise_deterministic():
     q, k, positions, packed_freqs = inputs(GEOMETRIES[0], torch.bfloat16, length=5000)
     weights = [torch.ones(128, device="cuda", requires_grad=True) for _ in range(2)]
 
@@ -102,33 +106,33 @@ def test_weights_gradients_are_the_same_bits_each_time():
 @pytest.mark.parametrize(
     ("length", "heads"), [(70_000, 2), (600_000, 1), (270_000, 64)], ids=["2^16", "2^19", "2^31"]
 )
-def test_more_tokens_and_elements_than_small_integers_hold(length, heads):
+def test_token_and_element_counts_beyond_small_integers(length, heads):
     """Check token counts above the limit of a grid's other dimensions, and offsets above 2^31."""
     q = torch.zeros(1, length, heads, 128, device="cuda", dtype=torch.bfloat16)
     q[:, -3:] = torch.randn(1, 3, heads, 128, device="cuda")
-    positions, packed_freqs = torch.arange(length, device="cuda"), packed_freqs_of(128)
+    positions, packed_freqs = torch.arange(length, device="cuda"), make_packed_freqs(128)
     got, _ = ops.rope(q, None, positions, packed_freqs, kernels="triton")
     expected, _ = ops.rope(
         q[:, -3:].double(), None, positions[-3:], packed_freqs, kernels="reference"
     )
-    close(got[:, -3:], expected, torch.bfloat16)
+    assert_rounded(got[:, -3:], expected, torch.bfloat16)
     assert not got[:, :-3].any()
 
 
-def test_strides_of_more_than_2_to_the_31():
+def test_strides_beyond_2_to_the_31():
     whole = torch.empty(3, 2**30, device="cuda", dtype=torch.bfloat16)
     q = whole.as_strided((3, 1, 2, 128), (2**30, 2**30, 128, 1)).normal_()
-    positions, packed_freqs = torch.tensor([[5], [7], [9]], device="cuda"), packed_freqs_of(128)
+    positions, packed_freqs = torch.tensor([[5], [7], [9]], device="cuda"), make_packed_freqs(128)
     got, _ = ops.rope(q, None, positions, packed_freqs, kernels="triton")
     expected, _ = ops.rope(q.double(), None, positions, packed_freqs, kernels="reference")
-    close(got, expected, torch.bfloat16)
+    assert_rounded(got, expected, torch.bfloat16)
 
 
-def test_cached_keys_turn_to_the_same_bits_as_in_plain_torch():
+def test_rerotated_keys_match_plain_torch():
     torch.manual_seed(0)
     keys = torch.randn(2, 8, 300, 128, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(300, device="cuda").expand(2, -1)
-    old, new = packed_freqs_of(128, factor=1.0), packed_freqs_of(128, theta=8e6)
+    old, new = make_packed_freqs(128, factor=1.0), make_packed_freqs(128, theta=8e6)
     a, b = keys.clone(), keys.clone()
     ops.rerotate_([a], positions, old, new, kernels="triton")
     ops.rerotate_([b], positions, old, new, kernels="reference")
@@ -138,7 +142,7 @@ def test_cached_keys_turn_to_the_same_bits_as_in_plain_torch():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
-def test_a_patched_model_is_as_on_the_cpu(family, method):
+def test_patched_model_matches_the_cpu(family, method):
     model, ids = make_model(family), tokens(150)
     options = {} if method.startswith("dynamic") else {"factor": 4}
     rope_patch.patch(model, method, kernels="auto", **options)
@@ -152,19 +156,19 @@ def test_a_patched_model_is_as_on_the_cpu(family, method):
 @pytest.mark.parametrize(
     ("family", "name"), [("llama", "rope_kernel"), ("qwen3", "forward_kernel")]
 )
-def test_one_launch_a_layer(family, name):
+def test_one_kernel_launch_per_layer(family, name):
     model = make_model(family).cuda()
     rope_patch.patch(model, "yarn", factor=4)
     ids = tokens(1).cuda()
     forward(model, ids)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         forward(model, ids)
-    started = [event.name for event in profiled.events()]
-    assert sum(name in event for event in started) == model.config.num_hidden_layers
-    assert not any("cos" in event or "sin" in event for event in started)
+    kernel_names = [event.name for event in profiler.events()]
+    assert sum(name in event for event in kernel_names) == model.config.num_hidden_layers
+    assert not any("cos" in event or "sin" in event for event in kernel_names)
 
 
-def test_launches_can_be_captured_and_replayed():
+def test_launches_replay_from_a_cuda_graph():
     q, k, positions, packed_freqs = inputs(GEOMETRIES[0], torch.bfloat16, length=1)
     out = ops.rope(q, k, positions, packed_freqs, heads_dim=1)  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -179,11 +183,11 @@ def test_launches_can_be_captured_and_replayed():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_tensors_on_another_gpu_than_the_current_one():
+def test_tensors_on_a_gpu_other_than_the_current_one():
     q, k, positions, packed_freqs = inputs(GEOMETRIES[0], torch.float32)
     expected = ops.rope(q, k, positions, packed_freqs, heads_dim=1)
-    there = [x.to("cuda:1") for x in (q, k, positions, packed_freqs)]
+    tensors = [x.to("cuda:1") for x in (q, k, positions, packed_freqs)]
     for _ in range(2):  # the first compiles, the second looks up
-        got = ops.rope(*there, heads_dim=1)
+        got = ops.rope(*tensors, heads_dim=1)
         assert got[0].device == torch.device("cuda:1")
         torch.testing.assert_close(got[0].cpu(), expected[0].cpu())

@@ -1,4 +1,4 @@
-"""Every command, from a wheel in an environment of its own, in a folder with only a model."""
+"""Test every command from an installed wheel, in a new environment and an almost empty folder."""
 
 import json
 import os
@@ -18,11 +18,11 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES"
 
 
 class Shell:
-    """A user's shell: an environment with the package, and a folder of their own.
+    """A user's shell: an environment with the package, and a working folder.
 
     Attributes:
         environment: The virtual environment.
-        folder: Where lines are typed.
+        folder: The working folder of commands.
     """
 
     def __init__(self, environment, folder):
@@ -30,8 +30,8 @@ class Shell:
         self.folder = folder
 
     def type(self, line):
-        """Return what a line printed on stdout; it must succeed."""
-        done = subprocess.run(
+        """Run a line that must succeed, and return its stdout."""
+        result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", line],
             cwd=self.folder,
             env={
@@ -43,8 +43,8 @@ class Shell:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
+        return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +62,18 @@ def shell(tmp_path_factory):
         yield Shell(Path(temporary, "venv"), folder)
 
 
-def test_it_is_the_wheel_that_runs(shell):
+def test_package_is_imported_from_the_wheel(shell):
     path = shell.type("python -c 'import rope_patch; print(rope_patch.__file__)'").strip()
     assert Path(path).is_relative_to(shell.environment)
     assert str(ROOT) not in shell.type("python -c 'import sys; print(sys.path)'")
 
 
-def test_evaluations(shell):
-    measured = "--lengths 512 --depths 50"
-    shell.type(f"rope-patch eval tiny --method none,yarn --factor 4 {measured} --report a")
+def test_eval_compare_and_report_write_reports(shell):
+    lengths = "--lengths 512 --depths 50"
+    shell.type(f"rope-patch eval tiny --method none,yarn --factor 4 {lengths} --report a")
     short = "--tasks rp_niah_single_1_ll,rp_short_cloze --samples 2"
     shell.type(
-        f"rope-patch compare tiny --methods none,linear --factor 4 {short} {measured} --report b"
+        f"rope-patch compare tiny --methods none,linear --factor 4 {short} {lengths} --report b"
     )
     assert json.loads((shell.folder / "a" / "report.json").read_text())
     shell.type("rope-patch report a --out c")
@@ -81,7 +81,7 @@ def test_evaluations(shell):
         assert (shell.folder / name / "report.html").is_file()
 
 
-def test_tasks_in_plain_lm_eval(shell):
+def test_plain_lm_eval_runs_the_tasks(shell):
     shell.type(
         'lm_eval --include_path "$(rope-patch tasks --path)" --tasks rp_niah_single_2 '
         """--metadata '{"length": 512, "samples": 2}' --model hf --device cpu """
@@ -91,14 +91,14 @@ def test_tasks_in_plain_lm_eval(shell):
     assert "rp_niah_single_2" in json.loads(path.read_text())["results"]
 
 
-def test_diagnosis_and_export(shell):
+def test_diagnose_export_and_methods_run(shell):
     assert "yarn" in shell.type("rope-patch diagnose tiny --length 1024 --picture waves.svg")
     assert (shell.folder / "waves.svg").is_file()
     assert "hf" in shell.type("rope-patch export tiny --engine vllm --method yarn --factor 4")
     assert "yarn" in shell.type("rope-patch methods")
 
 
-def test_the_advice_to_fine_tune_names_a_recipe_that_is_there(shell):
+def test_fine_tuning_advice_names_an_existing_recipe(shell):
     data = json.loads(shell.type("rope-patch diagnose tiny --length 8192 --json"))
     line = data["advice"]["shell"]
     assert line.startswith("rope-patch finetune --config ")
@@ -109,25 +109,25 @@ SECONDS = "--model tiny --train_length 128 --max_steps 1 --use_cpu true --report
 
 
 @pytest.mark.parametrize("recipe", ["smoke_cpu", "smoke_cpu.yaml", "mine.yaml"])
-def test_recipes_by_name(shell, recipe):
+def test_finetune_finds_recipes_by_name(shell, recipe):
     shell.type("rope-patch recipes smoke_cpu > mine.yaml")
     shell.type(f"rope-patch finetune --config {recipe} {SECONDS} --output_dir {recipe}-out")
     assert (shell.folder / f"{recipe}-out" / "model" / "config.json").is_file()
 
 
-def test_recipes_through_accelerate(shell):
+def test_accelerate_launches_the_installed_script(shell):
     shell.type("rope-patch recipes single > single.yaml")
     shell.type(
         "accelerate launch --config_file single.yaml --cpu -m rope_patch.recipes.finetune "
         f"--config smoke_cpu {SECONDS} --output_dir launched"
     )
     command = (shell.folder / "launched" / "recipe.yaml").read_text().splitlines()[0]
-    again = command.removeprefix("# ").replace("launched", "again")
-    assert shlex.split(again)[:3] == ["python", "-m", "rope_patch.recipes.finetune"]
-    shell.type(again)
+    rerun = command.removeprefix("# ").replace("launched", "again")
+    assert shlex.split(rerun)[:3] == ["python", "-m", "rope_patch.recipes.finetune"]
+    shell.type(rerun)
     assert (shell.folder / "again" / "model" / "config.json").is_file()
 
 
-def test_help_of_what_takes_longer(shell):
+def test_slow_commands_print_help(shell):
     for command in ("search", "recommend", "bench"):
         assert "Examples:" in shell.type(f"rope-patch {command} --help")

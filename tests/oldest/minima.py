@@ -14,13 +14,13 @@ def minima(extras):
     """Return the oldest version of each dependency that the package and these extras allow."""
     oldest = {}
     for line in metadata.requires("rope-patch") or ():
-        needed = Requirement(line)
-        marker = needed.marker
+        requirement = Requirement(line)
+        marker = requirement.marker
         if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
-            for bound in needed.specifier:
+            for bound in requirement.specifier:
                 if bound.operator == ">=":
                     version = Version(bound.version)
-                    oldest[needed.name] = max(version, oldest.get(needed.name, version))
+                    oldest[requirement.name] = max(version, oldest.get(requirement.name, version))
     return oldest
 
 
