@@ -25,3 +25,14 @@ def restored_log_level():
     level = log.level
     yield
     log.setLevel(level)
+
+
+@pytest.fixture
+def reset_compiler():
+    """Forget compiled graphs and their counters, before and after a test."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

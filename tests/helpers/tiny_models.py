@@ -69,6 +69,11 @@ def make_model(family: str = "llama", config: Any = None, seed: int = 0, **chang
     return getattr(transformers, MODELS[family][1])(config).eval()
 
 
+def make_generator(family: str, seed: int = 0) -> Any:
+    """Return a model with untied weights, whose next token depends on the whole context."""
+    return make_model(family, seed=seed, tie_word_embeddings=False, initializer_range=0.2)
+
+
 def make_native(model: nn.Module, family: str, **changes: Any) -> Any:
     """Return an unpatched model with a changed config and the weights of `model`."""
     native = make_model(family, **changes)
