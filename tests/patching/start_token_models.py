@@ -1,4 +1,4 @@
-"""Models with start tokens, for the tests of start tokens."""
+"""Make patched models with start tokens."""
 
 import math
 
@@ -18,9 +18,9 @@ OPTIONS = {"factor": FACTOR, "long_factor": LONG_FACTOR, "short_factor": SHORT_F
 
 
 def patched(model, start_tokens=START, method="longrope", **changes):
-    """Patch the model and return it."""
-    given = {k: v for k, v in {**OPTIONS, **changes}.items() if v is not None}
-    rope_patch.patch(model, method, start_tokens=start_tokens, **given)
+    """Patch a model with start tokens and return it."""
+    options = {k: v for k, v in {**OPTIONS, **changes}.items() if v is not None}
+    rope_patch.patch(model, method, start_tokens=start_tokens, **options)
     return model
 
 

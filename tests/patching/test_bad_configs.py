@@ -1,4 +1,4 @@
-"""Configs that say what cannot be: a ValueError that names the field, and nothing is changed."""
+"""Test that impossible configs raise a ValueError that names the field, and change nothing."""
 
 import copy
 import json
@@ -16,14 +16,17 @@ YARN = {"rope_type": "yarn", **SCALED}
 LLAMA3 = {"rope_type": "llama3", **SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FACTORS = {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 LONGROPE = {"rope_type": "longrope", **SCALED, **FACTORS}
-GONE = object()
+MISSING = object()
 
 
 def edited(parameters, **changes):
-    """Return a config's fields with changes in the rotation's dict."""
-    said = {k: v for k, v in {**parameters, **changes}.items() if v is not GONE}
-    longer = parameters["rope_type"] not in ("default", "dynamic")
-    return {"rope_parameters": said, **({"max_position_embeddings": TARGET} if longer else {})}
+    """Return config fields with changed `rope_parameters`."""
+    changed = {k: v for k, v in {**parameters, **changes}.items() if v is not MISSING}
+    is_scaled = parameters["rope_type"] not in ("default", "dynamic")
+    return {
+        "rope_parameters": changed,
+        **({"max_position_embeddings": TARGET} if is_scaled else {}),
+    }
 
 
 NOT_A_NUMBER = [None, "10000", -4.0, 0, math.nan, math.inf, True, [4.0]]
@@ -45,15 +48,15 @@ CASES = [
     (edited(YARN, type="linear"), "names two scalings, rope_type='yarn' and type='linear'"),
     (edited(DEFAULT, type="yarn"), "names two scalings, rope_type='default' and type='yarn'"),
     (edited(DEFAULT, rope_type=5), "rope_type must be a name such as 'yarn', got 5"),
-    (edited(YARN, factor=GONE), FACTOR),
+    (edited(YARN, factor=MISSING), FACTOR),
     (edited({"rope_type": "linear", "rope_theta": 1e4}), FACTOR),
     (edited({"rope_type": "dynamic", "rope_theta": 1e4}, factor="2"), FACTOR),
     (edited(YARN, beta_fast="32"), "beta_fast must be a number"),
     (edited(YARN, beta_slow=-1.0), "beta_slow must be a number"),
     (edited(YARN, attention_factor="1"), "attention_factor must be a number"),
-    (edited(LLAMA3, low_freq_factor=GONE), "low_freq_factor must be a number"),
+    (edited(LLAMA3, low_freq_factor=MISSING), "low_freq_factor must be a number"),
     (edited(LLAMA3, high_freq_factor=None), "high_freq_factor must be a number"),
-    (edited(LONGROPE, long_factor=GONE), "long_factor must be a list of numbers"),
+    (edited(LONGROPE, long_factor=MISSING), "long_factor must be a list of numbers"),
     (edited(LONGROPE, short_factor="1"), "short_factor must be a list of numbers"),
     (edited(LONGROPE, long_factor=[1.0, -1.0]), "long_factor must be a list of numbers above 0"),
     (edited(LONGROPE, long_factor=LONG_FACTOR[1:]), "got 7 and 8"),
@@ -80,31 +83,31 @@ def write(checkpoint, tmp_path):
         for file in checkpoint.iterdir():
             if file.name != "config.json":
                 (tmp_path / file.name).symlink_to(file)
-        said = json.loads((checkpoint / "config.json").read_text()) | changes
-        (tmp_path / "config.json").write_text(json.dumps(said))
+        config = json.loads((checkpoint / "config.json").read_text()) | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
         return tmp_path
 
     return change
 
 
-def spoil(model, changes):
-    """Edit a live model's config, past the config's own checks."""
+def set_config_fields(model, changes):
+    """Change a live model's config without transformers' validation."""
     for name, value in changes.items():
         object.__setattr__(model.config, name, copy.deepcopy(value))
 
 
-@pytest.mark.parametrize(("changes", "says"), CASES, ids=map(str, range(len(CASES))))
-def test_a_live_models_config(changes, says):
+@pytest.mark.parametrize(("changes", "message"), CASES, ids=map(str, range(len(CASES))))
+def test_bad_config_of_a_live_model_is_refused(changes, message):
     model = make_model()
     before = logits(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    spoil(model, changes)
+    set_config_fields(model, changes)
     for attempt in (
         lambda: rope_patch.patch(model, "linear", factor=8),
         lambda: rope_patch.patch(model, "dynamic-yarn"),
         lambda: rope_patch.diagnose(model),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             attempt()
     assert rope_patch.current(model) is None
     for name, value in changes.items():
@@ -114,36 +117,36 @@ def test_a_live_models_config(changes, says):
     assert torch.equal(logits(model), before)
 
 
-@pytest.mark.parametrize(("changes", "says"), CASES, ids=map(str, range(len(CASES))))
-def test_a_folders_config(changes, says, write):
+@pytest.mark.parametrize(("changes", "message"), CASES, ids=map(str, range(len(CASES))))
+def test_bad_config_of_a_folder_is_refused(changes, message, write):
     folder = write(changes)
-    written = (folder / "config.json").read_text()
+    content = (folder / "config.json").read_text()
     for attempt in (
         lambda: rope_patch.load(folder, "linear", factor=8),
         lambda: rope_patch.diagnose(folder),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             attempt()
-    assert (folder / "config.json").read_text() == written
+    assert (folder / "config.json").read_text() == content
 
 
-def test_a_scaling_that_nobody_knows(write):
+def test_unknown_rope_type_is_refused(write):
     model = make_model()
-    spoil(model, edited(DEFAULT, rope_type="nosuch"))
+    set_config_fields(model, edited(DEFAULT, rope_type="nosuch"))
     with pytest.raises(ValueError, match="nosuch"):
         rope_patch.patch(model, "linear", factor=8)
     with pytest.raises(ValueError, match=r"must be one that transformers knows.*got 'nosuch'"):
         rope_patch.load(write(edited(DEFAULT, rope_type="nosuch")), "linear", factor=8)
 
 
-def test_type_and_rope_type_that_agree_are_one(write):
+def test_equal_type_and_rope_type_are_accepted(write):
     folder = write(edited(YARN, type="yarn"))
     assert rope_patch.current(rope_patch.load(folder, "linear", factor=8)).trained_length == TRAINED
     assert rope_patch.diagnose(folder).healthy
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"length": TRAINED}, "would change nothing"),
         ({"factor": 1}, "would change nothing"),
@@ -154,19 +157,19 @@ def test_type_and_rope_type_that_agree_are_one(write):
         ({"factor": 4, "layer_types": []}, "rotates all layers alike"),
     ],
 )
-def test_requests_that_a_model_does_not_fit(arguments, says):
+def test_requests_that_do_not_fit_the_model_are_refused(arguments, message):
     model = make_model()
     before = logits(model)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         rope_patch.patch(model, "yarn", **arguments)
     assert rope_patch.current(model) is None
     assert torch.equal(logits(model), before)
-    if says != "would change nothing":  # which is no reason not to look
-        with pytest.raises(ValueError, match=says):
+    if message != "would change nothing":  # diagnose accepts these
+        with pytest.raises(ValueError, match=message):
             rope_patch.diagnose(model, "yarn", **arguments)
 
 
-def test_layer_types_that_a_model_with_some_lacks():
+def test_unknown_layer_type_is_refused():
     model = make_model("gemma3")
     for attempt in (rope_patch.patch, rope_patch.diagnose):
         with pytest.raises(ValueError, match="has the layer types sliding_attention, full_att"):
@@ -175,7 +178,7 @@ def test_layer_types_that_a_model_with_some_lacks():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "value", "message"),
     [
         ("rope_theta", None, THETA),
         ("rope_theta", "1e6", THETA),
@@ -183,14 +186,14 @@ def test_layer_types_that_a_model_with_some_lacks():
         ("original_max_position_embeddings", "64", ORIGINAL),
     ],
 )
-def test_one_layer_type_of_several(field, value, says):
+def test_bad_parameters_of_one_layer_type_are_refused(field, value, message):
     model = make_model("gemma3")
     before = logits(model)
-    spoiled = copy.deepcopy(model.config.rope_parameters)
-    spoiled["full_attention"] = {**YARN, "rope_theta": 1e6, field: value}
-    spoil(model, {"rope_parameters": spoiled})
+    parameters = copy.deepcopy(model.config.rope_parameters)
+    parameters["full_attention"] = {**YARN, "rope_theta": 1e6, field: value}
+    set_config_fields(model, {"rope_parameters": parameters})
     for attempt in (rope_patch.patch, rope_patch.diagnose):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             attempt(model, "linear", factor=8)
     assert rope_patch.current(model) is None
     assert torch.equal(logits(model), before)

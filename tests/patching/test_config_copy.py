@@ -1,4 +1,4 @@
-"""The config of a patched model tells the truth, and so do print(model) and the log."""
+"""Test that the config, print(model) and the log of a patched model show the patch."""
 
 import copy
 import logging
@@ -31,18 +31,18 @@ LLAMA_YARN = {
 
 
 def configs(model):
-    """Return the text config of every module that holds one."""
-    held = [vars(module).get("config") for module in model.modules()]
-    return [config.get_text_config(decoder=True) for config in held if config is not None]
+    """Return the text config of every module that has one."""
+    all_configs = [vars(module).get("config") for module in model.modules()]
+    return [config.get_text_config(decoder=True) for config in all_configs if config is not None]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_module_says_what_is_in_effect(family):
+def test_config_of_every_module_shows_the_patch(family):
     model = make_model(family)
     plain = copy.deepcopy(model.config.rope_parameters)
-    held = len(configs(model))
+    count = len(configs(model))
     with rope_patch.patch(model, "yarn", factor=4) as handle:
-        assert len(configs(model)) == held >= 4  # the model, its decoder, rotary and attentions
+        assert len(configs(model)) == count >= 4  # the model, its decoder, rotary and attentions
         for config in configs(model):
             assert config.max_position_embeddings == TARGET
             assert config.rope_parameters == model.config.rope_parameters != plain
@@ -56,7 +56,7 @@ def test_every_module_says_what_is_in_effect(family):
         assert config.rope_parameters == plain
 
 
-def test_native_spelling():
+def test_config_has_transformers_yarn_parameters():
     model = make_model()
     rope_patch.patch(model, "yarn", factor=4)
     assert model.config.rope_parameters == LLAMA_YARN
@@ -79,7 +79,7 @@ def test_only_full_attention_changes_in_gemma3():
 
 @pytest.fixture
 def multimodal():
-    """A tiny Gemma3ForConditionalGeneration: a text config within a composite one."""
+    """Return a tiny Gemma3ForConditionalGeneration, which has a composite config."""
     text = make_config("gemma3").to_dict()
     vision = {
         "hidden_size": 32,
@@ -96,7 +96,7 @@ def multimodal():
     return transformers.Gemma3ForConditionalGeneration(config).eval()
 
 
-def test_composite_config(multimodal):
+def test_patch_changes_only_the_text_config(multimodal):
     original = multimodal.config
     text = copy.deepcopy(original.to_dict())
     before = logits(multimodal)
@@ -117,18 +117,18 @@ def test_composite_config(multimodal):
     assert logits(multimodal).equal(before)
 
 
-def test_composite_model_rotates_as_its_text_decoder(multimodal):
-    alone = make_model("gemma3")
-    alone.model.load_state_dict(multimodal.model.language_model.state_dict())
+def test_composite_model_rotates_like_its_text_decoder(multimodal):
+    text_model = make_model("gemma3")
+    text_model.model.load_state_dict(multimodal.model.language_model.state_dict())
     with torch.no_grad():
-        for model in (multimodal.model.language_model, alone.model):
+        for model in (multimodal.model.language_model, text_model.model):
             rope_patch.patch(model, "linear", factor=4)
         ids = tokens(LONG)
         whole = multimodal.model(input_ids=ids).last_hidden_state
-        assert whole.equal(alone.model(input_ids=ids).last_hidden_state)
+        assert whole.equal(text_model.model(input_ids=ids).last_hidden_state)
 
 
-def test_a_vision_tower_keeps_its_own_rotation():
+def test_vision_tower_keeps_its_rotation():
     vision = transformers.PixtralVisionConfig(
         hidden_size=32,
         intermediate_size=32,
@@ -142,10 +142,10 @@ def test_a_vision_tower_keeps_its_own_rotation():
     model = transformers.LlavaForConditionalGeneration(config).eval()
     vision_tower, decoder = model.model.vision_tower, model.model.language_model
     rotaries = vision_tower.patch_positional_embedding, decoder.rotary_emb
-    seen, read = (rotary.inv_freq.clone() for rotary in rotaries)
+    vision_inv_freq, text_inv_freq = (rotary.inv_freq.clone() for rotary in rotaries)
     rope_patch.patch(model, "linear", factor=4)
-    assert rotaries[0].inv_freq.equal(seen)
-    torch.testing.assert_close(rotaries[1].inv_freq, read / 4)
+    assert rotaries[0].inv_freq.equal(vision_inv_freq)
+    torch.testing.assert_close(rotaries[1].inv_freq, text_inv_freq / 4)
     assert model.config.vision_config == config.vision_config
 
 
@@ -158,7 +158,7 @@ def test_print_shows_the_method_and_the_lengths(family):
     assert str(model) == plain
 
 
-def test_one_log_record_says_what_was_patched(caplog):
+def test_patch_writes_one_log_record(caplog):
     with caplog.at_level(logging.INFO, logger="rope_patch"):
         handle = rope_patch.patch(make_model("gemma3"), "yarn", factor=4)
     (record,) = [r for r in caplog.records if r.name.startswith("rope_patch")]
@@ -169,12 +169,12 @@ def test_one_log_record_says_what_was_patched(caplog):
     handle.undo()
 
 
-def test_summary_says_what_changed():
+def test_summary_lists_the_changes():
     model = make_model()
     handle = rope_patch.patch(model, "yarn", factor=4, beta_fast=16)
     first, layers, options, rotation = handle.summary().splitlines()
     assert first == "yarn ×4, 64 → 256 tokens"
-    # 64 tokens: the first pair is kept, the next two are on the ramp, the rest stretch by 4.
+    # 64 tokens: the first pair is unchanged, the next two are on the ramp, the rest stretch by 4.
     assert "theta 10000, 7 of 8 pairs changed (slowest: ×4), attention factor 1.13863" in layers
     assert "beta_fast=16" in options
     assert "plain torch on a CPU" in rotation
@@ -183,16 +183,16 @@ def test_summary_says_what_changed():
     assert "(undone)" in repr(handle)
 
 
-def test_summary_of_stopped_pairs_and_of_given_factors():
+def test_summary_of_stopped_pairs_and_per_pair_factors():
     model = make_model()
     stopped = rope_patch.patch(model, "proportional", factor=4)
     assert "2 of 8 pairs changed (slowest: no longer rotates)" in stopped.summary()
-    given = rope_patch.patch(model, "longrope", factor=4, long_factor=LONG_FACTOR)
-    assert "7 of 8 pairs changed (slowest: ×3.8)" in given.summary()
-    assert "long_factor=[8 numbers]" in given.summary()
+    longrope = rope_patch.patch(model, "longrope", factor=4, long_factor=LONG_FACTOR)
+    assert "7 of 8 pairs changed (slowest: ×3.8)" in longrope.summary()
+    assert "long_factor=[8 numbers]" in longrope.summary()
 
 
-def test_an_inner_decoder_can_be_patched_alone():
+def test_inner_decoder_can_be_patched():
     model = make_model()
     rope_patch.patch(model.model, "yarn", factor=4)
     whole = make_model()
@@ -203,7 +203,7 @@ def test_an_inner_decoder_can_be_patched_alone():
     assert logits(model).equal(logits(make_model()))
 
 
-def test_a_partial_rotation_stays_partial():
+def test_partial_rotation_stays_partial():
     torch.manual_seed(0)
     quarter = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
@@ -223,7 +223,7 @@ def test_a_partial_rotation_stays_partial():
 
 
 @pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
-def test_multimodal_sections_stay(kind):
+def test_multimodal_sections_are_preserved(kind):
     sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     config = getattr(transformers, f"{kind}TextConfig")(**SIZES, rope_parameters=sections)
     torch.manual_seed(0)
@@ -232,9 +232,9 @@ def test_multimodal_sections_stay(kind):
     positions = torch.stack([torch.arange(LONG) // n for n in (1, 2, 3)])[:, None]  # [3, B, S]
 
     @torch.no_grad()
-    def hidden(of):
-        said = of(input_ids=tokens(LONG), position_ids=positions, use_cache=False)
-        return said.last_hidden_state
+    def hidden(decoder):
+        output = decoder(input_ids=tokens(LONG), position_ids=positions, use_cache=False)
+        return output.last_hidden_state
 
     before = hidden(model)
     rope_patch.patch(model, "yarn", factor=4)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the attention factor is in the softmax scale, once."""
+"""Test that multi-head latent attention gets the attention factor once, in the softmax scale."""
 
 import copy
 import math
@@ -13,7 +13,7 @@ import rope_patch
 
 LONG = 150
 ORIGIN = {"rope_theta": 1e4, "original_max_position_embeddings": TRAINED}
-LAW = 0.1 * math.log(4) + 1
+MSCALE = 0.1 * math.log(4) + 1
 
 
 @torch.no_grad()
@@ -24,33 +24,32 @@ def logits(model):
 
 def plain(model_type):
     model = tiny_model(model_type)
-    said = model.config.rope_parameters
-    assert said["rope_type"] == "default"
+    assert model.config.rope_parameters["rope_type"] == "default"
     return model
 
 
-def native(model, **said):
+def native(model, **parameters):
     config = copy.deepcopy(model.config)
-    config.rope_parameters = {**model.config.rope_parameters, **ORIGIN, **said}
+    config.rope_parameters = {**model.config.rope_parameters, **ORIGIN, **parameters}
     other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     other.load_state_dict(model.state_dict())
     return other
 
 
-# Those that transformers 5.0 does not know, or does not sharpen.
+# transformers 5.0 lacks these, or ignores their mscale.
 NEWER = [] if OLD_TRANSFORMERS else ["deepseek_v2", "minicpm3"]
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite", *NEWER])
-def test_yarn_is_what_deepseeks_own_configs_say(model_type):
+def test_yarn_matches_deepseeks_config(model_type):
     model = plain(model_type)
     expected = logits(native(model, rope_type="yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0))
-    twice = logits(native(model, rope_type="yarn", factor=4.0, attention_factor=LAW))
+    scaled_twice = logits(native(model, rope_type="yarn", factor=4.0, attention_factor=MSCALE))
     handle = rope_patch.patch(model, "yarn", factor=4)
     assert handle.frequencies[None].attention_factor == 1
-    assert handle.softmax_mscale == pytest.approx(LAW)
+    assert handle.softmax_mscale == pytest.approx(MSCALE)
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-4)
-    assert (logits(model) - twice).abs().max() > 1e-3
+    assert (logits(model) - scaled_twice).abs().max() > 1e-3
     assert "softmax scale" in handle.summary()
 
 
@@ -66,17 +65,17 @@ def test_yarn_is_what_deepseeks_own_configs_say(model_type):
         ("longrope", {"long_factor": [1 + 0.3 * i for i in range(8)]}),
     ],
 )
-def test_the_config_of_the_patch_builds_the_same_model(method, options):
+def test_patched_config_builds_the_same_model(method, options):
     model = plain("deepseek_v3")
     if method == "longrope":
         options = {**options, "short_factor": options["long_factor"]}
     rope_patch.patch(model, method, factor=4, **options)
-    patched, said = logits(model), copy.deepcopy(model.config.rope_parameters)
+    patched, parameters = logits(model), copy.deepcopy(model.config.rope_parameters)
     rope_patch.unpatch(model)
-    torch.testing.assert_close(logits(native(model, **said)), patched, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(native(model, **parameters)), patched, rtol=0, atol=1e-4)
 
 
-def test_a_scale_that_a_config_made_is_replaced_and_comes_back():
+def test_scale_from_the_config_is_replaced_and_restored():
     config = tiny_config("deepseek_v3")
     config.rope_parameters = {
         **config.rope_parameters,
@@ -90,18 +89,13 @@ def test_a_scale_that_a_config_made_is_replaced_and_comes_back():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     attention = model.model.layers[0].self_attn
-    bare = attention.qk_head_dim**-0.5
-    assert attention.scaling == pytest.approx(bare * LAW**2)
+    unscaled = attention.qk_head_dim**-0.5
+    assert attention.scaling == pytest.approx(unscaled * MSCALE**2)
     with rope_patch.patch(model, "yarn", factor=8):  # from 16 tokens to 128
-        assert attention.scaling == pytest.approx(bare * (0.1 * math.log(8) + 1) ** 2)
-    with rope_patch.patch(model, "linear", factor=8):  # does not sharpen
-        assert attention.scaling == pytest.approx(bare)
+        assert attention.scaling == pytest.approx(unscaled * (0.1 * math.log(8) + 1) ** 2)
+    with rope_patch.patch(model, "linear", factor=8):  # has no attention factor
+        assert attention.scaling == pytest.approx(unscaled)
     with rope_patch.patch(model, "yarn", factor=2, start="running"):  # from 64 tokens to 128
-        both = LAW * (0.1 * math.log(2) + 1)
-        assert attention.scaling == pytest.approx(bare * both**2)
-    assert attention.scaling == pytest.approx(bare * LAW**2)
-
-
-def test_methods_that_follow_the_length_are_refused():
-    with pytest.raises(ValueError, match="compressed keys"):
-        rope_patch.patch(plain("deepseek_v3"), "dynamic-yarn")
+        mscale = MSCALE * (0.1 * math.log(2) + 1)
+        assert attention.scaling == pytest.approx(unscaled * mscale**2)
+    assert attention.scaling == pytest.approx(unscaled * MSCALE**2)

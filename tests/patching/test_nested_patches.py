@@ -1,4 +1,4 @@
-"""Leaving a `with` block puts back what was in effect before it, whatever happened inside."""
+"""Test that leaving a `with` block restores the patch that was in effect before it."""
 
 import copy
 import gc
@@ -14,7 +14,7 @@ import rope_patch
 
 @pytest.fixture(scope="module")
 def expected():
-    """Return a model's logits unpatched and under each method, each from its own model."""
+    """Return logits without a patch and under each method, each from a new model."""
     plain = {"none": logits(make_model())}
     for method, options in [("yarn", {"factor": 4}), ("linear", {"factor": 4})]:
         model = make_model()
@@ -43,7 +43,7 @@ def test_leaving_the_inner_block_restores_the_outer_patch(model, expected):
     assert model.config is config
 
 
-def test_an_exception_in_the_inner_block_restores_the_outer_patch(model, expected):
+def test_exception_in_the_inner_block_restores_the_outer_patch(model, expected):
     with rope_patch.patch(model, "yarn", factor=4) as outer:
         with pytest.raises(ZeroDivisionError), rope_patch.patch(model, "linear", factor=4):
             raise ZeroDivisionError
@@ -52,7 +52,7 @@ def test_an_exception_in_the_inner_block_restores_the_outer_patch(model, expecte
     assert logits(model).equal(expected["none"])
 
 
-def test_three_blocks_are_left_one_by_one(model, expected):
+def test_three_nested_blocks_restore_one_by_one(model, expected):
     with rope_patch.patch(model, "yarn", factor=4):
         with rope_patch.patch(model, "linear", factor=4) as second:
             with rope_patch.patch(model, "ntk", factor=4):
@@ -63,7 +63,7 @@ def test_three_blocks_are_left_one_by_one(model, expected):
     assert logits(model).equal(expected["none"])
 
 
-def test_undoing_the_inner_patch_by_hand_shows_the_original_until_the_block_ends(model, expected):
+def test_undo_in_the_inner_block_unpatches_until_its_end(model, expected):
     for undo in (lambda handle: handle.undo(), lambda _: rope_patch.unpatch(model)):
         with rope_patch.patch(model, "yarn", factor=4):
             with rope_patch.patch(model, "linear", factor=4) as inner:
@@ -73,7 +73,7 @@ def test_undoing_the_inner_patch_by_hand_shows_the_original_until_the_block_ends
         assert logits(model).equal(expected["none"])
 
 
-def test_an_outer_patch_that_was_undone_inside_is_not_restored(model, expected):
+def test_outer_patch_undone_inside_is_not_restored(model, expected):
     with rope_patch.patch(model, "yarn", factor=4) as outer:
         with rope_patch.patch(model, "linear", factor=4):
             outer.undo()
@@ -82,7 +82,7 @@ def test_an_outer_patch_that_was_undone_inside_is_not_restored(model, expected):
     assert logits(model).equal(expected["none"])
 
 
-def test_a_patch_without_a_block_ends_with_the_block_around_it(model, expected):
+def test_patch_without_a_block_ends_with_the_enclosing_block(model, expected):
     with rope_patch.patch(model, "yarn", factor=4):
         handle = rope_patch.patch(model, "linear", factor=4)
         with rope_patch.patch(model, "ntk", factor=4):
@@ -93,7 +93,7 @@ def test_a_patch_without_a_block_ends_with_the_block_around_it(model, expected):
     assert logits(model).equal(expected["none"])
 
 
-def test_a_block_within_a_patch_without_one_restores_it(model, expected):
+def test_block_restores_a_patch_without_a_block(model, expected):
     handle = rope_patch.patch(model, "yarn", factor=4)
     with rope_patch.patch(model, "linear", factor=4):
         pass
@@ -103,7 +103,7 @@ def test_a_block_within_a_patch_without_one_restores_it(model, expected):
     assert logits(model).equal(expected["none"])
 
 
-def test_blocks_that_are_left_in_the_wrong_order_end_unpatched(model, expected):
+def test_blocks_left_in_the_wrong_order_end_unpatched(model, expected):
     outer = rope_patch.patch(model, "yarn", factor=4).__enter__()
     inner = rope_patch.patch(model, "linear", factor=4).__enter__()
     outer.__exit__()
@@ -113,8 +113,8 @@ def test_blocks_that_are_left_in_the_wrong_order_end_unpatched(model, expected):
     assert logits(model).equal(expected["none"])
 
 
-def test_settings_and_caches_of_the_outer_patch_survive(model):
-    """A cache that the outer patch filled before the inner block goes on after it."""
+def test_inner_block_preserves_settings_and_caches_of_the_outer_patch(model):
+    """Continue a cache of the outer patch after the inner block."""
     ids, reference = tokens(76), make_model()
     rope_patch.patch(reference, "dynamic-yarn")
     whole = step_by_step(reference, ids, 60)
@@ -123,8 +123,8 @@ def test_settings_and_caches_of_the_outer_patch_survive(model):
         start = step_by_step(model, ids[:, :70], 60, cache)
         with rope_patch.patch(model, "linear", factor=4):
             logits(model)
-        rest = step_by_step(model, ids[:, 70:], 1, cache)
-        assert torch.cat([start, rest], dim=1).equal(whole)
+        continued = step_by_step(model, ids[:, 70:], 1, cache)
+        assert torch.cat([start, continued], dim=1).equal(whole)
 
         outer.fix_length(LONG)
         fixed = logits(model, SHORT)
@@ -134,7 +134,7 @@ def test_settings_and_caches_of_the_outer_patch_survive(model):
         assert not fixed.equal(whole[:, :SHORT])
 
 
-def test_what_users_change_in_an_inner_block_stays(model):
+def test_config_changes_in_an_inner_block_persist(model):
     with rope_patch.patch(model, "yarn", factor=4):
         model.config.use_cache = False
         with rope_patch.patch(model, "linear", factor=4):
@@ -145,7 +145,7 @@ def test_what_users_change_in_an_inner_block_stays(model):
     assert model.config.rope_parameters["rope_type"] == "default"
 
 
-def test_a_copy_made_in_an_inner_block_goes_its_own_way(model, expected):
+def test_copy_from_an_inner_block_is_independent(model, expected):
     with rope_patch.patch(model, "yarn", factor=4) as outer:
         with rope_patch.patch(model, "linear", factor=4):
             twin = copy.deepcopy(model)
@@ -156,7 +156,7 @@ def test_a_copy_made_in_an_inner_block_goes_its_own_way(model, expected):
         assert logits(model).equal(expected["yarn"])
 
 
-def test_a_patch_that_fails_half_way_leaves_the_one_before(model, expected, monkeypatch):
+def test_failed_patch_restores_the_previous_one(model, expected, monkeypatch):
     handle = rope_patch.patch(model, "yarn", factor=4)
     before = rope_patch.patching.handle.install_kernels
 
@@ -171,8 +171,8 @@ def test_a_patch_that_fails_half_way_leaves_the_one_before(model, expected, monk
     assert logits(model).equal(expected["yarn"])
 
 
-def test_many_replaced_patches_are_not_held(model):
-    """A chain of all that were replaced would hold each one's frequencies."""
+def test_replaced_patches_are_freed(model):
+    """A chain of replaced patches would keep the frequencies of each one."""
     first = weakref.ref(rope_patch.patch(model, "yarn", factor=4))
     for factor in (2, 3, 4):
         rope_patch.patch(model, "linear", factor=factor)

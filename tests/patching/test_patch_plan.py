@@ -1,4 +1,4 @@
-"""Requests that cannot be met: a clear error, and a model that is as it was."""
+"""Test requests: impossible ones raise a clear error and leave the model unchanged."""
 
 import inspect
 import math
@@ -10,7 +10,7 @@ from helpers.tiny_models import LONG_FACTOR, TRAINED, assert_close, logits, make
 
 import rope_patch
 
-# name: (family, method, arguments, error, what the message says)
+# name: (family, method, arguments, error, message)
 BAD = {
     "factor-one": ("llama", "yarn", {"factor": 1}, ValueError, "would change nothing"),
     "length-trained": ("llama", "yarn", {"length": 64}, ValueError, "would change nothing"),
@@ -132,14 +132,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("standing", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("is_patched", [False, True], ids=["plain", "patched"])
 @pytest.mark.parametrize("name", BAD)
-def test_bad_requests_change_nothing(name, standing):
-    family, method, arguments, error, says = BAD[name]
+def test_bad_requests_change_nothing(name, is_patched):
+    family, method, arguments, error, message = BAD[name]
     model = make_model(family)
-    handle = rope_patch.patch(model, "linear", factor=2) if standing else None
+    handle = rope_patch.patch(model, "linear", factor=2) if is_patched else None
     before, config = logits(model), model.config.to_dict()
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         rope_patch.patch(model, method, **arguments)
     assert rope_patch.current(model) is handle
     assert model.config.to_dict() == config
@@ -150,7 +150,7 @@ def test_bad_requests_change_nothing(name, standing):
         assert logits(model).equal(logits(make_model(family)))
 
 
-def test_a_model_without_rope_is_refused():
+def test_model_without_rope_is_refused():
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     with pytest.raises(ValueError, match="no rotary embedding found in GPT2LMHeadModel"):
@@ -158,20 +158,20 @@ def test_a_model_without_rope_is_refused():
     assert rope_patch.current(model) is None
 
 
-@pytest.mark.parametrize("what", ["llama", None, {"model": 1}])
-def test_what_is_no_module_is_refused(what):
-    got = type(what).__name__
+@pytest.mark.parametrize("value", ["llama", None, {"model": 1}])
+def test_non_modules_are_refused(value):
+    got = type(value).__name__
     with pytest.raises(TypeError, match=f"expected a transformers model, got {got}"):
-        rope_patch.patch(what, "yarn", factor=4)
+        rope_patch.patch(value, "yarn", factor=4)
 
 
-def test_a_module_without_config_is_refused():
+def test_module_without_config_is_refused():
     with pytest.raises(ValueError, match="Linear has no transformers config"):
         rope_patch.patch(torch.nn.Linear(2, 2), "yarn", factor=4)
 
 
 @pytest.mark.parametrize("change", [lambda f: 2 * f, lambda f: f[:4]], ids=["faster", "fewer"])
-def test_a_rotation_that_is_not_its_configs_is_refused(change):
+def test_rotation_that_differs_from_its_config_is_refused(change):
     model = make_model()
 
     class Own(type(model.model.rotary_emb)):
@@ -194,7 +194,7 @@ def yarn(factor):
     }
 
 
-def test_a_native_yarn_is_replaced_from_its_original_length():
+def test_yarn_in_the_config_is_replaced():
     model = make_model("llama", rope_parameters=yarn(2.0), max_position_embeddings=128)
     before = logits(model)
     handle = rope_patch.patch(model, "yarn", factor=4)
@@ -205,16 +205,16 @@ def test_a_native_yarn_is_replaced_from_its_original_length():
     assert logits(model).equal(before)
 
 
-def test_the_native_yarn_itself_would_change_nothing():
+def test_same_yarn_as_in_the_config_is_refused():
     model = make_model("llama", rope_parameters=yarn(2.0), max_position_embeddings=128)
     with pytest.raises(ValueError, match="would change nothing"):
         rope_patch.patch(model, "yarn", length=128)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic"])
-def test_a_native_scaling_of_unknown_origin_needs_the_trained_length(kind):
-    scaled = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-    model = make_model("llama", rope_parameters=scaled)
+def test_scaling_in_the_config_without_origin_needs_a_trained_length(kind):
+    parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    model = make_model("llama", rope_parameters=parameters)
     before = logits(model, TRAINED)
     with pytest.raises(ValueError, match=r"pass trained_length=\.\.\."):
         rope_patch.patch(model, "yarn", factor=4)
@@ -226,9 +226,9 @@ def test_a_native_scaling_of_unknown_origin_needs_the_trained_length(kind):
     assert logits(model, TRAINED).equal(before)
 
 
-@pytest.mark.parametrize("sealed", ["forward", "config"])
+@pytest.mark.parametrize("read_only", ["forward", "config"])
 @pytest.mark.parametrize("method", ["linear", "yarn", "longrope"])
-def test_an_error_halfway_leaves_nothing_behind(method, sealed):
+def test_failed_patch_leaves_the_model_unchanged(method, read_only):
     model = make_model("gemma3")
     config, before = model.config, logits(model)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -236,13 +236,13 @@ def test_an_error_halfway_leaves_nothing_behind(method, sealed):
 
     class Sealed(type(attention)):
         def __setattr__(self, name, value):
-            if name == sealed:
+            if name == read_only:
                 raise RuntimeError(f"{name} cannot be set")
             super().__setattr__(name, value)
 
     attention.__class__ = Sealed
     options = {"long_factor": LONG_FACTOR} if method == "longrope" else {}
-    with pytest.raises(RuntimeError, match=f"{sealed} cannot be set"):
+    with pytest.raises(RuntimeError, match=f"{read_only} cannot be set"):
         rope_patch.patch(model, method, factor=4, **options)
     assert rope_patch.current(model) is None
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
@@ -250,7 +250,7 @@ def test_an_error_halfway_leaves_nothing_behind(method, sealed):
     assert model.config is config
 
 
-# -- methods that follow the length ----------------------------------------------------------------
+# -- length-dependent methods ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_dynamic_methods_need_no_factor(request_, length, factor):
     assert (handle.length, handle.factor, handle.trained_length) == (length, factor, TRAINED)
     expected = handle.frequencies_at(length or TRAINED)[None]
     assert handle.frequencies[None].same_as(expected)
-    # A longer length would promise what no config can say.
+    # Configs cannot hold this method, so the config keeps the trained length.
     assert model.config.max_position_embeddings == TRAINED
     assert model.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -281,7 +281,7 @@ def test_dynamic_methods_need_no_factor(request_, length, factor):
         ({"factor": 2, "length": 1024}, 1024, 2),
     ],
 )
-def test_the_factor_of_dynamic_ntk_is_part_of_its_formula(request_, length, in_formula):
+def test_factor_of_dynamic_ntk_is_part_of_its_formula(request_, length, in_formula):
     model = make_model()
     handle = rope_patch.patch(model, "dynamic", **request_)
     assert (handle.length, handle.method.factor) == (length, in_formula)
@@ -293,7 +293,7 @@ def test_the_factor_of_dynamic_ntk_is_part_of_its_formula(request_, length, in_f
     }
 
 
-def test_dynamic_says_what_it_does(capsys):
+def test_dynamic_handle_describes_the_method(capsys):
     model = make_model()
     handle = rope_patch.patch(model, "dynamic-yarn")
     assert str(handle) == "dynamic-yarn, 64 → any length"
@@ -306,9 +306,9 @@ def test_dynamic_says_what_it_does(capsys):
     assert str(rope_patch.patch(model, "dynamic", factor=2)) == "dynamic, factor 2, 64 → 128 tokens"
 
 
-def test_a_factor_without_its_name_is_told_its_name():
+def test_positional_factor_error_names_the_argument():
     model = make_model()
     with pytest.raises(TypeError, match=r"write factor=4, or length="):
         rope_patch.patch(model, "yarn", 4)
     assert rope_patch.current(model) is None
-    assert "factor" in inspect.signature(rope_patch.patch).parameters  # as editors show it
+    assert "factor" in inspect.signature(rope_patch.patch).parameters  # what editors show

@@ -1,4 +1,4 @@
-"""Patched models under caches, padding, compilation, offloading, meta tensors and adapters."""
+"""Test patched models with caches, padding, compilation, offloading, meta tensors and adapters."""
 
 import copy
 import time
@@ -17,6 +17,7 @@ from helpers.tiny_models import (
     assert_differs,
     logits,
     make_config,
+    make_generator,
     make_model,
     tokens,
 )
@@ -28,29 +29,24 @@ STATIC = {name: {} for name in ("linear", "ntk", "ntk-by-parts", "yarn", "llama3
 STATIC["proportional"] = {"partial_rotary_factor": 0.25}
 
 
-def make_generator(family):
-    """Make a model whose next token depends on the whole context (weights are not tied)."""
-    return make_model(family, tie_word_embeddings=False, initializer_range=0.2)
-
-
 def generate(model, ids, new, **kwargs):
-    """Return greedy tokens, `[B, new]`, and the logits that chose them, `[new, B, vocab]`."""
+    """Return greedy tokens `[B, new]` and their logits `[new, B, vocab]`."""
     kwargs |= {"max_new_tokens": new, "do_sample": False}
-    said = model.generate(ids, output_logits=True, return_dict_in_generate=True, **kwargs)
-    return said.sequences[:, ids.shape[1] :], torch.stack(said.logits)
+    output = model.generate(ids, output_logits=True, return_dict_in_generate=True, **kwargs)
+    return output.sequences[:, ids.shape[1] :], torch.stack(output.logits)
 
 
 def assert_cache_changes_nothing(model, ids, new):
-    cached, by = generate(model, ids, new, use_cache=True)
-    anew, anew_by = generate(model, ids, new, use_cache=False)
+    cached, cached_logits = generate(model, ids, new, use_cache=True)
+    uncached, uncached_logits = generate(model, ids, new, use_cache=False)
     assert cached.shape == (1, new)
-    assert cached.equal(anew)
-    torch.testing.assert_close(by, anew_by, rtol=0, atol=1e-3)
+    assert cached.equal(uncached)
+    torch.testing.assert_close(cached_logits, uncached_logits, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("method", STATIC)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_generating_with_a_cache_is_the_same_across_the_trained_length(family, method):
+def test_cache_does_not_change_generation_across_the_trained_length(family, method):
     model = make_generator(family)
     ids = tokens(TRAINED - 10)
     _, unpatched = generate(model, ids, 1)
@@ -61,7 +57,7 @@ def test_generating_with_a_cache_is_the_same_across_the_trained_length(family, m
 
 @pytest.mark.parametrize("length", [SHORT, TRAINED + 10])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_longrope_generates_the_same_with_a_cache_on_either_side(family, length):
+def test_cache_does_not_change_longrope_generation(family, length):
     model = make_generator(family)
     rope_patch.patch(model, "longrope", factor=4, **LONGROPE)
     assert_cache_changes_nothing(model, tokens(length), 20)
@@ -69,7 +65,7 @@ def test_longrope_generates_the_same_with_a_cache_on_either_side(family, length)
 
 @pytest.mark.parametrize("method", ["linear", "yarn"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
-def test_padding_does_not_change_what_a_row_generates(family, method):
+def test_padding_does_not_change_generation(family, method):
     model = make_generator(family)
     rope_patch.patch(model, method, factor=4)
     rows = [tokens(30, seed=3), tokens(TRAINED + 16, seed=4)]
@@ -80,8 +76,8 @@ def test_padding_does_not_change_what_a_row_generates(family, method):
     )
     mask = torch.ones_like(batch)
     mask[0, : pad[0]] = 0
-    together, _ = generate(model, batch, 12, attention_mask=mask)
-    for got, row in zip(together, rows, strict=True):
+    generated, _ = generate(model, batch, 12, attention_mask=mask)
+    for got, row in zip(generated, rows, strict=True):
         assert got.equal(generate(model, row, 12)[0][0])
 
 
@@ -98,7 +94,7 @@ def compiled(model):
         ("gemma3", "dynamic-yarn", {}, (LONG, SHORT, LONG)),
     ],
 )
-def test_compiling_before_or_after_patching(family, method, options, lengths):
+def test_compile_before_or_after_patch(family, method, options, lengths):
     torch._dynamo.reset()
     model, reference = make_model(family), make_model(family)
     plain = logits(reference)
@@ -119,7 +115,7 @@ def test_compiling_before_or_after_patching(family, method, options, lengths):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_offloaded_models(family, tmp_path):
+def test_offloaded_model_matches_the_loaded_one(family, tmp_path):
     model = make_model(family)
     model.save_pretrained(tmp_path / "model")
     plain = logits(model)
@@ -132,7 +128,7 @@ def test_offloaded_models(family, tmp_path):
         max_memory={"cpu": "220KB"},  # of about 310
         offload_folder=tmp_path / "offload",
     )
-    assert {"cpu", "disk"} <= {str(place) for place in offloaded.hf_device_map.values()}
+    assert {"cpu", "disk"} <= {str(device) for device in offloaded.hf_device_map.values()}
     assert_close(logits(offloaded), logits(model))
     assert generate(offloaded, tokens(60), 8)[0].equal(generate(model, tokens(60), 8)[0])
     rope_patch.unpatch(offloaded)
@@ -140,8 +136,8 @@ def test_offloaded_models(family, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def billion():
-    """Llama 3.2 1B's shape without weights."""
+def llama_1b():
+    """Return Llama 3.2 1B without weights."""
     config = transformers.LlamaConfig(
         hidden_size=2048,
         num_hidden_layers=16,
@@ -156,25 +152,25 @@ def billion():
         return transformers.LlamaForCausalLM(config)
 
 
-def test_patching_a_billion_parameters_is_quick(billion):
+def test_patch_of_a_1b_model_takes_milliseconds(llama_1b):
     def seconds():
         start = time.perf_counter()
-        handle = rope_patch.patch(billion, "yarn", factor=4)
-        taken = time.perf_counter() - start
+        handle = rope_patch.patch(llama_1b, "yarn", factor=4)
+        duration = time.perf_counter() - start
         handle.undo()
-        return taken
+        return duration
 
     assert min(seconds() for _ in range(5)) < 0.05
 
 
-def test_no_tensor_grows_with_the_length(billion):
+def test_buffers_do_not_grow_with_the_length(llama_1b):
     def buffers():
-        return {name: (b.shape, b.dtype) for name, b in billion.named_buffers()}
+        return {name: (b.shape, b.dtype) for name, b in llama_1b.named_buffers()}
 
     before = buffers()
-    pairs = billion.config.head_dim // 2
+    pairs = llama_1b.config.head_dim // 2
     for method, options in [("yarn", {}), ("longrope", {"long_factor": [4.0] * pairs})]:
-        handle = rope_patch.patch(billion, method, length=2**24, **options)
+        handle = rope_patch.patch(llama_1b, method, length=2**24, **options)
         assert buffers() == before
         assert handle.frequencies[None].inv_freq.shape == (pairs,)
         handle.undo()
@@ -182,7 +178,7 @@ def test_no_tensor_grows_with_the_length(billion):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_model_patched_on_meta_rotates_exactly_once_materialised(family):
+def test_meta_model_has_exact_frequencies_after_to_empty(family):
     real = make_model(family)
     with torch.device("meta"):
         empty = make_model(family)
@@ -192,8 +188,8 @@ def test_a_model_patched_on_meta_rotates_exactly_once_materialised(family):
     empty.to_empty(device="cpu")
 
     def live(model):
-        named = model.model.rotary_emb.named_buffers()
-        return {name: b for name, b in named if "original" not in name}
+        named_buffers = model.model.rotary_emb.named_buffers()
+        return {name: b for name, b in named_buffers if "original" not in name}
 
     assert live(empty).keys() == live(real).keys()
     assert all(live(empty)[name].equal(buffer) for name, buffer in live(real).items())
@@ -202,7 +198,7 @@ def test_a_model_patched_on_meta_rotates_exactly_once_materialised(family):
     assert all(live(empty)[name].equal(buffer) for name, buffer in live(real).items())
 
 
-def test_a_model_patched_on_meta_takes_weights():
+def test_meta_model_loads_weights():
     real = make_model()
     with torch.device("meta"):
         empty = make_model()
@@ -219,7 +215,7 @@ def test_a_model_patched_on_meta_takes_weights():
     ("method", "options"), [("yarn", {}), ("longrope", LONGROPE), ("dynamic-yarn", {})]
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_default_device_does_not_leak_in(family, method, options):
+def test_default_device_does_not_affect_patch_and_undo(family, method, options):
     model, reference = make_model(family), make_model(family)
     plain = logits(model)
     rope_patch.patch(reference, method, factor=4, **options)
@@ -232,21 +228,21 @@ def test_a_default_device_does_not_leak_in(family, method, options):
     assert logits(model).equal(plain)
 
 
-def test_training_sees_the_patched_rotation():
+def test_gradients_match_the_native_model():
     model = make_model()
     rope_patch.patch(model, "yarn", factor=4)
     native = transformers.LlamaForCausalLM(copy.deepcopy(model.config))
     native.load_state_dict(model.state_dict())
     ids = tokens(LONG)
-    for trained in (model, native):
-        trained.train()
-        trained(input_ids=ids, labels=ids).loss.backward()
-    for ours, theirs in zip(model.parameters(), native.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+    for each_model in (model, native):
+        each_model.train()
+        each_model(input_ids=ids, labels=ids).loss.backward()
+    for weight, native_weight in zip(model.parameters(), native.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, native_weight.grad, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("outside", [True, False], ids=["adapter", "base"])
-def test_adapters(outside):
+@pytest.mark.parametrize("through_adapter", [True, False], ids=["adapter", "base"])
+def test_patch_and_undo_with_a_lora_adapter(through_adapter):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
     plain = make_model()
@@ -254,7 +250,7 @@ def test_adapters(outside):
     adapted = peft.get_peft_model(plain, lora).eval()
     before = logits(adapted)
     keys = list(adapted.state_dict())
-    handle = rope_patch.patch(adapted if outside else plain, "yarn", factor=4)
+    handle = rope_patch.patch(adapted if through_adapter else plain, "yarn", factor=4)
     assert rope_patch.current(adapted) is handle
     assert list(adapted.state_dict()) == keys
     assert adapted.config.max_position_embeddings == TARGET

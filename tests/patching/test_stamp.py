@@ -1,4 +1,4 @@
-"""Caches under methods whose frequencies stay: one of another rotation is refused."""
+"""Test caches under static methods: a cache of another rotation is refused."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ MORE = 10  # tokens on top of a cache of SHORT
 
 @pytest.fixture(scope="module")
 def model():
-    """One model for all tests, each of which leaves it unpatched."""
+    """Return one model for all tests; `unpatched` restores it."""
     return make_model(num_hidden_layers=1, tie_word_embeddings=False)
 
 
@@ -41,7 +41,7 @@ def unpatched(model):
 
 
 def patch(model, method):
-    """Patch a model by a method's name, or leave it alone for "none"."""
+    """Patch a model by a method's name; "none" leaves it unpatched."""
     if rope_patch.current(model):
         rope_patch.unpatch(model)
     options = {"longrope": {"long_factor": LONG_FACTOR, "short_factor": LONG_FACTOR}}
@@ -57,19 +57,21 @@ def fill(model, cache=None, length=SHORT):
 
 
 @torch.no_grad()
-def go_on(model, cache, start=SHORT):
+def continue_cache(model, cache, start=SHORT):
     return model(tokens(start + MORE)[:, start:], past_key_values=cache).logits
 
 
-def assert_goes_on(model, cache, start=SHORT):
-    assert_close(go_on(model, cache, start), forward(model, tokens(start + MORE))[:, start:])
+def assert_continues(model, cache, start=SHORT):
+    assert_close(
+        continue_cache(model, cache, start), forward(model, tokens(start + MORE))[:, start:]
+    )
 
 
-# -- refused ---------------------------------------------------------------------------------------
+# -- refused caches --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "reason"),
+    ("first", "second", "reason"),
     [
         ("none", "yarn", "filled before the model was patched"),
         ("yarn", "linear", "another patch rotated"),
@@ -79,33 +81,33 @@ def assert_goes_on(model, cache, start=SHORT):
         ("yarn", "dynamic-yarn", "under a method whose frequencies stay"),
     ],
 )
-def test_a_cache_of_another_rotation_is_refused(model, first, then, reason):
+def test_cache_of_another_rotation_is_refused(model, first, second, reason):
     patch(model, first)
     cache = fill(model)
     before = cache.layers[0].keys.clone()
-    patch(model, then)
+    patch(model, second)
     with pytest.raises(ValueError, match=rf"40 tokens.*{reason}.*[Ee]xpected an empty cache"):
-        go_on(model, cache)
+        continue_cache(model, cache)
     assert cache.layers[0].keys.equal(before)
 
 
-def test_other_options_are_another_rotation(model):
+def test_cache_of_other_options_is_refused(model):
     rope_patch.patch(model, "yarn", factor=4)
     cache = fill(model)
     for changes in ({"factor": 2}, {"factor": 4, "attention_factor": 1.0}):
         rope_patch.patch(model, "yarn", **changes)
         with pytest.raises(ValueError, match="another patch"):
-            go_on(model, cache)
+            continue_cache(model, cache)
 
 
-def test_start_tokens_are_another_rotation(model):
+def test_cache_of_other_start_tokens_is_refused(model):
     stretch = {"long_factor": LONG_FACTOR, "short_factor": LONG_FACTOR}
     rope_patch.patch(model, "longrope", factor=4, **stretch)
     cache = fill(model)
     rope_patch.patch(model, "longrope", factor=4, start_tokens=4, **stretch)
     with pytest.raises(ValueError, match="another patch"):
-        go_on(model, cache)
-    assert_goes_on(model, fill(model))
+        continue_cache(model, cache)
+    assert_continues(model, fill(model))
 
 
 def test_generate_refuses_a_prompt_cache_of_the_unpatched_model(model):
@@ -115,47 +117,47 @@ def test_generate_refuses_a_prompt_cache_of_the_unpatched_model(model):
         model.generate(tokens(SHORT + MORE), past_key_values=cache, max_new_tokens=2)
 
 
-def test_a_static_cache_is_refused(model):
+def test_static_cache_is_refused(model):
     cache = fill(model, StaticCache(config=model.config, max_cache_len=SHORT + MORE))
     rope_patch.patch(model, "yarn", factor=4)
     with pytest.raises(ValueError, match="40 tokens"):
-        go_on(model, cache)
+        continue_cache(model, cache)
 
 
-def test_the_decoder_of_an_encoder_decoder_refuses_too():
+def test_encoder_decoder_cache_is_refused():
     config = make_config("gemma2").to_dict()
     config = transformers.T5GemmaConfig(encoder=config, decoder=config, vocab_size=128)
     torch.manual_seed(0)
     model = transformers.T5GemmaForConditionalGeneration(config).eval()
-    given = {"input_ids": tokens(SHORT), "use_cache": True}
+    inputs = {"input_ids": tokens(SHORT), "use_cache": True}
     with torch.no_grad():
-        old = model(**given, decoder_input_ids=tokens(8)).past_key_values
+        old_cache = model(**inputs, decoder_input_ids=tokens(8)).past_key_values
         rope_patch.patch(model, "linear", factor=4)
         with pytest.raises(ValueError, match="8 tokens"):
-            model(**given, decoder_input_ids=tokens(1), past_key_values=old)
-        new = model(**given, decoder_input_ids=tokens(9)[:, :8]).past_key_values
-        assert isinstance(new, EncoderDecoderCache)
-        got = model(**given, decoder_input_ids=tokens(9)[:, 8:], past_key_values=new).logits
-        whole = model(**given, decoder_input_ids=tokens(9)).logits[:, 8:]
+            model(**inputs, decoder_input_ids=tokens(1), past_key_values=old_cache)
+        new_cache = model(**inputs, decoder_input_ids=tokens(9)[:, :8]).past_key_values
+        assert isinstance(new_cache, EncoderDecoderCache)
+        got = model(**inputs, decoder_input_ids=tokens(9)[:, 8:], past_key_values=new_cache).logits
+        whole = model(**inputs, decoder_input_ids=tokens(9)).logits[:, 8:]
     assert_close(got, whole)
 
 
-# -- accepted --------------------------------------------------------------------------------------
+# -- accepted caches -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("through", ["the same patch again", "a copy", "a second model"])
-def test_whoever_rotates_alike_goes_on(model, through):
+@pytest.mark.parametrize("case", ["the same patch again", "a copy", "a second model"])
+def test_models_with_the_same_rotation_continue_a_cache(model, case):
     handle = rope_patch.patch(model, "yarn", factor=4)
     cache, other = fill(model), model
-    if through == "a copy":
+    if case == "a copy":
         other = copy.deepcopy(model)
-    elif through == "a second model":
+    elif case == "a second model":
         other = make_model(num_hidden_layers=1, tie_word_embeddings=False)
         rope_patch.patch(other, "yarn", length=256)
     else:
         handle.undo()
         rope_patch.patch(model, "yarn", factor=4)
-    assert_goes_on(other, cache)
+    assert_continues(other, cache)
 
 
 @pytest.mark.parametrize(
@@ -170,29 +172,29 @@ def test_whoever_rotates_alike_goes_on(model, through):
         lambda cache: cache.crop(-MORE),
     ],
 )
-def test_what_is_done_to_a_cache_leaves_its_mark(model, change):
+def test_changed_caches_keep_their_stamp(model, change):
     rope_patch.patch(model, "yarn", factor=4)
     cache = fill(model)
     cache = change(cache) or cache
-    assert_goes_on(model, cache, cache.get_seq_length())
+    assert_continues(model, cache, cache.get_seq_length())
     rope_patch.patch(model, "linear", factor=4)
     with pytest.raises(ValueError, match="another patch"):
-        go_on(model, cache)
+        continue_cache(model, cache)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_an_emptied_cache_serves_any_patch(model, kind):
-    """Through a method that follows the length, and back."""
+def test_emptied_cache_serves_any_patch(model, kind):
+    """Refill one cache under static and dynamic methods in turn."""
     sizes = {"max_cache_len": SHORT + MORE} if kind is StaticCache else {}
     cache = fill(model, kind(config=model.config, **sizes))
     for method in ("yarn", "dynamic-yarn", "yarn", "linear"):
         cache.reset() if kind is StaticCache else cache.crop(-cache.get_seq_length())
         patch(model, method)
-        assert_goes_on(model, fill(model, cache))
+        assert_continues(model, fill(model, cache))
 
 
-def test_a_mark_does_not_outlive_another_filling(model):
-    """A cache that was emptied and filled by a dynamic method is no longer of the first patch."""
+def test_refilled_cache_has_the_stamp_of_the_last_patch(model):
+    """Empty a cache and refill it under a dynamic method: the first patch refuses it."""
     rope_patch.patch(model, "yarn", factor=4)
     cache = fill(model)
     cache.crop(-SHORT)
@@ -200,38 +202,38 @@ def test_a_mark_does_not_outlive_another_filling(model):
     fill(model, cache)
     patch(model, "yarn")
     with pytest.raises(ValueError, match="another patch"):
-        go_on(model, cache)
+        continue_cache(model, cache)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_tokens_that_came_unpatched_are_found_out_by_the_length(model, kind):
+def test_tokens_cached_without_the_patch_are_refused(model, kind):
     sizes = {"max_cache_len": 200} if kind is StaticCache else {}
     patch(model, "yarn")
     cache = fill(model, kind(config=model.config, **sizes))
     patch(model, "none")
-    go_on(model, cache)
+    continue_cache(model, cache)
     patch(model, "yarn")
     with pytest.raises(ValueError, match=f"{SHORT + MORE} tokens, of which .* rotated {SHORT}"):
-        go_on(model, cache, SHORT + MORE)
+        continue_cache(model, cache, SHORT + MORE)
 
 
 @pytest.mark.parametrize("return_dict", [True, False])
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
-def test_a_cache_that_the_decoder_made(model, method, return_dict):
+def test_cache_made_by_the_decoder(model, method, return_dict):
     patch(model, method)
     with torch.no_grad():
         output = model.model(tokens(SHORT), use_cache=True, return_dict=return_dict)
-    assert_goes_on(model, output.past_key_values if return_dict else output[1])
+    assert_continues(model, output.past_key_values if return_dict else output[1])
 
 
-def test_a_layer_whose_keys_are_packed(model):
-    """As in quantized caches, whose keys no static method needs to touch."""
+def test_cache_layer_with_packed_keys(model):
+    """Static methods accept quantized caches, because they never re-rotate keys."""
 
     class Packed(DynamicLayer):
         pass
 
     rope_patch.patch(model, "yarn", factor=4)
-    assert_goes_on(model, fill(model, transformers.Cache(layer_class_to_replicate=Packed)))
+    assert_continues(model, fill(model, transformers.Cache(layer_class_to_replicate=Packed)))
     assert issubclass(Packed, CacheLayerMixin)
 
 
@@ -245,42 +247,42 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_generate_meets_no_refusal(model, way):
+def test_every_generation_mode_is_accepted(model, way):
     if OLD_TRANSFORMERS and way in ("prompt lookup", "chunks"):
         pytest.skip("transformers 5.0 itself fails without an eos token, or without a cache")
     rope_patch.patch(model, "yarn", factor=4)
-    said = model.generate(
+    output = model.generate(
         tokens(SHORT), max_new_tokens=8, return_dict_in_generate=True, **WAYS[way]
     )
-    assert said.sequences.shape[1] == SHORT + 8
+    assert output.sequences.shape[1] == SHORT + 8
 
 
-def test_assisted_generation_and_a_second_turn(model):
+def test_assisted_generation_and_a_second_round(model):
     assistant = make_model(num_hidden_layers=1, seed=3)
     rope_patch.patch(model, "yarn", factor=4)
-    way = {"do_sample": False, "max_new_tokens": MORE}
-    expected = model.generate(tokens(SHORT), use_cache=False, **way)
-    assert model.generate(tokens(SHORT), assistant_model=assistant, **way).equal(expected)
-    first = model.generate(tokens(SHORT), return_dict_in_generate=True, **way)
+    options = {"do_sample": False, "max_new_tokens": MORE}
+    expected = model.generate(tokens(SHORT), use_cache=False, **options)
+    assert model.generate(tokens(SHORT), assistant_model=assistant, **options).equal(expected)
+    first = model.generate(tokens(SHORT), return_dict_in_generate=True, **options)
     assert first.sequences.equal(expected)
-    second = model.generate(expected, past_key_values=first.past_key_values, **way)
-    assert second.equal(model.generate(expected, use_cache=False, **way))
+    second = model.generate(expected, past_key_values=first.past_key_values, **options)
+    assert second.equal(model.generate(expected, use_cache=False, **options))
 
 
-# -- the way out -----------------------------------------------------------------------------------
+# -- caches accepted by the user -------------------------------------------------------------------
 
 
-def test_a_rebuilt_cache_is_accepted_on_the_users_word(model):
+def test_accept_cache_allows_a_rebuilt_cache(model):
     handle = rope_patch.patch(model, "yarn", factor=4)
     stored = fill(model).layers[0]
     rebuilt = DynamicCache([(stored.keys.clone(), stored.values.clone())])
     with pytest.raises(ValueError, match=r"rebuilt from tensors.*accept_cache\(cache\)"):
-        go_on(model, rebuilt)
+        continue_cache(model, rebuilt)
     handle.accept_cache(rebuilt)
-    assert_goes_on(model, rebuilt)
+    assert_continues(model, rebuilt)
 
 
-def test_the_users_word_is_not_taken_for_what_only_the_model_knows(model):
+def test_accept_cache_refuses_dynamic_methods_and_other_types(model):
     handle = rope_patch.patch(model, "dynamic-yarn")
     with pytest.raises(ValueError, match=r"without the record.*copy\.deepcopy"):
         handle.accept_cache(fill(model))
@@ -289,8 +291,8 @@ def test_the_users_word_is_not_taken_for_what_only_the_model_knows(model):
         handle.accept_cache([])
 
 
-def test_prefix_tuning_goes_on(model):
-    """Its trained keys are no positions' and belong to any rotation."""
+def test_prefix_tuning_works(model):
+    """The trained prefix keys have no positions, so they fit any rotation."""
     peft = pytest.importorskip("peft")
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     tuned = peft.get_peft_model(copy.deepcopy(model), config)
@@ -313,17 +315,17 @@ def compiled(model):
     torch._dynamo.reset()
 
 
-def early(model):
-    """A static cache whose length no graph can read: its tensors are there, and empty."""
+def make_static_cache(model):
+    """Return an initialised, empty static cache, whose length no compiled graph can read."""
     cache = StaticCache(config=model.config, max_cache_len=SHORT + MORE)
     cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
     return cache
 
 
 @torch.no_grad()
-def test_a_compiled_step_reads_no_mark_again(model, compiled):
+def test_compiled_steps_do_not_recompile_for_the_stamp(model, compiled):
     rope_patch.patch(model, "yarn", factor=4)
-    cache = early(model)
+    cache = make_static_cache(model)
     compiled(tokens(SHORT), past_key_values=cache)
     ids = tokens(SHORT + MORE)
     got = [compiled(ids[:, i : i + 1], past_key_values=cache).logits for i in range(SHORT, 50)]
@@ -333,23 +335,23 @@ def test_a_compiled_step_reads_no_mark_again(model, compiled):
 
 
 @torch.no_grad()
-def test_a_compiled_graph_refuses_when_it_runs(model, compiled):
-    old = fill(model, early(model))
+def test_compiled_graph_refuses_a_static_cache_at_run_time(model, compiled):
+    cache = fill(model, make_static_cache(model))
     rope_patch.patch(model, "yarn", factor=4)
     with pytest.raises(ValueError, match="40 tokens, and nothing says"):
-        compiled(tokens(MORE), past_key_values=old)
-    assert int(old.get_seq_length()) == SHORT
+        compiled(tokens(MORE), past_key_values=cache)
+    assert int(cache.get_seq_length()) == SHORT
 
 
 @torch.no_grad()
-def test_a_compiled_graph_refuses_a_growing_cache(model, compiled):
-    old = fill(model)
+def test_compiled_graph_refuses_a_dynamic_cache(model, compiled):
+    cache = fill(model)
     rope_patch.patch(model, "yarn", factor=4)
     with pytest.raises(Exception, match="40 tokens, and nothing says"):
-        compiled(tokens(MORE), past_key_values=old)
+        compiled(tokens(MORE), past_key_values=cache)
 
 
-def test_training_needs_no_cache(model):
+def test_training_without_a_cache(model):
     plain = logits(model, SHORT)
     with rope_patch.patch(model, "yarn", factor=4):
         model(tokens(SHORT), labels=tokens(SHORT)).loss.backward()

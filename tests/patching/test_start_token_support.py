@@ -1,4 +1,4 @@
-"""Start tokens under compilation, undoing, copies and saving, and where they are refused."""
+"""Test start tokens under compilation, undo, copies and saving, and the refusals."""
 
 import copy
 import json
@@ -33,21 +33,13 @@ from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
 from rope_patch.patching.start_tokens import StartTokenRotary
 
 
-@pytest.fixture
-def nothing_compiled():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("same", [pytest.param(True, marks=pytest.mark.slow), False])
-@pytest.mark.usefixtures("nothing_compiled")
-def test_compiled_in_one_graph(same):
-    """With one set of frequencies, and with two that follow the length."""
-    short = LONG_FACTOR if same else SHORT_FACTOR
+@pytest.mark.parametrize("equal_sets", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.usefixtures("reset_compiler")
+def test_compiled_forward_is_one_graph(equal_sets):
+    """Compile with one set of frequencies, and with a short and a long set."""
+    short = LONG_FACTOR if equal_sets else SHORT_FACTOR
     model = patched(make_model(num_hidden_layers=1), short_factor=short)
-    compiled = torch.compile(model, fullgraph=True, backend="eager" if same else "aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager" if equal_sets else "aot_eager")
     ids, mask = padded([tokens(30), tokens(LONG)], "left")
     assert_close(forward(compiled, ids), forward(model, ids))
     expected = forward(model, ids, attention_mask=mask)
@@ -55,21 +47,21 @@ def test_compiled_in_one_graph(same):
     assert not counters["graph_break"]
 
 
-@pytest.mark.usefixtures("nothing_compiled")
-def test_compiled_decoding_steps():
+@pytest.mark.usefixtures("reset_compiler")
+def test_compiled_decode_steps_match_a_full_forward():
     model, ids = patched(one_layer()), tokens(TRAINED + 8)
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, : TRAINED - 4], past_key_values=cache)
         for i in range(TRAINED - 4, ids.shape[1]):
-            at = torch.tensor([[i]])
-            got = step(ids[:, i : i + 1], position_ids=at, past_key_values=cache).logits
+            position_ids = torch.tensor([[i]])
+            got = step(ids[:, i : i + 1], position_ids=position_ids, past_key_values=cache).logits
     assert_close(got[:, -1], forward(model, ids)[:, -1])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_undoing_is_bit_exact(family):
+def test_undo_is_bit_exact(family):
     model, ids = make_model(family), tokens(LONG)
     expected, state = forward(model, ids), [dict(vars(m)) for m in model.modules()]
     handle = rope_patch.patch(model, "longrope", start_tokens=START, **OPTIONS)
@@ -82,7 +74,7 @@ def test_undoing_is_bit_exact(family):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_are_undone_by_themselves(duplicate):
+def test_copies_are_undone_independently(duplicate):
     model, ids = make_model(), tokens(LONG)
     plain = forward(model, ids)
     expected = forward(patched(model), ids)
@@ -93,17 +85,17 @@ def test_copies_are_undone_by_themselves(duplicate):
     assert torch.equal(forward(other, ids), plain)
 
 
-def test_casts_leave_both_rotations_exact():
+def test_casts_keep_both_rotations_exact():
     model = patched(make_model())
-    given = (torch.zeros(1, LONG, 4), torch.arange(LONG)[None])
-    expected = model.model.rotary_emb(*given)
+    inputs = (torch.zeros(1, LONG, 4), torch.arange(LONG)[None])
+    expected = model.model.rotary_emb(*inputs)
     model.bfloat16()
-    assert all(map(torch.equal, model.model.rotary_emb(*given), expected))
+    assert all(map(torch.equal, model.model.rotary_emb(*inputs), expected))
     assert forward(model, tokens(8)).dtype == torch.bfloat16
 
 
-def test_a_start_from_the_configs_own_scaling():
-    """Llama 3's scaling was trained in: the first tokens keep that."""
+def test_start_tokens_keep_a_trained_scaling():
+    """Llama 3's scaling was trained, so start tokens keep it."""
     parameters = {
         "rope_type": "llama3",
         "rope_theta": 1e4,
@@ -118,9 +110,9 @@ def test_a_start_from_the_configs_own_scaling():
     assert torch.equal(forward(model, ids), expected)
 
 
-def test_a_scaling_that_is_replaced_is_not_what_they_keep():
-    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    model, ids = make_model(rope_parameters=scaled), tokens(START)
+def test_start_tokens_do_not_keep_a_replaced_scaling():
+    parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    model, ids = make_model(rope_parameters=parameters), tokens(START)
     plain = make_model()
     plain.load_state_dict(model.state_dict())
     assert_differs(forward(model, ids), forward(plain, ids))
@@ -128,10 +120,10 @@ def test_a_scaling_that_is_replaced_is_not_what_they_keep():
     assert_close(forward(model, ids), forward(plain, ids))
 
 
-# -- who rotates ---------------------------------------------------------------------------------
+# -- kernels ---------------------------------------------------------------------------------------
 
 
-def test_tables_of_cos_and_sin_are_what_layers_get():
+def test_layers_get_tables_of_cos_and_sin():
     model, ids = make_model("qwen3"), tokens(LONG)
     patched(model, kernels="hf")
     expected = forward(model, ids)
@@ -140,16 +132,16 @@ def test_tables_of_cos_and_sin_are_what_layers_get():
     ]
     patched(model)
     forwards = [vars(m).get("forward") for m in model.modules()]
-    # Where a rotary module takes no rows of its own (5.0), it is within what gives it one by one.
-    within = [each for f in forwards for each in (f, *getattr(f, "args", ()))]
-    assert [f for f in within if isinstance(f, StartTokenRotary)]
+    # In transformers 5.0 the rotary module takes no rows, so a wrapper of single rows holds it.
+    functions = [each for f in forwards for each in (f, *getattr(f, "args", ()))]
+    assert [f for f in functions if isinstance(f, StartTokenRotary)]
     assert not [f for f in forwards if isinstance(f, PositionPassthrough)]
     assert_close(forward(model, ids), expected)
     assert "start_tokens" in rope_patch.current(model).summary()
 
 
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
-def test_kernels_that_cannot_say_it_are_refused(kernels):
+def test_kernels_without_start_token_support_are_refused(kernels):
     if kernels == "triton":
         pytest.importorskip("triton")
     model = make_model()
@@ -159,12 +151,12 @@ def test_kernels_that_cannot_say_it_are_refused(kernels):
     patched(model, 0, kernels=kernels)
 
 
-# -- files and engines ---------------------------------------------------------------------------
+# -- files and engines -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("short_factor", [SHORT_FACTOR, LONG_FACTOR])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
-def test_the_sidecar_carries_them(family, short_factor, tmp_path):
+def test_sidecar_stores_start_tokens(family, short_factor, tmp_path):
     model, ids = make_model(family), tokens(LONG)
     plain = forward(model, ids)
     expected = forward(patched(model, short_factor=short_factor), ids)
@@ -173,16 +165,16 @@ def test_the_sidecar_carries_them(family, short_factor, tmp_path):
     assert sidecar["native"] is False
     assert sidecar["options"]["start_tokens"] == START
     assert torch.equal(forward(rope_patch.load(tmp_path / "saved").eval(), ids), expected)
-    # Nothing that is nearly right: transformers by itself gets the model as it was.
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-    assert torch.equal(forward(theirs, ids), plain)
+    # Plain transformers loads the unpatched model, not an approximation.
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(forward(native, ids), plain)
 
 
 @pytest.mark.parametrize("short_factor", [SHORT_FACTOR, LONG_FACTOR])
 @pytest.mark.parametrize(
     "engine", ["transformers", "transformers4", "vllm", "sglang", "llama.cpp", "mlx"]
 )
-def test_no_engine_gets_a_rotation_without_them(engine, short_factor):
+def test_exports_refuse_start_tokens(engine, short_factor):
     model = patched(make_model(), short_factor=short_factor)
     with pytest.raises(ValueError, match=r"positions below 5 .*\(start_tokens\).*leave start_tok"):
         rope_patch.export(model, engine)
@@ -191,7 +183,7 @@ def test_no_engine_gets_a_rotation_without_them(engine, short_factor):
         rope_patch.export(patched(model, 0, short_factor=LONG_FACTOR), engine)
 
 
-def test_an_adapter_knows_its_start_tokens(tmp_path):
+def test_adapter_stores_its_start_tokens(tmp_path):
     peft = pytest.importorskip("peft")
     model = patched(make_model())
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
@@ -201,22 +193,22 @@ def test_an_adapter_knows_its_start_tokens(tmp_path):
     rope_patch.load_adapter(patched(make_model()), tmp_path / "adapter")
 
 
-# -- what cannot be ------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", [-1, 2.5, math.inf])
-def test_a_number_of_tokens_is_whole(wrong):
+def test_start_tokens_must_be_whole(wrong):
     with pytest.raises(ValueError, match="start_tokens must be"):
         patched(make_model(), wrong)
 
 
 @pytest.mark.parametrize("wrong", ["4", True, None, [4]])
-def test_a_number_of_tokens_is_a_number(wrong):
+def test_start_tokens_must_be_a_number(wrong):
     with pytest.raises(TypeError, match="start_tokens must be a number"):
         patched(make_model(), wrong)
 
 
-def test_they_are_within_the_trained_length():
+def test_start_tokens_must_be_within_the_trained_length():
     model = make_model()
     patched(model, TRAINED)
     with pytest.raises(ValueError, match=f"start_tokens must be at most {TRAINED}"):
@@ -225,7 +217,7 @@ def test_they_are_within_the_trained_length():
         patched(model, TRAINED, factor=1)
 
 
-def test_whole_numbers_of_other_types():
+def test_start_tokens_accept_a_whole_float():
     method = rope_patch.patch(make_model(), "longrope", start_tokens=4.0, **OPTIONS).method
     assert method.options()["start_tokens"] == 4
     assert isinstance(method.options()["start_tokens"], int)
@@ -236,7 +228,7 @@ def test_whole_numbers_of_other_types():
 
 
 @pytest.mark.parametrize("architecture", ["qwen2_vl", "qwen3_vl"])
-def test_several_positions_are_refused(architecture):
+def test_several_positions_per_token_are_refused(architecture):
     model = tiny_model(architecture)
     pairs = len(rotary_of(model.model.language_model).inv_freq)
     stretch = [1 + 0.4 * pair for pair in range(pairs)]
@@ -246,19 +238,19 @@ def test_several_positions_are_refused(architecture):
     patched(model, 0, long_factor=stretch, short_factor=stretch)
 
 
-def test_softmax_scales_know_no_tokens():
+def test_attention_factor_in_the_softmax_scale_is_refused():
     model, ids = tiny_model("deepseek_v3"), tokens(LONG)
     stretch = [1 + 0.4 * pair for pair in range(len(rotary_of(model).inv_freq))]
     with pytest.raises(ValueError, match="attention_factor=1, or leave start_tokens out"):
         patched(model, long_factor=stretch, short_factor=stretch)
-    given = {"long_factor": stretch, "short_factor": stretch, "attention_factor": 1.0}
+    options = {"long_factor": stretch, "short_factor": stretch, "attention_factor": 1.0}
     expected = forward(model, ids[:, :START])
-    assert torch.equal(forward(patched(model, **given), ids[:, :START]), expected)
-    assert_differs(forward(model, ids), forward(patched(model, 0, **given), ids))
+    assert torch.equal(forward(patched(model, **options), ids[:, :START]), expected)
+    assert_differs(forward(model, ids), forward(patched(model, 0, **options), ids))
 
 
-def test_two_rotations_from_before_are_one_too_many():
-    own = {
+def test_config_with_two_sets_is_refused():
+    parameters = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
         "long_factor": LONG_FACTOR,
@@ -266,7 +258,7 @@ def test_two_rotations_from_before_are_one_too_many():
         "factor": 2.0,
         "original_max_position_embeddings": TRAINED,
     }
-    changes = {"rope_parameters": own, "max_position_embeddings": TARGET}
+    changes = {"rope_parameters": parameters, "max_position_embeddings": TARGET}
     model = make_model("llama", make_config("llama", **changes))
     with pytest.raises(ValueError, match=r'two of them.*start="unscaled"'):
         patched(model, short_factor=None)
@@ -274,7 +266,7 @@ def test_two_rotations_from_before_are_one_too_many():
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="accelerate's hooks are tried on the newest")
-def test_hooks_of_accelerate_around_it_stay():
+def test_accelerate_hooks_around_the_rotary_module_stay():
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
     model, ids = make_model(), tokens(LONG)

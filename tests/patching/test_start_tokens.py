@@ -1,4 +1,4 @@
-"""LongRoPE's start tokens: the first positions keep the rotation from before the extension."""
+"""Test LongRoPE's start tokens: the first positions keep the rotation before the extension."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ from start_token_models import OPTIONS, SCALE, START, one_layer, patched, rotary
 from transformers import DynamicCache, StaticCache
 
 
-def by_hand(positions, theta, rotary_dim, stretch, scale, start):
+def compute_cos_sin(positions, theta, rotary_dim, stretch, scale, start):
     """Compute cos and sin of each pair `[..., R / 2]` in float64, position by position."""
     cos, sin = [], []
     for position in positions.flatten().tolist():
@@ -40,11 +40,11 @@ def by_hand(positions, theta, rotary_dim, stretch, scale, start):
     return (torch.tensor(x, dtype=torch.float64).view(shape) for x in (cos, sin))
 
 
-# How each lays out what it hands out: twice in a row, each number twice, or complex numbers.
+# Layout of each module's output: halves repeated, each number repeated, single, or complex.
 LAYOUTS = {
     "llama": "halves",
     "qwen3": "halves",
-    "phi": "halves",  # turns a part of each head
+    "phi": "halves",  # rotates a part of each head
     "gpt_neox": "halves",  # likewise
     "cohere": "neighbours",
     "glm": "halves",  # table in halves, pairs of neighbours
@@ -53,7 +53,7 @@ LAYOUTS = {
 }
 
 
-def laid_out(layout, cos, sin):
+def arrange(layout, cos, sin):
     if layout == "halves":
         return tuple(torch.cat([x, x], dim=-1) for x in (cos, sin))
     if layout == "neighbours":
@@ -62,7 +62,7 @@ def laid_out(layout, cos, sin):
 
 
 @pytest.mark.parametrize("architecture", LAYOUTS)
-def test_what_a_rotary_module_hands_out_is_as_written_by_hand(architecture):
+def test_rotary_module_output_matches_the_formula(architecture):
     model = tiny_model(architecture)
     rotary = rotary_of(model)
     pairs = len(rotary.inv_freq)
@@ -72,23 +72,23 @@ def test_what_a_rotary_module_hands_out_is_as_written_by_hand(architecture):
     patched(model, long_factor=stretch, short_factor=stretch, start="unscaled")
     positions = torch.tensor([[0, 1, 4, 5, 6, 200], [150, 5, 4, 3, 0, 77]])
     got = rotary(torch.zeros(2, 6, 4), positions)
-    # gpt_oss was trained on fewer tokens before its own scaling, from which this one starts.
+    # gpt_oss has a scaling, and start="unscaled" goes back to the length before it.
     trained = config.rope_parameters.get("original_max_position_embeddings", TRAINED)
     scale = math.sqrt(1 + math.log(FACTOR) / math.log(trained))
-    cos, sin = by_hand(positions, theta, 2 * pairs, stretch, scale, START)
-    expected = laid_out(LAYOUTS[architecture], cos, sin)
+    cos, sin = compute_cos_sin(positions, theta, 2 * pairs, stretch, scale, START)
+    expected = arrange(LAYOUTS[architecture], cos, sin)
     got = got if isinstance(got, tuple) else (got,)
-    for ours, truth in zip(got, expected, strict=True):
-        assert ours.shape == truth.shape
-        assert (ours.to(truth.dtype) - truth).abs().max() < 2e-5
+    for table, truth in zip(got, expected, strict=True):
+        assert table.shape == truth.shape
+        assert (table.to(truth.dtype) - truth).abs().max() < 2e-5
 
 
 PAIRED = {"llama": "halves", "phi": "halves", "cohere": "neighbours", "glm": "neighbours"}
 
 
 @pytest.mark.parametrize("architecture", PAIRED)
-def test_attention_is_as_computed_by_hand(architecture):
-    """Queries and keys as the projections give them, rotated and compared in float64."""
+def test_attention_matches_the_formula(architecture):
+    """Rotate the projections' queries and keys in float64, and compare attention weights."""
     model = tiny_model(architecture, num_hidden_layers=1)
     model.set_attn_implementation("eager")
     pairs = len(rotary_of(model).inv_freq)
@@ -96,20 +96,20 @@ def test_attention_is_as_computed_by_hand(architecture):
     theta = model.config.rope_parameters["rope_theta"]
     patched(model, long_factor=stretch, short_factor=None)
     attention = model.base_model.layers[0].self_attn
-    seen = {}
+    projections = {}
     for name in ("q_proj", "k_proj"):
-        note = lambda module, args, out, name=name: seen.__setitem__(name, out)  # noqa: E731
+        note = lambda module, args, out, name=name: projections.__setitem__(name, out)  # noqa: E731
         getattr(attention, name).register_forward_hook(note)
     ids = tokens(LONG)
     with torch.no_grad():
         got = model(ids, output_attentions=True, use_cache=False).attentions[0][0].double()
     q, k = (
-        seen[name][0].double().view(LONG, -1, attention.head_dim).transpose(0, 1)
+        projections[name][0].double().view(LONG, -1, attention.head_dim).transpose(0, 1)
         for name in ("q_proj", "k_proj")
     )
-    cos, sin = by_hand(torch.arange(LONG), theta, 2 * pairs, stretch, SCALE, START)
+    cos, sin = compute_cos_sin(torch.arange(LONG), theta, 2 * pairs, stretch, SCALE, START)
 
-    def turned(x):
+    def rotated(x):
         x = x.clone()
         for i in range(pairs):
             a, b = (2 * i, 2 * i + 1) if PAIRED[architecture] == "neighbours" else (i, i + pairs)
@@ -118,12 +118,12 @@ def test_attention_is_as_computed_by_hand(architecture):
             x[..., b] = first * sin[:, i] + second * cos[:, i]
         return x
 
-    q, k = turned(q), turned(k).repeat_interleave(len(q) // len(k), dim=0)
-    said = q @ k.transpose(1, 2) * attention.scaling
+    q, k = rotated(q), rotated(k).repeat_interleave(len(q) // len(k), dim=0)
+    scores = q @ k.transpose(1, 2) * attention.scaling
     causal = torch.ones(LONG, LONG, dtype=torch.bool).tril()
-    expected = said.masked_fill(~causal, -math.inf).softmax(-1)
+    expected = scores.masked_fill(~causal, -math.inf).softmax(-1)
     assert (got - expected).abs().max() < 2e-5
-    # Without start tokens it would be another attention.
+    # Without start tokens, attention differs.
     model = patched(model, 0, long_factor=stretch, short_factor=None)
     with torch.no_grad():
         plain = model(ids, output_attentions=True, use_cache=False).attentions[0][0].double()
@@ -131,7 +131,7 @@ def test_attention_is_as_computed_by_hand(architecture):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3"])
-def test_within_the_start_tokens_a_model_is_as_unpatched(family):
+def test_start_tokens_keep_the_logits_bit_for_bit(family):
     model, ids = make_model(family), tokens(SHORT)
     expected = forward(model, ids)
     assert torch.equal(forward(patched(model, SHORT), ids), expected)
@@ -140,8 +140,8 @@ def test_within_the_start_tokens_a_model_is_as_unpatched(family):
 
 @pytest.mark.parametrize("length", [SHORT, LONG])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_beyond_the_start_tokens_it_is_plain_longrope(family, length):
-    """Positions that begin behind them; an index says nothing."""
+def test_positions_after_the_start_tokens_have_plain_longrope(family, length):
+    """Start tokens are those with small positions, whatever their index."""
     model, ids = make_model(family), tokens(length)
     positions = torch.arange(length)[None] + START
     expected = forward(patched(model, 0), ids, position_ids=positions)
@@ -151,40 +151,43 @@ def test_beyond_the_start_tokens_it_is_plain_longrope(family, length):
 
 
 @pytest.mark.parametrize("length", [SHORT, LONG])
-def test_sliding_layers_rotate_as_ever(length):
+def test_sliding_layers_are_unchanged(length):
     model = make_model("gemma3")
     rotary = model.model.rotary_emb
-    given = (torch.zeros(1, length, 4), torch.arange(length)[None])
+    inputs = (torch.zeros(1, length, 4), torch.arange(length)[None])
     kinds = ("sliding_attention", "full_attention")
-    plain = {kind: rotary(*given, kind) for kind in kinds}
+    plain = {kind: rotary(*inputs, kind) for kind in kinds}
     patched(model, 0)
-    stretched = rotary(*given, "full_attention")
+    stretched = rotary(*inputs, "full_attention")
     patched(model)
-    assert all(map(torch.equal, rotary(*given, "sliding_attention"), plain["sliding_attention"]))
-    for ours, before, after in zip(
-        rotary(*given, layer_type="full_attention"), plain["full_attention"], stretched, strict=True
+    assert all(map(torch.equal, rotary(*inputs, "sliding_attention"), plain["sliding_attention"]))
+    for table, before, after in zip(
+        rotary(*inputs, layer_type="full_attention"),
+        plain["full_attention"],
+        stretched,
+        strict=True,
     ):
-        assert torch.equal(ours[:, :START], before[:, :START])
-        assert torch.equal(ours[:, START:], after[:, START:])
-        assert not torch.equal(ours[:, :START], after[:, :START])
+        assert torch.equal(table[:, :START], before[:, :START])
+        assert torch.equal(table[:, START:], after[:, START:])
+        assert not torch.equal(table[:, :START], after[:, :START])
 
 
-# -- batches -------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_row_is_as_it_is_alone(family, side):
-    """Short and long ones: start tokens are a row's own first, behind whatever padding."""
+def test_padded_rows_give_the_logits_of_single_rows(family, side):
+    """Each row's start tokens come after its padding."""
     model = patched(make_model(family))
     rows = [tokens(SHORT, seed=2), tokens(LONG, seed=3), tokens(3, seed=4)]
     ids, mask = padded(rows, side)
     got = forward(model, ids, attention_mask=mask)
-    for row, mine, here in zip(rows, got, mask.bool(), strict=True):
-        assert_close(mine[here][None], forward(model, row))
+    for row, row_logits, slots in zip(rows, got, mask.bool(), strict=True):
+        assert_close(row_logits[slots][None], forward(model, row))
 
 
-def test_padded_rows_decode_as_they_do_alone():
+def test_padded_rows_decode_like_single_rows():
     model = patched(make_model())
     rows = [tokens(TRAINED - 4, seed=2), tokens(20, seed=3)]
     rest = tokens(60, batch=2, seed=6)
@@ -201,33 +204,33 @@ def test_padded_rows_decode_as_they_do_alone():
         assert_close(got[i : i + 1], step_by_step(model, whole, row.shape[1])[:, -1:])
 
 
-def test_every_document_of_a_packed_row_has_first_tokens():
+def test_every_document_of_a_packed_row_has_start_tokens():
     model = patched(one_layer())
     parts = [tokens(30, seed=2), tokens(20, seed=3)]
     positions = torch.cat([torch.arange(30), torch.arange(20)])[None]
     got = forward(model, torch.cat(parts, dim=1), position_ids=positions)
-    for part, mine in zip(parts, got.split([30, 20], dim=1), strict=True):
-        assert_close(mine, forward(model, part))
+    for part, document_logits in zip(parts, got.split([30, 20], dim=1), strict=True):
+        assert_close(document_logits, forward(model, part))
 
 
-def test_generate_pads_to_the_left():
+def test_generate_with_left_padding():
     model = patched(make_model(tie_word_embeddings=False, initializer_range=0.2))
     rows = [tokens(TRAINED - 10, seed=2), tokens(9, seed=3)]
     ids, mask = padded(rows, "left")
-    given = {"max_new_tokens": 30, "do_sample": False}
-    got = model.generate(ids, attention_mask=mask, **given)
-    for row, mine in zip(rows, got, strict=True):
-        alone = model.generate(row, attention_mask=torch.ones_like(row), **given)
-        assert torch.equal(mine[-30:], alone[0, -30:])
+    options = {"max_new_tokens": 30, "do_sample": False}
+    got = model.generate(ids, attention_mask=mask, **options)
+    for row, generated in zip(rows, got, strict=True):
+        single = model.generate(row, attention_mask=torch.ones_like(row), **options)
+        assert torch.equal(generated[-30:], single[0, -30:])
 
 
-# -- caches --------------------------------------------------------------------------------------
+# -- caches ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prompt", [2, SHORT, TRAINED, LONG])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_in_one_layer_a_cache_changes_nothing_at_all(family, prompt):
-    """Each step is the last of a pass over the whole, on both sides of the trained length."""
+def test_one_layer_decodes_as_without_a_cache(family, prompt):
+    """Compare steps on both sides of the trained length with a forward of all tokens."""
     model, ids = patched(one_layer(family)), tokens(LONG + 5)
     got = step_by_step(model, ids, prompt)
     for length in (prompt + 1, SHORT + 3, TRAINED, TRAINED + 1, LONG + 5):
@@ -237,25 +240,26 @@ def test_in_one_layer_a_cache_changes_nothing_at_all(family, prompt):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_decoding_is_as_if_all_keys_were_rotated_afresh(family, monkeypatch):
+def test_decoding_matches_rotating_all_keys_afresh(family, monkeypatch):
     model, ids = make_model(family), tokens(LONG)
     plain = 1e4 ** (-torch.arange(8, dtype=torch.float32) / 8)
-    own = reference_rerotation.rotate
+    rotate = reference_rerotation.rotate
 
-    def turn(x, positions, inv_freq, scale):
-        first = (positions < START)[:, None, :, None]
-        return torch.where(first, own(x, positions, plain, 1.0), own(x, positions, inv_freq, scale))
+    def rotate_with_start(x, positions, inv_freq, scale):
+        is_start = (positions < START)[:, None, :, None]
+        extended = rotate(x, positions, inv_freq, scale)
+        return torch.where(is_start, rotate(x, positions, plain, 1.0), extended)
 
     reference = Reference(model, "longrope", options=OPTIONS)
     without = reference.decode(ids, SHORT)
-    monkeypatch.setattr(reference_rerotation, "rotate", turn)
+    monkeypatch.setattr(reference_rerotation, "rotate", rotate_with_start)
     expected = reference.decode(ids, SHORT)
     assert_differs(without, expected)
     assert_close(step_by_step(patched(model), ids, SHORT), expected)
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_turning_leaves_keys_of_start_tokens_alone_bit_for_bit(kind):
+def test_rerotation_keeps_the_keys_of_start_tokens_bit_for_bit(kind):
     model, ids = patched(make_model()), tokens(TRAINED + 1)
     cache = kind(config=model.config, **({"max_cache_len": LONG} if kind is StaticCache else {}))
     with torch.no_grad():
@@ -268,8 +272,8 @@ def test_turning_leaves_keys_of_start_tokens_alone_bit_for_bit(kind):
         assert changed.all()
 
 
-def test_only_the_rows_that_grow_are_turned():
-    """One row passes the trained length; the start tokens of both stay, at slots of their own."""
+def test_only_rows_that_grow_are_rerotated():
+    """One row passes the trained length; the start tokens of both rows keep their keys."""
     model = patched(make_model())
     rows = [tokens(TRAINED, seed=2), tokens(20, seed=3)]
     ids, mask = padded(rows, "left")
@@ -285,8 +289,8 @@ def test_only_the_rows_that_grow_are_turned():
         assert same[0].tolist() == [True] * START + [False] * (TRAINED - START)
 
 
-def test_mixed_windows_switch_the_attention_factor_around_them():
-    """The factor is 1 up to the trained length; keys of start tokens have it beyond, too."""
+def test_mixed_windows_switch_the_attention_factor_of_start_tokens():
+    """Beyond the trained length, the attention factor applies to start tokens, too."""
     model = one_layer()
     plain, ids = copy.deepcopy(model), tokens(LONG)
     patched(model, method="mixed-longrope", short_factor=None)

@@ -1,4 +1,4 @@
-"""Patched models under torch's other modes: traces, forward-mode AD, and other defaults."""
+"""Test patched models under torch.jit.trace, forward-mode AD, and changed defaults of torch."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from rope_patch.patching.kernels import attention_forward
 
 
 class LogitsOf(torch.nn.Module):
-    """A model of one tensor in and one out, as traces require."""
+    """A module from one tensor to one tensor, which torch.jit.trace requires."""
 
     def __init__(self, model):
         super().__init__()
@@ -23,7 +23,7 @@ class LogitsOf(torch.nn.Module):
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_a_trace_computes_what_the_model_does(family, kernels):
+def test_trace_matches_the_model(family, kernels):
     model = make_model(family)
     rope_patch.patch(model, "yarn", factor=4, kernels=kernels)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def test_a_trace_computes_what_the_model_does(family, kernels):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_a_trace_of_frequencies_that_follow_lengths_is_refused():
+def test_trace_of_a_length_dependent_method_is_refused():
     model = make_model()
     rope_patch.patch(model, "dynamic-yarn", kernels="hf")
     with pytest.raises(ValueError, match="trace would keep the frequencies"):
@@ -45,8 +45,8 @@ def test_a_trace_of_frequencies_that_follow_lengths_is_refused():
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
-def test_forward_mode_derivatives_are_those_of_reverse_mode(method, kernels):
-    """<u, J v> = <J^T u, v> for any u and v, with v's side by forward mode."""
+def test_forward_mode_derivatives_match_reverse_mode(method, kernels):
+    """Check <u, J v> = <J^T u, v> for random u and v, with J v by forward mode."""
     factor = {"factor": 4} if method == "yarn" else {}
     model = make_model("qwen3", attn_implementation="eager")
     rope_patch.patch(model, method, kernels=kernels, **factor)
@@ -82,10 +82,10 @@ METHODS = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("family", "method", "options"), METHODS)
-def test_a_default_dtype_changes_nothing(family, method, options, dtype, torch_defaults):
+def test_default_dtype_does_not_change_the_patch(family, method, options, dtype, torch_defaults):
     expected, model = make_model(family), make_model(family)
     reference = rope_patch.patch(expected, method, **options)
-    attention_forward._probe_norm.cache_clear()  # what was asked before would answer
+    attention_forward._probe_norm.cache_clear()  # else the cached probe would answer
     state = torch.get_rng_state()
     torch.set_default_dtype(dtype)
     handle = rope_patch.patch(model, method, **options)
@@ -97,7 +97,7 @@ def test_a_default_dtype_changes_nothing(family, method, options, dtype, torch_d
     assert step_by_step(model, ids, 60).equal(step_by_step(expected, ids, 60))
 
 
-def test_a_default_device_and_modes_around_patch_change_nothing(torch_defaults):
+def test_default_device_and_modes_do_not_change_the_patch(torch_defaults):
     expected, model = make_model("qwen3"), make_model("qwen3")
     reference = rope_patch.patch(expected, "dynamic-yarn")
     attention_forward._probe_norm.cache_clear()

@@ -1,4 +1,4 @@
-"""Undoing a patch puts everything back, and nothing else is touched meanwhile."""
+"""Test that undo restores the model, and that patching changes nothing else."""
 
 import copy
 import pickle
@@ -22,20 +22,18 @@ REQUESTS = [("linear", {}), ("yarn", {}), ("longrope", LONGROPE), ("dynamic-yarn
 
 
 def snapshot(model):
-    """Return every module's attributes and buffers: objects by identity, tensors by value and
-    dtype.
-    """
-    seen = {}
+    """Return the attributes and buffers of all modules: tensors with dtype, others by identity."""
+    values = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key in ("_buffers", "_parameters"):
                 tensors = {k: t for k, t in value.items() if t is not None}
-                seen[name, key] = {k: (t.dtype, t.clone()) for k, t in tensors.items()}
+                values[name, key] = {k: (t.dtype, t.clone()) for k, t in tensors.items()}
             elif key == "_non_persistent_buffers_set" or "hooks" in key:
-                seen[name, key] = copy.copy(value)
+                values[name, key] = copy.copy(value)
             else:
-                seen[name, key] = value
-    return seen
+                values[name, key] = value
+    return values
 
 
 def assert_same(after, before):
@@ -57,7 +55,7 @@ def test_undo_restores_every_module(family, method, options):
     config, text = model.config, copy.deepcopy(model.config.to_dict())
     before = snapshot(model)
     handle = rope_patch.patch(model, method, factor=4, **options)
-    logits(model)  # longrope changes frequencies on the way
+    logits(model)  # longrope changes frequencies in this call
     handle.undo()
     assert_same(snapshot(model), before)
     assert model.config is config
@@ -84,7 +82,7 @@ def by_unpatch(model):
     rope_patch.unpatch(model)
 
 
-def by_leaving(model):
+def by_with_block(model):
     with rope_patch.patch(model, "yarn", factor=4) as handle:
         assert rope_patch.current(model) is handle
 
@@ -100,16 +98,18 @@ def by_undoing_twice(model):
     handle.undo()
 
 
-@pytest.mark.parametrize("way", [by_handle, by_unpatch, by_leaving, by_exception, by_undoing_twice])
-def test_every_way_back_is_bit_exact(way):
+@pytest.mark.parametrize(
+    "patch_and_undo", [by_handle, by_unpatch, by_with_block, by_exception, by_undoing_twice]
+)
+def test_every_way_of_undoing_is_bit_exact(patch_and_undo):
     model = make_model()
     before = logits(model)
-    way(model)
+    patch_and_undo(model)
     assert rope_patch.current(model) is None
     assert logits(model).equal(before)
 
 
-def test_unpatching_what_is_not_patched_is_an_error():
+def test_unpatch_without_a_patch_is_an_error():
     model = make_model()
     with pytest.raises(ValueError, match="not patched"):
         rope_patch.unpatch(model)
@@ -119,7 +119,7 @@ def test_unpatching_what_is_not_patched_is_an_error():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_patching_again_replaces(family):
+def test_second_patch_replaces_the_first(family):
     model, fresh = make_model(family), make_model(family)
     before = logits(model)
     first = rope_patch.patch(model, "longrope", factor=2, **LONGROPE)
@@ -131,7 +131,7 @@ def test_patching_again_replaces(family):
     assert rope_patch.current(model) is second
 
     patched = logits(model)
-    first.undo()  # replaced, so without effect
+    first.undo()  # has no effect, because it was replaced
     assert logits(model).equal(patched)
     assert rope_patch.current(model) is second
 
@@ -140,7 +140,7 @@ def test_patching_again_replaces(family):
     assert model.config.max_position_embeddings == 64
 
 
-def test_a_second_model_of_the_same_config_is_untouched():
+def test_other_model_of_the_same_config_is_unchanged():
     config = make_config("gemma3")
     model, other = make_model("gemma3", config), make_model("gemma3", config, seed=7)
     before, text = logits(other), copy.deepcopy(config.to_dict())
@@ -157,7 +157,7 @@ def test_a_second_model_of_the_same_config_is_untouched():
 )
 @pytest.mark.parametrize(("method", "options"), REQUESTS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_copies_are_undone_by_themselves(family, method, options, duplicate):
+def test_copies_are_undone_independently(family, method, options, duplicate):
     model = make_model(family)
     before = logits(model)
     rope_patch.patch(model, method, factor=4, **options)
@@ -184,13 +184,13 @@ def test_frequencies_stay_exact_through_casts(family):
     handle = rope_patch.patch(model, "yarn", factor=4)
     model.to(torch.bfloat16)
     rotary = model.model.rotary_emb
-    for kind, wanted in handle.frequencies.items():
+    for kind, expected in handle.frequencies.items():
         live = getattr(rotary, f"{kind}_inv_freq" if kind else "inv_freq")
         assert live.dtype == torch.float32
-        assert live.equal(wanted.inv_freq.float())
+        assert live.equal(expected.inv_freq.float())
     assert model.lm_head.weight.dtype == torch.bfloat16
 
-    rope_patch.patch(cast_before, "yarn", factor=4)  # repairs what the cast had rounded
+    rope_patch.patch(cast_before, "yarn", factor=4)  # replaces the rounded frequencies
     assert logits(cast_before).equal(logits(model))
 
     handle.undo()
@@ -199,7 +199,7 @@ def test_frequencies_stay_exact_through_casts(family):
             assert getattr(rotary, name).equal(buffer)
 
 
-def test_a_rounded_buffer_is_reported_and_comes_back_as_it_was(caplog):
+def test_rounded_buffer_is_reported_and_restored(caplog):
     model = make_model().to(torch.bfloat16)
     rounded, before = model.model.rotary_emb.inv_freq, logits(model)
     with rope_patch.patch(model, "yarn", factor=4):
@@ -209,7 +209,7 @@ def test_a_rounded_buffer_is_reported_and_comes_back_as_it_was(caplog):
     assert logits(model).equal(before)
 
 
-def test_what_users_change_in_the_config_survives():
+def test_config_changes_survive_undo():
     config = make_config()
     model = make_model(config=config)
     handle = rope_patch.patch(model, "yarn", factor=4)
@@ -220,7 +220,7 @@ def test_what_users_change_in_the_config_survives():
     assert model.config.vocab_size == 130
     assert model.config.max_position_embeddings == 64
     assert model.config.rope_parameters == make_config().rope_parameters
-    assert (config.use_cache, config.vocab_size) == (True, 128)  # another model's, perhaps
+    assert (config.use_cache, config.vocab_size) == (True, 128)  # other models may share it
 
     with rope_patch.patch(model, "linear", factor=4):
         assert (model.config.use_cache, model.config.vocab_size) == (False, 130)
@@ -239,8 +239,8 @@ def by_new_attribute(model):
 
 
 @pytest.mark.parametrize("change", [by_attention_kernel, by_experts_kernel, by_new_attribute])
-def test_settings_that_configs_do_not_compare_survive(change):
-    """Undoing, and a second patch in the place of the first, keep what the user has set."""
+def test_settings_outside_of_config_equality_survive(change):
+    """Undo and a second patch keep the settings that the user changed in between."""
     changed, model = make_model(), make_model()
     change(changed)
     handle = rope_patch.patch(model, "yarn", factor=4)
@@ -252,7 +252,7 @@ def test_settings_that_configs_do_not_compare_survive(change):
     assert model.model.config is model.config
 
 
-def test_settings_of_a_part_of_a_multimodal_model_survive():
+def test_settings_of_a_multimodal_text_config_survive():
     sizes = make_config("gemma3").to_dict()
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
@@ -266,11 +266,11 @@ def test_settings_of_a_part_of_a_multimodal_model_survive():
     assert model.model.language_model.config is model.config.text_config
     assert model.config.text_config.max_position_embeddings == 64
     with rope_patch.patch(model, "linear", factor=4):
-        kept = model.config
-    assert model.config is not kept  # nothing was changed in this block
+        patched_config = model.config
+    assert model.config is not patched_config  # nothing was changed in this block
 
 
-def test_a_field_of_ours_that_somebody_else_has_set_stays_and_is_named(caplog):
+def test_changed_rope_field_survives_undo_with_a_warning(caplog):
     model = make_model()
     handle = rope_patch.patch(model, "yarn", factor=4)
     model.config.max_position_embeddings = 100
@@ -282,8 +282,8 @@ def test_a_field_of_ours_that_somebody_else_has_set_stays_and_is_named(caplog):
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize(("method", "options"), REQUESTS)
-def test_what_is_put_around_a_patched_forward_stays(method, options, kernels, caplog):
-    """A wrapper is somebody else's; what it calls rotates as the unpatched model again."""
+def test_wrapper_around_a_patched_forward_survives_undo(method, options, kernels, caplog):
+    """Undo keeps a user's wrapper; the forward inside it is the unpatched one again."""
     model = make_model()
     before = logits(model)
     handle = rope_patch.patch(model, method, factor=4, kernels=kernels, **options)
@@ -303,13 +303,13 @@ def test_what_is_put_around_a_patched_forward_stays(method, options, kernels, ca
     assert "LlamaAttention.forward" in caplog.text
 
     calls.clear()
-    again = rope_patch.patch(model, method, factor=4, **options)
-    assert "the forward of LlamaAttention was replaced" in again.summary()
+    second = rope_patch.patch(model, method, factor=4, **options)
+    assert "the forward of LlamaAttention was replaced" in second.summary()
     torch.testing.assert_close(logits(model), patched, rtol=0, atol=1e-5)
-    assert attention in calls  # nothing takes its place
+    assert attention in calls  # the second patch does not replace the wrapper
 
 
-def test_modules_that_were_replaced_meanwhile_stay():
+def test_modules_replaced_under_a_patch_survive_undo():
     model, other = make_model(), make_model(seed=1)
     handle = rope_patch.patch(model, "yarn", factor=4)
     model.model.layers[0].self_attn.q_proj = other.model.layers[0].self_attn.q_proj

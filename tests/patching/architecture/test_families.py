@@ -1,7 +1,7 @@
-"""Patched logits are those of transformers' own model with the same scaling in its config.
+"""Test that patched logits equal those of a transformers model with the scaling in its config.
 
-The native configs are written out here by hand, from transformers' documentation of
-`rope_parameters`; our own spelling of them is checked against the patched model separately.
+The native configs are written by hand, after transformers' documentation of `rope_parameters`.
+A separate test checks the configs that patching writes.
 """
 
 import copy
@@ -27,12 +27,12 @@ from helpers.tiny_models import (
 import rope_patch
 
 R = 16  # rotated dimensions
-THETA = {"gemma3": 1e6}  # its full-attention layers; the others rotate by 1e4
+THETA = {"gemma3": 1e6}  # of its full-attention layers; all others have 1e4
 ORIGIN = {"original_max_position_embeddings": TRAINED}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGIN}
 LONGROPE = {"long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 
-# name: (method, its options, what transformers' config says for the same)
+# name: (method, its options, transformers' `rope_parameters` for the same rotation)
 REQUESTS = {
     "linear": ("linear", {}, {"rope_type": "linear", "factor": 4.0}),
     "yarn": ("yarn", {}, YARN),
@@ -93,23 +93,23 @@ OPTIONS = {
 }
 
 
-# Every family with the common methods, and Llama with every option.
+# Every family with the common methods, and Llama with all options.
 CASES = [(family, name) for family in FAMILIES for name in REQUESTS]
 CASES += [("llama", name) for name in OPTIONS]
-# Nested scalings that cannot be compared by hand, since transformers reads `truncate` elsewhere.
+# Nested scalings without a config by hand, because transformers reads `truncate` elsewhere.
 NESTED = [("gemma3", name) for name in ("yarn-truncate", "ntk", "abf", "proportional")]
 
 
-def native_broken(family, name):
-    # 5.0 validates nested scalings as if they were flat, and cannot switch a nested longrope.
+def is_broken_in_transformers(family, name):
+    # 5.0 validates nested scalings like flat ones, and cannot switch a nested longrope.
     nested = family == "gemma3" and name.split("-")[0] in ("yarn", "longrope")
     return OLD_TRANSFORMERS and (nested or name == "proportional")
 
 
 def mark(family, name):
     reason = "transformers 5.0 itself cannot build this"
-    broken = pytest.mark.skipif(native_broken(family, name), reason=reason)
-    return pytest.param(family, name, id=f"{family}-{name}", marks=broken)
+    skip = pytest.mark.skipif(is_broken_in_transformers(family, name), reason=reason)
+    return pytest.param(family, name, id=f"{family}-{name}", marks=skip)
 
 
 def native_parameters(family, name):
@@ -128,7 +128,7 @@ def apply(model, name):
 
 
 @pytest.mark.parametrize(("family", "name"), [mark(*case) for case in CASES])
-def test_patched_logits_are_the_native_ones(family, name):
+def test_patched_logits_match_the_native_model(family, name):
     model = make_model(family)
     native = make_native(
         model,
@@ -137,12 +137,12 @@ def test_patched_logits_are_the_native_ones(family, name):
         rope_parameters=native_parameters(family, name),
     )
     apply(model, name)
-    for length in (SHORT, LONG, SHORT):  # back again: longrope switches both ways
+    for length in (SHORT, LONG, SHORT):  # longrope switches both ways
         assert_close(logits(model, length), logits(native, length))
 
 
 @pytest.mark.parametrize(("family", "name"), [mark(*case) for case in CASES + NESTED])
-def test_a_config_made_by_the_patch_builds_the_same_model(family, name):
+def test_patched_config_builds_the_same_model(family, name):
     model = make_model(family)
     apply(model, name)
     native = make_native(
@@ -156,20 +156,20 @@ def test_a_config_made_by_the_patch_builds_the_same_model(family, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_longrope_switches_right_after_the_trained_length(family):
+def test_longrope_switches_factors_after_the_trained_length(family):
     model, short, long = (make_model(family) for _ in range(3))
     apply(model, "longrope")
-    for one, factors in ((short, SHORT_FACTOR), (long, LONG_FACTOR)):
+    for fixed, factors in ((short, SHORT_FACTOR), (long, LONG_FACTOR)):
         both = {"long_factor": factors, "short_factor": factors}
-        rope_patch.patch(one, "longrope", factor=FACTOR, **both)
+        rope_patch.patch(fixed, "longrope", factor=FACTOR, **both)
     for length in (TRAINED + 1, TRAINED, TRAINED + 1):
-        alike, other = (long, short) if length > TRAINED else (short, long)
-        assert logits(model, length).equal(logits(alike, length))
+        same, other = (long, short) if length > TRAINED else (short, long)
+        assert logits(model, length).equal(logits(same, length))
         assert_differs(logits(model, length), logits(other, length))
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_logits_change_and_come_back(family, name):
+def test_undo_restores_logits(family, name):
     model = make_model(family)
     before = {length: logits(model, length) for length in (SHORT, LONG)}
     handle = apply(model, name)
@@ -181,7 +181,7 @@ def test_logits_change_and_come_back(family, name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_length_asks_for_the_same_as_factor(family):
+def test_length_and_factor_give_the_same_patch(family):
     by_factor, by_length = make_model(family), make_model(family)
     rope_patch.patch(by_factor, "yarn", factor=FACTOR)
     rope_patch.patch(by_length, "yarn", length=TARGET)
@@ -210,7 +210,7 @@ def test_trained_length_overrides_the_config():
     "layer_types",
     [["sliding_attention"], ["full_attention"], ["sliding_attention", "full_attention"]],
 )
-def test_layer_types_choose_what_is_scaled(layer_types):
+def test_layer_types_select_the_scaled_layers(layer_types):
     model = make_model("gemma3")
     rope_patch.patch(model, "linear", factor=FACTOR, layer_types=layer_types)
     parameters = {

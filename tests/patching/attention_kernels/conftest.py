@@ -1,6 +1,6 @@
-"""Fixtures of the tests that compare kernels.
+"""Provide fixtures for tests that compare kernels.
 
-The folder is not named `kernels`: transformers 5.0 would take it for the package of that name.
+The folder is not named `kernels`, because transformers 5.0 would take it for that package.
 """
 
 import importlib
@@ -16,25 +16,26 @@ from kernel_models import (
 
 
 @pytest.fixture(autouse=True)
-def others(monkeypatch):
+def other_models(monkeypatch):
+    """Add the models of `OTHERS` to those of all tests."""
     for name, model in OTHERS.items():
         monkeypatch.setitem(MODELS, name, model)
 
 
 @pytest.fixture
-def counted(monkeypatch):
+def launch_counts(monkeypatch):
     """Count the calls of each launcher."""
     counts = SimpleNamespace(rope=0, norm=0, backward=0)
 
     def count(module, function, name):
         module = importlib.import_module(f"rope_patch.ops.kernels.{module}")
-        own = getattr(module, function)
+        original = getattr(module, function)
 
-        def counting(*args, **kwargs):
+        def count_and_call(*args, **kwargs):
             setattr(counts, name, getattr(counts, name) + 1)
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
-        monkeypatch.setattr(module, function, counting)
+        monkeypatch.setattr(module, function, count_and_call)
 
     count("rope", "launch", "rope")
     count("qk_norm_rope", "launch_forward", "norm")

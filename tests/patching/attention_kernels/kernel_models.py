@@ -1,4 +1,4 @@
-"""Models and helpers of the tests that compare kernels."""
+"""Define models and helpers for tests that compare kernels."""
 
 import torch
 from helpers.tiny_models import (
@@ -9,10 +9,10 @@ from helpers.tiny_models import (
 import rope_patch
 
 OURS = ["reference", "triton"]
-FEW = 20  # tokens: the interpreter takes its time
+FEW = 20  # tokens, because Triton's interpreter is slow
 
-# Beside the families of all tests: norms across heads, experts, neighbours, parts of heads, layers
-# that do not rotate. Olmo 3's long layers have a rotary module of their own kind.
+# More than the families of all tests: norms across heads, experts, interleaved pairs, partly
+# rotated heads, layers without rotation. Olmo 3's full-attention layers have another rotary module.
 OTHERS = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "qwen3_moe": (
@@ -38,7 +38,8 @@ def logits(model):
     return forward(model, tokens(FEW))
 
 
-def parts(model, kind):
+def modules_with_forward(model, kind):
+    """Return the modules whose forward was replaced by a `kind`."""
     return [m for m in model.modules() if isinstance(vars(m).get("forward"), kind)]
 
 
@@ -48,14 +49,14 @@ def patch(model, kernels, method="yarn", **options):
 
 
 def backward(model, length=12):
-    """Return a loss's gradients of every parameter."""
+    """Return the gradients of the loss for every parameter."""
     ids = tokens(length)
     loss = model(input_ids=ids, labels=ids).loss
     return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
 
-def saved_by(call):
-    """Return the bytes of all storages that are saved for the backward pass."""
+def saved_bytes(call):
+    """Return the bytes of all storages that a call saves for the backward pass."""
     storages = {}
 
     def pack(x):
@@ -69,7 +70,7 @@ def saved_by(call):
 
 
 def backward_all(model, length=12):
-    """Run `backward` for reentrant checkpoints, which only support `.backward()`."""
+    """Return the gradients by `.backward()`, the only way that reentrant checkpoints support."""
     model.zero_grad()
     model(input_ids=tokens(length), labels=tokens(length)).loss.backward()
     return [parameter.grad for parameter in model.parameters()]

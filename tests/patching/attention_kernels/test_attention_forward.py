@@ -1,4 +1,4 @@
-"""Attention forwards with our rotation: norms, copies, hooks and recomputed activations."""
+"""Test patched attention forwards: norms, copies, hooks and recomputed activations."""
 
 import copy
 import importlib
@@ -20,9 +20,9 @@ from kernel_models import (
     backward,
     backward_all,
     logits,
-    parts,
+    modules_with_forward,
     patch,
-    saved_by,
+    saved_bytes,
 )
 from torch import nn
 
@@ -36,16 +36,16 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(("family", "less"), [("qwen3", 2), ("gemma3", 3)])
-def test_normed_models_keep_less(family, less):
-    """In units of queries and keys: eager transformers keeps 3 and 4, ours 1 and their norms."""
+def test_models_with_norms_save_less_for_backward(family, less):
+    """Count in sizes of queries plus keys: transformers saves 3 or 4, ours 1 and the norms."""
     model = make_model(family).bfloat16()
-    kept = {}
+    saved = {}
     for kernels in ("hf", "triton"):
         with patch(model, kernels):
-            kept[kernels] = saved_by(lambda: model(input_ids=tokens(FEW)).logits)
+            saved[kernels] = saved_bytes(lambda: model(input_ids=tokens(FEW)).logits)
     heads = SIZES["num_attention_heads"] + SIZES["num_key_value_heads"]
     unit = SIZES["num_hidden_layers"] * heads * SIZES["head_dim"] * FEW * 2
-    assert (kept["hf"] - kept["triton"]) / unit > less - 0.25
+    assert (saved["hf"] - saved["triton"]) / unit > less - 0.25
 
 
 @pytest.mark.parametrize("kernels", ["auto", *OURS])
@@ -53,7 +53,7 @@ def test_normed_models_keep_less(family, less):
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
 )
-def test_copies_stand_on_their_own(duplicate, family, kernels):
+def test_copies_are_independent(duplicate, family, kernels):
     model = make_model(family)
     plain = logits(model)
     patch(model, kernels)
@@ -64,14 +64,16 @@ def test_copies_stand_on_their_own(duplicate, family, kernels):
         for parameter in model.parameters():
             parameter.zero_()
     assert logits(other).equal(expected)
-    assert all(vars(m)["forward"].module is m for m in parts(other, PatchedAttentionForward))
+    assert all(
+        vars(m)["forward"].module is m for m in modules_with_forward(other, PatchedAttentionForward)
+    )
     rope_patch.unpatch(other)
     assert logits(other).equal(plain)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kernels", OURS)
-def test_norms_that_peft_trains_are_the_ones_that_norm(kernels, when):
+def test_norms_trained_by_peft_are_used(kernels, when):
     def adapt(model):
         return peft.get_peft_model(
             model,
@@ -100,20 +102,20 @@ def test_norms_that_peft_trains_are_the_ones_that_norm(kernels, when):
 
 @pytest.mark.parametrize("kernels", ["auto", *OURS])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_accelerates_hooks_stay_around_the_forward(when, kernels):
+def test_accelerate_hooks_wrap_the_forward(when, kernels):
     model = make_model("qwen3")
     plain, calls = logits(model), []
 
-    class Noting(ModelHook):
+    class RecordingHook(ModelHook):
         def pre_forward(self, module, *args, **kwargs):
             calls.append(type(module).__name__)
             return args, kwargs
 
     def hook():
         for layer in model.model.layers:
-            add_hook_to_module(layer.self_attn, Noting())
-            add_hook_to_module(layer.self_attn.q_norm, Noting())
-        add_hook_to_module(model.model.rotary_emb, Noting())
+            add_hook_to_module(layer.self_attn, RecordingHook())
+            add_hook_to_module(layer.self_attn.q_norm, RecordingHook())
+        add_hook_to_module(model.model.rotary_emb, RecordingHook())
 
     with patch(model, "hf"):
         expected = logits(model)
@@ -134,8 +136,8 @@ def test_accelerates_hooks_stay_around_the_forward(when, kernels):
 
 
 @pytest.mark.parametrize("kernels", ["auto", *OURS])
-def test_modules_whose_class_was_derived_in_place(kernels):
-    """As FSDP2 does to what it shards."""
+def test_modules_with_a_class_replaced_by_fsdp2(kernels):
+    """Derive the classes of sharded modules in place, as FSDP2 does."""
     model = make_model("qwen3")
     with patch(model, "hf"):
         expected = logits(model)
@@ -143,22 +145,22 @@ def test_modules_whose_class_was_derived_in_place(kernels):
         for module in (layer, layer.self_attn):
             module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {})
     patch(model, kernels)
-    assert len(parts(model, PatchedAttentionForward)) == SIZES["num_hidden_layers"]
+    assert len(modules_with_forward(model, PatchedAttentionForward)) == SIZES["num_hidden_layers"]
     assert_close(logits(model), expected)
 
 
-def test_hooks_on_a_norm_see_its_own_output():
+def test_hooks_on_a_norm_get_its_output():
     model = make_model("qwen3")
     norm = model.model.layers[0].self_attn.q_norm
-    expected, seen = [], []
+    expected, outputs = [], []
     with patch(model, "hf"):
         handle = norm.register_forward_hook(lambda m, a, out: expected.append(out))
         logits(model)
         handle.remove()
     with patch(model, "reference"):
-        norm.register_forward_hook(lambda m, a, out: seen.append(out))
+        norm.register_forward_hook(lambda m, a, out: outputs.append(out))
         logits(model)
-    assert_close(seen[0], expected[0])
+    assert_close(outputs[0], expected[0])
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_hooks_on_a_norm_see_its_own_output():
         pytest.param("triton", "qwen3", marks=pytest.mark.slow),
     ],
 )
-def test_gradients_when_activations_are_computed_again(kernels, family):
+def test_gradients_with_activation_checkpointing(kernels, family):
     model = make_model(family)
     patch(model, kernels)
     expected = backward(model.train())
@@ -185,12 +187,12 @@ def test_gradients_when_activations_are_computed_again(kernels, family):
     [("qwen3.Qwen3RMSNorm", 0.0), ("llama.LlamaRMSNorm", 0.0), ("olmo2.Olmo2RMSNorm", 0.0),
      ("gemma3.Gemma3RMSNorm", 1.0), ("qwen3_next.Qwen3NextRMSNorm", 1.0)],
 )  # fmt: skip
-def test_norms_are_known_by_what_they_compute(kind, offset):
+def test_norms_are_recognised_by_their_computation(kind, offset):
     model, name = kind.split(".")
     module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     assert norm_spec_of(getattr(module, name)).offset == offset
 
 
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.Identity, nn.Linear])
-def test_other_modules_are_no_norms_of_ours(kind):
+def test_other_modules_are_not_recognised_as_norms(kind):
     assert norm_spec_of(kind) is None

@@ -1,4 +1,4 @@
-"""Compiled graphs of patched models."""
+"""Test torch.compile of patched models: one graph, and which code it contains."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from kernel_models import (
     OURS,
     logits,
     patch,
-    saved_by,
+    saved_bytes,
 )
 
 pytest.importorskip("triton")
@@ -28,7 +28,7 @@ def test_compiled_models_are_one_graph(kernels, family):
     torch._dynamo.reset()
 
 
-def test_compiled_graphs_keep_transformers_code_unless_kernels_are_demanded():
+def test_compiled_graphs_use_our_operator_only_on_request():
     for kernels, calls in (("auto", 0), ("triton", SIZES["num_hidden_layers"])):
         torch._dynamo.reset()
         model, graphs = make_model("qwen3"), []
@@ -39,15 +39,15 @@ def test_compiled_graphs_keep_transformers_code_unless_kernels_are_demanded():
 
         patch(model, kernels)
         logits(torch.compile(model, fullgraph=True, backend=backend))
-        called = [str(n.target) for graph in graphs for n in graph.graph.nodes]
-        assert sum("rope_patch.qk_norm_rope" in name for name in called) == calls
+        targets = [str(n.target) for graph in graphs for n in graph.graph.nodes]
+        assert sum("rope_patch.qk_norm_rope" in name for name in targets) == calls
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_inductor_keeps_as_little_of_transformers_code_as_our_operator(family):
-    """Why compiled graphs keep that code: what is kept beyond attention's own is x, once."""
-    kept = {}
+def test_inductor_saves_as_little_for_transformers_code_as_for_our_operator(family):
+    """Check why compiled graphs keep transformers' code: beside attention it saves only x."""
+    saved = {}
     for kernels in ("hf", "triton"):
         torch._dynamo.reset()
         model = make_model(family)
@@ -56,11 +56,11 @@ def test_inductor_keeps_as_little_of_transformers_code_as_our_operator(family):
         kind = "full_attention" if family == "gemma3" else None
         x = torch.randn(1, 32, SIZES["hidden_size"])
         positions = torch.arange(32)[None]
-        given = (x, positions) if kind is None else (x, positions, kind)
+        arguments = (x, positions) if kind is None else (x, positions, kind)
         compiled = torch.compile(attention, fullgraph=True)
         with torch.no_grad():
-            pair = model.model.rotary_emb(*given)
-        kept[kernels] = saved_by(lambda c=compiled, x=x, p=pair: c(x, p, None)[0])
+            pair = model.model.rotary_emb(*arguments)
+        saved[kernels] = saved_bytes(lambda c=compiled, x=x, p=pair: c(x, p, None)[0])
     torch._dynamo.reset()
     tables = 2 * 32 * SIZES["head_dim"] * 4  # cos and sin, which all layers share
-    assert kept["hf"] <= kept["triton"] + tables
+    assert saved["hf"] <= saved["triton"] + tables

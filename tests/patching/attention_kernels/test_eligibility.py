@@ -1,4 +1,4 @@
-"""Rotations that our kernels cannot compute, and requests for kernels that are refused."""
+"""Test which models and requests our kernels refuse."""
 
 import pytest
 import transformers
@@ -8,7 +8,7 @@ from helpers.tiny_models import (
 )
 from kernel_models import (
     logits,
-    parts,
+    modules_with_forward,
     patch,
 )
 
@@ -22,7 +22,7 @@ from rope_patch.patching.kernels.position_passthrough import PositionPassthrough
 pytest.importorskip("triton")
 
 
-def test_a_model_that_uses_cos_and_sin_itself_keeps_its_rotation():
+def test_model_that_uses_cos_and_sin_itself_is_refused():
     config = transformers.DeepseekV3Config(
         **{k: v for k, v in SIZES.items() if k != "head_dim"},
         first_k_dense_replace=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16,
@@ -33,12 +33,12 @@ def test_a_model_that_uses_cos_and_sin_itself_keeps_its_rotation():
         patch(model, "triton")
     assert rope_patch.current(model) is None
     patch(model, "auto")
-    assert not parts(model, PatchedAttentionForward)
+    assert not modules_with_forward(model, PatchedAttentionForward)
     summary = rope_patch.current(model).summary()
     assert "transformers' own rotation (DeepseekV3Attention uses" in summary
 
 
-def test_several_positions_a_token_keep_cos_and_sin():
+def test_several_positions_per_token_are_refused():
     config = transformers.Qwen2VLTextConfig(
         **SIZES,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
@@ -47,15 +47,15 @@ def test_several_positions_a_token_keep_cos_and_sin():
     with pytest.raises(ValueError, match='kernels="reference" cannot rotate this model'):
         patch(model, "reference")
     patch(model, "auto")
-    assert not parts(model, PositionPassthrough)
+    assert not modules_with_forward(model, PositionPassthrough)
 
 
-def test_unknown_kernels_name_the_known_ones():
+def test_unknown_kernels_error_lists_the_known_ones():
     with pytest.raises(ValueError, match="one of auto, reference, triton, hf, got 'cuda'"):
         patch(make_model(), "cuda")
 
 
-def test_triton_on_a_cpu_says_what_to_do(monkeypatch):
+def test_triton_on_a_cpu_error_names_the_next_step(monkeypatch):
     model = make_model()
     patch(model, "triton")
     monkeypatch.setattr("rope_patch.ops.dispatch.is_interpreted", lambda: False)
@@ -63,7 +63,7 @@ def test_triton_on_a_cpu_says_what_to_do(monkeypatch):
         logits(model)
 
 
-def test_without_triton_only_a_demand_is_an_error(monkeypatch):
+def test_missing_triton_is_an_error_only_on_request(monkeypatch):
     monkeypatch.setattr(
         "rope_patch.patching.kernels.eligibility.triton_unavailable_reason",
         lambda: "Triton is gone",
@@ -75,7 +75,7 @@ def test_without_triton_only_a_demand_is_an_error(monkeypatch):
     logits(model)
 
 
-def test_nothing_is_left_of_a_failed_patch(monkeypatch):
+def test_failed_patch_leaves_the_model_unchanged(monkeypatch):
     model = make_model("qwen3")
     before = logits(model)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""All kernels give the same logits and gradients."""
+"""Test that all kernels give the same logits and gradients."""
 
 import copy
 
@@ -26,7 +26,7 @@ from kernel_models import (
     OURS,
     backward,
     logits,
-    parts,
+    modules_with_forward,
     patch,
 )
 
@@ -41,15 +41,17 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("family", [*MODELS, *OTHERS])
-def test_all_kernels_rotate_alike(family):
+def test_all_kernels_give_the_same_logits(family):
     model = make_model(family)
     plain, expected = logits(model), {}
     for kernels in ("hf", "auto", *OURS):
         handle = patch(model, kernels)
         expected[kernels] = logits(model)
-        rotating = 0 if kernels == "hf" else SIZES["num_hidden_layers"]
-        assert len(parts(model, PatchedAttentionForward)) == rotating
-        assert len(parts(model, DeferredNorm)) == (2 * rotating if family in NORMED else 0)
+        rotating_layers = 0 if kernels == "hf" else SIZES["num_hidden_layers"]
+        assert len(modules_with_forward(model, PatchedAttentionForward)) == rotating_layers
+        assert len(modules_with_forward(model, DeferredNorm)) == (
+            2 * rotating_layers if family in NORMED else 0
+        )
         handle.undo()
         assert logits(model).equal(plain)
         assert not any("forward" in vars(module) for module in model.modules())
@@ -60,30 +62,38 @@ def test_all_kernels_rotate_alike(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "glm", *NORMED])
-def test_gradients_are_alike(family):
+def test_all_kernels_give_the_same_gradients(family):
     model = make_model(family)
-    found = {}
+    gradients = {}
     for kernels in ("hf", "auto", *OURS):
         with patch(model, kernels):
-            found[kernels] = backward(model)
+            gradients[kernels] = backward(model)
     for kernels in ("auto", *OURS):
-        for got, expected in zip(found[kernels], found["hf"], strict=True):
+        for got, expected in zip(gradients[kernels], gradients["hf"], strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_one_launch_a_layer_each_way(family, counted):
+def test_one_launch_per_layer_and_direction(family, launch_counts):
     model = make_model(family)
     patch(model, "triton")
     backward(model)
     layers = SIZES["num_hidden_layers"]
     if family == "llama":
-        assert (counted.rope, counted.norm, counted.backward) == (2 * layers, 0, 0)
+        assert (launch_counts.rope, launch_counts.norm, launch_counts.backward) == (
+            2 * layers,
+            0,
+            0,
+        )
     else:
-        assert (counted.rope, counted.norm, counted.backward) == (0, layers, layers)
+        assert (launch_counts.rope, launch_counts.norm, launch_counts.backward) == (
+            0,
+            layers,
+            layers,
+        )
 
 
-def test_queries_alone_where_a_model_rotates_one_tensor_at_a_time(counted):
+def test_models_that_rotate_queries_and_keys_separately(launch_counts):
     config = transformers.Gemma3nTextConfig(
         **{**SIZES, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 32},
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -100,10 +110,10 @@ def test_queries_alone_where_a_model_rotates_one_tensor_at_a_time(counted):
         expected = logits(model)
     for kernels in ("auto", *OURS):
         with patch(model, kernels):
-            assert len(parts(model, PatchedAttentionForward)) == 4
+            assert len(modules_with_forward(model, PatchedAttentionForward)) == 4
             assert_close(logits(model), expected)
-    # The last two layers share the keys of others; older transformers rotate them all the same.
-    assert counted.rope == 4 + (4 if OLD_TRANSFORMERS else 2)
+    # The last two layers share other layers' keys; older transformers rotate these again.
+    assert launch_counts.rope == 4 + (4 if OLD_TRANSFORMERS else 2)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,7 @@ def test_queries_alone_where_a_model_rotates_one_tensor_at_a_time(counted):
         *(pytest.param("triton", f, marks=pytest.mark.slow) for f in ("qwen3", "gemma3", "phi3")),
     ],
 )
-def test_decoding_is_as_if_all_keys_were_rotated_afresh(kernels, family):
+def test_decoding_matches_rotating_all_keys_afresh(kernels, family):
     model = make_model(family)
     end = TRAINED + (30 if kernels == "triton" else 160)
     ids, start = tokens(end), TRAINED - 20 if kernels == "triton" else SHORT
@@ -125,35 +135,35 @@ def test_decoding_is_as_if_all_keys_were_rotated_afresh(kernels, family):
 
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
-def test_rows_of_different_lengths_have_frequencies_of_their_own(kernels):
+def test_rows_of_different_lengths_have_separate_frequencies(kernels):
     model = make_model("qwen3")
     rows = [tokens(length, seed=length) for length in (10, TRAINED + 20)]
     ids, mask = padded(rows, "left")
     patch(model, kernels, "dynamic-yarn")
     with torch.no_grad():
-        together = model(input_ids=ids, attention_mask=mask).logits
+        batch = model(input_ids=ids, attention_mask=mask).logits
         for i, row in enumerate(rows):
-            alone = model(input_ids=row).logits
-            assert_close(together[i : i + 1, -row.shape[1] :], alone)
+            single = model(input_ids=row).logits
+            assert_close(batch[i : i + 1, -row.shape[1] :], single)
 
 
-def test_turns_are_made_once_while_frequencies_stay(monkeypatch):
+def test_frequencies_are_packed_once_while_they_stay(monkeypatch):
     from rope_patch.patching.kernels import position_passthrough
 
-    made = []
-    own = position_passthrough.pack_frequencies
+    calls = []
+    original = position_passthrough.pack_frequencies
     monkeypatch.setattr(
-        position_passthrough, "pack_frequencies", lambda *a: made.append(1) or own(*a)
+        position_passthrough, "pack_frequencies", lambda *a: calls.append(1) or original(*a)
     )
     model = make_model()
     patch(model, "reference")
     step_by_step(model, tokens(SHORT + 6), SHORT)
-    assert len(made) == 1
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
 @pytest.mark.parametrize("kernels", ["auto", *OURS])
-def test_inference_mode_leaves_nothing_that_training_trips_over(kernels, method):
+def test_training_works_after_inference_mode(kernels, method):
     model = make_model("qwen3")
     patch(model, kernels, method)
     expected = backward(copy.deepcopy(model))
@@ -163,17 +173,17 @@ def test_inference_mode_leaves_nothing_that_training_trips_over(kernels, method)
         torch.testing.assert_close(got, e)
 
 
-def test_patching_while_another_device_is_the_default():
+def test_patch_works_under_another_default_device():
     with torch.device("meta"):
         model = make_model("qwen3")
         norm_spec_of.__globals__["_probe_norm"].cache_clear()
         patch(model, "reference")
-    assert parts(model, DeferredNorm)
+    assert modules_with_forward(model, DeferredNorm)
 
 
 @pytest.mark.parametrize("kernels", OURS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_bfloat16_is_nearer_to_the_truth_than_transformers(family, kernels):
+def test_bfloat16_is_as_exact_as_transformers(family, kernels):
     if kernels == "triton":
         pytest.skip("the interpreter truncates where a GPU rounds")
     model = make_model(family)
@@ -181,11 +191,11 @@ def test_bfloat16_is_nearer_to_the_truth_than_transformers(family, kernels):
     truth = copy.deepcopy(model).double()
     expected = logits(truth)
     model = model.bfloat16()
-    away = {}
-    for which in ("hf", kernels):
-        patch(model, which)
-        away[which] = (logits(model).double() - expected).norm()
-    assert away[kernels] < 1.02 * away["hf"]
+    errors = {}
+    for choice in ("hf", kernels):
+        patch(model, choice)
+        errors[choice] = (logits(model).double() - expected).norm()
+    assert errors[kernels] < 1.02 * errors["hf"]
 
 
 @pytest.mark.parametrize("kernels", OURS)
@@ -205,7 +215,7 @@ def test_mixed_precision_and_casting_leave_positions_exact(kernels):
 
 @pytest.mark.parametrize("kernels", OURS)
 def test_far_positions_are_exact(kernels):
-    """transformers' angles are off by half a radian at 10M tokens; only differences matter."""
+    """Shift all positions by 10M: logits stay, while transformers' angles err by half a radian."""
     model = make_model()
     patch(model, kernels)
     ids, near = tokens(16), torch.arange(16)[None]
@@ -213,5 +223,5 @@ def test_far_positions_are_exact(kernels):
         expected = model(input_ids=ids, position_ids=near).logits
         assert_close(model(input_ids=ids, position_ids=near + 10_000_000).logits, expected)
         rope_patch.patch(model, "yarn", factor=4, kernels="hf")
-        theirs = model(input_ids=ids, position_ids=near + 10_000_000).logits
-    assert_differs(theirs, expected)
+        native = model(input_ids=ids, position_ids=near + 10_000_000).logits
+    assert_differs(native, expected)

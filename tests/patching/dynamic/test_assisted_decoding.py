@@ -1,6 +1,6 @@
-"""Assisted decoding of models whose frequencies follow the sequence: what greedy decoding says.
+"""Test that assisted decoding of length-dependent methods gives the tokens of greedy decoding.
 
-In float64, where a forward of several tokens does not round to another argmax than one token does.
+In float64, where rounding does not change the argmax between forwards of one and several tokens.
 """
 
 from pathlib import Path
@@ -32,12 +32,12 @@ METHODS = {
     if method.is_dynamic or name.startswith(("mixed", "longrope"))
 }
 LOOKUP = {"prompt_lookup_num_tokens": 10}
-# transformers 5.0 cannot look prompts up without an end of sequence; nothing here says 127.
+# transformers 5.0 needs an end-of-sequence token for prompt lookup; no test generates 127.
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 127 if OLD_TRANSFORMERS else None}
 
 
 def generator(family="llama", layers=1, seed=0):
-    """Make a model whose next token depends on the whole context, not on the last token alone."""
+    """Return a model whose next token depends on the whole context, not only on the last token."""
     changes = {"tie_word_embeddings": False, "initializer_range": 0.2}
     config = {"num_hidden_layers": layers, "dtype": torch.float64, **changes}
     return make_model(family, seed=seed, **config).double()
@@ -53,12 +53,12 @@ def prompts(length, count=2):
     return [tokens(length // 2, seed=seed).repeat(1, 2) for seed in range(count)]
 
 
-def generate(model, prompt, new, **way):
-    ids = model.generate(prompt, max_new_tokens=new, **{**GREEDY, **way})
+def generate(model, prompt, new, **options):
+    ids = model.generate(prompt, max_new_tokens=new, **{**GREEDY, **options})
     return ids[:, : prompt.shape[1] + new]  # transformers 5.0 may look up a few more
 
 
-def test_every_method_that_follows_lengths_is_here():
+def test_methods_covers_all_dynamic_methods():
     plain = [name for name in registered_methods() if name not in METHODS]
     for name in plain:
         assert not registered_methods()[name].is_dynamic
@@ -66,8 +66,8 @@ def test_every_method_that_follows_lengths_is_here():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_looking_up_is_lossless(model, method):
-    """Up to the trained length, though candidates reach beyond it, and across several changes."""
+def test_prompt_lookup_is_lossless(model, method):
+    """Stop at the trained length, which candidates cross, and cross several growth steps."""
     with rope_patch.patch(model, method, **METHODS[method]):
         for prompt in prompts(48):
             short = generate(model, prompt, TRAINED - 48)
@@ -76,7 +76,7 @@ def test_looking_up_is_lossless(model, method):
 
 
 @pytest.mark.parametrize("method", ["mixed-yarn", "dynamic-yarn"])
-def test_up_to_the_trained_length_it_is_the_unpatched_model(model, method):
+def test_prompt_lookup_matches_the_unpatched_model_up_to_the_trained_length(model, method):
     plain = [generate(model, prompt, TRAINED - 48) for prompt in prompts(48, 4)]
     with rope_patch.patch(model, method, **METHODS[method]):
         for prompt, expected in zip(prompts(48, 4), plain, strict=True):
@@ -91,7 +91,7 @@ def test_up_to_the_trained_length_it_is_the_unpatched_model(model, method):
         ("qwen3", 1, "dynamic"),
     ],
 )
-def test_assistants_are_lossless(family, layers, method):
+def test_assistant_models_are_lossless(family, layers, method):
     model, assistant = generator(family, layers), generator(family, layers, seed=3)
     assistant.generation_config.num_assistant_tokens = 6
     rope_patch.patch(model, method, **METHODS[method])
@@ -102,8 +102,8 @@ def test_assistants_are_lossless(family, layers, method):
     assert generate(model, prompt, 40, assistant_model=assistant).equal(expected)
 
 
-def test_growth_with_every_token(model):
-    """No candidate is like the next token then: none is tried beyond the trained length."""
+def test_exact_growth_turns_candidates_off(model):
+    """Beyond the trained length every token changes the frequencies, so no candidate is used."""
     assistant = generator(seed=3)
     assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
     assistant.generation_config.num_assistant_tokens = 5
@@ -115,7 +115,7 @@ def test_growth_with_every_token(model):
     assert assistant.generation_config.num_assistant_tokens == 5
 
 
-def test_a_padded_prompt(model):
+def test_padded_prompt_with_prompt_lookup(model):
     prompt = prompts(40, 1)[0]
     mask = torch.cat([torch.zeros(1, 12), torch.ones(1, 40)], 1).long()
     padded = torch.cat([torch.zeros(1, 12).long(), prompt], 1)
@@ -125,12 +125,12 @@ def test_a_padded_prompt(model):
     assert got[:, 12:].equal(expected)
 
 
-# -- which tokens are processed together -----------------------------------------------------------
+# -- no growth step within a forward of candidates -------------------------------------------------
 
 
 @pytest.fixture
-def together(model):
-    """Return (tokens cached, new tokens) of each of the decoder's forwards."""
+def decoder_steps(model):
+    """Record (cached tokens, new tokens) of each of the decoder's forwards."""
     steps = []
 
     def note(decoder, args, kwargs):
@@ -142,6 +142,7 @@ def together(model):
 
 
 def assert_no_change_within(steps, handle, prompt):
+    """Assert that the tokens of each forward share their frequencies."""
     several = [(past, new) for past, new in steps if past >= prompt and new > 1]
     assert several, "no candidates at all"
     for past, new in several:
@@ -150,18 +151,18 @@ def assert_no_change_within(steps, handle, prompt):
 
 
 @pytest.mark.parametrize("way", ["lookup", "assistant"])
-def test_sampling(model, together, way):
+def test_sampling_with_candidates_has_no_growth_within_a_forward(model, decoder_steps, way):
     torch.manual_seed(0)
     assistant = generator(seed=3)
     assistant.generation_config.num_assistant_tokens = 6
-    own = LOOKUP if way == "lookup" else {"assistant_model": assistant}
+    options = LOOKUP if way == "lookup" else {"assistant_model": assistant}
     with rope_patch.patch(model, "dynamic-yarn") as handle:
-        generate(model, prompts(50)[0], 40, do_sample=True, temperature=0.3, **own)
-    assert_no_change_within(together, handle, 50)
+        generate(model, prompts(50)[0], 40, do_sample=True, temperature=0.3, **options)
+    assert_no_change_within(decoder_steps, handle, 50)
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 itself fails to")
-def test_a_model_that_leaves_early_to_draft_for_itself():
+def test_early_exit_drafts_are_lossless():
     model = generator(layers=2)
     with rope_patch.patch(model, "mixed-yarn", factor=4):
         expected = generate(model, tokens(50), 40)
@@ -169,33 +170,33 @@ def test_a_model_that_leaves_early_to_draft_for_itself():
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_an_assistant_of_other_tokens(do_sample):
+def test_assistant_with_another_tokenizer(do_sample):
     assets = Path(__file__).parents[2] / "assets"
     folders = assets / "tiny-llama", assets / "tiny-qwen3"
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, assistant = (load(folder, dtype=torch.float64) for folder in folders)
-    assistant.resize_token_embeddings(assistant.config.vocab_size + 8)  # as if other tokens
-    named = dict.fromkeys(("tokenizer", "assistant_tokenizer"))
-    for name, folder in zip(named, folders, strict=True):
-        named[name] = transformers.AutoTokenizer.from_pretrained(folder)
-    named["assistant_tokenizer"].add_tokens([f"<{i}>" for i in range(8)])
+    assistant.resize_token_embeddings(assistant.config.vocab_size + 8)  # another vocabulary
+    tokenizers = dict.fromkeys(("tokenizer", "assistant_tokenizer"))
+    for name, folder in zip(tokenizers, folders, strict=True):
+        tokenizers[name] = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizers["assistant_tokenizer"].add_tokens([f"<{i}>" for i in range(8)])
     text = "It is a truth universally acknowledged, that a single man in possession of a good "
-    ids = named["tokenizer"](text, return_tensors="pt").input_ids[:, :24]
-    steps, own = [], {"assistant_model": assistant, "do_sample": do_sample, **named}
+    ids = tokenizers["tokenizer"](text, return_tensors="pt").input_ids[:, :24]
+    steps, options = [], {"assistant_model": assistant, "do_sample": do_sample, **tokenizers}
     handle = rope_patch.patch(model, "dynamic-yarn", trained_length=32, factor=4)
     expected = generate(model, ids, 40)
     model.model.register_forward_pre_hook(
-        lambda _, __, given: steps.append(
-            (given["past_key_values"].get_seq_length(), given["input_ids"].shape[1])
+        lambda _, __, kwargs: steps.append(
+            (kwargs["past_key_values"].get_seq_length(), kwargs["input_ids"].shape[1])
         ),
         with_kwargs=True,
     )
-    got = generate(model, ids, 40, **own)
+    got = generate(model, ids, 40, **options)
     assert_no_change_within(steps, handle, ids.shape[1])
     assert do_sample or got.equal(expected)
 
 
-def test_a_wrapped_model():
+def test_wrapped_models_with_prompt_lookup():
     peft = pytest.importorskip("peft")
     plain = generator()
     wrapped = peft.get_peft_model(generator(), peft.LoraConfig(target_modules=["q_proj"]))

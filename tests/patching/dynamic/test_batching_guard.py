@@ -1,4 +1,4 @@
-"""Continuous batching: right where the rotation is constant, refused where it follows lengths."""
+"""Test continuous batching: right for static rotations, refused for length-dependent ones."""
 
 import copy
 import threading
@@ -24,7 +24,7 @@ LONG_SET = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": LONG_FACTOR
 TWO_SETS = {**LONG_SET, "short_factor": SHORT_FACTOR}
 
 
-needs_runs = pytest.mark.skipif(
+needs_cpu_batching = pytest.mark.skipif(
     OLD_TRANSFORMERS, reason="transformers 5.0 runs continuous batching on GPUs alone"
 )
 
@@ -36,12 +36,12 @@ def base():
 
 @pytest.fixture
 def model(base):
-    """A copy, since continuous batching leaves its settings on the model."""
+    """Return a copy, because continuous batching leaves its settings on the model."""
     return copy.deepcopy(base)
 
 
 def settings():
-    """Return arguments for a small paged cache; the default takes most of the memory."""
+    """Return arguments for a small paged cache; the default one takes most of the memory."""
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = {"num_blocks": 16, "max_batch_tokens": 128}
     if kind := getattr(transformers, "ContinuousBatchingConfig", None):
@@ -51,36 +51,36 @@ def settings():
     return {"generation_config": config}
 
 
-def together(model, **kwargs):
-    said = model.generate_batch(inputs=PROMPTS, **settings(), **kwargs)
-    return [output.generated_tokens for output in said.values()]
+def batch_tokens(model, **kwargs):
+    outputs = model.generate_batch(inputs=PROMPTS, **settings(), **kwargs)
+    return [output.generated_tokens for output in outputs.values()]
 
 
-def alone(model):
-    """Return greedy tokens, with everything computed again for each of them."""
-    found = []
+def greedy_tokens(model):
+    """Return each prompt's greedy tokens, computed without a cache."""
+    generated = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         for _ in range(NEW):
             ids = torch.cat([ids, forward(model, ids)[:, -1:].argmax(-1)], dim=1)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
+        generated.append(ids[0, len(prompt) :].tolist())
+    return generated
 
 
-@needs_runs
-def test_a_static_method_is_right(model):
-    plain = alone(model)
+@needs_cpu_batching
+def test_static_method_batches_correctly(model):
+    plain = greedy_tokens(model)
     rope_patch.patch(model, "yarn", factor=4)
-    expected = alone(model)
+    expected = greedy_tokens(model)
     assert expected != plain
-    assert together(model) == expected
+    assert batch_tokens(model) == expected
 
 
-@needs_runs
-def test_a_fixed_length_is_right(model):
+@needs_cpu_batching
+def test_fixed_length_batches_correctly(model):
     rope_patch.patch(model, "dynamic-yarn").fix_length(256)
-    expected = alone(model)
-    assert together(model) == expected
+    expected = greedy_tokens(model)
+    assert batch_tokens(model) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_a_fixed_length_is_right(model):
         ("nope", {"temperature": 0.1}),
     ],
 )
-def test_what_follows_the_length_is_refused(model, method, options):
+def test_length_dependent_methods_are_refused(model, method, options):
     rope_patch.patch(model, method, **options)
     threads = threading.active_count()
     reason = r"paged cache.*such as yarn.*fix_length.*model\.generate"
     with pytest.raises(ValueError, match=reason):
-        together(model)
+        batch_tokens(model)
     with pytest.raises(ValueError, match=reason):
         model.init_continuous_batching(**settings())
     with (
@@ -115,24 +115,24 @@ def test_generate_with_a_paged_cache_is_refused(model):
         model.generate(torch.tensor(PROMPTS[:1]), cache_implementation="paged", max_new_tokens=2)
 
 
-def test_undoing_opens_the_way_again(model):
+def test_undo_allows_batching_again(model):
     rope_patch.patch(model, "dynamic-yarn").undo()
     assert "init_continuous_batching" not in vars(model)
     assert model.init_continuous_batching(**settings()).model is model
 
 
-def test_a_copy_is_guarded_by_itself(model):
+def test_copy_has_its_own_guard(model):
     handle = rope_patch.patch(model, "dynamic-yarn")
     twin = copy.deepcopy(model)
     handle.undo()
     with pytest.raises(ValueError, match="paged cache"):
-        together(twin)
+        batch_tokens(twin)
     rope_patch.current(twin).fix_length(256)
     assert twin.init_continuous_batching(**settings()).model is twin
 
 
-def test_a_forward_with_a_paged_cache_is_refused(model):
-    """As from a manager that was made by hand, or before the patch."""
+def test_forward_with_a_paged_cache_is_refused(model):
+    """Call as a manager does that was made by hand, or before the patch."""
     handle = rope_patch.patch(model, "dynamic-yarn")
     with pytest.raises(ValueError, match="paged cache"):
         model.model(tokens(4), cache=object(), use_cache=False)
@@ -144,39 +144,39 @@ def test_a_forward_with_a_paged_cache_is_refused(model):
     ("method", "options"), [("dynamic-yarn", {}), ("longrope", {**LONG_SET, "start_tokens": 4})]
 )
 def test_packed_rows_need_their_positions(model, method, options):
-    """Where documents begin decides how long they are, and which tokens are their first."""
+    """Packed documents need positions: lengths and start tokens depend on where each begins."""
     rope_patch.patch(model, method, **options)
     borders = torch.tensor([0, 50, 100], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cu_seq_lens_q.*expected position_ids"):
         model.model(tokens(100), cu_seq_lens_q=borders, use_cache=False)
     positions = torch.cat([torch.arange(50), torch.arange(50)])[None]
-    given = {"position_ids": positions, "use_cache": False}
-    packed = model.model(tokens(100), cu_seq_lens_q=borders, **given).last_hidden_state
-    assert packed.equal(model.model(tokens(100), **given).last_hidden_state)
+    kwargs = {"position_ids": positions, "use_cache": False}
+    packed = model.model(tokens(100), cu_seq_lens_q=borders, **kwargs).last_hidden_state
+    assert packed.equal(model.model(tokens(100), **kwargs).last_hidden_state)
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 keeps no managers")
-def test_a_manager_that_is_kept_must_go_before_a_patch(model):
-    """Its cache shares the keys of finished requests with later ones."""
-    together(model, persistent_manager=True)
+def test_persistent_manager_must_be_destroyed_before_a_patch(model):
+    """A persistent manager's cache reuses keys of finished requests."""
+    batch_tokens(model, persistent_manager=True)
     with pytest.raises(ValueError, match="destroy_cached_continuous_batching_manager"):
         rope_patch.patch(model, "yarn", factor=4)
     assert rope_patch.current(model) is None
     model.destroy_cached_continuous_batching_manager()
     rope_patch.patch(model, "yarn", factor=4)
-    assert together(model) == alone(model)
+    assert batch_tokens(model) == greedy_tokens(model)
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 keeps no managers")
-def test_a_manager_of_another_rotation_is_refused_where_a_patch_comes_back(model):
+def test_persistent_manager_of_another_rotation_is_refused(model):
     with rope_patch.patch(model, "dynamic-yarn") as handle:
         handle.fix_length(256)
         with rope_patch.patch(model, "linear", factor=4):
-            together(model, persistent_manager=True)
+            batch_tokens(model, persistent_manager=True)
         with pytest.raises(ValueError, match="keys of another rotation"):
-            together(model, persistent_manager=True)
+            batch_tokens(model, persistent_manager=True)
         model.destroy_cached_continuous_batching_manager()
-        assert together(model, persistent_manager=True) == alone(model)
+        assert batch_tokens(model, persistent_manager=True) == greedy_tokens(model)
         handle.fix_length(1024)
         with pytest.raises(ValueError, match="keys of another rotation"):
-            together(model, persistent_manager=True)
+            batch_tokens(model, persistent_manager=True)

@@ -1,4 +1,4 @@
-"""torch.compile of decoding steps: one graph, whatever length the sequence has."""
+"""Test torch.compile of dynamically patched models: one graph for all lengths."""
 
 import pytest
 import torch
@@ -9,19 +9,13 @@ from transformers import DynamicCache, StaticCache
 
 import rope_patch
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("reset_compiler")
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_decoding_step_is_one_graph_at_any_length(family, kind):
-    """Across the trained length and several steps of growth."""
+def test_decode_step_is_one_graph_at_any_length(family, kind):
+    """Decode across the trained length and several growth steps."""
     model, ids = make_model(family), tokens(LONG)
     reference = Reference(model, "dynamic-yarn")
     rope_patch.patch(model, "dynamic-yarn")
@@ -31,15 +25,17 @@ def test_a_decoding_step_is_one_graph_at_any_length(family, kind):
     with torch.no_grad():
         got.append(model(ids[:, :SHORT], past_key_values=cache).logits)
         for i in range(SHORT, LONG):
-            at = torch.tensor([[i]])
-            got.append(step(ids[:, i : i + 1], position_ids=at, past_key_values=cache).logits)
+            position_ids = torch.tensor([[i]])
+            got.append(
+                step(ids[:, i : i + 1], position_ids=position_ids, past_key_values=cache).logits
+            )
     assert_close(torch.cat(got, dim=1), reference.decode(ids, SHORT))
     assert not counters["graph_break"]
-    # The first step, and once more for what turned out to vary.
+    # The first step, and recompilations for the sizes that vary.
     assert counters["stats"]["unique_graphs"] <= 3
 
 
-def test_whole_sequences_and_batches():
+def test_compiled_forward_of_sequences_and_batches():
     model = make_model()
     rope_patch.patch(model, "dynamic-yarn")
     ids, mask = padded([tokens(30), tokens(LONG)], "left")
@@ -50,20 +46,20 @@ def test_whole_sequences_and_batches():
     )
 
 
-def test_a_compiled_prompt_makes_a_cache_that_remembers():
+def test_compiled_prefill_records_the_rotation_in_its_cache():
     model, ids = make_model(), tokens(LONG)
     reference = Reference(model, "dynamic-yarn")
     rope_patch.patch(model, "dynamic-yarn")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        said = compiled(ids[:, :SHORT], use_cache=True)
+        output = compiled(ids[:, :SHORT], use_cache=True)
         for i in range(SHORT, LONG):
-            got = model(ids[:, i : i + 1], past_key_values=said.past_key_values).logits
+            got = model(ids[:, i : i + 1], past_key_values=output.past_key_values).logits
     assert_close(got[:, -1], reference.decode(ids, SHORT)[:, -1])
 
 
 @pytest.mark.slow
-def test_inductor_writes_the_same():
+def test_inductor_gives_the_same_logits():
     model, ids = make_model(), tokens(LONG)
     reference = Reference(model, "dynamic-yarn")
     rope_patch.patch(model, "dynamic-yarn")
@@ -72,6 +68,6 @@ def test_inductor_writes_the_same():
     with torch.no_grad():
         model(ids[:, :SHORT], past_key_values=cache)
         for i in range(SHORT, LONG):
-            at = torch.tensor([[i]])
-            got = step(ids[:, i : i + 1], position_ids=at, past_key_values=cache).logits
+            position_ids = torch.tensor([[i]])
+            got = step(ids[:, i : i + 1], position_ids=position_ids, past_key_values=cache).logits
     assert_close(got[:, -1], reference.decode(ids, SHORT)[:, -1])

@@ -1,4 +1,4 @@
-"""Frequencies that follow the sequence in other architectures: some are followed, some not."""
+"""Test dynamic methods in other architectures: keys are re-rotated, or the patch is refused."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ import rope_patch
 END = 300
 
 
-def test_architectures_whose_keys_are_turned_otherwise():
+def test_compressed_keys_are_refused():
     shape = {
         **{k: v for k, v in make_config().to_dict().items() if k in SIZES},
         "moe_layer_freq": 1,
@@ -43,7 +43,7 @@ SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="has no such model")
-def test_layers_that_may_not_rotate_are_not_guessed_at():
+def test_conditionally_rotating_layers_are_refused():
     model = tiny_model("granite_swa")
     with pytest.raises(
         ValueError, match=r"rotates only if position_embeddings is not None: layers that do"
@@ -51,7 +51,7 @@ def test_layers_that_may_not_rotate_are_not_guessed_at():
         rope_patch.patch(model, "dynamic-yarn")
 
 
-# One attention each that changes, so that nothing but its keys remembers how far the text had got.
+# One scaled attention each, so that only its keys depend on the length of the text.
 ONE_ATTENTION = {
     "afmoe": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
     "cohere2_moe": {
@@ -77,7 +77,7 @@ ONE_ATTENTION = {
 
 
 @pytest.mark.parametrize("model_type", ONE_ATTENTION)
-def test_cached_keys_are_brought_along(model_type):
+def test_cached_keys_are_rerotated(model_type):
     model = tiny_model(model_type, **ONE_ATTENTION[model_type])
     windows = set(getattr(model.config, "layer_types", [])) == {"sliding_attention"}
     kinds = ["sliding_attention"] if windows and len(by_layer_type(model)) > 1 else None
@@ -85,28 +85,33 @@ def test_cached_keys_are_brought_along(model_type):
     assert handle.method.is_length_dependent(TRAINED)
     ids = tokens(END)
     with torch.no_grad():
-        stepped = step_by_step(model, ids, SHORT)[:, -1]
-    torch.testing.assert_close(stepped, forward(model, ids)[:, -1], rtol=0, atol=2e-4)
+        decoded = step_by_step(model, ids, SHORT)[:, -1]
+    torch.testing.assert_close(decoded, forward(model, ids)[:, -1], rtol=0, atol=2e-4)
     rope_patch.unpatch(model)
     plain = forward(model, ids)[:, -1]
-    assert (stepped - plain).abs().max() > 1e-3
+    assert (decoded - plain).abs().max() > 1e-3
 
 
 def by_layer_type(model):
     return rope_patch.rope_config.by_layer_type(model.config.rope_parameters)
 
 
-def test_interleaved_pairs_are_followed():
-    config = transformers.CohereConfig(**{**small(), "num_hidden_layers": 1})
+def test_interleaved_pairs_are_rerotated():
+    config = transformers.CohereConfig(**{**small_config(), "num_hidden_layers": 1})
     torch.manual_seed(0)
     model = transformers.CohereForCausalLM(config).eval()
     rope_patch.patch(model, "dynamic-yarn")
     assert_close(step_by_step(model, tokens(END), SHORT)[:, -1], forward(model, tokens(END))[:, -1])
 
 
-def test_layers_without_rotation_are_left_alone():
+def test_layers_without_rotation_keep_their_keys():
     config = transformers.SmolLM3Config(
-        **{**small(), "num_hidden_layers": 2, "no_rope_layers": [0, 1], "rope_parameters": None}
+        **{
+            **small_config(),
+            "num_hidden_layers": 2,
+            "no_rope_layers": [0, 1],
+            "rope_parameters": None,
+        }
     )
     torch.manual_seed(0)
     model = transformers.SmolLM3ForCausalLM(config).eval()
@@ -116,13 +121,14 @@ def test_layers_without_rotation_are_left_alone():
         model(tokens(SHORT), past_key_values=cache)
         before = [layer.keys.clone() for layer in cache.layers]
         step_by_step(model, tokens(LONG, seed=4), 1, cache)
-    kept = [
-        layer.keys[:, :, :SHORT].equal(was) for layer, was in zip(cache.layers, before, strict=True)
+    unchanged = [
+        layer.keys[:, :, :SHORT].equal(keys)
+        for layer, keys in zip(cache.layers, before, strict=True)
     ]
-    assert kept == [True, False]
+    assert unchanged == [True, False]
 
 
-def small():
+def small_config():
     """Return the size fields of a tiny model of any architecture."""
     return {
         "vocab_size": 128,

@@ -1,4 +1,4 @@
-"""Whole generations of dynamically patched models, against keys rotated afresh."""
+"""Test generation of dynamically patched models against keys rotated afresh."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from helpers.tiny_models import (
     SHORT,
     SHORT_FACTOR,
     TRAINED,
+    make_generator,
     make_model,
     padded,
     tokens,
@@ -28,11 +29,6 @@ WAYS = {
 }
 
 
-def make_generator(family, seed=0):
-    """Make a model whose next token depends on the whole context (weights are not tied)."""
-    return make_model(family, seed=seed, tie_word_embeddings=False, initializer_range=0.2)
-
-
 def generate(model, ids, **kwargs):
     torch.manual_seed(5)
     return model.generate(ids, max_new_tokens=NEW, **kwargs)
@@ -40,14 +36,16 @@ def generate(model, ids, **kwargs):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generating(family, way):
+def test_generate_matches_the_reference(family, way):
     if OLD_TRANSFORMERS and way == "prompt lookup":
         pytest.skip("transformers 5.0 itself fails without an eos token")
     model, ids = make_generator(family), tokens(SHORT)
     reference = Reference(model, "dynamic-yarn")
-    # Candidates change nothing: the truth goes token by token.
-    truly = WAYS["greedy" if way == "prompt lookup" else way]
-    expected = generate(reference.model, ids, past_key_values=reference.new_cache(), **truly)
+    # Candidates change nothing, so the reference decodes token by token.
+    reference_options = WAYS["greedy" if way == "prompt lookup" else way]
+    expected = generate(
+        reference.model, ids, past_key_values=reference.new_cache(), **reference_options
+    )
     unpatched = generate(model, ids, **WAYS[way])
     rope_patch.patch(model, "dynamic-yarn")
     got = generate(model, ids, **WAYS[way])
@@ -56,15 +54,15 @@ def test_generating(family, way):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_assisted_generating(family):
-    """Candidates that are rejected leave the cache, and the length, again."""
+def test_assisted_generation_matches_the_reference(family):
+    """Rejected candidates must leave the cache and its length."""
     if OLD_TRANSFORMERS and family == "gemma3":
         pytest.skip("transformers 5.0 itself cannot crop sliding windows")
     model, ids = make_generator(family), tokens(SHORT)
     assistant = make_generator(family, seed=3)
     way = {"do_sample": False, "assistant_model": assistant}
     reference = Reference(model, "dynamic-yarn")
-    greedy = {"do_sample": False}  # candidates change nothing: the truth goes token by token
+    greedy = {"do_sample": False}  # candidates change nothing, so the reference has none
     expected = generate(reference.model, ids, past_key_values=reference.new_cache(), **greedy)
     rope_patch.patch(model, "dynamic-yarn")
     assert generate(model, ids, **way).equal(expected)
@@ -72,43 +70,45 @@ def test_assisted_generating(family):
 
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_padded_batch_generates_what_its_rows_do(family, implementation):
+def test_padded_batch_generates_the_tokens_of_its_rows(family, implementation):
     model = make_generator(family)
     rows = [tokens(length, seed=length) for length in (30, 120, 70)]
-    alone = []
+    expected_rows = []
     for row in rows:
         reference = Reference(model, "dynamic-yarn")
         cache = reference.new_cache()
-        said = generate(reference.model, row, past_key_values=cache, do_sample=False)
-        alone.append(said[0, row.shape[1] :])
+        output = generate(reference.model, row, past_key_values=cache, do_sample=False)
+        expected_rows.append(output[0, row.shape[1] :])
     rope_patch.patch(model, "dynamic-yarn")
     ids, mask = padded(rows, "left")
     kind = {} if implementation == "dynamic" else {"cache_implementation": implementation}
-    together = generate(model, ids, attention_mask=mask, do_sample=False, **kind)
-    for got, expected in zip(together[:, ids.shape[1] :], alone, strict=True):
+    batch = generate(model, ids, attention_mask=mask, do_sample=False, **kind)
+    for got, expected in zip(batch[:, ids.shape[1] :], expected_rows, strict=True):
         assert got.equal(expected)
 
 
-def test_a_conversation_goes_on_from_its_cache():
+def test_conversation_continues_from_its_cache():
     model, ids = make_generator("llama"), tokens(SHORT)
     reference = Reference(model, "dynamic-yarn")
     rope_patch.patch(model, "dynamic-yarn")
-    talks = []
-    for speaker, cache in (
+    conversations = []
+    for generator, cache in (
         (model, DynamicCache(config=model.config)),
         (reference.model, reference.new_cache()),
     ):
-        said = speaker.generate(ids, past_key_values=cache, max_new_tokens=TRAINED, do_sample=False)
-        more = torch.cat([said, tokens(30, seed=8)], dim=1)
-        talks.append(
-            speaker.generate(more, past_key_values=cache, max_new_tokens=30, do_sample=False)
+        output = generator.generate(
+            ids, past_key_values=cache, max_new_tokens=TRAINED, do_sample=False
         )
-    assert talks[0].equal(talks[1])
+        prompt = torch.cat([output, tokens(30, seed=8)], dim=1)
+        conversations.append(
+            generator.generate(prompt, past_key_values=cache, max_new_tokens=30, do_sample=False)
+        )
+    assert conversations[0].equal(conversations[1])
 
 
 @pytest.mark.parametrize("family", ["llama"] if OLD_TRANSFORMERS else ["llama", "phi3"])
-def test_longrope_generates_across_its_border_as_if_it_had_been_there_before(family):
-    """In one layer a cache that is turned on equals no cache at all."""
+def test_longrope_generates_across_the_trained_length(family):
+    """With one layer, decoding with re-rotated keys equals decoding without a cache."""
     model = make_model(
         family, tie_word_embeddings=False, initializer_range=0.2, num_hidden_layers=1
     )
@@ -121,8 +121,8 @@ def test_longrope_generates_across_its_border_as_if_it_had_been_there_before(fam
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="needs lm-eval, which is tested with new versions")
-def test_batches_of_lm_eval():
-    """Prompts of several lengths, answered in batches: each as by itself."""
+def test_lm_eval_batches_match_single_prompts():
+    """Answer prompts of several lengths in batches, and each alone."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 

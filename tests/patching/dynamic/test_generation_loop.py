@@ -1,4 +1,4 @@
-"""Single new tokens that stand anywhere, against passes without a cache over the same positions."""
+"""Test decode steps at any position against forwards without a cache at the same positions."""
 
 import pytest
 import torch
@@ -29,63 +29,65 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def model():
-    """One layer: hidden states then depend on no frequencies, so a cache changes nothing."""
+    """Return a model of one layer, in which no keys depend on frequencies."""
     return make_model(num_hidden_layers=1)
 
 
-def assert_decodes(model, positions, cache=None, call=None, given=True):
-    """Decode PAST tokens at once and the others one by one, each at its position `[B, S]`."""
+def assert_decodes(model, positions, cache=None, call=None, pass_positions=True):
+    """Check decoding: PAST tokens at once, then one by one, at positions `[B, S]`."""
     batch, length = positions.shape
     call = model if call is None else call
     ids, cache = tokens(length, batch), cache or DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :PAST], position_ids=positions[:, :PAST], past_key_values=cache)
         for i in range(PAST, length):
-            at = {"position_ids": positions[:, i : i + 1]} if given else {}
-            got = call(ids[:, i : i + 1], past_key_values=cache, **at).logits
-            here = positions[:, : i + 1]
+            step_positions = {"position_ids": positions[:, i : i + 1]} if pass_positions else {}
+            got = call(ids[:, i : i + 1], past_key_values=cache, **step_positions).logits
+            positions_so_far = positions[:, : i + 1]
             mask = torch.ones(batch, 1, i + 1, i + 1, dtype=torch.bool).tril()  # none is packed
-            whole = forward(model, ids[:, : i + 1], position_ids=here, attention_mask=mask)
+            whole = forward(
+                model, ids[:, : i + 1], position_ids=positions_so_far, attention_mask=mask
+            )
             assert_close(got[:, -1], whole[:, -1])
 
 
 def positions(*last, start=0):
-    """Return PAST positions in a row, and then the given ones, `[1, S]`."""
+    """Return PAST consecutive positions, followed by `last`, `[1, S]`."""
     return torch.cat([torch.arange(start, start + PAST), torch.tensor(last)])[None]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_token_that_jumps_ahead(model, method):
+def test_decode_step_that_jumps_ahead(model, method):
     with rope_patch.patch(model, method, **METHODS[method]):
         assert_decodes(model, positions(50, 200, 201, 300))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_token_that_jumps_back(model, method):
-    """To before the first one, too: the sequence reaches over both."""
+def test_decode_step_that_jumps_back(model, method):
+    """Jump back, also to before the first token: the length counts from the smallest position."""
     with rope_patch.patch(model, method, **METHODS[method]):
         assert_decodes(model, positions(560, 530, 500, 420, 421, start=500))
 
 
-def test_rows_jump_by_themselves(model):
+def test_rows_jump_independently(model):
     rows = [positions(50, 51, 52), positions(200, 30, 201), positions(50, 80, 81)]
     with rope_patch.patch(model, "dynamic-yarn"):
         assert_decodes(model, torch.cat(rows))
 
 
-def test_without_position_ids_slots_count(model):
-    """Though the tokens before them stood elsewhere."""
+def test_missing_position_ids_default_to_slots(model):
+    """Decode without position_ids after a prompt at other positions."""
     with rope_patch.patch(model, "dynamic-yarn"):
-        assert_decodes(model, positions(50, 51, start=500), given=False)
+        assert_decodes(model, positions(50, 51, start=500), pass_positions=False)
 
 
-def test_a_static_cache(model):
+def test_static_cache_with_jumping_positions(model):
     cache = StaticCache(config=model.config, max_cache_len=PAST + 4)
     with rope_patch.patch(model, "dynamic-yarn"):
         assert_decodes(model, positions(50, 200, 30, 201), cache)
 
 
-def test_a_compiled_step(model):
+def test_compiled_step_with_jumping_positions(model):
     torch._dynamo.reset()
     with rope_patch.patch(model, "dynamic-yarn"):
         step = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -93,45 +95,45 @@ def test_a_compiled_step(model):
     torch._dynamo.reset()
 
 
-def test_padded_rows(model):
-    """Behind a mask, which hides the padding but not what comes after it."""
+def test_padded_rows_with_a_jump(model):
+    """Jump ahead in a left-padded row; the mask hides the padding only."""
     rows = [tokens(30), tokens(PAST, seed=2)]
     ids, mask = padded(rows, "left")
-    at = (mask.cumsum(1) - 1).clamp(min=0)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     new, jump = tokens(1, batch=2, seed=3), torch.tensor([[150], [50]])
     with rope_patch.patch(model, "dynamic-yarn"), torch.no_grad():
         cache = DynamicCache(config=model.config)
-        model(ids, attention_mask=mask, position_ids=at, past_key_values=cache)
+        model(ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
         mask = torch.cat([mask, torch.ones_like(new)], 1)
         got = model(new, attention_mask=mask, position_ids=jump, past_key_values=cache).logits
         for i, row in enumerate(rows):
             ids = torch.cat([row, new[i : i + 1]], 1)
-            here = torch.cat([torch.arange(row.shape[1]), jump[i]])[None]
-            everything = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-            alone = forward(model, ids, position_ids=here, attention_mask=everything)
-            assert_close(got[i, -1], alone[0, -1])
+            row_positions = torch.cat([torch.arange(row.shape[1]), jump[i]])[None]
+            full_mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            single = forward(model, ids, position_ids=row_positions, attention_mask=full_mask)
+            assert_close(got[i, -1], single[0, -1])
 
 
-# -- what is read, which a GPU would wait for ------------------------------------------------------
+# -- reads of position tensors, each of which a GPU waits for --------------------------------------
 
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Collect the shapes of position tensors that were read."""
+    """Record the shapes of position tensors that are read."""
     shapes = []
     tolist, spans = torch.Tensor.tolist, hooks.first_and_last_positions
 
-    def counted_tolist(self):
+    def recording_tolist(self):
         if self.dtype == torch.int64 and self.numel() and not torch.compiler.is_compiling():
             shapes.append(tuple(self.shape))
         return tolist(self)
 
-    def counted_spans(positions, *args):
+    def recording_spans(positions, *args):
         shapes.append(tuple(positions.shape))
         return spans(positions, *args)
 
-    monkeypatch.setattr(torch.Tensor, "tolist", counted_tolist)
-    monkeypatch.setattr(hooks, "first_and_last_positions", counted_spans)
+    monkeypatch.setattr(torch.Tensor, "tolist", recording_tolist)
+    monkeypatch.setattr(hooks, "first_and_last_positions", recording_spans)
     return shapes
 
 
@@ -144,8 +146,8 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("way", LOOPS)
-def test_generate_reads_the_first_position_alone(model, reads, way):
-    """Beside the prompt, and where frequencies change, all positions at once."""
+def test_generate_reads_only_the_first_position(model, reads, way):
+    """Count reads beyond those of the prompt and of growth steps."""
     ids, mask = padded([tokens(20), tokens(30, seed=2)], "left")
     steps, settings = [], {"do_sample": False, "pad_token_id": 0, "eos_token_id": 127} | LOOPS[way]
     with rope_patch.patch(model, "mixed-yarn", factor=4):
@@ -156,7 +158,7 @@ def test_generate_reads_the_first_position_alone(model, reads, way):
     assert steps[-1] == steps[1] <= 3  # the prompt and the first new token of each row
 
 
-def test_generate_beyond_a_change_goes_on_unread(model, reads):
+def test_generate_reads_once_at_a_growth_step(model, reads):
     steps = []
     with rope_patch.patch(model, "mixed-yarn", factor=4):
         hook = model.model.register_forward_hook(lambda *_: steps.append(len(reads)))
@@ -166,26 +168,26 @@ def test_generate_beyond_a_change_goes_on_unread(model, reads):
     assert steps[change - 1] == steps[1] < steps[change] == steps[-1]
 
 
-def test_positions_that_others_gave_are_read(model, reads):
-    """A loop with generate's own steps, but not with its positions."""
+def test_positions_from_a_custom_loop_are_read(model, reads):
+    """Call generate's own steps in a loop, with other positions."""
     if OLD_TRANSFORMERS:
         pytest.skip("transformers 5.0 prepares inputs from other arguments")
     ids, cache = tokens(PAST + 8), DynamicCache(config=model.config)
-    given = {"past_key_values": cache, "position_ids": torch.arange(PAST)[None]}
-    at = given["position_ids"]
+    kwargs = {"past_key_values": cache, "position_ids": torch.arange(PAST)[None]}
+    position_ids = kwargs["position_ids"]
     with rope_patch.patch(model, "dynamic-linear"), torch.no_grad():
         for i in range(PAST, PAST + 8):
             steps = PAST if i == PAST else 1
             inputs = model.prepare_inputs_for_generation(
-                ids[:, :i], next_sequence_length=steps, use_cache=True, **given
+                ids[:, :i], next_sequence_length=steps, use_cache=True, **kwargs
             )
             output = model(**inputs)
             whole = torch.ones(1, 1, i, i, dtype=torch.bool).tril()
-            expected = forward(model, ids[:, :i], position_ids=at, attention_mask=whole)
+            expected = forward(model, ids[:, :i], position_ids=position_ids, attention_mask=whole)
             assert_close(output.logits[:, -1], expected[:, -1])
-            given = model._update_model_kwargs_for_generation(output, given)
+            kwargs = model._update_model_kwargs_for_generation(output, kwargs)
             if i == PAST + 3:
-                given["position_ids"][:, -1] = 200  # in place
+                kwargs["position_ids"][:, -1] = 200  # in place
             if i == PAST + 5:
-                given["position_ids"] = torch.cat([at, torch.tensor([[300]])], 1)
-            at = given["position_ids"].clone()
+                kwargs["position_ids"] = torch.cat([position_ids, torch.tensor([[300]])], 1)
+            position_ids = kwargs["position_ids"].clone()

@@ -1,4 +1,4 @@
-"""Frequencies that follow the sequence, held against rotating every key afresh."""
+"""Test frequencies that depend on the length, against rotating every key afresh."""
 
 import pytest
 import torch
@@ -30,15 +30,15 @@ from rope_patch.patching.dynamic import hooks
 LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 SHAPES = ["llama", "qwen3", "gemma3", "phi3"]
 DYNAMIC = ["dynamic", "dynamic-linear", "dynamic-yarn", "dynamic-ntk-by-parts"]
-END = 300  # past the trained length by 10 steps of growth
+END = 300  # 9 growth steps beyond the trained length
 
 
-# -- the truth: at every step, all keys under the current frequencies ------------------------------
+# -- decoding, against all keys rotated by the current frequencies at every step -------------------
 
 
 @pytest.mark.parametrize("method", [*DYNAMIC, "longrope"])
 @pytest.mark.parametrize("family", SHAPES)
-def test_decoding_is_as_if_all_keys_were_rotated_afresh(family, method):
+def test_decoding_matches_rotating_all_keys_afresh(family, method):
     options = LONGROPE if method == "longrope" else {}
     model, ids = make_model(family), tokens(END)
     reference = Reference(model, method, options=options)
@@ -47,7 +47,7 @@ def test_decoding_is_as_if_all_keys_were_rotated_afresh(family, method):
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_exact_growth_follows_every_token(family):
+def test_exact_growth_rerotates_at_every_token(family):
     model, ids = make_model(family), tokens(LONG)
     reference = Reference(model, "dynamic-yarn", exact)
     rope_patch.patch(model, "dynamic-yarn", growth="exact")
@@ -58,15 +58,15 @@ def test_exact_growth_follows_every_token(family):
 
 
 @pytest.mark.parametrize("prompt", [SHORT, TRAINED - 1, TRAINED, TRAINED + 1, LONG])
-def test_prompts_of_any_length_start_right(prompt):
+def test_prompts_of_any_length_decode_correctly(prompt):
     model, ids = make_model(), tokens(LONG + 40)
     reference = Reference(model, "dynamic-yarn")
     rope_patch.patch(model, "dynamic-yarn")
     assert_close(step_by_step(model, ids, prompt), reference.decode(ids, prompt))
 
 
-def test_stale_keys_would_be_seen():
-    """What transformers does: each key stays as it was rotated when it came."""
+def test_reference_differs_from_stale_keys():
+    """Compare with transformers, which never re-rotates a cached key."""
     model, ids = make_model(), tokens(END)
     truth = Reference(model, "dynamic").decode(ids, SHORT)
     config = make_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0})
@@ -75,14 +75,14 @@ def test_stale_keys_would_be_seen():
     assert_differs(step_by_step(native, ids, SHORT), truth)
 
 
-def test_in_one_layer_a_cache_changes_nothing_at_all():
-    """Hidden states of old tokens keep the scale they had; with one layer there are none."""
+def test_one_layer_decodes_as_without_a_cache():
+    """With one layer, no hidden state depends on earlier frequencies."""
     model, ids = make_model(num_hidden_layers=1), tokens(END)
     rope_patch.patch(model, "dynamic-yarn")
     assert_close(step_by_step(model, ids, SHORT)[:, -1], forward(model, ids)[:, -1])
 
 
-def test_every_dynamic_method_decodes_right_in_one_layer():
+def test_every_dynamic_method_decodes_one_layer_as_without_a_cache():
     names = [name for name, method in registered_methods().items() if method.is_dynamic]
     assert set(DYNAMIC) < set(names)
     for name in names:
@@ -93,12 +93,12 @@ def test_every_dynamic_method_decodes_right_in_one_layer():
             assert_differs(forward(model, ids), plain)
 
 
-# -- up to the trained length: the unpatched model -------------------------------------------------
+# -- up to the trained length, against the unpatched model -----------------------------------------
 
 
 @pytest.mark.parametrize("method", DYNAMIC)
 @pytest.mark.parametrize("family", SHAPES)
-def test_up_to_the_trained_length_nothing_changes_bit_for_bit(family, method):
+def test_logits_up_to_the_trained_length_are_bitwise_unchanged(family, method):
     model = make_model(family)
     plain = [logits(model, length) for length in (SHORT, TRAINED, LONG)]
     cached = step_by_step(model, tokens(TRAINED), SHORT)
@@ -111,7 +111,7 @@ def test_up_to_the_trained_length_nothing_changes_bit_for_bit(family, method):
     assert logits(model, LONG).equal(plain[2])
 
 
-def test_a_patch_on_a_rounded_buffer_is_exact_up_to_the_trained_length():
+def test_patch_replaces_a_rounded_buffer_by_exact_frequencies():
     model = make_model()
     plain = logits(model, TRAINED)
     model.model.rotary_emb.to(torch.bfloat16)
@@ -119,7 +119,7 @@ def test_a_patch_on_a_rounded_buffer_is_exact_up_to_the_trained_length():
     assert logits(model, TRAINED).equal(plain)
 
 
-# -- rows are alone --------------------------------------------------------------------------------
+# -- independent rows ------------------------------------------------------------------------------
 
 ROWS = [tokens(length, seed=length) for length in (30, 200, 90)]
 
@@ -127,24 +127,24 @@ ROWS = [tokens(length, seed=length) for length in (30, 200, 90)]
 @pytest.mark.parametrize("method", ["dynamic-yarn", "longrope"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", SHAPES)
-def test_a_row_is_as_it_is_alone(family, side, method):
+def test_padded_rows_give_the_logits_of_single_rows(family, side, method):
     options = LONGROPE if method == "longrope" else {}
     model = make_model(family)
     rope_patch.patch(model, method, **options)
     ids, mask = padded(ROWS, side)
-    together = forward(model, ids, attention_mask=mask)
-    for row, got, here in zip(ROWS, together, mask.bool(), strict=True):
-        assert_close(got[here], forward(model, row)[0])
+    batch = forward(model, ids, attention_mask=mask)
+    for row, got, slots in zip(ROWS, batch, mask.bool(), strict=True):
+        assert_close(got[slots], forward(model, row)[0])
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_padded_rows_decode_as_they_do_alone(family):
-    """Rows that pass the trained length and the steps beyond it at different times."""
+def test_padded_rows_decode_like_single_rows(family):
+    """Decode rows that pass the trained length and growth steps at different times."""
     model = make_model(family)
     new = tokens(60, batch=len(ROWS), seed=7)
-    alone = [
-        Reference(model, "dynamic-yarn").decode(torch.cat([row, more[None]], 1), row.shape[1])
-        for row, more in zip(ROWS, new, strict=True)
+    expected_rows = [
+        Reference(model, "dynamic-yarn").decode(torch.cat([row, new_row[None]], 1), row.shape[1])
+        for row, new_row in zip(ROWS, new, strict=True)
     ]
     rope_patch.patch(model, "dynamic-yarn")
     ids, mask = padded(ROWS, "left")
@@ -161,11 +161,11 @@ def test_padded_rows_decode_as_they_do_alone(family):
                 position_ids=positions,
                 past_key_values=cache,
             ).logits
-            for row, expected in zip(got, alone, strict=True):
+            for row, expected in zip(got, expected_rows, strict=True):
                 assert_close(row[0], expected[0, step - new.shape[1]])
 
 
-def test_earlier_calls_change_nothing():
+def test_earlier_calls_do_not_change_logits():
     model = make_model()
     rope_patch.patch(model, "dynamic-yarn")
     fresh = logits(model, LONG)
@@ -174,23 +174,23 @@ def test_earlier_calls_change_nothing():
         assert logits(model, LONG).equal(fresh)
 
 
-def test_two_conversations_take_turns():
-    model, ids, others = make_model(), tokens(LONG), tokens(LONG, seed=9)
+def test_two_interleaved_conversations():
+    model, ids, other_ids = make_model(), tokens(LONG), tokens(LONG, seed=9)
     rope_patch.patch(model, "dynamic-yarn")
-    alone = step_by_step(model, ids, SHORT)
-    mine, theirs = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    expected = step_by_step(model, ids, SHORT)
+    cache, other_cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
     with torch.no_grad():
-        got = [model(ids[:, :SHORT], past_key_values=mine).logits]
-        model(others[:, :100], past_key_values=theirs)
+        got = [model(ids[:, :SHORT], past_key_values=cache).logits]
+        model(other_ids[:, :100], past_key_values=other_cache)
         for i in range(SHORT, LONG):
-            got.append(model(ids[:, i : i + 1], past_key_values=mine).logits)
+            got.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
             if i + 60 < LONG:
-                model(others[:, i + 60 : i + 61], past_key_values=theirs)
-    assert torch.cat(got, dim=1).equal(alone)
+                model(other_ids[:, i + 60 : i + 61], past_key_values=other_cache)
+    assert torch.cat(got, dim=1).equal(expected)
 
 
-def test_the_longest_document_of_a_packed_row_counts():
-    """Positions start anew with each document: the frequencies are those of the longest one."""
+def test_packed_row_has_the_length_of_its_longest_document():
+    """Positions restart with each document; the longest document sets the frequencies."""
     model = make_model()
     rope_patch.patch(model, "dynamic-yarn")
     first, second = tokens(100), tokens(50, seed=3)
@@ -199,7 +199,7 @@ def test_the_longest_document_of_a_packed_row_counts():
     assert_close(packed[:, :100], forward(model, first))
 
 
-def test_a_packed_row_decodes_on():
+def test_decoding_after_a_packed_row():
     model, ids = make_model(num_hidden_layers=1), tokens(TRAINED + 60)
     rope_patch.patch(model, "dynamic-yarn")
     positions = torch.cat([torch.arange(TRAINED - 10), torch.arange(70)])[None]
@@ -217,42 +217,42 @@ def test_a_packed_row_decodes_on():
     assert_close(got[:, -1], whole[:, -1])
 
 
-def test_distances_count_not_positions():
+def test_length_is_the_span_of_positions():
     model = make_model()
     rope_patch.patch(model, "dynamic-yarn")
     shifted = forward(model, tokens(LONG), position_ids=torch.arange(LONG)[None] + 1000)
     torch.testing.assert_close(shifted, logits(model, LONG), rtol=0, atol=2e-3)
 
 
-def test_an_empty_row_harms_nobody():
+def test_empty_row_leaves_other_rows_unchanged():
     model = make_model()
     rope_patch.patch(model, "dynamic-yarn")
     ids, mask = padded([tokens(LONG), tokens(LONG)[:, :0]], "right")
     assert_close(forward(model, ids, attention_mask=mask)[:1], logits(model, LONG))
 
 
-# -- the rotary module by itself -------------------------------------------------------------------
+# -- the rotary module -----------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="its rotary module takes no rows")
-def test_frequencies_are_per_row_only_where_rows_differ():
+def test_frequencies_are_per_row_only_if_rows_differ():
     model = make_model()
-    rotary, seen = model.model.rotary_emb, []
-    resting = rotary.inv_freq
+    rotary, buffers = model.model.rotary_emb, []
+    initial = rotary.inv_freq
     handle = rope_patch.patch(model, "dynamic-yarn")
-    rotary.register_forward_pre_hook(lambda module, _: seen.append(module.inv_freq))
+    rotary.register_forward_pre_hook(lambda module, _: buffers.append(module.inv_freq))
     ids, mask = padded(ROWS, "right")
     forward(model, ids, attention_mask=mask)
     forward(model, ids)
     expected = [handle.frequencies_at(row.shape[1])[None].inv_freq.float() for row in ROWS]
-    assert seen[0].equal(torch.stack(expected)[:, None])  # [3, 1, 8]
-    assert seen[1].equal(expected[1])  # [8]: without a mask all rows are as long as the longest
-    # What other processes, which have other rows, would be handed.
-    assert rotary.inv_freq.equal(resting)
+    assert buffers[0].equal(torch.stack(expected)[:, None])  # [3, 1, 8]
+    assert buffers[1].equal(expected[1])  # [8]: without a mask all rows have the same length
+    # The buffer that a broadcast to other processes would send.
+    assert rotary.inv_freq.equal(initial)
 
 
 @pytest.mark.parametrize("length", [SHORT, TRAINED, TRAINED + 1, 100, TARGET])
-def test_a_rotary_module_called_by_itself_goes_by_its_positions(length):
+def test_rotary_module_called_directly_uses_its_positions(length):
     model = make_model()
     rope_patch.patch(model, "dynamic-yarn")
     logits(model, LONG)
@@ -267,7 +267,7 @@ def test_a_rotary_module_called_by_itself_goes_by_its_positions(length):
     )
 
 
-def test_a_failed_forward_leaves_no_trace():
+def test_failed_forward_restores_the_frequencies():
     model = make_model()
     rope_patch.patch(model, "dynamic-yarn")
     cache, ids = DynamicCache(config=model.config), tokens(LONG)
@@ -277,9 +277,9 @@ def test_a_failed_forward_leaves_no_trace():
         with pytest.raises(RuntimeError, match="on purpose"):
             model(ids, past_key_values=cache)
         hook.remove()
-        by_itself = model.model.rotary_emb(torch.zeros(1), torch.arange(SHORT)[None])
+        cos_sin = model.model.rotary_emb(torch.zeros(1), torch.arange(SHORT)[None])
     plain = make_model().model.rotary_emb(torch.zeros(1), torch.arange(SHORT)[None])
-    assert by_itself[0].equal(plain[0])
+    assert cos_sin[0].equal(plain[0])
     assert step_by_step(model, ids, SHORT, cache).equal(expected)
 
 
@@ -287,12 +287,12 @@ def fail(*_):
     raise RuntimeError("on purpose")
 
 
-# -- where lengths come from -----------------------------------------------------------------------
+# -- reads of lengths, and fixed lengths -----------------------------------------------------------
 
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Count how often lengths are read from the device of the positions."""
+    """Count how often lengths are read from the device."""
     count = []
     spans = hooks.first_and_last_positions
     monkeypatch.setattr(
@@ -301,7 +301,7 @@ def reads(monkeypatch):
     return count
 
 
-def test_decoding_reads_lengths_only_at_the_steps(reads):
+def test_decoding_reads_lengths_only_at_growth_steps(reads):
     model, ids = make_model(), tokens(END)
     rope_patch.patch(model, "dynamic-yarn")
     positions, mask = torch.arange(END)[None], torch.ones_like(ids)
@@ -318,7 +318,7 @@ def test_decoding_reads_lengths_only_at_the_steps(reads):
     assert len(reads) == 1 + steps
 
 
-def test_a_fixed_length_needs_no_reading(reads):
+def test_fixed_length_reads_no_positions(reads):
     model = make_model()
     handle = rope_patch.patch(model, "dynamic-yarn")
     handle.fix_length(TARGET)
@@ -328,7 +328,7 @@ def test_a_fixed_length_needs_no_reading(reads):
         assert_close(fixed, logits(model, SHORT))
 
 
-def test_a_fixed_length_can_be_taken_back():
+def test_fixed_length_can_be_unset():
     model = make_model()
     plain = logits(model, SHORT)
     handle = rope_patch.patch(model, "dynamic-yarn")
@@ -342,7 +342,7 @@ def test_a_fixed_length_can_be_taken_back():
     with torch.no_grad():
         model(ids[:, :SHORT], past_key_values=cache)
         handle.fix_length(TARGET)
-        model(ids[:, SHORT : SHORT + 1], past_key_values=cache)  # turns all keys on
+        model(ids[:, SHORT : SHORT + 1], past_key_values=cache)  # re-rotates all keys
         handle.fix_length(None)
         cache.crop(-1)
         got = step_by_step(model, ids[:, SHORT:], 1, cache)
@@ -350,13 +350,13 @@ def test_a_fixed_length_can_be_taken_back():
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.5, "long"])
-def test_a_fixed_length_is_a_number_of_tokens(length):
+def test_fixed_length_must_be_a_number_of_tokens(length):
     handle = rope_patch.patch(make_model(), "dynamic-yarn")
     with pytest.raises((ValueError, TypeError), match="length must be"):
         handle.fix_length(length)
 
 
-def test_fixing_a_length_is_nothing_to_a_static_method():
+def test_fixed_length_does_not_change_a_static_method():
     model = make_model()
     handle = rope_patch.patch(model, "yarn", factor=4)
     before = logits(model, LONG)
@@ -365,10 +365,10 @@ def test_fixing_a_length_is_nothing_to_a_static_method():
     assert handle.frequencies_at(SHORT) == handle.frequencies
 
 
-# -- how positions and masks may be given ----------------------------------------------------------
+# -- forms of positions and masks ------------------------------------------------------------------
 
 
-def test_positions_of_a_narrow_type():
+def test_int32_positions():
     model = make_model()
     rope_patch.patch(model, "dynamic-yarn")
     narrow = torch.arange(LONG)[None].int()
@@ -377,8 +377,8 @@ def test_positions_of_a_narrow_type():
     assert short[0].equal(wide[0])
 
 
-def test_a_mask_for_all_slots_of_a_static_cache():
-    """It says nothing of slots to come, and that is no padding."""
+def test_mask_for_all_slots_of_a_static_cache():
+    """Zeros for slots that are not filled yet are no padding."""
     model, ids = make_model(), tokens(LONG)
     rope_patch.patch(model, "dynamic-yarn")
     expected = step_by_step(model, ids, SHORT)

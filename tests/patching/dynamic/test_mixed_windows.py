@@ -1,4 +1,4 @@
-"""Mixed windows: each row is the unpatched model's or the inner method's, whoever is beside it."""
+"""Test mixed windows: each row has the unpatched or the inner method's rotation, by its length."""
 
 import json
 
@@ -48,11 +48,11 @@ KERNELS = ["auto", "reference", "hf"]
 LENGTHS = (30, TRAINED, TRAINED + 1, 200)
 
 
-def models(family, inner, **given):
-    """Make the unpatched model, the inner method's and the mixed one."""
+def models(family, inner, **options):
+    """Return the unpatched model, one with the inner method, and one with mixed windows."""
     plain, static, mixed = (make_model(family) for _ in range(3))
-    rope_patch.patch(static, inner, factor=4, **given)
-    rope_patch.patch(mixed, f"mixed-{inner}", factor=4, **given)
+    rope_patch.patch(static, inner, factor=4, **options)
+    rope_patch.patch(mixed, f"mixed-{inner}", factor=4, **options)
     return plain, static, mixed
 
 
@@ -60,12 +60,12 @@ def sidecar(folder):
     return json.loads((folder / "rope_patch.json").read_text())
 
 
-# -- every row by itself ---------------------------------------------------------------------------
+# -- single rows and batches -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("family", SHAPES)
-def test_short_is_the_unpatched_model_bit_for_bit_and_long_the_inner_method(family, inner):
+def test_short_rows_match_the_plain_model_and_long_ones_the_inner_method(family, inner):
     plain, static, mixed = models(family, inner, **INNER[inner])
     for length in (SHORT, TRAINED):
         assert logits(mixed, length).equal(logits(plain, length))
@@ -77,19 +77,19 @@ def test_short_is_the_unpatched_model_bit_for_bit_and_long_the_inner_method(fami
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("inner", ["yarn", "ntk"])
-def test_rows_of_a_padded_batch_are_rotated_by_their_own_length(inner, side, kernels):
+def test_rows_of_a_padded_batch_rotate_by_their_length(inner, side, kernels):
     plain, static, mixed = models("llama", inner, **INNER[inner], kernels=kernels)
     rows = [tokens(length, seed=length) for length in LENGTHS]
     ids, mask = padded(rows, side)
-    together = forward(mixed, ids, attention_mask=mask)
-    for row, got, here in zip(rows, together, mask.bool(), strict=True):
-        alone = forward(plain if row.shape[1] <= TRAINED else static, row)[0]
-        assert_close(got[here], alone)
+    batch = forward(mixed, ids, attention_mask=mask)
+    for row, got, slots in zip(rows, batch, mask.bool(), strict=True):
+        single = forward(plain if row.shape[1] <= TRAINED else static, row)[0]
+        assert_close(got[slots], single)
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_a_packed_row_is_as_long_as_its_longest_document(family):
-    """Rows of 160 tokens: documents that are all short, and one that is long."""
+def test_packed_rows_rotate_by_their_longest_document(family):
+    """Pack rows of 160 tokens, with short documents only or with a long one."""
     plain, static, mixed = models(family, "yarn", **INNER["yarn"])
     packed = [(TRAINED, 50, 40, 6), (100, 50, 10), (10, 50, 100), (40, 40, 40, 40)]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in packed])
@@ -99,21 +99,20 @@ def test_a_packed_row_is_as_long_as_its_longest_document(family):
         is_short = max(documents) <= TRAINED
         assert_close(got[i], (short if is_short else long)[i])
         assert_differs(got[i], (long if is_short else short)[i])
-        alone = {"input_ids": ids[i : i + 1], "position_ids": positions[i : i + 1]}
         if is_short:
-            by_itself = forward(mixed, alone["input_ids"], position_ids=alone["position_ids"])
-            expected = forward(plain, alone["input_ids"], position_ids=alone["position_ids"])
-            assert by_itself.equal(expected)
+            row, row_positions = ids[i : i + 1], positions[i : i + 1]
+            single = forward(mixed, row, position_ids=row_positions)
+            assert single.equal(forward(plain, row, position_ids=row_positions))
 
 
-def test_the_span_of_a_packed_row_is_its_longest_document():
+def test_span_of_a_packed_row_is_its_longest_document():
     positions = torch.cat([torch.arange(n) for n in (100, 50, 10)])[None]
     assert first_and_last_positions(positions).tolist() == [[0, 99]]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_gradients_are_those_of_both_models(kernels):
-    """A batch of a short and a long row trains the weights by both rotations."""
+def test_gradients_of_a_batch_are_the_sum_of_both_models(kernels):
+    """Train on a short and a long row at once."""
     plain, static, mixed = models("llama", "yarn", **INNER["yarn"], kernels=kernels)
     rows = [tokens(SHORT, seed=3), tokens(LONG, seed=4)]
     ids, mask = padded(rows, "right")
@@ -133,8 +132,8 @@ def test_gradients_are_those_of_both_models(kernels):
 # -- decoding --------------------------------------------------------------------------------------
 
 
-class Border(Reference):
-    """Nothing up to the trained length, and the whole factor beyond it."""
+class MixedReference(Reference):
+    """The plain rotation up to the trained length, and the whole factor beyond it."""
 
     def current(self, layer):
         kind = self.kinds[layer]
@@ -147,11 +146,11 @@ class Border(Reference):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("inner", ["linear", "ntk", "yarn", "ntk-by-parts", "longrope"])
 @pytest.mark.parametrize("family", SHAPES)
-def test_decoding_across_the_border_is_as_if_all_keys_were_rotated_afresh(family, inner, kernels):
-    known = {"ntk": "dynamic", "longrope": "longrope"}.get(inner, f"dynamic-{inner}")
+def test_decoding_past_the_trained_length_matches_rotating_all_keys_afresh(family, inner, kernels):
+    reference_method = {"ntk": "dynamic", "longrope": "longrope"}.get(inner, f"dynamic-{inner}")
     options = {"factor": 4, "long_factor": LONG_FACTOR} if inner == "longrope" else {}
     model, ids = make_model(family), tokens(LONG)
-    truth = Border(model, known, options=options).decode(ids, SHORT)
+    truth = MixedReference(model, reference_method, options=options).decode(ids, SHORT)
     rope_patch.patch(model, f"mixed-{inner}", **{"factor": 4, **options}, kernels=kernels)
     assert_close(step_by_step(model, ids, SHORT), truth)
 
@@ -159,17 +158,17 @@ def test_decoding_across_the_border_is_as_if_all_keys_were_rotated_afresh(family
 # -- requests and configs --------------------------------------------------------------------------
 
 
-def test_factor_or_length_is_needed_exactly_one():
+def test_exactly_one_of_factor_and_length_is_required():
     model = make_model()
-    for given in ({}, {"factor": 4, "length": TARGET}):
+    for options in ({}, {"factor": 4, "length": TARGET}):
         with pytest.raises(ValueError, match="exactly one of factor and length"):
-            rope_patch.patch(model, "mixed-yarn", **given)
+            rope_patch.patch(model, "mixed-yarn", **options)
     by_length = rope_patch.patch(model, "mixed-yarn", length=TARGET)
     assert (by_length.length, by_length.method.factor) == (TARGET, 4)
     assert by_length.summary().startswith("mixed-yarn ×4, 64 → 256 tokens")
 
 
-def test_what_would_change_nothing_is_refused():
+def test_factor_of_1_is_refused():
     with pytest.raises(ValueError, match="would change nothing"):
         rope_patch.patch(make_model(), "mixed-yarn", factor=1)
 
@@ -185,8 +184,8 @@ def test_undo_is_bit_exact(inner):
     assert model.config.to_dict() == config
 
 
-def test_a_config_promises_no_more_than_it_can_say():
-    """With an attention factor it says the rotation of short sequences, and how long those are."""
+def test_config_length_is_what_plain_transformers_can_read():
+    """With an attention factor, the config holds the short rotation and the trained length."""
     model = make_model()
     rope_patch.patch(model, "mixed-yarn", factor=4)
     assert model.config.rope_parameters == make_config().rope_parameters
@@ -198,7 +197,7 @@ def test_a_config_promises_no_more_than_it_can_say():
 
 @pytest.mark.parametrize("inner", NATIVE)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_plain_transformers_loads_what_leaves_attention_alone(family, inner, tmp_path):
+def test_plain_transformers_loads_methods_without_an_attention_factor(family, inner, tmp_path):
     if OLD_TRANSFORMERS and family == "gemma3":
         pytest.skip("it does not switch nested scalings")
     plain, static, mixed = models(family, inner, **NATIVE[inner])
@@ -213,7 +212,9 @@ def test_plain_transformers_loads_what_leaves_attention_alone(family, inner, tmp
 
 
 @pytest.mark.parametrize("inner", ["yarn", "longrope"])
-def test_what_sharpens_attention_loads_plainly_as_the_unpatched_model(inner, tmp_path, caplog):
+def test_methods_with_an_attention_factor_load_unpatched_in_plain_transformers(
+    inner, tmp_path, caplog
+):
     plain, _, mixed = models("llama", inner, **INNER[inner])
     rope_patch.save(mixed, tmp_path)
     assert sidecar(tmp_path)["native"] is False
@@ -224,12 +225,12 @@ def test_what_sharpens_attention_loads_plainly_as_the_unpatched_model(inner, tmp
 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_our_load_brings_the_patch_back(family, inner, tmp_path):
+def test_load_restores_the_patch(family, inner, tmp_path):
     plain, _, mixed = models(family, inner, **INNER[inner])
     rope_patch.save(mixed, tmp_path)
     loaded = rope_patch.load(tmp_path)
-    handle, was = rope_patch.current(loaded), rope_patch.current(mixed)
-    assert handle.method == was.method
+    handle, saved = rope_patch.current(loaded), rope_patch.current(mixed)
+    assert handle.method == saved.method
     assert (handle.trained_length, handle.length) == (TRAINED, TARGET)
     for length in (SHORT, LONG):
         assert logits(loaded, length).equal(logits(mixed, length))

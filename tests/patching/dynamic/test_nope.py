@@ -1,4 +1,4 @@
-"""Positions dropped, against models of transformers' own whose cos is 1 and whose sin is 0."""
+"""Test `nope` against transformers models whose cos is 1 and whose sin is 0."""
 
 import copy
 import json
@@ -31,16 +31,16 @@ import rope_patch
 SHAPES = ["llama", "qwen3", "gemma3"]
 KERNELS = ["auto", "reference", "hf"]
 TEMPERATURE = 0.412
-END = 300  # past the trained length by 10 steps of growth
+END = 300  # 9 growth steps beyond the trained length
 
 
 def without_rotation(model, scale=1.0):
-    """Return a copy for transformers' own code whose rotary module returns no rotation."""
+    """Return an unpatched copy whose rotary module returns cos = `scale` and sin = 0."""
     model = copy.deepcopy(model)
     rotary = model.base_model.rotary_emb
     forward = rotary.forward
 
-    def still(x, position_ids, layer_type=None):
+    def forward_without_rotation(x, position_ids, layer_type=None):
         if layer_type is None:
             cos, sin = forward(x, position_ids)
         else:
@@ -49,12 +49,12 @@ def without_rotation(model, scale=1.0):
             return cos, sin
         return torch.full_like(cos, scale), torch.zeros_like(sin)
 
-    rotary.forward = still
+    rotary.forward = forward_without_rotation
     return model
 
 
-class Warming(Reference):
-    """Keys are kept as they come, and multiplied afresh at each step."""
+class TemperatureReference(Reference):
+    """Unrotated keys, scaled by the current temperature at each step."""
 
     def current(self, layer):
         kind = self.kinds[layer]
@@ -67,39 +67,39 @@ class Warming(Reference):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", SHAPES)
-def test_no_rotation_is_cos_1_and_sin_0(family, kernels):
+def test_nope_matches_cos_1_and_sin_0(family, kernels):
     model = make_model(family)
-    still, plain = without_rotation(model), logits(model)
+    unrotated, plain = without_rotation(model), logits(model)
     rope_patch.patch(model, "nope", kernels=kernels)
     for length in (SHORT, TRAINED, LONG):
-        assert_close(logits(model, length), logits(still, length))
+        assert_close(logits(model, length), logits(unrotated, length))
     assert_differs(logits(model), plain)
-    assert_close(step_by_step(model, tokens(LONG), SHORT), logits(still))
+    assert_close(step_by_step(model, tokens(LONG), SHORT), logits(unrotated))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_positions_say_nothing_any_more(kernels):
+def test_positions_do_not_change_logits(kernels):
     model, ids = make_model(), tokens(LONG)
     generator = torch.Generator().manual_seed(0)
-    anywhere = torch.randint(0, 10**6, (1, LONG), generator=generator)
-    mask = torch.ones_like(ids)  # else transformers takes jumps for the borders of documents
+    random_positions = torch.randint(0, 10**6, (1, LONG), generator=generator)
+    mask = torch.ones_like(ids)  # else transformers takes jumps for document borders
     plain = forward(model, ids, attention_mask=mask)
-    assert_differs(forward(model, ids, attention_mask=mask, position_ids=anywhere), plain)
+    assert_differs(forward(model, ids, attention_mask=mask, position_ids=random_positions), plain)
     rope_patch.patch(model, "nope", kernels=kernels)
     expected = logits(model)
-    for positions in (anywhere, 3 * torch.arange(LONG)[None] + 7, torch.zeros_like(ids)):
+    for positions in (random_positions, 3 * torch.arange(LONG)[None] + 7, torch.zeros_like(ids)):
         assert_close(forward(model, ids, attention_mask=mask, position_ids=positions), expected)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", SHAPES)
-def test_logits_get_warmer_with_the_length(family, kernels):
+def test_temperature_grows_with_the_length(family, kernels):
     model = make_model(family)
     plain = without_rotation(model)
     beta = 1 + TEMPERATURE * math.log(LONG / TRAINED)
-    warm = without_rotation(model, math.sqrt(beta))
+    expected = without_rotation(model, math.sqrt(beta))
     rope_patch.patch(model, "nope", temperature=TEMPERATURE, growth="exact", kernels=kernels)
-    assert_close(logits(model), logits(warm))
+    assert_close(logits(model), logits(expected))
     assert_differs(logits(model), logits(plain))
     for length in (SHORT, TRAINED):
         assert_close(logits(model, length), logits(plain, length))
@@ -108,9 +108,9 @@ def test_logits_get_warmer_with_the_length(family, kernels):
 @pytest.mark.parametrize("growth", [stepped, exact])
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", SHAPES)
-def test_decoding_is_as_if_all_keys_were_multiplied_afresh(family, kernels, growth):
+def test_decoding_matches_scaling_all_keys_afresh(family, kernels, growth):
     model, ids = make_model(family), tokens(END)
-    truth = Warming(model, "nope", growth).decode(ids, SHORT)
+    truth = TemperatureReference(model, "nope", growth).decode(ids, SHORT)
     options = {"temperature": TEMPERATURE, "growth": growth.__name__}
     rope_patch.patch(model, "nope", kernels=kernels, **options)
     got = step_by_step(model, ids, SHORT)
@@ -118,14 +118,14 @@ def test_decoding_is_as_if_all_keys_were_multiplied_afresh(family, kernels, grow
     assert_differs(got, without_rotation(model)(ids).logits.detach())
 
 
-def test_rows_are_as_warm_as_their_own_length_asks_for():
+def test_rows_of_a_batch_have_separate_temperatures():
     model = make_model()
     rope_patch.patch(model, "nope", temperature=TEMPERATURE)
     rows = [tokens(length, seed=length) for length in (30, 200, 90)]
     ids, mask = padded(rows, "left")
-    together = forward(model, ids, attention_mask=mask)
-    for row, got, here in zip(rows, together, mask.bool(), strict=True):
-        assert_close(got[here], forward(model, row)[0])
+    batch = forward(model, ids, attention_mask=mask)
+    for row, got, slots in zip(rows, batch, mask.bool(), strict=True):
+        assert_close(got[slots], forward(model, row)[0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
@@ -150,35 +150,42 @@ def test_only_full_attention_changes_in_gemma3():
 
 
 @pytest.mark.parametrize(
-    ("request_", "length", "said"),
+    ("request_", "length", "config_length"),
     [
         ({}, None, TRAINED),
         ({"factor": 4}, TARGET, TARGET),
         ({"length": TARGET}, TARGET, TARGET),
         ({"temperature": TEMPERATURE}, None, TRAINED),
-        # No config knows the temperature: it must not promise what plain transformers cannot do.
+        # Configs cannot hold a temperature, so the config keeps the trained length.
         ({"temperature": TEMPERATURE, "length": TARGET}, TARGET, TRAINED),
     ],
 )
-def test_a_length_may_be_named(request_, length, said):
+def test_length_is_optional(request_, length, config_length):
     model = make_model()
     handle = rope_patch.patch(model, "nope", **request_)
     assert handle.length == length
-    assert model.config.max_position_embeddings == said
+    assert model.config.max_position_embeddings == config_length
 
 
-def test_what_is_in_effect_is_said():
+def test_summary_and_diagnosis_name_the_effect():
     model = make_model()
-    still = rope_patch.patch(model, "nope").summary()
-    assert still.startswith("nope, 64 → any length")
-    assert "8 of 8 pairs changed (slowest: no longer rotates), attention factor 1\n" in still
-    warm = rope_patch.patch(model, "nope", temperature=TEMPERATURE, length=TARGET).summary()
-    assert warm.startswith("nope, temperature 0.412, 64 → 256 tokens")
-    assert "at 256 tokens (slowest: no longer rotates), attention factor 1.25346" in warm
+    without_temperature = rope_patch.patch(model, "nope").summary()
+    assert without_temperature.startswith("nope, 64 → any length")
+    assert (
+        "8 of 8 pairs changed (slowest: no longer rotates), attention factor 1\n"
+        in without_temperature
+    )
+    with_temperature = rope_patch.patch(
+        model, "nope", temperature=TEMPERATURE, length=TARGET
+    ).summary()
+    assert with_temperature.startswith("nope, temperature 0.412, 64 → 256 tokens")
+    assert (
+        "at 256 tokens (slowest: no longer rotates), attention factor 1.25346" in with_temperature
+    )
     assert "stopped" in str(rope_patch.diagnose(make_model(), "nope"))
 
 
-def test_a_temperature_reaches_whole_heads_only():
+def test_temperature_is_refused_for_partly_rotated_heads():
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
     model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)).eval()
@@ -186,9 +193,9 @@ def test_a_temperature_reaches_whole_heads_only():
     with pytest.raises(ValueError, match="temperature must be 0 where only a part of each head"):
         rope_patch.patch(model, "nope", temperature=TEMPERATURE)
     assert logits(model).equal(plain)
-    still = without_rotation(model)
+    unrotated = without_rotation(model)
     rope_patch.patch(model, "nope")
-    assert_close(logits(model), logits(still))
+    assert_close(logits(model), logits(unrotated))
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="it has no proportional rotation")
@@ -206,8 +213,8 @@ def test_plain_transformers_loads_the_same_model(family, tmp_path):
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="it has no proportional rotation")
-def test_a_config_whose_pairs_all_stand_still_is_one(tmp_path):
-    """Its native form has a share of no pairs, which is not a head without pairs."""
+def test_native_config_without_rotating_pairs_can_be_patched(tmp_path):
+    """The native form has partial_rotary_factor 0, but the head still has pairs."""
     model = make_model()
     rope_patch.patch(model, "nope", length=TARGET)
     rope_patch.save(model, tmp_path)
@@ -220,18 +227,18 @@ def test_a_config_whose_pairs_all_stand_still_is_one(tmp_path):
 @pytest.mark.parametrize("request_", [{}, {"length": TARGET}])
 @pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
 @pytest.mark.parametrize("family", SHAPES)
-def test_our_load_brings_the_patch_back(family, temperature, request_, tmp_path, caplog):
+def test_load_restores_the_patch(family, temperature, request_, tmp_path, caplog):
     model = make_model(family)
     plain = logits(model)
-    was = rope_patch.patch(model, "nope", temperature=temperature, **request_)
+    saved = rope_patch.patch(model, "nope", temperature=temperature, **request_)
     rope_patch.save(model, tmp_path)
     assert ("load this folder with rope_patch.load" in caplog.text) is (
         bool(temperature) or OLD_TRANSFORMERS
     )
     loaded = rope_patch.load(tmp_path)
     handle = rope_patch.current(loaded)
-    assert handle.method == was.method
-    assert (handle.trained_length, handle.length) == (was.trained_length, was.length)
+    assert handle.method == saved.method
+    assert (handle.trained_length, handle.length) == (saved.trained_length, saved.length)
     for length in (SHORT, LONG):
         assert logits(loaded, length).equal(logits(model, length))
     handle.undo()

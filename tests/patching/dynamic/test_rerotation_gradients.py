@@ -1,4 +1,4 @@
-"""Gradients through a cache whose keys are rotated again, against passes without any cache."""
+"""Test gradients through a cache with re-rotated keys, against forwards without a cache."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers import DynamicCache, StaticCache
 import rope_patch
 from rope_patch.patching.dynamic.rerotation import KeyRerotation
 
-START = 60  # tokens in the first chunk, and as many in the second
+CHUNK = 60  # tokens in each of the two chunks
 METHODS = {
     "dynamic-yarn": {},
     "mixed-yarn": {"factor": 4},
@@ -18,7 +18,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def model():
-    """One layer: hidden states then depend on no frequencies, so a cache changes nothing."""
+    """Return a model of one layer, in which no keys depend on frequencies."""
     return make_model(num_hidden_layers=1).train()
 
 
@@ -33,11 +33,11 @@ def gradients(model, losses):
 
 
 def chunks(model, ids, call=None):
-    """Return the logits of two chunks; the second outgrows the first one's frequencies."""
+    """Return the logits of two chunks, with a growth step between them."""
     cache = DynamicCache(config=model.config)
-    first = model(ids[:, :START], past_key_values=cache).logits
+    first = model(ids[:, :CHUNK], past_key_values=cache).logits
     call = model if call is None else call
-    return first, call(ids[:, START:], past_key_values=cache).logits
+    return first, call(ids[:, CHUNK:], past_key_values=cache).logits
 
 
 def assert_same(got, expected):
@@ -48,29 +48,29 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_loss_on_a_later_chunk_reaches_keys_that_were_rotated_again(model, method):
-    ids = tokens(2 * START, batch=2)
+def test_loss_on_a_later_chunk_reaches_rerotated_keys(model, method):
+    ids = tokens(2 * CHUNK, batch=2)
     with rope_patch.patch(model, method, **METHODS[method]):
-        whole = gradients(model, loss(model(ids, use_cache=False).logits[:, START:]))
+        whole = gradients(model, loss(model(ids, use_cache=False).logits[:, CHUNK:]))
         got = gradients(model, loss(chunks(model, ids)[1]))
     assert "model.layers.0.self_attn.k_proj.weight" in got
     assert_same(got, whole)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_losses_on_both_chunks(model, method):
-    """The first chunk's attention has saved its keys for the backward pass."""
-    ids = tokens(2 * START)
+def test_losses_on_both_chunks_give_the_gradients_without_a_cache(model, method):
+    """Re-rotation must not change the keys that the first chunk saved for its backward pass."""
+    ids = tokens(2 * CHUNK)
     with rope_patch.patch(model, method, **METHODS[method]):
-        short = loss(model(ids[:, :START], use_cache=False).logits)
-        whole = loss(model(ids, use_cache=False).logits[:, START:])
+        short = loss(model(ids[:, :CHUNK], use_cache=False).logits)
+        whole = loss(model(ids, use_cache=False).logits[:, CHUNK:])
         expected = gradients(model, short + whole)
         got = gradients(model, sum(map(loss, chunks(model, ids))))
     assert_same(got, expected)
 
 
-def test_rows_that_change_by_themselves(model):
-    """Of two rows only the second outgrows its frequencies."""
+def test_gradients_if_only_one_row_is_rerotated(model):
+    """Decode two rows of which only the second passes a growth step."""
     ids = tokens(SHORT + 1, batch=2)
     positions = torch.arange(SHORT + 1).repeat(2, 1)
     positions[1, -1] = 4 * TRAINED
@@ -84,9 +84,9 @@ def test_rows_that_change_by_themselves(model):
         assert_same(gradients(model, loss(last.logits[:, -1])), expected)
 
 
-def test_a_compiled_chunk(model):
+def test_gradients_through_a_compiled_chunk(model):
     torch._dynamo.reset()
-    ids = tokens(2 * START)
+    ids = tokens(2 * CHUNK)
     with rope_patch.patch(model, "dynamic-yarn"):
         expected = gradients(model, loss(chunks(model, ids)[1]))
         compiled = torch.compile(model, backend="aot_eager")
@@ -95,38 +95,38 @@ def test_a_compiled_chunk(model):
     assert_same(got, expected)
 
 
-def test_a_static_cache_refuses_what_would_lose_gradients(model):
-    ids = tokens(2 * START)
-    cache = StaticCache(config=model.config, max_cache_len=2 * START)
+def test_static_cache_that_would_lose_gradients_is_refused(model):
+    ids = tokens(2 * CHUNK)
+    cache = StaticCache(config=model.config, max_cache_len=2 * CHUNK)
     with rope_patch.patch(model, "dynamic-yarn"):
-        model(ids[:, :START], past_key_values=cache)
+        model(ids[:, :CHUNK], past_key_values=cache)
         with pytest.raises(ValueError, match="Use a DynamicCache"):
-            model(ids[:, START:], past_key_values=cache)
+            model(ids[:, CHUNK:], past_key_values=cache)
 
 
-def test_keys_without_gradients_are_rotated_in_place():
-    turning = KeyRerotation({None: (0, 9)}, interleaved=False, kernels=None, start_tokens=0)
-    keys, at = torch.randn(1, 2, START, 16), torch.arange(START)[None]
+def test_keys_without_gradients_are_rerotated_in_place():
+    rerotation = KeyRerotation({None: (0, 9)}, interleaved=False, kernels=None, start_tokens=0)
+    keys, positions = torch.randn(1, 2, CHUNK, 16), torch.arange(CHUNK)[None]
     before, sets = keys.clone(), torch.rand(2, 1, 9, dtype=torch.float64) + 0.5
-    turning.rerotate([(keys, at, None)], sets[0], sets[1], torch.tensor([True]))
+    rerotation.rerotate([(keys, positions, None)], sets[0], sets[1], torch.tensor([True]))
     assert not keys.equal(before)
     assert not keys.requires_grad
 
 
 @pytest.mark.parametrize("kernels", [None, "reference"])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_derivative_of_rotating_again(kernels, interleaved):
-    """By finite differences: two rows of which one changes, start tokens, other factors."""
+def test_derivative_of_rerotation(kernels, interleaved):
+    """Check by finite differences: one of two rows changes, with start tokens and factors."""
     torch.manual_seed(0)
     old, new = (torch.rand(2, 5, dtype=torch.float64) + 0.5 for _ in range(2))
-    turning = KeyRerotation({None: (0, 5)}, interleaved, kernels, start_tokens=2)
-    at, changed = torch.arange(4).repeat(2, 1), torch.tensor([False, True])
+    rerotation = KeyRerotation({None: (0, 5)}, interleaved, kernels, start_tokens=2)
+    positions, changed = torch.arange(4).repeat(2, 1), torch.tensor([False, True])
 
-    def rotated(keys):
+    def rerotate(keys):
         keys = keys.clone()
-        turning.rerotate([(keys, at, None)], old, new, changed)
+        rerotation.rerotate([(keys, positions, None)], old, new, changed)
         return keys
 
     keys = torch.randn(2, 1, 4, 10, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(rotated, keys)
-    torch.autograd.gradgradcheck(rotated, keys)
+    torch.autograd.gradcheck(rerotate, keys)
+    torch.autograd.gradgradcheck(rerotate, keys)
