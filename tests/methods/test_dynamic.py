@@ -1,4 +1,4 @@
-"""Dynamic methods against their definition and their static forms."""
+"""Test dynamic methods against their definition and their static forms."""
 
 import math
 
@@ -21,25 +21,25 @@ INNER = {
 }
 
 
-def trained(model):
+def trained_length(model):
     return GEOMETRIES[model][3]
 
 
-def test_every_growing_method_is_here():
-    growing = {name for name, method in registered_methods().items() if method.is_dynamic}
+def test_inner_covers_all_dynamic_methods():
+    dynamic = {name for name, method in registered_methods().items() if method.is_dynamic}
     assert set(INNER) == {
-        name for name in growing if issubclass(registered_methods()[name], Dynamic)
+        name for name in dynamic if issubclass(registered_methods()[name], Dynamic)
     }
-    assert growing - set(INNER) == {"nope"}  # test_no_rotation.py
+    assert dynamic - set(INNER) == {"nope"}  # test_no_rotation.py
 
 
 @pytest.mark.parametrize("ratio", [1.01, 2, 7.3, 64])
 @pytest.mark.parametrize("model", GEOMETRIES)
 @pytest.mark.parametrize("method", INNER)
-def test_a_longer_sequence_gets_the_static_method_at_its_factor(method, model, ratio):
-    length = round(ratio * trained(model))
+def test_longer_sequences_get_the_static_method_at_their_factor(method, model, ratio):
+    length = round(ratio * trained_length(model))
     got = frequencies(method, model, seq_len=length)
-    static = frequencies(INNER[method], model, factor=length / trained(model))
+    static = frequencies(INNER[method], model, factor=length / trained_length(model))
     torch.testing.assert_close(got.inv_freq, static.inv_freq, rtol=1e-14, atol=0)
     assert got.attention_factor == pytest.approx(static.attention_factor, rel=1e-14)
 
@@ -47,13 +47,13 @@ def test_a_longer_sequence_gets_the_static_method_at_its_factor(method, model, r
 @pytest.mark.parametrize("share", [1e-4, 0.5, 1])
 @pytest.mark.parametrize("model", GEOMETRIES)
 @pytest.mark.parametrize("method", INNER)
-def test_up_to_the_trained_length_nothing_is_scaled(method, model, share):
-    got = frequencies(method, model, seq_len=max(1, int(share * trained(model))))
+def test_frequencies_up_to_the_trained_length_are_unscaled(method, model, share):
+    got = frequencies(method, model, seq_len=max(1, int(share * trained_length(model))))
     torch.testing.assert_close(got.inv_freq, plain(model), rtol=1e-14, atol=0)
     assert got.attention_factor == 1
 
 
-def test_an_attention_factor_of_ones_own_holds_beyond_the_trained_length_only():
+def test_custom_attention_factor_applies_beyond_the_trained_length_only():
     options = {"attention_factor": 1.5}
     assert frequencies("dynamic-yarn", "smollm2", seq_len=8192, **options).attention_factor == 1
     assert frequencies("dynamic-yarn", "smollm2", seq_len=8193, **options).attention_factor == 1.5
@@ -61,55 +61,59 @@ def test_an_attention_factor_of_ones_own_holds_beyond_the_trained_length_only():
 
 @pytest.mark.parametrize("length", [4097, 6000, 16384, 131072])
 @pytest.mark.parametrize("factor", [1, 2, 4])
-def test_transformers_factor_is_in_the_formula(factor, length):
-    """base * (f n / L - (f - 1))^(d / (d - 2))"""
+def test_factor_of_dynamic_ntk_matches_transformers_formula(factor, length):
+    """Check base * (f n / L - (f - 1))^(d / (d - 2))."""
     got = frequencies("dynamic", "llama-2", factor=factor, seq_len=length)
     theta = 1e4 * (factor * length / 4096 - (factor - 1)) ** (128 / 126)
     assert got.inv_freq[-1].item() == pytest.approx(theta ** (-126 / 128), rel=1e-12)
 
 
-@pytest.mark.parametrize("trained", [64, 2048, 8192, 1000])
-def test_growth_is_stepped_on_quarter_powers_of_two(trained):
+@pytest.mark.parametrize("trained_length", [64, 2048, 8192, 1000])
+def test_growth_is_stepped_on_quarter_powers_of_two(trained_length):
     method = build("dynamic-yarn")
-    reaches = [method.valid_until(length, trained) for length in range(1, 9 * trained, 7)]
-    assert reaches == sorted(reaches)
-    for length, reach in zip(range(1, 9 * trained, 7), reaches, strict=True):
-        assert reach >= length
-        if reach == trained:
-            assert length <= trained
+    ends = [
+        method.valid_until(length, trained_length) for length in range(1, 9 * trained_length, 7)
+    ]
+    assert ends == sorted(ends)
+    for length, end in zip(range(1, 9 * trained_length, 7), ends, strict=True):
+        assert end >= length
+        if end == trained_length:
+            assert length <= trained_length
             continue
-        step = 4 * math.log2(reach / trained)
+        step = 4 * math.log2(end / trained_length)
         assert step == pytest.approx(round(step), abs=1e-9)
-        assert trained * 2 ** ((round(step) - 1) / 4) < length  # no earlier step would do
+        assert (
+            trained_length * 2 ** ((round(step) - 1) / 4) < length
+        )  # the step before is too short
 
 
 @pytest.mark.parametrize("step", range(1, 40))
-def test_a_step_serves_its_own_end(step):
+def test_growth_step_includes_its_end(step):
     end = 8192 * 2 ** (step / 4)
     assert build("dynamic").valid_until(end, 8192) == end
     assert build("dynamic").valid_until(math.floor(end) + 1, 8192) > end
 
 
-def test_exact_growth_reaches_no_further_than_the_sequence():
+def test_exact_growth_is_valid_for_one_length():
     method = build("dynamic-linear", growth="exact")
     assert [method.valid_until(n, 64) for n in (1, 64, 65, 66)] == [64, 64, 65, 66]
 
 
-def test_static_methods_reach_anywhere_and_longrope_to_its_border():
+def test_static_methods_are_valid_forever_and_longrope_up_to_the_trained_length():
     assert build("yarn", factor=4).valid_until(10, 64) == math.inf
     longrope = build("longrope", factor=4, long_factor=[1.0, 2.0])
     assert [longrope.valid_until(n, 64) for n in (1, 64, 65)] == [64, 64, math.inf]
-    even = build("longrope", factor=4, long_factor=[1.0, 2.0], short_factor=[1.0, 2.0])
-    assert even.valid_until(1, 64) == math.inf
+    equal_sets = build("longrope", factor=4, long_factor=[1.0, 2.0], short_factor=[1.0, 2.0])
+    assert equal_sets.valid_until(1, 64) == math.inf
 
 
-def test_without_a_length_it_is_the_factor():
+def test_missing_length_means_the_factor():
     static = frequencies("yarn", "llama-3", factor=4)
     assert frequencies("dynamic-yarn", "llama-3", factor=4).inv_freq.equal(static.inv_freq)
 
 
 @pytest.mark.parametrize("growth", ["fast", 2, None])
-def test_unknown_growth(growth):
+def test_unknown_growth_is_refused(growth):
     with pytest.raises(ValueError, match="growth must be one of stepped, exact"):
         build("dynamic-yarn", growth=growth)
 

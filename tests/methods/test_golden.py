@@ -1,5 +1,4 @@
-"""Frequencies against other implementations: vectors that they computed (assets/golden.md), and
-transformers' own functions where a geometry is unusual."""
+"""Test frequencies against vectors of other implementations (assets/golden.md) and transformers."""
 
 import json
 import math
@@ -13,9 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import rope_patch
 
 ROWS = json.loads((Path(__file__).parents[1] / "assets" / "golden.json").read_text())
-NAMES = {"dynamic-ntk": "dynamic"}  # what we call otherwise
+NAMES = {"dynamic-ntk": "dynamic"}  # their names and ours
 for _row in ROWS:
-    _name = _row["method"].split(" (")[0]  # some say in brackets where it is from
+    _name = _row["method"].split(" (")[0]  # some have a source in brackets
     _row["method"] = NAMES.get(_name, _name)
 DYNAMIC = ("dynamic", "dynamic-yarn", "dynamic-ntk-by-parts-2023-06")
 STATIC = ("linear", "ntk", "ntk-by-parts-2023-06", "yarn", "llama3", "longrope", "proportional")
@@ -32,7 +31,7 @@ def row_id(row):
     return "-".join([row["method"], by, f"{row['head_dim']}x{row['rope_theta']}", *options])
 
 
-def ours(row, method=None, **options):
+def compute_frequencies(row, method=None, **options):
     return rope_patch.frequencies(
         method or row["method"],
         head_dim=row["head_dim"],
@@ -49,8 +48,8 @@ def assert_inv_freq(got, row):
 
 
 @pytest.mark.parametrize("row", rows(*METHODS), ids=row_id)
-def test_method_rotates_as_the_reference(row):
-    got = ours(row, **row["params"])
+def test_frequencies_match_the_reference(row):
+    got = compute_frequencies(row, **row["params"])
     assert_inv_freq(got.inv_freq, row)
     assert got.attention_factor == pytest.approx(row["attention_factor"], rel=0, abs=1e-7)
 
@@ -65,14 +64,14 @@ def test_every_row_is_checked():
     "row", [r for r in rows("yarn") if "mscale" not in r["params"]], ids=row_id
 )
 def test_ntk_by_parts_is_yarn_without_its_attention_factor(row):
-    got = ours(row, "ntk-by-parts", **row["params"])
+    got = compute_frequencies(row, "ntk-by-parts", **row["params"])
     assert_inv_freq(got.inv_freq, row)
     assert got.attention_factor == 1
 
 
 @pytest.mark.parametrize("row", rows("linear"), ids=row_id)
-def test_default_is_the_formula(row):
-    got = ours(row, "default")
+def test_default_matches_the_formula(row):
+    got = compute_frequencies(row, "default")
     half = row["head_dim"] // 2
     expected = [math.pow(row["rope_theta"], -pair / half) for pair in range(half)]
     torch.testing.assert_close(
@@ -82,16 +81,14 @@ def test_default_is_the_formula(row):
 
 
 # head_dim, theta, trained_length: a ramp that begins before the first pair or ends after the last,
-# one that is a single step, and a trained length of less than one turn.
+# a ramp of a single step, and a trained length of less than one rotation.
 UNUSUAL = [(16, 1e4, 2**20), (64, 100, 4096), (64, 1e6, 300), (2, 1e4, 4096), (64, 1e4, 6)]
 
 
 @pytest.mark.parametrize("options", [{}, {"truncate": False}, {"beta_fast": 2.0, "beta_slow": 1.9}])
 @pytest.mark.parametrize(("head_dim", "theta", "trained_length"), UNUSUAL)
 @pytest.mark.parametrize("method", ["yarn", "llama3"])
-def test_unusual_geometries_rotate_as_in_transformers(
-    method, head_dim, theta, trained_length, options
-):
+def test_unusual_geometries_match_transformers(method, head_dim, theta, trained_length, options):
     if method == "llama3":
         fast, slow = options.get("beta_fast", 4.0), options.get("beta_slow", 1.0)
         options = {"high_freq_factor": fast, "low_freq_factor": slow}

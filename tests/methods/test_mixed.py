@@ -1,10 +1,10 @@
-"""Mixed windows against their definition: the original rotation, or all of another method."""
+"""Test mixed windows against their definition: the original or the inner method's rotation."""
 
 import math
 
 import pytest
 import torch
-from test_options import GEOMETRIES, frequencies, needed, plain
+from test_options import GEOMETRIES, frequencies, plain, required_options
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build, registered_methods
@@ -14,15 +14,15 @@ MIXED = [name for name, method in registered_methods().items() if issubclass(met
 INNER = ["linear", "ntk", "ntk-by-parts", "yarn", "abf", "longrope"]
 
 
-def test_every_mixed_method_is_here():
+def test_inner_covers_all_mixed_methods():
     assert [f"mixed-{name}" for name in INNER] == MIXED
     assert not any(registered_methods()[name].is_dynamic for name in MIXED)
 
 
 @pytest.mark.parametrize("model", GEOMETRIES)
 @pytest.mark.parametrize("inner", INNER)
-def test_short_sequences_are_as_trained_and_long_ones_get_all(inner, model):
-    options, trained = {"factor": 4, **needed(inner, model)}, GEOMETRIES[model][3]
+def test_short_sequences_are_unscaled_and_long_ones_get_the_inner_method(inner, model):
+    options, trained = {"factor": 4, **required_options(inner, model)}, GEOMETRIES[model][3]
     static = frequencies(inner, model, **options)
     for length in (1, trained):
         short = frequencies(f"mixed-{inner}", model, seq_len=length, **options)
@@ -35,10 +35,10 @@ def test_short_sequences_are_as_trained_and_long_ones_get_all(inner, model):
 
 
 @pytest.mark.parametrize("method", MIXED)
-def test_it_changes_at_the_trained_length_and_never_again(method):
-    built = build(method, factor=4, **needed(method, "llama-2"))
-    assert [built.valid_until(n, 64) for n in (1, 64, 65, 1000)] == [64, 64, math.inf, math.inf]
-    assert built.is_length_dependent(64)
+def test_mixed_methods_change_once_at_the_trained_length(method):
+    mixed = build(method, factor=4, **required_options(method, "llama-2"))
+    assert [mixed.valid_until(n, 64) for n in (1, 64, 65, 1000)] == [64, 64, math.inf, math.inf]
+    assert mixed.is_length_dependent(64)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_it_changes_at_the_trained_length_and_never_again(method):
         ("mixed-longrope", {}, False),
         ("mixed-longrope", {"attention_factor": 1.0}, True),
         ("mixed-longrope", {"attention_factor": 1.1}, False),
-        ("mixed-longrope", {"factor": 1.0}, True),  # whose law is an attention factor of 1
+        ("mixed-longrope", {"factor": 1.0}, True),  # its default attention factor is 1
     ],
 )
-def test_native_is_what_leaves_attention_alone(method, options, native):
-    built = build(method, **{"factor": 4.0, **needed(method, "llama-2"), **options})
+def test_only_attention_factor_1_has_a_native_form(method, options, native):
+    mixed = build(method, **{"factor": 4.0, **required_options(method, "llama-2"), **options})
     geometry = Geometry(head_dim=128, theta=1e4, trained_length=4096)
-    assert built.has_config_form is native
-    assert (built.frequencies(geometry).attention_factor == 1) is native
-    spelled = built.rope_parameters(geometry)
-    assert spelled["rope_type"] == ("longrope" if native else "default")
+    assert mixed.has_config_form is native
+    assert (mixed.frequencies(geometry).attention_factor == 1) is native
+    parameters = mixed.rope_parameters(geometry)
+    assert parameters["rope_type"] == ("longrope" if native else "default")
 
 
-def test_a_short_factor_is_refused():
+def test_short_factor_is_refused():
     with pytest.raises(ValueError, match=r"short_factor must be left out.*use longrope"):
         build("mixed-longrope", factor=4, long_factor=[2.0], short_factor=[1.0])

@@ -1,4 +1,4 @@
-"""Properties of every method on real geometries, and effects of options."""
+"""Test properties of every method on real geometries, and effects of options."""
 
 import math
 
@@ -38,7 +38,7 @@ def plain(model):
     return torch.tensor([theta ** (-2 * i / rotary_dim) for i in pairs], dtype=torch.float64)
 
 
-def needed(method, model):
+def required_options(method, model):
     pairs = GEOMETRIES[model][1] // 2
     return {"long_factor": [1 + i / 8 for i in range(pairs)]} if "longrope" in method else {}
 
@@ -47,7 +47,7 @@ def needed(method, model):
 @pytest.mark.parametrize("model", GEOMETRIES)
 @pytest.mark.parametrize("method", rope_patch.list_methods())
 def test_every_method_slows_pairs_down_in_order(method, model, factor):
-    got = frequencies(method, model, factor=factor, **needed(method, model))
+    got = frequencies(method, model, factor=factor, **required_options(method, model))
     unscaled = plain(model)
     assert got.inv_freq.dtype == torch.float64
     assert got.inv_freq.shape == unscaled.shape
@@ -67,7 +67,7 @@ def test_slowest_pair_stretches_by_the_factor(method, model, factor):
 
 @pytest.mark.parametrize("model", GEOMETRIES)
 @pytest.mark.parametrize("method", ["ntk", "ntk-by-parts", "yarn", "llama3", "abf", "proportional"])
-def test_fastest_pair_is_kept(method, model):
+def test_fastest_pair_is_unchanged(method, model):
     assert frequencies(method, model, factor=4).inv_freq[0] == 1
 
 
@@ -105,32 +105,32 @@ def test_abf_with_a_base_is_plain_rope_at_that_base(model):
 def test_abf_derives_the_critical_base(model, factor):
     _, rotary_dim, theta, trained_length = GEOMETRIES[model]
     got = frequencies("abf", model, factor=factor)
-    # The (fractional) pair whose turn takes exactly the trained length ...
+    # The (fractional) pair whose wavelength is exactly the trained length ...
     critical = rotary_dim * math.log(trained_length / (2 * math.pi)) / (2 * math.log(theta))
     assert 2 * math.pi * theta ** (2 * critical / rotary_dim) == pytest.approx(trained_length)
-    # ... takes exactly the target length under the new base.
+    # ... has exactly the target length as wavelength under the new base.
     new_theta = float(got.inv_freq[-1]) ** (-rotary_dim / (rotary_dim - 2))
     wavelength = 2 * math.pi * new_theta ** (2 * critical / rotary_dim)
     assert wavelength == pytest.approx(factor * trained_length, rel=1e-9)
 
 
-def test_yarn_mscale_alone_changes_nothing():
-    plain_law = frequencies("yarn", "llama-2", factor=4)
-    alone = frequencies("yarn", "llama-2", factor=4, mscale=0.707)
-    assert alone.attention_factor == plain_law.attention_factor == 0.1 * math.log(4) + 1
+def test_yarn_mscale_without_mscale_all_dim_changes_nothing():
+    default = frequencies("yarn", "llama-2", factor=4)
+    with_mscale = frequencies("yarn", "llama-2", factor=4, mscale=0.707)
+    assert with_mscale.attention_factor == default.attention_factor == 0.1 * math.log(4) + 1
 
 
 @pytest.mark.parametrize("method", ["yarn", "longrope"])
-def test_attention_factor_can_be_given(method):
-    options = needed(method, "llama-2")
+def test_attention_factor_option_replaces_the_default(method):
+    options = required_options(method, "llama-2")
     got = frequencies(method, "llama-2", factor=4, attention_factor=1.25, **options)
     assert got.attention_factor == 1.25
-    law = frequencies(method, "llama-2", factor=4, **options)
-    torch.testing.assert_close(got.inv_freq, law.inv_freq, rtol=0, atol=0)
+    default = frequencies(method, "llama-2", factor=4, **options)
+    torch.testing.assert_close(got.inv_freq, default.inv_freq, rtol=0, atol=0)
 
 
 def test_longrope_without_short_factors_leaves_short_sequences_alone():
-    options = {"factor": 4, **needed("longrope", "llama-2")}
+    options = {"factor": 4, **required_options("longrope", "llama-2")}
     at_border = frequencies("longrope", "llama-2", seq_len=4096, **options)
     beyond = frequencies("longrope", "llama-2", seq_len=4097, **options)
     torch.testing.assert_close(at_border.inv_freq, plain("llama-2"), rtol=1e-14, atol=0)
@@ -146,7 +146,7 @@ def test_proportional_stops_the_slowest_pairs(share, rotating):
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "error", "says"),
+    ("method", "options", "error", "message"),
     [
         ("yarn", {"beta_fast": 1, "beta_slow": 32}, ValueError, "below beta_fast"),
         ("yarn", {"beta_slow": 0}, ValueError, "beta_slow must be above 0"),
@@ -169,19 +169,19 @@ def test_proportional_stops_the_slowest_pairs(share, rotating):
         ("linear", {"factor": True}, TypeError, "factor must be a number"),
     ],
 )
-def test_options_out_of_range_are_refused(method, options, error, says):
-    with pytest.raises(error, match=says):
+def test_options_out_of_range_are_refused(method, options, error, message):
+    with pytest.raises(error, match=message):
         frequencies(method, "llama-2", **{"factor": 4, **options})
 
 
-def test_a_geometry_that_cannot_rotate_is_refused():
+def test_invalid_geometry_is_refused():
     for bad in ({"head_dim": 63}, {"rotary_dim": 66}, {"theta": 1}, {"trained_length": 0}):
         sizes = {"head_dim": 64, "theta": 1e4, "trained_length": 2048, **bad}
         with pytest.raises(ValueError, match=r"rotary_dim|theta|trained_length"):
             rope_patch.frequencies("linear", factor=2, **sizes)
 
 
-def test_methods_lists_every_name_with_one_line():
-    described = rope_patch.list_methods()
-    assert list(described)[:2] == ["default", "linear"]
-    assert all(line and "\n" not in line for line in described.values())
+def test_list_methods_describes_every_name_in_one_line():
+    methods = rope_patch.list_methods()
+    assert list(methods)[:2] == ["default", "linear"]
+    assert all(line and "\n" not in line for line in methods.values())
