@@ -1,4 +1,4 @@
-"""Fixtures: transformers' registry, restored after each test, and saved adapters."""
+"""Provide fixtures: transformers' registry, restored after each test, and saved adapters."""
 
 import logging
 
@@ -12,7 +12,7 @@ import rope_patch
 
 @pytest.fixture
 def restored_registry():
-    """Unregister our methods after a test, and check that transformers' registry is as before."""
+    """Unregister our methods after a test, and check that transformers' registry is restored."""
     before = registry()
     yield
     rope_patch.unregister()
@@ -46,8 +46,8 @@ def bases(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def saved(bases, tmp_path_factory):
-    """Return a function that returns a saved adapter's folder and its logits, made once each."""
+def saved_adapter(bases, tmp_path_factory):
+    """Return a function that returns an adapter's folder and logits, saving each adapter once."""
     from lora_adapters import METHODS, add_adapter, base  # skips without peft
 
     adapters = {}

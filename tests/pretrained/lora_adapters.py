@@ -1,4 +1,4 @@
-"""LoRA adapters of tiny models."""
+"""Make and compare LoRA adapters of tiny models."""
 
 import json
 

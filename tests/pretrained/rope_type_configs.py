@@ -1,4 +1,4 @@
-"""Configs whose rope_type is one of our methods, and transformers' registry."""
+"""Make configs whose rope_type is one of our methods, and read transformers' registry."""
 
 import transformers
 from helpers.tiny_models import (
@@ -25,7 +25,7 @@ def registry():
     return list(ROPE_INIT_FUNCTIONS.items()), dict(vars(RotaryEmbeddingConfigMixin))
 
 
-def named(family="llama", **parameters):
+def make_named_config(family="llama", **parameters):
     """Return a tiny config with our rope_type in it."""
     config = make_config(family)
     if family == "gemma3":
@@ -33,7 +33,7 @@ def named(family="llama", **parameters):
     return make_config(family, rope_parameters=parameters, max_position_embeddings=TARGET)
 
 
-def rotary(head_dim=64, **parameters):
+def make_rotary(head_dim=64, **parameters):
     config = transformers.LlamaConfig(
         head_dim=head_dim, rope_parameters=parameters, max_position_embeddings=2**20
     )

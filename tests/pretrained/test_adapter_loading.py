@@ -1,4 +1,4 @@
-"""Loading of adapters with their bases: arguments, revisions, several adapters, offloading."""
+"""Test loading of adapters with their bases: arguments, revisions, names, offloading."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ from lora_adapters import (
 import rope_patch
 
 
-def test_load_of_an_adapter_on_a_base_that_was_saved_patched(bases, tmp_path):
+def test_load_adapter_of_a_base_saved_with_a_patch(bases, tmp_path):
     first = base(bases)
     rope_patch.patch(first, "yarn", factor=4)
     rope_patch.save(first, tmp_path / "base")
@@ -39,8 +39,8 @@ def test_load_of_an_adapter_on_a_base_that_was_saved_patched(bases, tmp_path):
         assert rope_patch.current(loaded).original["max_position_embeddings"] == TRAINED
 
 
-def test_load_with_a_method(saved):
-    folder, expected = saved("yarn")
+def test_load_adapter_with_a_method(saved_adapter):
+    folder, expected = saved_adapter("yarn")
     assert_logits(rope_patch.load(folder, "yarn", factor=4, beta_fast=16), expected)
     with pytest.raises(ValueError, match=r"was trained on a base.*yarn ×4.*linear ×4"):
         rope_patch.load(folder, "linear", factor=4)
@@ -48,8 +48,8 @@ def test_load_with_a_method(saved):
         rope_patch.load(folder, factor=4)
 
 
-def test_nothing_large_is_read_for_a_request_that_fails(saved, bases, monkeypatch):
-    folder, _ = saved("yarn")
+def test_failing_requests_read_no_weights(saved_adapter, bases, monkeypatch):
+    folder, _ = saved_adapter("yarn")
     monkeypatch.setattr(
         transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("read")
     )
@@ -57,8 +57,8 @@ def test_nothing_large_is_read_for_a_request_that_fails(saved, bases, monkeypatc
         rope_patch.load(folder, "linear", factor=4)
 
 
-def test_how_the_base_is_loaded_and_the_adapter_put_on(saved):
-    folder, _ = saved("yarn")
+def test_load_passes_arguments_for_base_and_adapter(saved_adapter):
+    folder, _ = saved_adapter("yarn")
     loaded = rope_patch.load(
         folder,
         dtype=torch.bfloat16,
@@ -74,25 +74,25 @@ def test_how_the_base_is_loaded_and_the_adapter_put_on(saved):
     assert "transformers' own" in rope_patch.current(loaded).summary()
 
 
-def test_the_revision_of_the_base_that_was_trained_on(saved, tmp_path, monkeypatch):
-    folder = Path(shutil.copytree(saved("yarn")[0], tmp_path / "adapter"))
+def test_load_uses_the_base_revision_of_the_adapter(saved_adapter, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(saved_adapter("yarn")[0], tmp_path / "adapter"))
     change(folder, "adapter_config.json", revision="v2")
     revisions = []
     for kind in (transformers.AutoConfig, transformers.AutoModelForCausalLM):
 
-        def read(path, *args, whole=kind.from_pretrained, **kwargs):
+        def read(path, *args, original=kind.from_pretrained, **kwargs):
             revisions.append(kwargs["revision"])
-            return whole(path, *args, **kwargs)
+            return original(path, *args, **kwargs)
 
         monkeypatch.setattr(kind, "from_pretrained", read)
-    assert_logits(rope_patch.load(folder), saved("yarn")[1])
+    assert_logits(rope_patch.load(folder), saved_adapter("yarn")[1])
     assert revisions[:2] == ["v2", "v2"]
     rope_patch.load(folder, revision="v3")
     assert revisions[-1] == "v3"
 
 
-def test_several_adapters(bases, saved):
-    folder, expected = saved("yarn")
+def test_several_adapters_on_one_model(bases, saved_adapter):
+    folder, expected = saved_adapter("yarn")
     model = rope_patch.load_adapter(base(bases), folder)
     with pytest.raises(ValueError, match=r"expected a new name.*'default'.*adapter_name="):
         rope_patch.load_adapter(model, folder)
@@ -101,11 +101,11 @@ def test_several_adapters(bases, saved):
     assert_logits(model, expected)
     before = state(model)
     with pytest.raises(ValueError, match="was trained on a base"):
-        rope_patch.load_adapter(model, saved("linear")[0], adapter_name="other")
+        rope_patch.load_adapter(model, saved_adapter("linear")[0], adapter_name="other")
     assert_untouched(model, before)
 
 
-def test_adapters_by_name_are_recorded_each(bases, tmp_path):
+def test_each_named_adapter_gets_a_sidecar(bases, tmp_path):
     model = base(bases)
     rope_patch.patch(model, "yarn", factor=4)
     torch.manual_seed(0)
@@ -119,8 +119,8 @@ def test_adapters_by_name_are_recorded_each(bases, tmp_path):
         assert logits(got).equal(logits(model))
 
 
-def test_adapters_of_transformers_own(bases, saved, tmp_path):
-    """Check `model.add_adapter`, without PEFT's model around it."""
+def test_adapter_added_by_transformers(bases, saved_adapter, tmp_path):
+    """Use `model.add_adapter`, which makes no PeftModel."""
     model = base(bases)
     rope_patch.patch(model, "yarn", factor=4)
     torch.manual_seed(0)
@@ -131,27 +131,27 @@ def test_adapters_of_transformers_own(bases, saved, tmp_path):
     assert_close(logits(got), logits(model.eval()))
 
 
-def test_the_base_goes_on_working(bases, saved):
-    folder, _ = saved("yarn")
+def test_base_works_without_the_adapter(bases, saved_adapter):
+    folder, _ = saved_adapter("yarn")
     model = base(bases)
     plain = logits(model)
     got = rope_patch.load_adapter(model, folder)
     rope_patch.patch(patched := base(bases), "yarn", factor=4, beta_fast=16)
     with got.disable_adapter():
         assert logits(got).equal(logits(patched))
-    bare = got.unload()
-    assert logits(bare).equal(logits(patched))
-    rope_patch.unpatch(bare)
-    assert logits(bare).equal(plain)
+    unloaded = got.unload()
+    assert logits(unloaded).equal(logits(patched))
+    rope_patch.unpatch(unloaded)
+    assert logits(unloaded).equal(plain)
 
 
-def test_offloaded_bases(bases, saved, tmp_path, monkeypatch):
-    folder, expected = saved("yarn")
-    monkeypatch.chdir(tmp_path)  # PEFT writes what it changes on the disk below where it stands
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+def test_adapter_on_an_offloaded_base(bases, saved_adapter, tmp_path, monkeypatch):
+    folder, expected = saved_adapter("yarn")
+    monkeypatch.chdir(tmp_path)  # PEFT writes changed offloaded weights into the current folder
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     rest = {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     loaded = rope_patch.load(
-        folder, device_map={**places, **rest}, offload_folder=tmp_path / "offload"
+        folder, device_map={**device_map, **rest}, offload_folder=tmp_path / "offload"
     )
     assert rope_patch.current(loaded).method.name == "yarn"
     assert_close(logits(loaded), expected[1])

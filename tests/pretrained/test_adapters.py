@@ -1,4 +1,4 @@
-"""Adapters record the rotation of their training, and load onto no other."""
+"""Test that adapters record the rotation of their training, and load onto no other."""
 
 import json
 import logging
@@ -37,8 +37,8 @@ TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("first", ["patch", "adapter"])
-def test_an_unpatched_base_is_patched_as_recorded(bases, saved, family, method, first):
-    folder, expected = saved(method, family, first)
+def test_unpatched_base_is_patched_as_recorded(bases, saved_adapter, family, method, first):
+    folder, expected = saved_adapter(method, family, first)
     model = base(bases, family)
     got = rope_patch.load_adapter(model, folder)
     assert isinstance(got, peft.PeftModel)
@@ -49,19 +49,19 @@ def test_an_unpatched_base_is_patched_as_recorded(bases, saved, family, method, 
     assert_logits(rope_patch.load(folder), expected)
 
 
-def test_what_is_written(bases, saved):
-    folder, _ = saved()
-    there = {path.name for path in folder.iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "rope_patch.json"} <= there
-    assert not {"config.json", "model.safetensors"} & there
+def test_save_writes_adapter_and_sidecar(bases, saved_adapter):
+    folder, _ = saved_adapter()
+    files = {path.name for path in folder.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "rope_patch.json"} <= files
+    assert not {"config.json", "model.safetensors"} & files
     sidecar = json.loads((folder / "rope_patch.json").read_text())
     assert (sidecar["method"], sidecar["options"]["beta_fast"]) == ("yarn", 16)
     assert sidecar["base_model"] == str(bases / "llama")
     assert sidecar["native"] is False
 
 
-def test_a_trained_checkpoint_recalls_the_same(tmp_path):
-    """Check the small trained model: adapters after some steps, before and after saving."""
+def test_trained_adapter_gives_the_same_logits_after_saving(tmp_path):
+    """Train an adapter of the small trained model for some steps, save, load and merge it."""
     model = rope_patch.load(TINY, "yarn", factor=4)
     model = add_adapter(model, init_lora_weights=True, task_type="CAUSAL_LM")
     model.train()
@@ -81,7 +81,7 @@ def test_a_trained_checkpoint_recalls_the_same(tmp_path):
     loaded = rope_patch.load(tmp_path / "adapter")
     assert_logits(loaded, [logits(model, SHORT), logits(model, LONG)])
 
-    plain = peft.PeftModel.from_pretrained(  # as PEFT alone does: nobody patches the base
+    plain = peft.PeftModel.from_pretrained(  # PEFT alone does not patch the base
         transformers.AutoModelForCausalLM.from_pretrained(TINY), tmp_path / "adapter"
     )
     assert_differs(logits(plain), logits(model))
@@ -93,7 +93,7 @@ def test_a_trained_checkpoint_recalls_the_same(tmp_path):
     torch.testing.assert_close(logits(native), logits(model), rtol=0, atol=1e-4)
 
 
-ALIKE = {
+EQUAL_PATCHES = {
     "the same words": ("yarn", {"factor": 4, "beta_fast": 16}),
     "a length": ("yarn", {"length": 4 * TRAINED, "beta_fast": 16}),
     "another method's words": ("abf", {"factor": 4, "new_theta": 1e4 * 4 ** (16 / 14)}),
@@ -101,10 +101,10 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("case", ALIKE)
-def test_a_base_that_is_patched_alike_is_accepted(bases, saved, case):
-    method, options = ALIKE[case]
-    folder, expected = saved("ntk" if method == "abf" else method)
+@pytest.mark.parametrize("case", EQUAL_PATCHES)
+def test_base_with_an_equal_patch_is_accepted(bases, saved_adapter, case):
+    method, options = EQUAL_PATCHES[case]
+    folder, expected = saved_adapter("ntk" if method == "abf" else method)
     model = base(bases)
     handle = rope_patch.patch(model, method, **options)
     got = rope_patch.load_adapter(model, folder)
@@ -115,7 +115,7 @@ def test_a_base_that_is_patched_alike_is_accepted(bases, saved, case):
         assert_logits(got, expected)
 
 
-DIFFERENT = {
+DIFFERENT_PATCHES = {
     "method": ("yarn", "linear", {"factor": 4}),
     "factor": ("yarn", "yarn", {"factor": 2, "beta_fast": 16}),
     "option": ("yarn", "yarn", {"factor": 4, "beta_slow": 0.2}),
@@ -129,26 +129,26 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_a_base_that_is_patched_otherwise_is_refused(bases, saved, case):
-    trained, method, options = DIFFERENT[case]
-    folder, _ = saved(trained)
+@pytest.mark.parametrize("case", DIFFERENT_PATCHES)
+def test_base_with_a_different_patch_is_refused(bases, saved_adapter, case):
+    trained, method, options = DIFFERENT_PATCHES[case]
+    folder, _ = saved_adapter(trained)
     model = base(bases)
     handle = rope_patch.patch(model, method, **options)
     before, expected = state(model), logits(model)
-    with pytest.raises(ValueError, match=r"(?s)was trained on a base.*unpatch") as refused:
+    with pytest.raises(ValueError, match=r"(?s)was trained on a base.*unpatch") as error:
         rope_patch.load_adapter(model, folder)
-    assert str(refused.value).count(" → ") == 2  # both are shown
-    assert str(handle) in str(refused.value)
+    assert str(error.value).count(" → ") == 2  # shows both patches
+    assert str(handle) in str(error.value)
     assert_untouched(model, before)
     assert logits(model).equal(expected)
     handle.undo()
     assert logits(model).equal(logits(base(bases)))
-    assert logits(rope_patch.load_adapter(model, folder)).equal(saved(trained)[1][1])
+    assert logits(rope_patch.load_adapter(model, folder)).equal(saved_adapter(trained)[1][1])
 
 
-def test_other_layer_types_are_refused(bases, saved):
-    folder, expected = saved("linear", "gemma3", layer_types=["sliding_attention"])
+def test_other_layer_types_are_refused(bases, saved_adapter):
+    folder, expected = saved_adapter("linear", "gemma3", layer_types=["sliding_attention"])
     model = base(bases, "gemma3")
     rope_patch.patch(model, "linear", factor=4)
     before = state(model)
@@ -160,8 +160,8 @@ def test_other_layer_types_are_refused(bases, saved):
 
 
 @pytest.mark.parametrize("trained", ["running", "unscaled"])
-def test_another_start_is_refused(trained, tmp_path):
-    scaled = {
+def test_base_with_another_start_is_refused(trained, tmp_path):
+    parameters = {
         "rope_type": "llama3",
         "rope_theta": 1e4,
         "factor": 2.0,
@@ -169,24 +169,24 @@ def test_another_start_is_refused(trained, tmp_path):
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": TRAINED,
     }
-    sizes = {"rope_parameters": scaled, "max_position_embeddings": 2 * TRAINED}
+    sizes = {"rope_parameters": parameters, "max_position_embeddings": 2 * TRAINED}
     other = {"running": "unscaled", "unscaled": "running"}[trained]
     model = add_adapter(make_model(**sizes))
     rope_patch.patch(model, "linear", factor=4, start=trained)
     rope_patch.save(model, tmp_path)
     plain = make_model(**sizes)
     rope_patch.patch(plain, "linear", factor=4, start=other)
-    with pytest.raises(ValueError, match="was trained on a base") as refused:
+    with pytest.raises(ValueError, match="was trained on a base") as error:
         rope_patch.load_adapter(plain, tmp_path)
-    assert str(refused.value).count("running") == 1
+    assert str(error.value).count("running") == 1
     rope_patch.unpatch(plain)
     got = rope_patch.load_adapter(plain, tmp_path)
     assert logits(got).equal(logits(model))
 
 
 @pytest.mark.parametrize("method", ["linear", "yarn", "ntk"])
-def test_a_base_whose_own_config_rotates_so_is_taken_as_it_is(bases, saved, method, tmp_path):
-    folder, expected = saved(method)
+def test_base_whose_config_has_the_rotation_is_not_patched(bases, saved_adapter, method, tmp_path):
+    folder, expected = saved_adapter(method)
     model = base(bases)
     rope_patch.patch(model, method, **METHODS[method])
     rope_patch.save(model, tmp_path)
@@ -196,9 +196,9 @@ def test_a_base_whose_own_config_rotates_so_is_taken_as_it_is(bases, saved, meth
     assert_close(logits(got), expected[1])
 
 
-def test_a_base_that_stands_still_is_not_taken_for_one_that_grows(bases, saved, tmp_path):
-    """Check a base whose frequencies equal the recorded ones at one length only."""
-    folder, expected = saved("dynamic-yarn", length=4 * TRAINED)
+def test_static_base_is_patched_for_a_dynamic_adapter(bases, saved_adapter, tmp_path):
+    """The base's frequencies equal the recorded ones at one length only."""
+    folder, expected = saved_adapter("dynamic-yarn", length=4 * TRAINED)
     model = base(bases)
     rope_patch.patch(model, "yarn", factor=4)
     rope_patch.save(model, tmp_path)
@@ -209,8 +209,8 @@ def test_a_base_that_stands_still_is_not_taken_for_one_that_grows(bases, saved, 
         assert_close(logits(got, length), expected_logits)
 
 
-def test_a_base_with_another_rotation_is_refused(saved):
-    folder, _ = saved("yarn")
+def test_base_with_another_rotation_is_refused(saved_adapter):
+    folder, _ = saved_adapter("yarn")
     model = make_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     before = state(model)
     with pytest.raises(ValueError, match=r"would rotate LlamaForCausalLM otherwise.*500000"):
@@ -221,8 +221,8 @@ def test_a_base_with_another_rotation_is_refused(saved):
         rope_patch.load_adapter(model, folder)
 
 
-def test_a_base_that_cannot_be_patched_so_is_refused(saved):
-    folder, _ = saved("linear", "gemma3")
+def test_base_that_cannot_be_patched_is_refused(saved_adapter):
+    folder, _ = saved_adapter("linear", "gemma3")
     model = make_model()
     before = state(model)
     with pytest.raises(ValueError, match=r"which this one cannot be: .*rotates all layers alike"):
@@ -230,8 +230,8 @@ def test_a_base_that_cannot_be_patched_so_is_refused(saved):
     assert_untouched(model, before)
 
 
-def test_an_adapter_of_another_size_is_refused(saved, bases):
-    folder, _ = saved("yarn")
+def test_adapter_of_another_size_is_refused(saved_adapter, bases):
+    folder, _ = saved_adapter("yarn")
     model = make_model(num_attention_heads=8)
     before, expected = state(model), logits(model)
     with pytest.raises(ValueError, match=rf"does not fit.*size mismatch.*{bases / 'llama'}"):
@@ -240,7 +240,7 @@ def test_an_adapter_of_another_size_is_refused(saved, bases):
     assert logits(model).equal(expected)
 
 
-def test_nobody_knows_what_an_adapter_without_sidecar_wants(bases, without_sidecar, caplog):
+def test_adapter_without_a_sidecar_loads_with_a_warning(bases, without_sidecar, caplog):
     folder, expected = without_sidecar
     assert logits(rope_patch.load_adapter(base(bases), folder)).equal(expected)
     assert not caplog.text
@@ -258,20 +258,23 @@ def test_nobody_knows_what_an_adapter_without_sidecar_wants(bases, without_sidec
         rope_patch.load(folder)
 
 
-def test_adapters_and_whole_models_lie_apart(bases, saved, tmp_path):
-    """Check separate folders: transformers would load an adapter on top of a merged model."""
-    folder = Path(shutil.copytree(saved("yarn")[0], tmp_path / "adapter"))
+def test_adapters_and_models_need_separate_folders(bases, saved_adapter, tmp_path):
+    """In one folder, transformers would load the adapter on top of the merged model."""
+    folder = Path(shutil.copytree(saved_adapter("yarn")[0], tmp_path / "adapter"))
     model = rope_patch.load(folder)
-    whole = tmp_path / "whole"
-    rope_patch.save(model.merge_and_unload(), whole)
-    for target, tried in ((folder, rope_patch.load(whole)), (whole, rope_patch.load(folder))):
-        there = {path.name: path.read_bytes() for path in target.iterdir()}
+    model_folder = tmp_path / "whole"
+    rope_patch.save(model.merge_and_unload(), model_folder)
+    for target, other in (
+        (folder, rope_patch.load(model_folder)),
+        (model_folder, rope_patch.load(folder)),
+    ):
+        before = {path.name: path.read_bytes() for path in target.iterdir()}
         with pytest.raises(ValueError, match="expected another folder"):
-            rope_patch.save(tried, target)
-        assert {path.name: path.read_bytes() for path in target.iterdir()} == there
+            rope_patch.save(other, target)
+        assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
 
-def test_saving_says_that_peft_alone_patches_nothing(bases, tmp_path, caplog):
+def test_save_logs_that_peft_alone_does_not_patch(bases, tmp_path, caplog):
     model = add_adapter(base(bases))
     rope_patch.patch(model, "yarn", factor=4)
     with caplog.at_level(logging.INFO, logger="rope_patch"):
@@ -280,8 +283,8 @@ def test_saving_says_that_peft_alone_patches_nothing(bases, tmp_path, caplog):
     assert "no form of its own" not in caplog.text
 
 
-def test_without_peft(bases, saved, monkeypatch):
-    folder, _ = saved("yarn")
+def test_missing_peft_error_names_the_extra(bases, saved_adapter, monkeypatch):
+    folder, _ = saved_adapter("yarn")
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     model = base(bases)
     before = state(model)
@@ -290,9 +293,9 @@ def test_without_peft(bases, saved, monkeypatch):
     assert_untouched(model, before)
 
 
-def test_nothing_is_warned_about_twice(bases, saved):
-    folder, _ = saved("yarn")
-    with warnings.catch_warnings(record=True) as caught:
+def test_load_adapter_emits_no_peft_warnings(bases, saved_adapter):
+    folder, _ = saved_adapter("yarn")
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         rope_patch.load_adapter(base(bases), folder)
-    assert not [warning for warning in caught if "adapter" in str(warning.message).lower()]
+    assert not [warning for warning in caught_warnings if "adapter" in str(warning.message).lower()]

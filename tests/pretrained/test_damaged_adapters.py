@@ -1,4 +1,4 @@
-"""Damaged adapters, and folders without one, raise errors that name the file."""
+"""Test that damaged adapters, and folders without one, raise errors that name the file."""
 
 import shutil
 from pathlib import Path
@@ -77,14 +77,14 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damaged(bases, saved, tmp_path, damage):
-    folder = Path(shutil.copytree(saved("yarn")[0], tmp_path / "adapter"))
+def test_damaged_adapter_error_names_the_damage(bases, saved_adapter, tmp_path, damage):
+    folder = Path(shutil.copytree(saved_adapter("yarn")[0], tmp_path / "adapter"))
     message = damage(folder)
     with pytest.raises(ValueError, match=message):
         rope_patch.load(folder)
     if damage in (without_base, missing_base, unknown_base, empty_base):
         got = rope_patch.load_adapter(base(bases), folder)
-        assert_logits(got, saved("yarn")[1])
+        assert_logits(got, saved_adapter("yarn")[1])
     elif damage is not cut_config:
         model = base(bases)
         before = state(model)
@@ -93,7 +93,7 @@ def test_damaged(bases, saved, tmp_path, damage):
         assert_untouched(model, before)
 
 
-def test_what_is_no_adapter(bases, tmp_path):
+def test_folders_without_an_adapter_are_refused(bases, tmp_path):
     with pytest.raises(ValueError, match=r"no such folder.*snapshot_download"):
         rope_patch.load_adapter(base(bases), "somebody/adapter")
     with pytest.raises(ValueError, match=r"holds no adapter_config\.json.*found nothing"):

@@ -1,4 +1,4 @@
-"""Damaged checkpoints raise a ValueError that names the folder and the damage."""
+"""Test that damaged checkpoints raise a ValueError that names the folder and the damage."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import rope_patch
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Return one checkpoint as one file and as several shards."""
+    """Save one checkpoint as one file and as several shards."""
     root = tmp_path_factory.mktemp("checkpoints")
     make_model().save_pretrained(root / "whole")
     make_model().save_pretrained(root / "sharded", max_shard_size="20KB")
@@ -26,7 +26,7 @@ def checkpoint(originals, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "says"),
+    ("method", "arguments", "message"),
     [
         ("yran", {"factor": 4}, "did you mean 'yarn'"),
         ("yarn", {"factor": 4, "beta_fst": 16}, "did you mean 'beta_fast'"),
@@ -37,10 +37,10 @@ def checkpoint(originals, tmp_path):
         ("yarn", {"factor": 4, "kernels": "cuda"}, "kernels must be one of"),
     ],
 )
-def test_requests_are_checked_before_weights_are_read(checkpoint, method, arguments, says):
+def test_requests_are_checked_before_weights_are_read(checkpoint, method, arguments, message):
     folder = checkpoint("whole")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         rope_patch.load(folder, method, **arguments)
 
 
@@ -56,8 +56,8 @@ def cut_a_shard(folder):
 
 
 def cut_the_weights(folder):
-    whole = folder / "model.safetensors"
-    whole.write_bytes(whole.read_bytes()[:50_000])
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:50_000])
     return "model.safetensors is cut short or damaged"
 
 
@@ -134,10 +134,10 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=[d.__name__ for _, d in DAMAGES])
-def test_a_damaged_folder_is_named(checkpoint, name, damage):
+def test_damaged_folder_is_named(checkpoint, name, damage):
     folder = checkpoint(name)
-    says = damage(folder)
-    with pytest.raises(ValueError, match=says) as error:
+    message = damage(folder)
+    with pytest.raises(ValueError, match=message) as error:
         rope_patch.load(folder, "yarn", factor=4)
     assert str(folder) in str(error.value)
 
@@ -147,7 +147,7 @@ def test_a_damaged_folder_is_named(checkpoint, name, damage):
     ['{"method": ', "[]", '{"method": "yarn"}', '"yarn"', None],
     ids=["cut", "list", "short", "string", "no-lengths"],
 )
-def test_a_damaged_record_is_named(record, tmp_path):
+def test_damaged_sidecar_is_named(record, tmp_path):
     model = make_model()
     rope_patch.patch(model, "yarn", factor=4)
     rope_patch.save(model, tmp_path)
@@ -160,12 +160,12 @@ def test_a_damaged_record_is_named(record, tmp_path):
     assert str(sidecar) in str(error.value)
 
 
-def test_a_name_that_the_hub_does_not_give():
+def test_unknown_hub_name_is_an_error():
     with pytest.raises(ValueError, match=r"cannot load 'nobody/nothing'.*HF_HUB_OFFLINE"):
         rope_patch.load("nobody/nothing", "yarn", factor=4)
 
 
-def test_a_checkpoint_without_rope(tmp_path):
+def test_checkpoint_without_rope_is_refused(tmp_path):
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no rotary embedding found in GPT2LMHeadModel"):

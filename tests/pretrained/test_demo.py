@@ -1,4 +1,4 @@
-"""The demo model: the report's claims on real pretrained weights, on a smaller scale."""
+"""Test the demo model: extensions of real pretrained weights, on a small scale."""
 
 import pytest
 import torch
@@ -32,48 +32,48 @@ def ids(folder):
     return texts.documents(["emma"], read_tokenizer(folder), LENGTH)[0].tokens
 
 
-def test_the_demo_is_converted_once_and_checked(folder, monkeypatch):
+def test_demo_is_converted_once_and_checked(folder, monkeypatch):
     monkeypatch.setattr(demo, "_convert", None)  # a second conversion would fail
     assert demo.demo_folder() == folder
     assert demo.resolve_model_path("demo") == str(folder)
     assert demo.resolve_model_path("some/other") == "some/other"
 
 
-def test_a_damaged_demo_is_made_again(folder, tmp_path, monkeypatch):
+def test_damaged_demo_is_converted_again(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = tmp_path / "rope_patch" / folder.name
-    made.mkdir(parents=True)
-    (made / "model.safetensors").write_bytes(b"cut short")
-    assert demo.demo_folder() == made
-    digest = demo._sha256(made / "model.safetensors")
+    demo_copy = tmp_path / "rope_patch" / folder.name
+    demo_copy.mkdir(parents=True)
+    (demo_copy / "model.safetensors").write_bytes(b"cut short")
+    assert demo.demo_folder() == demo_copy
+    digest = demo._sha256(demo_copy / "model.safetensors")
     assert digest == demo._sha256(folder / "model.safetensors")
 
 
-def test_the_demos_own_text_is_sane(model, folder):
+def test_demo_generates_sensible_text(model, folder):
     tokenizer = read_tokenizer(folder)
     prompt = tokenizer("The capital of France is", return_tensors="pt")
-    written = model.generate(**prompt, max_new_tokens=4, do_sample=False)
-    assert "Paris" in tokenizer.decode(written[0])
+    generated = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    assert "Paris" in tokenizer.decode(generated[0])
 
 
-def last_point(model, ids, label):
-    """Return the perplexity of the last window, given all tokens before."""
+def last_window_perplexity(model, ids, label):
+    """Return the perplexity of the last window after all tokens before it."""
     block = perplexity.block_size(WINDOW)
     losses = perplexity.block_losses(perplexity.document_losses(model, ids, label), block)
     return perplexity.curve_points([losses], block, WINDOW)[-1]["perplexity"]
 
 
-def test_plain_breaks_down_past_its_length_and_yarn_stays_with_the_control(model, ids):
+def test_yarn_keeps_perplexity_at_twice_the_trained_length(model, ids):
     control = perplexity.perplexity(perplexity.control_loss(model, ids, LENGTH, WINDOW, CONTEXT))
-    plain = last_point(model, ids, "plain")
+    plain = last_window_perplexity(model, ids, "plain")
     with rope_patch.patch(model, "yarn", factor=2):
-        yarn = last_point(model, ids, "yarn")
+        yarn = last_window_perplexity(model, ids, "yarn")
     assert yarn <= 1.1 * control
     assert plain >= 2 * yarn
 
 
-def test_decoding_on_is_as_if_all_keys_were_rotated_afresh(folder, ids):
-    """Check with a trained length of 512 tokens; 30 layers, and logits of size 20."""
+def test_decoding_matches_rotating_all_keys_afresh(folder, ids):
+    """Set a trained length of 512 tokens; the model has 30 layers and logits of size 20."""
     model, part = read_model(folder, dtype=torch.float32), torch.tensor([ids[:650]])
     model.config.max_position_embeddings = 512
     expected = Reference(model, "dynamic-yarn").decode(part, 500)
@@ -85,7 +85,7 @@ def test_decoding_on_is_as_if_all_keys_were_rotated_afresh(folder, ids):
     assert (got - plain)[:, 512:].abs().max() > 0.5
 
 
-def test_a_saved_model_loads_in_plain_transformers(model, folder, tmp_path):
+def test_saved_model_loads_in_plain_transformers(model, folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
     ids = torch.arange(100, 164)[None]

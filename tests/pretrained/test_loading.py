@@ -1,4 +1,4 @@
-"""Loading: patched models from folders and from GGUF files."""
+"""Test loading of patched models from folders and from GGUF files."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ import rope_patch
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Return folders of unpatched checkpoints: every family, several shards, and bfloat16."""
+    """Save unpatched checkpoints: every family, several shards, and bfloat16."""
     root = tmp_path_factory.mktemp("checkpoints")
     make_model().save_pretrained(root / "sharded", max_shard_size="20KB")
     make_model().bfloat16().save_pretrained(root / "bfloat16")
@@ -27,24 +27,24 @@ def originals(tmp_path_factory):
     return root
 
 
-def patched(family="llama", method="yarn", **options):
+def make_patched(family="llama", method="yarn", **options):
     model = make_model(family)
     rope_patch.patch(model, method, factor=4, **options)
     return model
 
 
 @pytest.mark.parametrize("name", ["sharded", *FAMILIES])
-def test_load_is_from_pretrained_and_patch(originals, name):
+def test_load_matches_from_pretrained_and_patch(originals, name):
     family = name if name in FAMILIES else "llama"
     loaded = rope_patch.load(str(originals / name), "yarn", factor=4)
-    assert logits(loaded).equal(logits(patched(family)))
+    assert logits(loaded).equal(logits(make_patched(family)))
     assert not loaded.training
     assert rope_patch.current(loaded).length == loaded.config.max_position_embeddings == TARGET
     rope_patch.unpatch(loaded)
     assert logits(loaded).equal(logits(make_model(family)))
 
 
-def test_every_argument_of_patch(originals):
+def test_load_accepts_every_argument_of_patch(originals):
     loaded = rope_patch.load(
         originals / "gemma3",
         "yarn",
@@ -65,7 +65,7 @@ def test_every_argument_of_patch(originals):
     assert loaded.config._attn_implementation == "eager"
 
 
-def test_dtype(originals):
+def test_load_uses_the_checkpoint_dtype_by_default(originals):
     automatic = rope_patch.load(originals / "bfloat16", "yarn", factor=4)
     assert automatic.dtype == torch.bfloat16
     assert automatic.model.rotary_emb.inv_freq.dtype == torch.float32
@@ -75,16 +75,16 @@ def test_dtype(originals):
 
 @pytest.mark.parametrize("first", ["linear", "yarn", "ntk", "abf", "llama3", "proportional"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_another_method_starts_from_the_original(family, first, tmp_path):
-    rope_patch.save(patched(family, first), tmp_path)
+def test_other_method_starts_from_the_original_rotation(family, first, tmp_path):
+    rope_patch.save(make_patched(family, first), tmp_path)
     loaded = rope_patch.load(tmp_path, "ntk-by-parts", factor=4)
-    assert logits(loaded).equal(logits(patched(family, "ntk-by-parts")))
+    assert logits(loaded).equal(logits(make_patched(family, "ntk-by-parts")))
     rope_patch.unpatch(loaded)
     assert logits(loaded).equal(logits(make_model(family)))
 
 
-def test_a_recorded_method_is_not_changed_by_halves(originals, tmp_path):
-    rope_patch.save(patched(), tmp_path)
+def test_options_without_a_method_are_refused(originals, tmp_path):
+    rope_patch.save(make_patched(), tmp_path)
     for change in ({"factor": 2}, {"length": 128}, {"trained_length": 32}):
         with pytest.raises(ValueError, match="goes with a method"):
             rope_patch.load(tmp_path, **change)
@@ -96,7 +96,7 @@ def test_a_recorded_method_is_not_changed_by_halves(originals, tmp_path):
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory):
-    """Return the tiny Llama as llama.cpp's converter would write it."""
+    """Write the tiny Llama in the form of llama.cpp's converter."""
     gguf = pytest.importorskip("gguf")
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     model = make_model()
@@ -114,7 +114,7 @@ def gguf_file(tmp_path_factory):
     writer.add_vocab_size(SIZES["vocab_size"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])
     for name, tensor in model.state_dict().items():
-        if "q_proj" in name or "k_proj" in name:  # llama.cpp turns neighbouring dimensions
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp rotates neighbouring dimensions
             half = SIZES["head_dim"] // 2
             tensor = tensor.unflatten(0, (-1, 2, half)).transpose(1, 2).reshape(tensor.shape)
         writer.add_tensor(names.get_name(name, (".weight",)), tensor.contiguous().numpy())
@@ -125,10 +125,10 @@ def gguf_file(tmp_path_factory):
     return path
 
 
-def test_gguf(gguf_file, tmp_path):
+def test_gguf_file_loads_and_saves(gguf_file, tmp_path):
     folder, name = gguf_file.parent, gguf_file.name
     loaded = rope_patch.load(folder, "yarn", factor=4, gguf_file=name, dtype=torch.float32)
-    assert_close(logits(loaded), logits(patched()))
+    assert_close(logits(loaded), logits(make_patched()))
     rope_patch.save(loaded, tmp_path)
     native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_close(logits(native), logits(loaded))
@@ -136,7 +136,7 @@ def test_gguf(gguf_file, tmp_path):
     assert_close(logits(loaded), logits(make_model()))
 
 
-def test_a_gguf_file_asks_for_its_folder(gguf_file):
+def test_gguf_file_path_error_names_the_arguments(gguf_file):
     with pytest.raises(ValueError, match=r"is a file.*gguf_file='tiny\.gguf'"):
         rope_patch.load(gguf_file, "yarn", factor=4)
     with pytest.raises(ValueError, match=r"holds no other\.gguf.*found tiny\.gguf"):

@@ -1,4 +1,4 @@
-"""Configs that name our methods: transformers builds them, and they rotate as the method does."""
+"""Test configs that name our methods: transformers builds models with the method's rotation."""
 
 import copy
 import json
@@ -29,8 +29,8 @@ from rope_type_configs import (
     LENGTH,
     NATIVE_ROPE_TYPES,
     STATIC,
-    named,
-    rotary,
+    make_named_config,
+    make_rotary,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -53,21 +53,21 @@ def golden(*methods):
 @pytest.mark.parametrize(
     "row", golden("ntk", "ntk-by-parts-2023-06", "yarn"), ids=lambda row: golden_id(row)
 )
-def test_real_geometries_against_reference_vectors(registered, row):
+def test_real_geometries_match_reference_vectors(registered, row):
     name = "ntk-by-parts" if row["method"] == "yarn" else row["method"]
     if row["method"] == "yarn":  # the same frequencies, without the attention factor
         row["params"].pop("attention_factor", None)
-    built = rotary(
+    rotary = make_rotary(
         row["head_dim"],
         rope_type=name,
         rope_theta=row["rope_theta"],
         **{LENGTH: row["original_length"]},
         **row["params"],
     )
-    assert built.inv_freq.dtype == torch.float32
-    assert built.attention_scaling == 1.0
+    assert rotary.inv_freq.dtype == torch.float32
+    assert rotary.attention_scaling == 1.0
     expected = torch.tensor(row["inv_freq"])
-    torch.testing.assert_close(built.inv_freq, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(rotary.inv_freq, expected, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -81,23 +81,23 @@ def test_real_geometries_against_reference_vectors(registered, row):
         ),
     ],
 )
-def test_abf_is_the_formula_on_the_geometry_of_llama_3(registered, parameters, base):
-    built = rotary(128, rope_type="abf", rope_theta=5e5, **{LENGTH: 8192}, **parameters)
+def test_abf_matches_the_formula_for_llama_3(registered, parameters, base):
+    rotary = make_rotary(128, rope_type="abf", rope_theta=5e5, **{LENGTH: 8192}, **parameters)
     expected = torch.tensor([base ** (-2 * pair / 128) for pair in range(64)])
-    torch.testing.assert_close(built.inv_freq, expected, rtol=2e-6, atol=0)
-    assert built.attention_scaling == 1.0
+    torch.testing.assert_close(rotary.inv_freq, expected, rtol=2e-6, atol=0)
+    assert rotary.attention_scaling == 1.0
 
 
-def test_what_a_formula_does_without_need_not_be_there(registered):
-    ntk = rotary(128, rope_type="ntk", rope_theta=1e6, factor=4)
+def test_unused_fields_may_be_missing(registered):
+    ntk = make_rotary(128, rope_type="ntk", rope_theta=1e6, factor=4)
     base = 1e6 * 4 ** (128 / 126)
     expected = torch.tensor([base ** (-2 * pair / 128) for pair in range(64)])
     torch.testing.assert_close(ntk.inv_freq, expected, rtol=2e-6, atol=0)
-    assert rotary(rope_type="abf", rope_theta=1e4, new_theta=1e6).inv_freq[-1] < 1e-5
-    assert rotary(rope_type="nope", rope_theta=1e4).inv_freq.equal(torch.zeros(32))
+    assert make_rotary(rope_type="abf", rope_theta=1e4, new_theta=1e6).inv_freq[-1] < 1e-5
+    assert make_rotary(rope_type="nope", rope_theta=1e4).inv_freq.equal(torch.zeros(32))
 
 
-ASKED = {
+OPTIONS = {
     "ntk": {"factor": 4},
     "ntk-by-parts": {"factor": 4, "beta_fast": 16},
     "abf": {"factor": 4},
@@ -107,7 +107,7 @@ ASKED = {
 
 
 def native(name, theta):
-    """Return the same rotation in transformers' own form, written by hand for 16 dimensions."""
+    """Return the rotation in transformers' form, written by hand for 16 dimensions."""
     plain = [theta ** (-pair / 8) for pair in range(8)]
     match name:
         case "ntk":
@@ -116,43 +116,47 @@ def native(name, theta):
             power = math.log(4 * TRAINED / math.tau) / math.log(TRAINED / math.tau)
             return {"rope_type": "default", "rope_theta": theta**power}
         case "ntk-by-parts":
-            library_log = {"beta_fast": 16.0, "beta_slow": 1.0, "attention_factor": 1.0}
+            settings = {"beta_fast": 16.0, "beta_slow": 1.0, "attention_factor": 1.0}
             return {
                 "rope_type": "yarn",
                 "factor": 4.0,
                 "rope_theta": theta,
                 LENGTH: TRAINED,
-            } | library_log
+            } | settings
         case "ntk-by-parts-2023-06":
             row = rope_patch.frequencies(  # held against the reference vectors above
                 name, head_dim=16, theta=theta, trained_length=TRAINED, factor=4
             )
             stretch = [p / float(f) for p, f in zip(plain, row.inv_freq, strict=True)]
-            both = {"short_factor": stretch, "long_factor": stretch, "attention_factor": 1.0}
-            return {"rope_type": "longrope", "rope_theta": theta, LENGTH: TRAINED} | both
-    endless = [1e30] * 8  # so slow that nothing turns
-    both = {"short_factor": endless, "long_factor": endless, "attention_factor": 1.0}
-    return {"rope_type": "longrope", "rope_theta": theta, LENGTH: TRAINED} | both
+            factors = {"short_factor": stretch, "long_factor": stretch, "attention_factor": 1.0}
+            return {"rope_type": "longrope", "rope_theta": theta, LENGTH: TRAINED} | factors
+    huge_stretch = [1e30] * 8  # so slow that nothing rotates
+    factors = {"short_factor": huge_stretch, "long_factor": huge_stretch, "attention_factor": 1.0}
+    return {"rope_type": "longrope", "rope_theta": theta, LENGTH: TRAINED} | factors
 
 
 @pytest.mark.parametrize("name", STATIC)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_a_config_rotates_as_the_method_says(registered, family, name, tmp_path):
+def test_config_has_the_rotation_of_its_method(registered, family, name, tmp_path):
     if OLD_TRANSFORMERS and family == "gemma3" and name not in ("ntk", "abf"):
         pytest.skip("transformers 5.0 cannot read the nested form that this is compared with")
     plain = make_model(family)
     theta = plain.config.rope_parameters
     theta = (theta["full_attention"] if family == "gemma3" else theta)["rope_theta"]
-    config = named(family, rope_type=name, rope_theta=theta, **{LENGTH: TRAINED}, **ASKED[name])
+    config = make_named_config(
+        family, rope_type=name, rope_theta=theta, **{LENGTH: TRAINED}, **OPTIONS[name]
+    )
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
     model.load_state_dict(plain.state_dict())
 
-    spelled = native(name, theta)
+    parameters = native(name, theta)
     if family == "gemma3":
-        spelled = {**make_config(family).rope_parameters, "full_attention": spelled}
-    twin = make_native(plain, family, rope_parameters=spelled, max_position_embeddings=TARGET)
+        parameters = {**make_config(family).rope_parameters, "full_attention": parameters}
+    native_model = make_native(
+        plain, family, rope_parameters=parameters, max_position_embeddings=TARGET
+    )
     for length in (SHORT, LONG):
-        assert_close(logits(model, length), logits(twin, length))
+        assert_close(logits(model, length), logits(native_model, length))
         assert_differs(logits(model, length), logits(plain, length))
 
     plain.save_pretrained(tmp_path)
@@ -160,35 +164,37 @@ def test_a_config_rotates_as_the_method_says(registered, family, name, tmp_path)
     config.save_pretrained(tmp_path)
     assert f'"{name}"' in (tmp_path / "config.json").read_text()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    rope_patch.patch(plain, name, kernels="hf", **({} if name == "nope" else ASKED[name]))
+    rope_patch.patch(plain, name, kernels="hf", **({} if name == "nope" else OPTIONS[name]))
     for length in (SHORT, LONG):
         assert logits(loaded, length).equal(logits(model, length))
         assert logits(loaded, length).equal(logits(plain, length))
 
 
-def test_a_share_of_each_head(registered):
+def test_partial_rotation_of_each_head(registered):
     torch.manual_seed(0)
     sizes = {**{k: v for k, v in SIZES.items() if k != "head_dim"}, "hidden_size": 128}
     share = {"partial_rotary_factor": 0.25}
-    ours = {"rope_type": "ntk", "factor": 4, **BASE}
-    theirs = {"rope_type": "default", "rope_theta": 1e4 * 4 ** (8 / 6)}  # 8 of 32 dimensions
+    named_form = {"rope_type": "ntk", "factor": 4, **BASE}
+    native_form = {"rope_type": "default", "rope_theta": 1e4 * 4 ** (8 / 6)}  # 8 of 32 dimensions
 
     def build(parameters):
         return transformers.StableLmForCausalLM(
             transformers.StableLmConfig(**sizes, rope_parameters={**parameters, **share})
         ).eval()
 
-    model, twin = build(ours), build(theirs)
+    model, twin = build(named_form), build(native_form)
     assert model.model.rotary_emb.inv_freq.shape == (4,)
     twin.load_state_dict(model.state_dict())
     assert_close(logits(model), logits(twin))
 
 
-def bent(model_type, **parameters):
-    """Return a tiny model of an architecture with another rotation in its config."""
+def make_scaled(model_type, **parameters):
+    """Return a tiny model of an architecture with changed rope_parameters."""
     config = tiny_architectures.tiny_config(model_type)
-    own = config.rope_parameters
-    geometry_keys = {k: v for k, v in own.items() if k in ("rope_theta", "partial_rotary_factor")}
+    default = config.rope_parameters
+    geometry_keys = {
+        k: v for k, v in default.items() if k in ("rope_theta", "partial_rotary_factor")
+    }
     config.rope_parameters = {**geometry_keys, **parameters}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -197,30 +203,36 @@ def bent(model_type, **parameters):
 @pytest.mark.parametrize(
     "model_type", ["gpt_neox", "phi", "glm", "cohere2", "smollm3", "deepseek_v3"]
 )
-def test_other_architectures(registered, model_type):
-    model = bent(model_type, rope_type="ntk", factor=4)
+def test_other_architectures_match_the_native_form(registered, model_type):
+    model = make_scaled(model_type, rope_type="ntk", factor=4)
     rotaries = [m for m in model.modules() if hasattr(m, "original_inv_freq")]
     pairs = len(rotaries[0].inv_freq)
     theta = model.config.rope_parameters["rope_theta"]
     base = theta * 4 ** (pairs / (pairs - 1))
-    twin = bent(model_type, rope_type="default", rope_theta=base)
+    twin = make_scaled(model_type, rope_type="default", rope_theta=base)
     twin.load_state_dict(model.state_dict())
     assert_close(logits(model), logits(twin))
     for module in rotaries:
         assert module.inv_freq[1] == pytest.approx(base ** (-1 / pairs), rel=1e-6)
 
 
-def test_frequencies_are_made_where_the_model_is(registered):
+def test_frequencies_are_on_the_models_device(registered):
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(named(rope_type="ntk", factor=4, **BASE))
+        empty = AutoModelForCausalLM.from_config(
+            make_named_config(rope_type="ntk", factor=4, **BASE)
+        )
     assert empty.model.rotary_emb.inv_freq.is_meta
     function = ROPE_INIT_FUNCTIONS["ntk"]
-    made, _ = function(named(rope_type="ntk", factor=4, **BASE), device="meta", seq_len=99)
-    assert made.is_meta
+    inv_freq, _ = function(
+        make_named_config(rope_type="ntk", factor=4, **BASE), device="meta", seq_len=99
+    )
+    assert inv_freq.is_meta
 
 
-def test_patching_builds_on_what_a_config_names(registered):
-    model = AutoModelForCausalLM.from_config(named(rope_type="ntk", factor=4, **BASE)).eval()
+def test_patch_extends_a_named_scaling(registered):
+    model = AutoModelForCausalLM.from_config(
+        make_named_config(rope_type="ntk", factor=4, **BASE)
+    ).eval()
     before = logits(model)
     handle = rope_patch.patch(model, "linear", factor=2)
     assert (handle.trained_length, handle.length) == (TARGET, 2 * TARGET)
@@ -241,7 +253,7 @@ def test_patching_builds_on_what_a_config_names(registered):
     assert logits(model).equal(before)
 
 
-def types(folder):
+def rope_types_in(folder):
     """Return every rope_type in a folder's config."""
     rope_types = []
 
@@ -255,7 +267,7 @@ def types(folder):
     return set(rope_types)
 
 
-ALL = {
+PATCH_OPTIONS = {
     "longrope": {"factor": 4, "long_factor": LONG_FACTOR},
     "mixed-longrope": {"factor": 4, "long_factor": LONG_FACTOR},
 }
@@ -263,21 +275,23 @@ ALL = {
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("method", [m for m in rope_patch.list_methods() if m != "default"])
-def test_save_writes_no_name_of_ours(registered, family, method, tmp_path):
+def test_save_writes_native_rope_types_only(registered, family, method, tmp_path):
     model = make_model(family)
-    rope_patch.patch(model, method, **ALL.get(method, {"factor": 4}))
+    rope_patch.patch(model, method, **PATCH_OPTIONS.get(method, {"factor": 4}))
     rope_patch.save(model, tmp_path)
-    assert types(tmp_path) <= set(NATIVE_ROPE_TYPES)
+    assert rope_types_in(tmp_path) <= set(NATIVE_ROPE_TYPES)
 
 
-@pytest.mark.parametrize("own", STATIC)
+@pytest.mark.parametrize("rope_type", STATIC)
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_save_leaves_no_name_of_ours_that_stood_there(registered, family, own, method, tmp_path):
-    if own == "nope" and OLD_TRANSFORMERS:
+def test_save_replaces_our_rope_types_in_the_config(
+    registered, family, rope_type, method, tmp_path
+):
+    if rope_type == "nope" and OLD_TRANSFORMERS:
         pytest.skip("this transformers has no form of its own to write")
-    parameters = {"rope_type": own, **BASE, **ASKED[own]}
-    if family == "gemma3":  # the windows, which stay as they are
+    parameters = {"rope_type": rope_type, **BASE, **OPTIONS[rope_type]}
+    if family == "gemma3":  # its sliding layers, which the patch does not change
         all_parameters = make_config(family).rope_parameters
         parameters = {**all_parameters, "sliding_attention": parameters}
     config = make_config(family, rope_parameters=parameters, max_position_embeddings=TARGET)
@@ -286,7 +300,7 @@ def test_save_leaves_no_name_of_ours_that_stood_there(registered, family, own, m
     plain = logits(model)
     handle = rope_patch.patch(model, method, factor=4)
     rope_patch.save(model, tmp_path)
-    assert types(tmp_path) <= set(NATIVE_ROPE_TYPES)
+    assert rope_types_in(tmp_path) <= set(NATIVE_ROPE_TYPES)
     assert handle.original["rope_parameters"] == config.rope_parameters
     patched = logits(model)
     loaded = rope_patch.load(tmp_path)
@@ -294,17 +308,17 @@ def test_save_leaves_no_name_of_ours_that_stood_there(registered, family, own, m
     rope_patch.unpatch(loaded)
     assert logits(loaded).equal(plain)
     if OLD_TRANSFORMERS and family == "gemma3":
-        return  # which cannot read nested scalings
+        return  # transformers 5.0 cannot read nested scalings
     rope_patch.unregister()
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
-    # An attention factor where nothing turns is more than a config can say.
-    is_native = method == "yarn" and (own, family) != ("nope", "llama")
+    native_model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    # Configs cannot hold an attention factor without a rotation.
+    is_native = method == "yarn" and (rope_type, family) != ("nope", "llama")
     assert json.loads((tmp_path / "rope_patch.json").read_text())["native"] is is_native
-    assert_close(logits(theirs), patched if is_native else plain)
+    assert_close(logits(native_model), patched if is_native else plain)
 
 
-def test_a_config_of_ours_can_be_read_and_mended_without_us(tmp_path):
-    named(rope_type="ntk", factor=4, **BASE).save_pretrained(tmp_path)
+def test_named_config_can_be_read_without_registration(tmp_path):
+    make_named_config(rope_type="ntk", factor=4, **BASE).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.rope_parameters["rope_type"] == "ntk"
     with pytest.raises(KeyError, match="ntk"):

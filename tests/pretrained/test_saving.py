@@ -1,4 +1,4 @@
-"""Saved folders load in plain transformers to the same logits, and saving is all or nothing."""
+"""Test that saved folders load in plain transformers, and that saving is all or nothing."""
 
 import dataclasses
 import json
@@ -40,14 +40,14 @@ METHODS = {
 
 
 def is_native(family, method):
-    """What transformers has a form of its own for; 5.0 cannot read or switch nested scalings."""
+    """Return whether transformers has a native form; 5.0 cannot read or switch nested scalings."""
     if method == "dynamic-yarn":
         return False
     nested = family == "gemma3" and method in ("yarn", "ntk-by-parts", "longrope", "dynamic")
     return not (OLD_TRANSFORMERS and (nested or method == "proportional"))
 
 
-def saved(folder, family="llama", method="yarn", **options):
+def save_patched(folder, family="llama", method="yarn", **options):
     model = make_model(family)
     rope_patch.patch(model, method, factor=4, **options)
     rope_patch.save(model, folder)
@@ -61,14 +61,14 @@ def sidecar(folder):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_plain_transformers_loads_the_same_model(family, method, tmp_path):
-    model = saved(tmp_path, family, method, **METHODS[method])
+    model = save_patched(tmp_path, family, method, **METHODS[method])
     if not is_native(family, method):
         assert method in ("longrope", "dynamic") or sidecar(tmp_path)["native"] is False
         return
     assert sidecar(tmp_path)["native"] is True
     native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert rope_patch.current(native) is None
-    # transformers takes it for the trained length where its own dynamic scaling is on.
+    # transformers' dynamic scaling takes this field for the trained length.
     expected = TRAINED if method == "dynamic" else TARGET
     assert native.config.max_position_embeddings == expected
     for length in (SHORT, LONG):
@@ -77,13 +77,16 @@ def test_plain_transformers_loads_the_same_model(family, method, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_our_load_brings_the_patch_back(family, method, tmp_path):
+def test_load_restores_the_patch(family, method, tmp_path):
     plain = logits(make_model(family))
-    model = saved(tmp_path, family, method, **METHODS[method])
+    model = save_patched(tmp_path, family, method, **METHODS[method])
     loaded = rope_patch.load(tmp_path)
-    handle, was = rope_patch.current(loaded), rope_patch.current(model)
-    assert handle.method == was.method
-    assert (handle.trained_length, handle.length) == (was.trained_length, was.length)
+    handle, saved_handle = rope_patch.current(loaded), rope_patch.current(model)
+    assert handle.method == saved_handle.method
+    assert (handle.trained_length, handle.length) == (
+        saved_handle.trained_length,
+        saved_handle.length,
+    )
     for length in (SHORT, LONG):
         assert logits(loaded, length).equal(logits(model, length))
     assert_differs(logits(loaded), plain)
@@ -93,8 +96,8 @@ def test_our_load_brings_the_patch_back(family, method, tmp_path):
     assert loaded.config.rope_parameters == make_config(family).rope_parameters
 
 
-def test_what_transformers_cannot_say_is_said(tmp_path, caplog):
-    # Twice partial: transformers' proportional rotation counts whole heads.
+def test_missing_native_form_is_logged(tmp_path, caplog):
+    # Partly rotated heads, too: transformers' proportional rotation counts whole heads.
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
     model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)).eval()
@@ -105,8 +108,8 @@ def test_what_transformers_cannot_say_is_said(tmp_path, caplog):
     assert logits(rope_patch.load(tmp_path)).equal(logits(model))
 
 
-def test_sidecar(tmp_path):
-    model = saved(tmp_path, "gemma3", "yarn", beta_fast=16)
+def test_sidecar_records_the_patch(tmp_path):
+    model = save_patched(tmp_path, "gemma3", "yarn", beta_fast=16)
     record = sidecar(tmp_path)
     handle = rope_patch.current(model)
     assert record["method"] == "yarn"
@@ -122,12 +125,12 @@ def test_sidecar(tmp_path):
     }
     assert record["transformers"] == transformers.__version__
     frequencies = record["frequencies"]["full_attention"]
-    wanted = handle.frequencies["full_attention"]
-    assert torch.tensor(frequencies["inv_freq"], dtype=torch.float64).equal(wanted.inv_freq)
-    assert frequencies["attention_factor"] == wanted.attention_factor
+    expected = handle.frequencies["full_attention"]
+    assert torch.tensor(frequencies["inv_freq"], dtype=torch.float64).equal(expected.inv_freq)
+    assert frequencies["attention_factor"] == expected.attention_factor
 
 
-def test_saving_leaves_the_model_patched(tmp_path):
+def test_save_leaves_the_model_patched(tmp_path):
     model = make_model()
     plain = logits(model)
     handle = rope_patch.patch(model, "yarn", factor=4)
@@ -139,9 +142,9 @@ def test_saving_leaves_the_model_patched(tmp_path):
     assert logits(model).equal(plain)
 
 
-def test_saving_from_bfloat16_keeps_the_frequencies(tmp_path):
+def test_save_of_bfloat16_keeps_exact_frequencies(tmp_path):
     model = make_model()
-    rope_patch.patch(model, "yarn", factor=4, kernels="hf")  # ours rounds once, not thrice
+    rope_patch.patch(model, "yarn", factor=4, kernels="hf")  # our kernels round less often
     model.to(torch.bfloat16)
     rope_patch.save(model, tmp_path)
     native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -149,14 +152,16 @@ def test_saving_from_bfloat16_keeps_the_frequencies(tmp_path):
     assert logits(native).equal(logits(model))
 
 
-def test_sharding_leaves_no_stale_weights(tmp_path, monkeypatch):
-    saved(tmp_path)
+def test_save_removes_stale_weights(tmp_path, monkeypatch):
+    save_patched(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
     (tmp_path / "notes.md").write_text("mine")
     model = make_model(seed=5)
     rope_patch.patch(model, "yarn", factor=4)
-    whole = model.save_pretrained
-    monkeypatch.setattr(model, "save_pretrained", lambda path: whole(path, max_shard_size="20KB"))
+    save_pretrained = model.save_pretrained
+    monkeypatch.setattr(
+        model, "save_pretrained", lambda path: save_pretrained(path, max_shard_size="20KB")
+    )
     rope_patch.save(model, tmp_path)
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 2
@@ -172,29 +177,29 @@ def test_sharding_leaves_no_stale_weights(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["before", "midway"])
-def test_a_failing_save_leaves_the_folder_as_it_was(when, tmp_path, monkeypatch):
+def test_failing_save_leaves_the_folder_unchanged(when, tmp_path, monkeypatch):
     folder = tmp_path / "model"
-    old = saved(folder)
-    there = {path.name: path.read_bytes() for path in folder.iterdir()}
+    first_model = save_patched(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     model = make_model(seed=5)
     rope_patch.patch(model, "linear", factor=2)
-    whole = model.save_pretrained
+    save_pretrained = model.save_pretrained
 
     def failing(path):
         if when == "midway":
-            whole(path)
+            save_pretrained(path)
             (path / "config.json").unlink()
         raise OSError("No space left on device")
 
     monkeypatch.setattr(model, "save_pretrained", failing)
     with pytest.raises(OSError, match="No space left"):
         rope_patch.save(model, folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == there
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]  # no leftovers beside it
-    assert logits(rope_patch.load(folder)).equal(logits(old))
+    assert logits(rope_patch.load(folder)).equal(logits(first_model))
 
 
-def test_a_save_that_fails_the_first_time_leaves_no_folder(tmp_path, monkeypatch):
+def test_failing_first_save_leaves_no_folder(tmp_path, monkeypatch):
     model = make_model()
     rope_patch.patch(model, "linear", factor=2)
 
@@ -207,7 +212,7 @@ def test_a_save_that_fails_the_first_time_leaves_no_folder(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_saved(tmp_path):
+def test_save_refuses_unpatched_models_and_files(tmp_path):
     model = make_model()
     with pytest.raises(ValueError, match=r"LlamaForCausalLM is not patched.*save_pretrained"):
         rope_patch.save(model, tmp_path / "model")
@@ -221,18 +226,16 @@ def test_what_cannot_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_folder_that_this_transformers_cannot_load_is_called_that(
-    family, tmp_path, caplog, monkeypatch
-):
-    """As under transformers 5.0, which has no such scaling: its own table is asked."""
+def test_folder_that_transformers_cannot_load_is_logged(family, tmp_path, caplog, monkeypatch):
+    """Remove the scaling from transformers' table, as in transformers 5.0."""
     monkeypatch.delitem(modeling_rope_utils.ROPE_INIT_FUNCTIONS, "proportional", raising=False)
-    saved(tmp_path, family, "proportional", partial_rotary_factor=0.5)
+    save_patched(tmp_path, family, "proportional", partial_rotary_factor=0.5)
     assert "cannot load this folder at all (KeyError: 'proportional')" in caplog.text
     assert "rope_patch.load, or with transformers 5.5 or later" in caplog.text
     assert sidecar(tmp_path)["native"] is False
     with pytest.raises(KeyError):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     caplog.clear()
-    saved(tmp_path / "other", family, "dynamic-yarn")
+    save_patched(tmp_path / "other", family, "dynamic-yarn")
     assert "has no form of its own" in caplog.text
     assert "at all" not in caplog.text

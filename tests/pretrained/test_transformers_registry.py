@@ -1,4 +1,4 @@
-"""Registration of our methods with transformers: names, conflicts, and invalid values."""
+"""Test registration of our methods with transformers: names, conflicts, and invalid values."""
 
 import math
 import subprocess
@@ -19,7 +19,7 @@ from rope_type_configs import (
     LENGTH_DEPENDENT,
     NATIVE_ROPE_TYPES,
     STATIC,
-    named,
+    make_named_config,
     registry,
 )
 from transformers import AutoModelForCausalLM
@@ -30,11 +30,11 @@ import rope_patch
 pytestmark = pytest.mark.usefixtures("restored_registry")
 
 
-def test_what_is_registered_and_taken_away():
+def test_register_adds_and_unregister_removes_all_methods():
     before = registry()
     rope_patch.register()
     now, mixin = registry()
-    assert now[: len(before[0])] == before[0]  # theirs stay theirs
+    assert now[: len(before[0])] == before[0]  # transformers' functions are unchanged
     added = [name for name, _ in now[len(before[0]) :]]
     assert added == [name for name in rope_patch.list_methods() if name not in NATIVE_ROPE_TYPES]
     assert set(added) == {*STATIC, *LENGTH_DEPENDENT}
@@ -47,7 +47,7 @@ def test_what_is_registered_and_taken_away():
     assert registry() == before
 
 
-def test_importing_registers_nothing():
+def test_import_registers_nothing():
     code = (
         "from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS as known\n"
         "before = dict(known)\nimport rope_patch\nassert known == before\n"
@@ -60,7 +60,7 @@ def foreign_compute(config, device=None, seq_len=None, layer_type=None):
     return torch.ones(8), 1.0
 
 
-def test_a_name_that_somebody_else_has_is_not_taken(monkeypatch):
+def test_register_refuses_names_that_are_taken(monkeypatch):
     monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "abf", foreign_compute)
     before = registry()
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_a_name_that_somebody_else_has_is_not_taken(monkeypatch):
     assert registry() == before
 
 
-def test_a_name_that_somebody_takes_meanwhile_is_left_to_them(registered, caplog):
+def test_unregister_keeps_functions_of_others(registered, caplog):
     ROPE_INIT_FUNCTIONS["abf"] = foreign_compute
     try:
         with pytest.raises(ValueError, match=r"'abf' is .*foreign_compute"):
@@ -85,7 +85,7 @@ def test_a_name_that_somebody_takes_meanwhile_is_left_to_them(registered, caplog
         del ROPE_INIT_FUNCTIONS["abf"]
 
 
-def test_threads(restored_registry):
+def test_register_is_thread_safe(restored_registry):
     errors = []
 
     def back_and_forth():
@@ -107,16 +107,16 @@ def test_threads(restored_registry):
 
 
 @pytest.mark.parametrize("name", [*LENGTH_DEPENDENT, "nope"])
-def test_what_follows_the_length_says_what_to_do(registered, name):
+def test_length_dependent_config_error_names_patch(registered, name):
     options = {"temperature": 0.4} if name == "nope" else {"factor": 4}
-    config = named(rope_type=name, **BASE, **options)
+    config = make_named_config(rope_type=name, **BASE, **options)
     with pytest.raises(
         ValueError, match=rf"follows the length.*rope_patch\.patch\(model, '{name}'"
     ):
         AutoModelForCausalLM.from_config(config)
 
 
-def test_transformers_own_dynamic_stays(registered):
+def test_transformers_dynamic_is_unchanged(registered):
     config = make_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, **BASE})
     model = AutoModelForCausalLM.from_config(config).eval()
     rope_patch.unregister()
@@ -141,43 +141,43 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_values(registered, case):
+def test_bad_values_are_refused(registered, case):
     name, change, message = BAD[case]
     parameters = {"rope_type": name, "factor": 4, **BASE, **change}
     parameters = {key: value for key, value in parameters.items() if value is not None}
-    config = named(**parameters)
+    config = make_named_config(**parameters)
     with pytest.raises(ValueError, match=f"(?s)rope_type '{name}' in rope_parameters: .*{message}"):
         AutoModelForCausalLM.from_config(config)
 
 
-def test_what_transformers_validation_says(registered, library_log):
-    named(rope_type="ntk-by-parts-2023-06", factor=4, partial_rotary_factor=1.0, **BASE)
+def test_transformers_validation_knows_our_fields(registered, library_log):
+    make_named_config(rope_type="ntk-by-parts-2023-06", factor=4, partial_rotary_factor=1.0, **BASE)
     assert not library_log.text
-    named(rope_type="ntk", factor=4, beta_fast=16, **BASE)
+    make_named_config(rope_type="ntk", factor=4, beta_fast=16, **BASE)
     assert (
         "Unrecognized keys in `rope_parameters` for 'rope_type'='ntk': {'beta_fast'}"
         in library_log.text
     )
     library_log.clear()
-    named("gemma3", rope_type="ntk-by-parts", factor="4", **BASE)
+    make_named_config("gemma3", rope_type="ntk-by-parts", factor="4", **BASE)
     assert (
         "rope_type 'ntk-by-parts' in rope_parameters: factor must be a number" in library_log.text
     )
     library_log.clear()
     rope_patch.unregister()
-    named(rope_type="ntk", factor=4, **BASE)
+    make_named_config(rope_type="ntk", factor=4, **BASE)
     assert "Missing validation function" in library_log.text
 
 
-def test_a_layer_type_that_is_not_there(registered):
-    config = named("gemma3", rope_type="ntk", factor=4, **BASE)
+def test_unknown_layer_type_is_refused(registered):
+    config = make_named_config("gemma3", rope_type="ntk", factor=4, **BASE)
     with pytest.raises(ValueError, match="nothing for the layer type 'global'"):
         ROPE_INIT_FUNCTIONS["ntk"](config, layer_type="global")
 
 
-def test_without_register_loading_says_what_to_do(tmp_path):
+def test_load_without_register_names_register(tmp_path):
     make_model().save_pretrained(tmp_path)
-    named(rope_type="ntk", factor=4, **BASE).save_pretrained(tmp_path)
+    make_named_config(rope_type="ntk", factor=4, **BASE).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"names the scaling 'ntk'.*rope_patch\.register\(\)"):
         rope_patch.load(tmp_path, "yarn", factor=4)
     rope_patch.register()
