@@ -1,4 +1,4 @@
-"""What patching does to a tiny random model of one architecture, measured."""
+"""Measure the effect of patches on a tiny random model of one architecture."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHORT, LONG = 40, 150
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture's line of the table.
+    """One architecture's row of the table.
 
     Attributes:
-        model_type: As in transformers.
-        rotation: What is special about its rotation.
-        static: What became of `yarn` and `linear`: "patched", or why not.
-        dynamic: The same of `dynamic-yarn`.
+        model_type: transformers' model_type.
+        rotation: The special features of its rotation.
+        static: "patched" for `yarn` and `linear`, or the reason of the refusal.
+        dynamic: The same for `dynamic-yarn`.
     """
 
     model_type: str
@@ -36,15 +36,15 @@ class Row:
     dynamic: str
 
     def to_dict(self) -> dict[str, str]:
-        """Return plain data."""
+        """Return the row as plain data."""
         return asdict(self)
 
 
 def measure(model_type: str) -> Row:
-    """Build a model, patch it in several ways, and check everything about each.
+    """Build a model, patch it in several ways, and check each patch.
 
     Raises:
-        AssertionError: A patch that was accepted is not what it should be.
+        AssertionError: An accepted patch has a wrong effect.
     """
     if not mentions_rotation(model_type):
         return Row(model_type, "", "no rotary embedding", "")
@@ -62,37 +62,40 @@ def _static(model: Any) -> str:
     buffers, scales = _buffers(model), _softmax_scales(model)
     try:
         before = _logits(model, LONG)
-    except (IndexError, RuntimeError):  # a table of positions that ends
+    except (IndexError, RuntimeError):  # its table of positions is shorter
         before = _logits(model, SHORT)
     try:
         handle = rope_patch.patch(model, "linear", factor=FACTOR)
     except ValueError as error:
         _assert_untouched(model, before, buffers)
         return f"refused: {_reason(error)}"
-    # Linear scaling is the one whose effect needs no formula: a quarter of what stood there.
+    # Linear scaling needs no formula: all frequencies are a quarter of the original ones.
     for rotary in find_rotaries(model):
         for kind, prefix in rotary.prefixes.items():
             name = f"{prefix}inv_freq"
-            own = buffers[_path(model, rotary.module, name)]
+            expected = buffers[_path(model, rotary.module, name)]
             if kind in handle.geometries:
-                own = _start(handle, kind, own) / FACTOR
-            torch.testing.assert_close(getattr(rotary.module, name), own, rtol=1e-5, atol=0)
-    standing = by_layer_type(handle.original_config.rope_parameters).values()
-    if not any(parameters.get("mscale_all_dim") for parameters in standing):
-        assert _softmax_scales(model) == scales  # it does not sharpen
+                expected = _start(handle, kind, expected) / FACTOR
+            torch.testing.assert_close(getattr(rotary.module, name), expected, rtol=1e-5, atol=0)
+    original_parameters = by_layer_type(handle.original_config.rope_parameters).values()
+    if not any(parameters.get("mscale_all_dim") for parameters in original_parameters):
+        assert _softmax_scales(model) == scales  # `linear` has no attention factor
     linear = _logits(model, LONG)
     _assert_other(linear, before)
     rope_patch.patch(model, "linear", factor=FACTOR, kernels="hf")
     torch.testing.assert_close(linear, _logits(model, LONG), rtol=0, atol=2e-4)
     handle = rope_patch.patch(model, "yarn", factor=FACTOR)
-    kept = {name for name, scale in _softmax_scales(model).items() if scale == scales[name]}
-    assert (len(kept) < len(scales)) == (handle.softmax_mscale != 1)
+    unchanged = {name for name, scale in _softmax_scales(model).items() if scale == scales[name]}
+    assert (len(unchanged) < len(scales)) == (handle.softmax_mscale != 1)
     for kind, frequencies in handle.frequencies.items():
-        g = handle.geometries[kind]
-        inv_freq, law = _yarn(g.inv_freq(), g.theta, g.trained_length, FACTOR)
+        geometry = handle.geometries[kind]
+        inv_freq, mscale = _yarn(
+            geometry.inv_freq(), geometry.theta, geometry.trained_length, FACTOR
+        )
         torch.testing.assert_close(frequencies.inv_freq, inv_freq, rtol=1e-9, atol=0)
         total = frequencies.attention_factor * handle.softmax_mscale
-        assert total == _approximately(law * g.attention_factor * _own_sharpening(model, handle))
+        start_mscale = _config_mscale(model, handle)
+        assert total == _approximately(mscale * geometry.attention_factor * start_mscale)
         for rotary in find_rotaries(model):
             if kind in rotary.prefixes:
                 live = getattr(rotary.module, f"{rotary.prefixes[kind]}inv_freq")
@@ -105,30 +108,30 @@ def _static(model: Any) -> str:
 
 def _dynamic(model: Any) -> str:
     short, long, buffers = _logits(model, SHORT), _logits(model, LONG), _buffers(model)
-    trained = next(iter(rope_patch.patching.check(model, "yarn", factor=2).geometries.values()))
-    own = None if trained.trained_length == TRAINED else TRAINED
+    geometry = next(iter(rope_patch.patching.check(model, "yarn", factor=2).geometries.values()))
+    trained_length = None if geometry.trained_length == TRAINED else TRAINED
     try:
-        handle = rope_patch.patch(model, "dynamic-yarn", trained_length=own)
+        handle = rope_patch.patch(model, "dynamic-yarn", trained_length=trained_length)
     except ValueError as error:
         _assert_untouched(model, long, buffers)
         return f"refused: {_reason(error)}"
-    followed = _logits(model, SHORT)
+    patched_short = _logits(model, SHORT)
     _assert_other(_logits(model, LONG), long)
     handle.undo()
-    if _replaced(handle):  # short texts are then rotated as before the config's own scaling
-        with rope_patch.patch(model, "default", factor=1, trained_length=own):
-            torch.testing.assert_close(followed, _logits(model, SHORT), rtol=0, atol=1e-5)
+    if _replaced(handle):  # short texts then have the rotation before the config's scaling
+        with rope_patch.patch(model, "default", factor=1, trained_length=trained_length):
+            torch.testing.assert_close(patched_short, _logits(model, SHORT), rtol=0, atol=1e-5)
     else:
-        assert torch.equal(followed, short)
+        assert torch.equal(patched_short, short)
     _assert_untouched(model, long, buffers)
     return "patched"
 
 
 def _replaced(handle: Any) -> bool:
-    """Return whether an extension replaces a scaling of the config's own."""
-    standing = by_layer_type(handle.original_config.rope_parameters)
+    """Return whether an extension replaces the config's scaling."""
+    original_parameters = by_layer_type(handle.original_config.rope_parameters)
     return any(
-        config_rope_type(standing[kind]) != "default" and not geometry.base
+        config_rope_type(original_parameters[kind]) != "default" and not geometry.base
         for kind, geometry in handle.geometries.items()
     )
 
@@ -136,13 +139,13 @@ def _replaced(handle: Any) -> bool:
 def _yarn(
     inv_freq: torch.Tensor, theta: float, trained: int, factor: float
 ) -> tuple[torch.Tensor, float]:
-    """Compute YaRN a second time, for any monotone frequencies, by the rotations of each pair."""
+    """Compute YaRN independently, for any monotone frequencies, by the rotations of each pair."""
     pairs = len(inv_freq)
     per_pair = math.log(theta) / pairs
     logs = [math.log(f) if f else -math.inf for f in inv_freq.tolist()]
 
-    def where(turns: float) -> float:
-        target = math.log(2 * math.pi * turns / trained)
+    def pair_index(rotations: float) -> float:
+        target = math.log(2 * math.pi * rotations / trained)
         if target >= logs[0]:
             return (logs[0] - target) / per_pair
         for i in range(pairs - 1):
@@ -152,28 +155,28 @@ def _yarn(
                 return i + (logs[i] - target) / (logs[i] - logs[i + 1])
         return pairs - 1 + (logs[-1] - target) / per_pair
 
-    low, high = max(math.floor(where(32)), 0), min(math.ceil(where(1)), 2 * pairs - 1)
+    low, high = max(math.floor(pair_index(32)), 0), min(math.ceil(pair_index(1)), 2 * pairs - 1)
     high = high + 0.001 if low == high else high
     ramp = ((torch.arange(pairs, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 0.1 * math.log(factor) + 1
 
 
-def _start(handle: Any, kind: str | None, own: torch.Tensor) -> torch.Tensor:
-    """Return the frequencies that an extension builds on: the unscaled or the running ones."""
+def _start(handle: Any, kind: str | None, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Return the frequencies that an extension starts from: the unscaled or the running ones."""
     geometry = handle.geometries[kind]
     parameters = by_layer_type(handle.original_config.rope_parameters)[kind]
     scaling = config_rope_type(parameters)
     if scaling in ("default", "llama3", "proportional"):
-        return own
-    pair = torch.arange(len(own), dtype=torch.float64)
-    unscaled = geometry.theta ** (-pair / len(own))
+        return inv_freq
+    pair = torch.arange(len(inv_freq), dtype=torch.float64)
+    unscaled = geometry.theta ** (-pair / len(inv_freq))
     if scaling == "longrope":
         unscaled = unscaled / torch.tensor(parameters["long_factor"], dtype=torch.float64)
     return unscaled.float()
 
 
-def _own_sharpening(model: Any, handle: Any) -> float:
-    """Return mscale of a config's own scaling, if an extension builds on it."""
+def _config_mscale(model: Any, handle: Any) -> float:
+    """Return the mscale of the config's scaling, if the extension builds on it."""
     for kind, geometry in handle.geometries.items():
         parameters = by_layer_type(handle.original_config.rope_parameters)[kind]
         if geometry.base and handle.softmax_mscale != 1 and parameters.get("mscale_all_dim"):
@@ -182,29 +185,29 @@ def _own_sharpening(model: Any, handle: Any) -> float:
 
 
 def _rotation(model: Any) -> str:
-    """Describe an architecture's rotation, by its config and its patch plan."""
+    """Describe an architecture's rotation from its config and its patch plan."""
     try:
         plan = rope_patch.patching.check(model, "linear", factor=FACTOR)
     except ValueError:
         return ""
-    said = []
+    features = []
     if None not in plan.geometries:
-        said.append(
+        features.append(
             ", ".join([*plan.geometries, *(f"{k} left" for k in plan.unchanged_layer_types)])
         )
     geometry = next(iter(plan.geometries.values()))
     if plan.mla_attentions:
-        said.append("MLA")
+        features.append("MLA")
     elif geometry.rotary_dim < geometry.head_dim:
-        said.append(f"{geometry.rotary_dim / geometry.head_dim:.0%} of each head")
+        features.append(f"{geometry.rotary_dim / geometry.head_dim:.0%} of each head")
     parameters = by_layer_type(plan.config.rope_parameters)[geometry.layer_type]
-    if (own := config_rope_type(parameters)) != "default":
-        said.append(f"own {own}, {'continued' if geometry.base else 'replaced'}")
+    if (scaling := config_rope_type(parameters)) != "default":
+        features.append(f"own {scaling}, {'continued' if geometry.base else 'replaced'}")
     if any(hasattr(rotary.module, "mrope_section") for rotary, _ in plan.rotaries):
-        said.append("M-RoPE")
+        features.append("M-RoPE")
     if any(site.interleaved for site in plan.rotation_sites):
-        said.append("interleaved")
-    return "; ".join(said)
+        features.append("interleaved")
+    return "; ".join(features)
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ def render(measured: dict[str, dict[str, Any]]) -> str:
     Args:
         measured: Rows by architecture, by version of transformers.
     """
-    versions = sorted(measured, key=_ordered, reverse=True)
+    versions = sorted(measured, key=_version_key, reverse=True)
     newest = measured[versions[0]]
     rotating = [name for name, row in newest.items() if not _unrotated(row)]
     patched = {v: sum(_yes(row) for row in measured[v].values()) for v in versions}
@@ -72,17 +72,17 @@ def _reasons(rows: dict[str, Any], names: list[str], column: str, title: str) ->
     """Group the architectures by error message, without class names."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        said = rows[name][column]
-        if said and said != "patched":
-            groups.setdefault(_general(said), []).append(name)
+        status = rows[name][column]
+        if status and status != "patched":
+            groups.setdefault(_general(status), []).append(name)
     lines = [f"**{title}:**", ""]
     for reason, members in sorted(groups.items(), key=lambda pair: (-len(pair[1]), pair[0])):
         lines.append(f"- {', '.join(f'`{m}`' for m in members)}: {reason}")
     return [*lines, ""]
 
 
-def _general(said: str) -> str:
-    reason = said.removeprefix("refused: ")
+def _general(status: str) -> str:
+    reason = status.removeprefix("refused: ")
     words = [
         "the model" if re.match(r"\w+(CausalLM|Config|Attention|Generation|Embedding)\b", w) else w
         for w in reason.split()
@@ -90,8 +90,8 @@ def _general(said: str) -> str:
     return " ".join(words).split(": use a method")[0].replace("|", "\\|")
 
 
-def _short(said: str) -> str:
-    return {"patched": "yes", "": ""}.get(said, "no" if said.startswith("refused") else "–")
+def _short(status: str) -> str:
+    return {"patched": "yes", "": ""}.get(status, "no" if status.startswith("refused") else "–")
 
 
 def _yes(row: dict[str, Any]) -> bool:
@@ -106,7 +106,7 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _ordered(version: str) -> tuple[int, ...]:
+def _version_key(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 

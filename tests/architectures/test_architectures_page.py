@@ -1,4 +1,4 @@
-"""Every architecture of transformers is patched as the method says, or refused with the reason."""
+"""Test that every architecture of transformers is patched correctly, or refused with a reason."""
 
 import json
 
@@ -9,10 +9,10 @@ from architecture_measurements import measure
 from architectures.tiny_architectures import model_types
 
 MEASURED = json.loads(page.MEASURED.read_text())
-HERE = MEASURED.get(transformers.__version__)
+INSTALLED_ROWS = MEASURED.get(transformers.__version__)
 
 
-# Whose smallest models are still large.
+# Architectures whose smallest models are still large.
 LARGE = ("dots3_note_text", "hrm_text")
 
 
@@ -20,28 +20,32 @@ LARGE = ("dots3_note_text", "hrm_text")
     "model_type",
     [pytest.param(t, marks=pytest.mark.slow) if t in LARGE else t for t in model_types()],
 )
-def test_patched_or_refused_as_the_page_says(model_type):
-    row = measure(model_type).to_dict()  # checks frequencies, logits and undoing by itself
+def test_architecture_is_patched_or_refused_as_on_the_page(model_type):
+    row = measure(model_type).to_dict()  # asserts frequencies, logits and undo
     del row["model_type"]
-    if HERE is None:
+    if INSTALLED_ROWS is None:
         assert row["static"] == "patched" or ":" in row["static"] or row["static"].startswith("no ")
-    elif not HERE[model_type]["static"].startswith("not built"):  # those say what is installed
-        assert row == HERE[model_type]
+    elif not INSTALLED_ROWS[model_type]["static"].startswith("not built"):  # needs other packages
+        assert row == INSTALLED_ROWS[model_type]
 
 
-def test_the_page_is_what_was_measured():
+def test_page_matches_the_measurements():
     assert page.PAGE.read_text() == page.render(MEASURED)
 
 
 @pytest.mark.parametrize("version", sorted(MEASURED))
-def test_at_least_eighty_architectures(version):
+def test_at_least_80_architectures_are_patched(version):
     rows = MEASURED[version].values()
     assert sum(row["static"] == "patched" for row in rows) >= 80
 
 
-def test_nothing_is_refused_without_a_reason():
+def test_refusals_have_a_reason():
     for rows in MEASURED.values():
         for row in rows.values():
-            for said in (row["static"], row["dynamic"]):
-                known = said in ("", "patched", "no rotary embedding")
-                assert known or said.startswith("not built: ") or len(said) > len("refused: ") + 30
+            for status in (row["static"], row["dynamic"]):
+                is_known = status in ("", "patched", "no rotary embedding")
+                assert (
+                    is_known
+                    or status.startswith("not built: ")
+                    or len(status) > len("refused: ") + 30
+                )

@@ -1,7 +1,7 @@
-"""Tiny random models of every architecture of transformers that generates text and rotates.
+"""Make tiny random models of every architecture of transformers that generates text and rotates.
 
-A config of each is shrunk number by number, by the names of its fields, so that a new architecture
-needs no line here unless its sizes depend on each other in a way of their own.
+The default config of each is shrunk field by field, by name. A new architecture needs an entry
+here only if its sizes depend on each other.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _SIZES: list[tuple[str, int]] = [
     (r"(chunk_size|mamba_chunk_size)$", 16),
     (r"(d_state|state_size|ssm_state)", 16),
 ]
-_KEPT = re.compile(
+_UNCHANGED = re.compile(
     r"(expand|d_conv|conv_kernel|kernel_size|interval|step|period|pattern|version|freq|stride|"
     r"multiplier|layer_ids?|offset|cap|scale|factor|group_size)"
 )
 
-# What the names do not say.
+# Sizes that do not follow from the names of fields.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # together twice the hidden size
 _HEADS = {"head_dim": HEAD_DIM, "num_key_value_heads": 2}
 _NEMOTRON = {"num_attention_heads": 4, **_HEADS}
@@ -94,7 +94,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid"],
         "num_key_value_heads": 4,
         "use_mem_rope": True,
-        "attention_hidden_size": 128,  # it attends to the hidden state beside the embedding
+        "attention_hidden_size": 128,  # attention reads the hidden state and the embedding
         "attention_head_dim": 32,
         "mamba_headdim": 16,
     },
@@ -118,19 +118,19 @@ for _name in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"):
     }
 
 
-# Not among the causal language models, but decoders whose tokens have three positions (M-RoPE).
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+# Vision language models, whose decoders have three positions per token (M-RoPE).
+VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 
 
 def model_types() -> list[str]:
     """Return every architecture that generates text, in a stable order."""
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SEEING})
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VISION_MODEL_TYPES})
 
 
 def mentions_rotation(model_type: str) -> bool:
-    """Return whether an architecture's own source mentions rotations."""
+    """Return whether an architecture's source mentions rotations."""
     config = CONFIG_MAPPING[model_type]
-    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if model_type in SEEING else None
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if model_type in VISION_MODEL_TYPES else None
     kind = (mapping or MODEL_FOR_CAUSAL_LM_MAPPING)[config]
     kind = kind[0] if isinstance(kind, tuple) else kind
     return "rotary" in inspect.getsource(sys.modules[kind.__module__]).lower()
@@ -141,36 +141,36 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     default = CONFIG_MAPPING[model_type]()
     config = type(default)(**{**_shrunk(default, model_type), **changes})
     for each in (config, config.get_text_config(decoder=True)):
-        if not hasattr(each, "pad_token_id"):  # transformers 5.0 forgets it in some
+        if not hasattr(each, "pad_token_id"):  # missing in some configs of transformers 5.0
             each.pad_token_id = 0
     return config
 
 
 def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
-    """Return a tiny random model in evaluation mode, always the same for a seed."""
+    """Return a tiny random model in evaluation mode, the same for the same seed."""
     config = tiny_config(model_type, **changes)
     torch.manual_seed(seed)
-    kind = AutoModelForImageTextToText if model_type in SEEING else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if model_type in VISION_MODEL_TYPES else AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "bias" not in name and not parameter.any():
-                parameter.fill_(0.5)  # a temperature of 0 would hide what attention does
-            # Wide enough for rotations to show in the logits.
+                parameter.fill_(0.5)  # a temperature of 0 would hide attention
+            # Large enough for rotations to change the logits.
             if parameter.ndim >= 2 and parameter.is_floating_point():
                 parameter.normal_(0, 0.1)
             elif not torch.isfinite(parameter).all():
-                parameter.zero_()  # some experts are left as they were allocated
+                parameter.zero_()  # some experts are not initialised
     return model
 
 
 def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
-    said = config.to_dict()
+    fields = config.to_dict()
     changes: dict[str, Any] = {}
     for name in ("rope_parameters", "mrope_section"):
-        if isinstance(said.get(name), dict | list):
-            changes[name] = _rope(said[name])
-    for name, value in said.items():
+        if isinstance(fields.get(name), dict | list):
+            changes[name] = _rope(fields[name])
+    for name, value in fields.items():
         if name in changes or name in ("model_type", "transformers_version"):
             continue
         sub = vars(config).get(name)
@@ -180,11 +180,11 @@ def _shrunk(config: Any, model_type: str) -> dict[str, Any]:
             continue
         else:
             changes[name] = _size(name, value)
-    changes |= _layers(said, changes)
-    heads, groups = said.get("num_attention_heads"), said.get("num_key_value_heads")
+    changes |= _layers(fields, changes)
+    heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if groups is not None and groups == heads:  # as in multi-head latent attention
         changes["num_key_value_heads"] = changes["num_attention_heads"]
-    changes.pop("chunk_size_feed_forward", None)  # all configs say it, and not all take it
+    changes.pop("chunk_size_feed_forward", None)  # all configs have it, but not all accept it
     return {**changes, **copy.deepcopy(_SPECIAL.get(model_type, {}))}
 
 
@@ -192,13 +192,13 @@ def _size(name: str, value: int) -> int:
     for pattern, size in _SIZES:
         if re.search(pattern, name):
             return min(size, value) if value > 0 or "token" in name else value
-    if _KEPT.search(name) or abs(value) <= 8:
+    if _UNCHANGED.search(name) or abs(value) <= 8:
         return value
     return 32
 
 
 def _rope(value: Any) -> Any:
-    """Return rope parameters for heads of 16: M-RoPE's sections get three shares of the 8 pairs."""
+    """Return rope parameters for heads of 16, with M-RoPE's sections divided over the 8 pairs."""
     if isinstance(value, list):
         return [4, 2, 2] if len(value) == 3 else [2] * len(value)
     changed = copy.deepcopy(value)
@@ -212,19 +212,19 @@ def _rope(value: Any) -> Any:
     return changed
 
 
-def _layers(said: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _layers(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return one layer of each type that the default config has, in its order."""
-    found: dict[str, Any] = {}
-    kinds = said.get("layer_types")
+    changed: dict[str, Any] = {}
+    kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         each = list(dict.fromkeys(kinds))
-        found["layer_types"] = each if len(each) > 1 else each * 2
-        found["num_hidden_layers"] = len(found["layer_types"])
-    count = found.get("num_hidden_layers", changes.get("num_hidden_layers", 2))
-    for name, value in said.items():
-        # Other lists with an entry a layer.
+        changed["layer_types"] = each if len(each) > 1 else each * 2
+        changed["num_hidden_layers"] = len(changed["layer_types"])
+    count = changed.get("num_hidden_layers", changes.get("num_hidden_layers", 2))
+    for name, value in fields.items():
+        # Other lists with one entry per layer.
         if name == "layer_types" or not isinstance(value, list) or not value:
             continue
-        if len(value) == said.get("num_hidden_layers") and not isinstance(value[0], dict):
-            found[name] = value[:count]
-    return found
+        if len(value) == fields.get("num_hidden_layers") and not isinstance(value[0], dict):
+            changed[name] = value[:count]
+    return changed

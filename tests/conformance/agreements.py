@@ -1,4 +1,4 @@
-"""Agreements of other engines with us, over every geometry."""
+"""List the engines whose formulas equal ours on every geometry."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Agreement:
     """An engine's formula that equals ours.
 
     Attributes:
-        engine: Its name.
-        what: Our method and its options.
-        seen: "run" where the package is run when it is installed, "read" where its code was.
-        ours: What we compute on a model.
-        theirs: What it computes, restated.
+        engine: Name of the engine.
+        description: Our method and its options.
+        evidence: "run" if tests run the installed package, "read" if its formula is from its code.
+        ours: Our rotation of a model.
+        theirs: The engine's rotation, restated.
     """
 
     engine: str
-    what: str
-    seen: str
+    description: str
+    evidence: str
     ours: Callable[[Published], Rotation]
     theirs: Callable[[Published], Rotation]
 
     def __str__(self) -> str:
-        return f"{self.engine}: {self.what}"
+        return f"{self.engine}: {self.description}"
 
     def number(self) -> float:
         """Return the largest relative difference over all geometries."""

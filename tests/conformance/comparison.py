@@ -1,4 +1,4 @@
-"""Comparison of every method with transformers, or with its formula if transformers has none."""
+"""Compare every method with transformers, or with its formula if transformers has none."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from published import Published
 import rope_patch
 
 FACTORS = (2.0, 4.0, 32.0)
-LENGTHS = (0.5, 1.0, 1.5, 3.7)  # of the trained one, for what follows the sequence
+LENGTHS = (0.5, 1.0, 1.5, 3.7)  # in trained lengths, for length-dependent methods
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One rotation, computed by us and by them."""
+    """One rotation, computed by us and by a reference."""
 
     ours: Rotation
     theirs: Rotation
@@ -45,12 +45,12 @@ def difference(ours: list[float], theirs: list[float]) -> float:
 
 
 def ours(method: str, model: Published, **options: Any) -> Rotation:
-    found = rope_patch.frequencies(method, **model.numbers(), **options)
-    return found.inv_freq.tolist(), found.attention_factor
+    frequencies = rope_patch.frequencies(method, **model.numbers(), **options)
+    return frequencies.inv_freq.tolist(), frequencies.attention_factor
 
 
 def stretches(model: Published, factor: float) -> list[float]:
-    """Return stretches of LongRoPE's shape: 1 for the fastest pair, the factor for the slowest."""
+    """Return per-pair factors from 1 for the fastest pair to `factor` for the slowest."""
     pairs = model.rotary_dim // 2
     return [factor ** (i / (pairs - 1)) for i in range(pairs)]
 
@@ -58,17 +58,17 @@ def stretches(model: Published, factor: float) -> list[float]:
 def source(method: str, model: Published) -> str:
     """Return the reference of a method: transformers, or its formula if transformers has none.
 
-    The formula of "golden" is itself held against vectors of its authors' code.
+    The formula of "golden" is itself compared with vectors of its authors' code.
     """
     if method.endswith("ntk-by-parts-2023-06"):
         return "golden"
     if method == "nope" or (method == "proportional" and model.rotary_dim < model.head_dim):
-        return "formula"  # transformers' proportional turns all of the head
+        return "formula"  # transformers' proportional rotates whole heads
     return "transformers"
 
 
 def pairs(method: str, model: Published) -> Iterator[Pair]:
-    """Yield rotations of a method on a model, with transformers' or the formula's.
+    """Yield pairs of our rotation and the reference's, for a method on a model.
 
     Raises:
         NotImplementedError: This version of transformers lacks the scaling.
@@ -84,7 +84,7 @@ def pairs(method: str, model: Published) -> Iterator[Pair]:
             tokens = int(ratio * length)
             got = ours(method, model, seq_len=tokens)
             yield Pair(got, _theirs(inner, model, tokens / length) if ratio > 1 else plain)
-        if method == "dynamic":  # transformers' own factor
+        if method == "dynamic":  # with transformers' factor
             got = ours(method, model, factor=2.0, seq_len=3 * length)
             yield Pair(got, hf_rotation.rotation(model, "dynamic", 3 * length, factor=2.0))
         return
@@ -94,7 +94,7 @@ def pairs(method: str, model: Published) -> Iterator[Pair]:
         yield Pair(ours(method, model, factor=factor, **options), _theirs(inner, model, factor))
         if inner != method:
             yield Pair(ours(method, model, factor=factor, seq_len=length, **options), plain)
-    yield from _options_of_its_own(method, model)
+    yield from _pairs_with_options(method, model)
 
 
 def _options(method: str, model: Published, factor: float) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def _theirs_proportional(model: Published, share: float) -> Rotation:
     return hf_rotation.rotation(model, "proportional", partial_rotary_factor=share)
 
 
-def _options_of_its_own(method: str, model: Published) -> Iterator[Pair]:
-    """Yield rotations with options off their defaults."""
+def _pairs_with_options(method: str, model: Published) -> Iterator[Pair]:
+    """Yield pairs of rotations with options other than the defaults."""
     length = model.trained_length
     if method == "yarn":
         for more in (
@@ -154,7 +154,7 @@ def _options_of_its_own(method: str, model: Published) -> Iterator[Pair]:
         ):
             theirs = hf_rotation.rotation(model, "yarn", factor=4.0, **more)
             yield Pair(ours(method, model, factor=4.0, **more), theirs)
-        # Where layer types differ, transformers overlooks it: see the disagreements.
+        # With several layer types, transformers ignores `truncate`: see the disagreements.
         theirs = formulas.yarn(model, 4.0, truncate=False)
         if model.layer_type is None:
             theirs = hf_rotation.rotation(model, "yarn", factor=4.0, truncate=False)

@@ -1,4 +1,4 @@
-"""Scalings of published models, by our methods and by transformers on their own configs."""
+"""List the scalings of published models: our methods, and transformers on their configs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from published import DEEPSEEK3, GPT_OSS, LLAMA31, LLAMA32, PHI35, Published
 
 
 @dataclass(frozen=True)
-class OwnScaling:
+class PublishedScaling:
     """A model's published scaling, as a method of ours.
 
     Attributes:
         model: The model.
-        method: Our name of its scaling.
-        options: What its config.json says, as our options.
-        lengths: Tokens for which it is computed; None where the length does not matter.
+        method: Our method with this scaling.
+        options: The fields of its config.json as our options.
+        lengths: Lengths in tokens to compare; None if the length does not matter.
     """
 
     model: Published
@@ -30,7 +30,7 @@ class OwnScaling:
     def __str__(self) -> str:
         return self.model.name
 
-    def spelled(self) -> str:
+    def describe(self) -> str:
         """Return the method with its options, without lists."""
         options = (f"{k}={v:g}" for k, v in self.options.items() if not isinstance(v, list))
         return f"`{self.method}`, " + ", ".join(options).replace("truncate=0", "truncate=False")
@@ -47,10 +47,14 @@ class OwnScaling:
 
 _PHI = {name: PHI35.scaling[name] for name in ("short_factor", "long_factor")}
 
-OWN_SCALINGS = (
-    OwnScaling(LLAMA31, "llama3", {"factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}),
-    OwnScaling(LLAMA32, "llama3", {"factor": 32.0, "low_freq_factor": 1, "high_freq_factor": 4}),
-    OwnScaling(GPT_OSS, "yarn", {"factor": 32.0, "truncate": False}),
-    OwnScaling(DEEPSEEK3, "yarn", {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
-    OwnScaling(PHI35, "longrope", {"factor": 131072 / 4096, **_PHI}, (1, 4096, 4097, 131072)),
+PUBLISHED_SCALINGS = (
+    PublishedScaling(
+        LLAMA31, "llama3", {"factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}
+    ),
+    PublishedScaling(
+        LLAMA32, "llama3", {"factor": 32.0, "low_freq_factor": 1, "high_freq_factor": 4}
+    ),
+    PublishedScaling(GPT_OSS, "yarn", {"factor": 32.0, "truncate": False}),
+    PublishedScaling(DEEPSEEK3, "yarn", {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    PublishedScaling(PHI35, "longrope", {"factor": 131072 / 4096, **_PHI}, (1, 4096, 4097, 131072)),
 )

@@ -1,4 +1,4 @@
-"""A disagreement between implementations, and its size."""
+"""Define a disagreement between implementations, and its size."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Disagreement:
     """Two implementations that rotate differently where users expect the same.
 
     Attributes:
-        about: What they see differently.
-        who: Those who do as `theirs`.
-        where: The geometry and the setting that the number is for.
-        of: What the number is of: a "frequency", the "attention factor" or the "softmax scale";
+        about: The subject.
+        who: The implementations that compute `theirs`.
+        where: The geometry and the setting of the number.
+        of: The compared number: a "frequency", the "attention factor" or the "softmax scale";
             the last two are a rotation's second part.
-        ours: What rope_patch computes.
-        theirs: What `who` compute.
-        choice: What we do, and why.
-        links: Where that can be read, as Markdown.
-        followed: Whose numbers ours have to be.
+        ours: The rotation by rope_patch.
+        theirs: The rotation by `who`.
+        choice: What rope_patch does, and why.
+        links: Sources, as Markdown.
+        followed: The reference that our rotation must equal.
     """
 
     about: str

@@ -1,7 +1,7 @@
-"""Formulas of other engines, restated in plain Python floats from their code.
+"""Restate formulas of other engines in plain Python floats, from their code.
 
-One small function for each formula that is an engine's own. No line is theirs. Those that can be
-installed are run beside these in test_conformance_installed.py.
+There is one small function for each formula that differs from ours; no line is copied.
+test_conformance_installed.py runs the engines that can be installed.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from formulas import Rotation, blend, default, ends, law, longrope, ramp
+from formulas import Rotation, blend, default, longrope, ramp, ramp_ends, yarn_attention_factor
 
 # --- mlx-lm, mlx_lm/models/rope_utils.py, read at d78bf58 and run at 0.32.2
 
 
 def mlx_yarn(at: Any, factor: float, mscale: float = 1, all_dim: float = 0) -> Rotation:
-    """Blends periods harmonically, always truncates; knows neither of the attention factors."""
-    share = ramp(at, *ends(at, 32, 1))
+    """Blend periods harmonically and always truncate; ignore both attention factors."""
+    share = ramp(at, *ramp_ends(at, 32, 1))
     periods = [1 / f for f in default(at)[0]]
     mixed = [
         p * factor * p / (factor * p * (1 - s) + p * s) for p, s in zip(periods, share, strict=True)
     ]
-    return [1 / p for p in mixed], law(factor, mscale) / law(factor, all_dim)
+    return [1 / p for p in mixed], yarn_attention_factor(factor, mscale) / yarn_attention_factor(
+        factor, all_dim
+    )
 
 
 def mlx_llama3(at: Any, factor: float) -> Rotation:
-    """Works on periods."""
+    """Scale periods instead of frequencies."""
     scaled = []
     for period in (1 / f for f in default(at)[0]):
         wavelength = 2 * math.pi * period
@@ -40,36 +42,36 @@ def mlx_llama3(at: Any, factor: float) -> Rotation:
 
 
 def mlx_longrope(at: Any, full: int, short: Sequence[float], long: Sequence[float]) -> Rotation:
-    """The long stretches for every length; the factor is `full` over the trained length."""
+    """Use the long factors for all lengths; the factor is `full` over the trained length."""
     del short
     return longrope(at, full / at.trained_length, long)
 
 
 def mlx_proportional(at: Any, share: float) -> Rotation:
-    """Rounds to dimensions first, so an odd number of them makes one more pair turn."""
+    """Round to dimensions first, so that an odd number of them makes one more pair rotate."""
     plain, _ = default(at)
-    turning = len(range(0, int(share * at.rotary_dim), 2))
-    return [f if i < turning else 0.0 for i, f in enumerate(plain)], 1.0
+    rotating = len(range(0, int(share * at.rotary_dim), 2))
+    return [f if i < rotating else 0.0 for i, f in enumerate(plain)], 1.0
 
 
 # --- vLLM, vllm/model_executor/layers/rotary_embedding, read at 0.33.0
 
 
 def vllm_ntk(at: Any, factor: float) -> Rotation:
-    """`ntk` without `mixed_b`: theta times the factor, then every pair by factor^(2 / R)."""
+    """Compute `ntk` without `mixed_b`: theta times the factor, all pairs over factor^(2 / R)."""
     size = at.rotary_dim
     return [f / factor ** (2 / size) for f in default(at, at.theta * factor)[0]], 1.0
 
 
 def vllm_dynamic(at: Any, factor: float) -> Rotation:
-    """Until pull request 41277, and SGLang 0.5.23: one base for every length."""
+    """Use one base for all lengths: vLLM before pull request 41277, and SGLang 0.5.23."""
     size = at.rotary_dim
     grown = factor * factor - (factor - 1)
     return default(at, at.theta * grown ** (size / (size - 2)))
 
 
 def vllm_dynamic_since(at: Any, factor: float, trained: int | None = None) -> Rotation:
-    """Since then; `max_trained_positions` is the model's own length unless the config names it."""
+    """Compute it as after 41277; without `max_trained_positions`, take the model's length."""
     size, full = at.rotary_dim, at.trained_length
     grown = factor * full / (trained or full) - (factor - 1)
     return default(at, at.theta * grown ** (size / (size - 2)))
@@ -78,7 +80,7 @@ def vllm_dynamic_since(at: Any, factor: float, trained: int | None = None) -> Ro
 def vllm_longrope(
     at: Any, full: int, short: Sequence[float], long: Sequence[float], served: int | None = None
 ) -> Rotation:
-    """Long for all lengths where more is served than was trained; no `factor` is read."""
+    """Use the long factors for all lengths if more than trained is served; ignore `factor`."""
     stretch = long if (served or full) > at.trained_length else short
     return longrope(at, full / at.trained_length, stretch)
 
@@ -89,16 +91,20 @@ def vllm_longrope(
 def sglang_attention(
     factor: float, mscale: float | None, all_dim: float | None, attn_factor: float = 1
 ) -> float:
-    """Of `yarn`: a ratio where both are given, be they 0; multiplied by `attn_factor`."""
+    """Return yarn's attention factor: a ratio if both are given, even 0; times `attn_factor`."""
     if mscale is not None and all_dim is not None:
-        return law(factor, mscale) / law(factor, all_dim) * attn_factor
-    return law(factor) * attn_factor
+        return (
+            yarn_attention_factor(factor, mscale)
+            / yarn_attention_factor(factor, all_dim)
+            * attn_factor
+        )
+    return yarn_attention_factor(factor) * attn_factor
 
 
 def sglang_longrope(
     at: Any, full: int, short: Sequence[float], long: Sequence[float], tokens: int
 ) -> Rotation:
-    """Long from the first position above the trained length on: one token later than others."""
+    """Use the long factors from one position above the trained length: one token late."""
     stretch = long if tokens - 1 > at.trained_length else short
     return longrope(at, full / at.trained_length, stretch)
 
@@ -107,24 +113,28 @@ def sglang_longrope(
 
 
 def llama_cpp_yarn(at: Any, factor: float, all_dim: float = 0) -> Rotation:
-    """Angles by repeated products; the kernel's magnitude is cancelled, then set by mscale."""
+    """Compute angles by repeated products; cancel the kernel's magnitude, then apply mscale."""
     step, angle, frequencies = at.theta ** (-2 / at.rotary_dim), 1.0, []
-    low, high = ends(at, 32, 1)
+    low, high = ramp_ends(at, 32, 1)
     for i in range(at.rotary_dim // 2):
         kept_share = 1 - min(max((i - low) / max(0.001, high - low), 0.0), 1.0)
         frequencies.append(angle / factor * (1 - kept_share) + angle * kept_share)
         angle *= step
     in_kernel = 1 + 0.1 * math.log(factor)
-    configured_factor = law(factor) / (law(factor, all_dim) if all_dim else 1) / in_kernel
+    configured_factor = (
+        yarn_attention_factor(factor)
+        / (yarn_attention_factor(factor, all_dim) if all_dim else 1)
+        / in_kernel
+    )
     return frequencies, configured_factor * in_kernel
 
 
 def llama_cpp_llama3(at: Any, factor: float) -> Rotation:
-    """The converter stores each pair's divisor; the kernel divides by it."""
+    """Divide each frequency by its divisor, which the converter stores."""
     divisors = []
     for frequency in default(at)[0]:
-        turns = at.trained_length * frequency / (2 * math.pi)
-        smooth = min(max((turns - 1) / 3, 0.0), 1.0)
+        rotations = at.trained_length * frequency / (2 * math.pi)
+        smooth = min(max((rotations - 1) / 3, 0.0), 1.0)
         divisors.append(1 / ((1 - smooth) / factor + smooth))
     return [f / d for f, d in zip(default(at)[0], divisors, strict=True)], 1.0
 
@@ -135,7 +145,7 @@ def llama_cpp_llama3(at: Any, factor: float) -> Rotation:
 def unsloth_longrope(
     at: Any, full: int, short: Sequence[float], long: Sequence[float], tokens: int
 ) -> Rotation:
-    """Short below the trained length only, not at it."""
+    """Use the short factors below the trained length, but not at it."""
     stretch = short if tokens < at.trained_length else long
     return longrope(at, full / at.trained_length, stretch)
 
@@ -144,16 +154,18 @@ def unsloth_longrope(
 
 
 def litgpt_yarn(at: Any, factor: float, mscale: float | None = None) -> Rotation:
-    """The ramp the other way round, clamped to R / 2 - 1; no attention factor without mscale."""
-    share = ramp(at, *ends(at, 32, 1, top=at.rotary_dim // 2 - 1))
-    return blend(at, factor, [1 - s for s in share]), law(factor, mscale) if mscale else 1.0
+    """Reverse the ramp, clamped to R / 2 - 1; no attention factor without mscale."""
+    share = ramp(at, *ramp_ends(at, 32, 1, top=at.rotary_dim // 2 - 1))
+    return blend(at, factor, [1 - s for s in share]), yarn_attention_factor(
+        factor, mscale
+    ) if mscale else 1.0
 
 
 # --- KerasHub, keras_hub/src/layers/modeling/rotary_embedding.py, run at 0.32.0
 
 
 def keras_dynamic(at: Any, factor: float) -> Rotation:
-    """`dynamic`: every pair divided, by what elsewhere multiplies theta."""
+    """Compute `dynamic`: divide every pair by the number that elsewhere multiplies theta."""
     size = at.rotary_dim
     return [f / factor ** (size / (size - 2)) for f in default(at)[0]], 1.0
 
@@ -162,7 +174,7 @@ def keras_dynamic(at: Any, factor: float) -> Rotation:
 
 
 def lmdeploy_ntk(at: Any, tokens: int) -> Rotation:
-    """Growth in powers of two, above what the length asks for."""
+    """Grow in powers of two, above the factor of the length."""
     size = at.rotary_dim
     grown = max(2 ** math.ceil(math.log2(tokens / at.trained_length) + 1) - 1, 1)
     return default(at, at.theta * grown ** (size / (size - 2)))
@@ -172,25 +184,33 @@ def lmdeploy_ntk(at: Any, tokens: int) -> Rotation:
 
 
 def yarn_repo_llama(at: Any, factor: float) -> Rotation:
-    """modeling_llama_yarn.py builds its YaRN without the config's theta: always 10,000."""
-    low, high = (at.rotary_dim / 2 * math.log(at.trained_length / (2 * math.pi * turns), 1e4)
-                 for turns in (32, 1))  # fmt: skip
+    """Use theta 10,000 for all configs, as modeling_llama_yarn.py."""
+    low, high = (at.rotary_dim / 2 * math.log(at.trained_length / (2 * math.pi * rotations), 1e4)
+                 for rotations in (32, 1))  # fmt: skip
     share = ramp(at, max(math.floor(low), 0), min(math.ceil(high), at.rotary_dim - 1))
     plain = default(at, 1e4)[0]
-    return [f * (1 - s + s / factor) for f, s in zip(plain, share, strict=True)], law(factor)
+    return [
+        f * (1 - s + s / factor) for f, s in zip(plain, share, strict=True)
+    ], yarn_attention_factor(factor)
 
 
 def yarn_repo_mistral(at: Any, factor: float) -> Rotation:
-    """modeling_mistral_yarn.py: other betas, and a flatter law of attention."""
-    return blend(at, factor, ramp(at, *ends(at, 128, 2))), law(factor, slope=0.07)
+    """Use other betas and a smaller attention factor, as modeling_mistral_yarn.py."""
+    return blend(at, factor, ramp(at, *ramp_ends(at, 128, 2))), yarn_attention_factor(
+        factor, slope=0.07
+    )
 
 
 # --- DeepSeek-V3's own inference/model.py, read at 9b4e978
 
 
 def deepseek_yarn(at: Any, factor: float, full: int) -> Rotation:
-    """Scales only where more than the original length is allocated; cos and sin stay."""
-    share = ramp(at, *ends(at, 32, 1)) if full > at.trained_length else [0.0] * (at.rotary_dim // 2)
+    """Scale only if more than the original length is allocated; cos and sin have no factor."""
+    share = (
+        ramp(at, *ramp_ends(at, 32, 1))
+        if full > at.trained_length
+        else [0.0] * (at.rotary_dim // 2)
+    )
     return blend(at, factor, share), 1.0
 
 
@@ -198,8 +218,8 @@ def deepseek_yarn(at: Any, factor: float, full: int) -> Rotation:
 
 
 def longrope_start(at: Any, factor: float) -> Rotation:
-    """The search's "YaRN" start: a blend of stretches, where YaRN blends frequencies."""
-    share = ramp(at, *ends(at, 32, 1))
+    """Return the search's "YaRN" start: a blend of stretches; YaRN blends frequencies."""
+    share = ramp(at, *ramp_ends(at, 32, 1))
     return [f / (1 - s + s * factor) for f, s in zip(default(at)[0], share, strict=True)], 1.0
 
 
@@ -207,5 +227,5 @@ def longrope_start(at: Any, factor: float) -> Rotation:
 
 
 def transformers_4_factor(full: int, original: int) -> float:
-    """YaRN's factor, whatever the config's own said."""
+    """Return YaRN's factor, which ignores the config's factor."""
     return full / original

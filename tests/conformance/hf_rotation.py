@@ -1,4 +1,4 @@
-"""transformers' own functions, on the config class of a published model."""
+"""Compute rotations by transformers' functions, on the config class of a published model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def has(kind: str) -> bool:
 
 
 def rotary_class(model: Published) -> Any:
-    """Return the model's rotary module, without weights."""
+    """Return the class of the model's rotary module."""
     name = _MODULES.get(model.model_type, model.model_type)
     module = import_module(f"transformers.models.{name}.modeling_{name}")
     return next(
@@ -34,23 +34,23 @@ def scaled_config(model: Published, kind: str, full: int | None = None, **parame
     """Return the model's config with another scaling.
 
     Args:
-        model: The layers meant; others keep what they have.
+        model: The layers to change; others keep their scaling.
         kind: transformers' rope_type.
-        full: max_position_embeddings; the trained length unless given.
-        **parameters: The scaling's own.
+        full: max_position_embeddings; by default the trained length.
+        **parameters: The scaling's parameters.
     """
     fields = {name: value for name, value in model.fields.items() if name != "rope_scaling"}
     fields["max_position_embeddings"] = full or model.trained_length
     config = type(model.config())(**fields)
-    spelled = {"rope_type": kind, "rope_theta": model.theta, **parameters}
+    rope_parameters = {"rope_type": kind, "rope_theta": model.theta, **parameters}
     if kind in ("yarn", "llama3", "longrope"):
-        spelled.setdefault("original_max_position_embeddings", model.trained_length)
+        rope_parameters.setdefault("original_max_position_embeddings", model.trained_length)
     if model.rotary_dim < model.head_dim:
-        spelled.setdefault("partial_rotary_factor", model.rotary_dim / model.head_dim)
+        rope_parameters.setdefault("partial_rotary_factor", model.rotary_dim / model.head_dim)
     if model.layer_type is None:
-        config.rope_parameters = spelled
+        config.rope_parameters = rope_parameters
     else:
-        config.rope_parameters = {**config.rope_parameters, model.layer_type: spelled}
+        config.rope_parameters = {**config.rope_parameters, model.layer_type: rope_parameters}
     return config
 
 

@@ -1,4 +1,4 @@
-"""Disagreements between implementations of NTK-aware and dynamic scaling."""
+"""List disagreements between implementations of NTK-aware and dynamic scaling."""
 
 from __future__ import annotations
 

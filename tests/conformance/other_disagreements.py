@@ -1,4 +1,4 @@
-"""Disagreements between implementations of LongRoPE, Llama 3, p-RoPE and others."""
+"""List disagreements between implementations of LongRoPE, Llama 3, p-RoPE and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generator of docs/conformance.md: `python tests/conformance/page.py`."""
+"""Write docs/conformance.md: `python tests/conformance/page.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import comparison
 from agreements import AGREEMENTS
-from config_scalings import OWN_SCALINGS
+from config_scalings import PUBLISHED_SCALINGS
 from disagreement import Disagreement, link
 from ntk_disagreements import NTK
 from other_disagreements import LONG_ROPE, REST
@@ -20,7 +20,7 @@ import rope_patch
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 
-# Coarse enough for every platform's arithmetic: float64 against itself, and against float32.
+# Valid on every platform: float64 against float64, and against float32.
 BOUNDS = (1e-12, 2e-6)
 GROUPS = {
     "YaRN's frequencies": FREQUENCIES,
@@ -39,8 +39,8 @@ def build() -> str:
 
 def bound(number: float) -> str:
     """Return the smallest bound above a difference, or the difference if there is none."""
-    found = next((f"{limit:g}" for limit in BOUNDS if number < limit), f"{number:.2g}")
-    return found.replace("e-0", "e-")
+    text = next((f"{limit:g}" for limit in BOUNDS if number < limit), f"{number:.2g}")
+    return text.replace("e-0", "e-")
 
 
 def percent(number: float) -> str:
@@ -130,7 +130,7 @@ def _methods() -> Iterable[str]:
     yield "The scalings that models were published with, from their config.json as it stands:"
     yield _table(
         ["model", "our method", "difference"],
-        [[own.model.name, own.spelled(), bound(own.number())] for own in OWN_SCALINGS],
+        [[own.model.name, own.describe(), bound(own.number())] for own in PUBLISHED_SCALINGS],
         right=(2,),
     )
     yield _paragraph(
@@ -143,7 +143,7 @@ def _methods() -> Iterable[str]:
     )
     yield _table(
         ["engine", "our method", "difference", ""],
-        [[a.engine, a.what, bound(a.number()), a.seen] for a in AGREEMENTS],
+        [[a.engine, a.description, bound(a.number()), a.evidence] for a in AGREEMENTS],
         right=(2,),
     )
 

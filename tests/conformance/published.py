@@ -1,4 +1,4 @@
-"""Rotations of published models: their config.json, and its meaning."""
+"""List the rotations of published models: fields of config.json, and the geometry they mean."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Published:
     """One layer type of a published model.
 
     Attributes:
-        name: What people call the model.
-        short: The same for the head of a column.
-        repository: Whose config.json it is, on the Hub.
-        model_type: As there.
-        fields: The fields of config.json that bear on the rotation, as they stand there.
+        name: Name of the model.
+        short: Abbreviation for column heads.
+        repository: Hub repository of the config.json.
+        model_type: model_type in config.json.
+        fields: The fields of config.json that determine the rotation.
         head_dim: Size of a head (D).
         rotary_dim: Dimensions that rotate (R).
         theta: Rope base.
         trained_length: Tokens before any extension.
-        layer_type: Which kind of layer, where there are several.
+        layer_type: The layer type, if there are several.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Published:
 
     @property
     def scaling(self) -> dict[str, Any] | None:
-        """The rope_type in config.json."""
+        """Return the scaling in config.json, if it has one."""
         return self.fields.get("rope_scaling")
 
     def config(self) -> PreTrainedConfig:
@@ -68,7 +68,7 @@ def _heads(hidden: int, heads: int, kv: int, **more: Any) -> dict[str, Any]:
     }
 
 
-# As published, in float32's decimals.
+# As published: float32 numbers in decimals.
 PHI_LONG = """
 1.0800000429153442 1.1100000143051147 1.1399999856948853 1.340000033378601 1.5899999141693115
 1.600000023841858 1.6200000047683716 2.620000123977661 3.2300000190734863 3.2300000190734863

@@ -1,4 +1,4 @@
-"""Every listed disagreement exists, with our choice as listed, and live modules do as listed."""
+"""Test that each listed disagreement exists, that our choice is as listed, and live modules too."""
 
 import math
 
@@ -9,7 +9,7 @@ import torch
 import transformers
 from comparison import Pair, difference, ours
 from engines import mlx_proportional
-from formulas import default, law, ntk, proportional
+from formulas import default, ntk, proportional, yarn_attention_factor
 from packaging.version import Version
 from page import GROUPS
 from published import DEEPSEEK3, GEMMA3_FULL, LLAMA2, SMOLLM2
@@ -21,7 +21,7 @@ NEW = Version("5.23") <= INSTALLED
 old_or_new = pytest.mark.skipif(not (OLD or NEW), reason="known of transformers 5.0 and from 5.23")
 
 
-def of(entry, pair):
+def number_of(entry, pair):
     return pair.of_frequency() if entry.of == "frequency" else pair.of_attention()
 
 
@@ -33,11 +33,11 @@ def test_implementations_disagree(entry):
 
 
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if e.followed], ids=str)
-def test_our_choice_is_the_one_named(entry):
-    assert of(entry, Pair(entry.ours(), entry.followed())) < 2e-6
+def test_our_rotation_matches_the_listed_choice(entry):
+    assert number_of(entry, Pair(entry.ours(), entry.followed())) < 2e-6
 
 
-def test_every_entry_says_who_why_and_where_to_read():
+def test_entries_have_names_choices_and_links():
     assert len({entry.about for entry in ENTRIES}) == len(ENTRIES) > 30
     for entry in ENTRIES:
         assert entry.of in ("frequency", "attention factor", "softmax scale")
@@ -60,7 +60,7 @@ def test_transformers_keeps_frequencies_after_a_longer_text():
 
 
 @old_or_new
-def test_transformers_sharpens_deepseek_v2_since():
+def test_transformers_scales_deepseek_v2_softmax_in_new_versions():
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 
     scaling = {**DEEPSEEK3.scaling, "mscale": 0.707, "mscale_all_dim": 0.707}
@@ -70,18 +70,18 @@ def test_transformers_sharpens_deepseek_v2_since():
         rope_theta=10000, rope_scaling=scaling,
     )  # fmt: skip
     attention = v2.DeepseekV2Attention(config, 0)
-    expected = 1.0 if OLD else law(40, 0.707) ** 2
+    expected = 1.0 if OLD else yarn_attention_factor(40, 0.707) ** 2
     assert attention.scaling * attention.qk_head_dim**0.5 == pytest.approx(expected)
 
 
-def test_we_keep_nothing():
+def test_our_frequencies_do_not_depend_on_earlier_calls():
     before = ours("dynamic", LLAMA2, seq_len=2048)
     ours("dynamic", LLAMA2, seq_len=16384)
     assert before == ours("dynamic", LLAMA2, seq_len=2048)
 
 
 @old_or_new
-def test_transformers_ignores_a_flat_scaling_where_layer_types_differ():
+def test_transformers_ignores_a_flat_scaling_with_layer_types():
     flat = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     make = type(GEMMA3_FULL.config())
     if OLD:
@@ -94,7 +94,7 @@ def test_transformers_ignores_a_flat_scaling_where_layer_types_differ():
 
 
 @old_or_new
-def test_transformers_5_0_lacks_what_is_listed():
+def test_transformers_5_0_fails_as_listed():
     assert hf_rotation.has("proportional") is NEW
     config = hf_rotation.scaled_config(
         GEMMA3_FULL, "longrope", factor=2.0, long_factor=[2.0] * 128, short_factor=[1.0] * 128

@@ -1,4 +1,4 @@
-"""Checks of the formulas and restatements that serve as references."""
+"""Test the formulas and restatements that serve as references."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from comparison import difference
 ROWS = json.loads((Path(__file__).parents[1] / "assets" / "golden.json").read_text())
 
 
-def by_formula(row, at):
-    """Return a row of golden.json, computed by the formulas."""
+def compute_by_formula(row, at):
+    """Compute a row of golden.json by the formulas."""
     method, options = row["method"].split(" (")[0], dict(row["params"])
     ratio = options.pop("seq_len", 0) / row["original_length"]
     factor = options.pop("factor", None)
@@ -30,8 +30,8 @@ def by_formula(row, at):
         computed = formulas.yarn(at, factor, fast, slow, options.get("truncate", True))
         if "mscale" not in options:
             return computed
-        of_all = formulas.law(factor, options["mscale_all_dim"])
-        return computed[0], formulas.law(factor, options["mscale"]) / of_all
+        of_all = formulas.yarn_attention_factor(factor, options["mscale_all_dim"])
+        return computed[0], formulas.yarn_attention_factor(factor, options["mscale"]) / of_all
     if method == "longrope":
         stretch = options["long_factor" if ratio > 1 else "short_factor"]
         return formulas.longrope(at, factor, stretch)
@@ -47,18 +47,18 @@ def by_formula(row, at):
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
-def test_formula_gives_the_golden_vector(number):
+def test_formulas_match_the_golden_vectors(number):
     row = ROWS[number]
     at = SimpleNamespace(
         rotary_dim=row["head_dim"],
         theta=row["rope_theta"],
         trained_length=row["original_length"],
     )
-    computed = by_formula(row, at)
+    computed = compute_by_formula(row, at)
     assert difference(row["inv_freq"], computed[0]) < 2e-6
     assert computed[1] == pytest.approx(row["attention_factor"], rel=0, abs=1e-6)
 
 
 @pytest.mark.parametrize("agreement", AGREEMENTS, ids=str)
-def test_engines_agree(agreement):
+def test_restated_engines_match_our_methods(agreement):
     assert agreement.number() < 1e-12

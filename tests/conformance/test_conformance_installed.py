@@ -1,4 +1,4 @@
-"""Other packages, run if installed, against our restatements of them."""
+"""Test our restatements of other packages against the packages, if these are installed."""
 
 import importlib
 import importlib.util
@@ -26,8 +26,8 @@ def mlx_rotation(model, scaling, full=None):
     )
     half = model.rotary_dim // 2
     ones = mx.concatenate([mx.ones((1, 1, 1, half)), mx.zeros((1, 1, 1, half))], axis=-1)
-    turned = module(ones, offset=1).flatten().tolist()
-    return from_cos_sin(turned[:half], turned[half:])
+    rotated = module(ones, offset=1).flatten().tolist()
+    return from_cos_sin(rotated[:half], rotated[half:])
 
 
 def from_cos_sin(cos, sin):
@@ -95,8 +95,8 @@ def test_litgpt(model):
     ramp = {"beta_fast": 32, "beta_slow": 1, **original}
     assert_same(rotation(**ramp), engines.litgpt_yarn(model, FACTOR))
     assert_same(rotation(**ramp, mscale=1.0), engines.litgpt_yarn(model, FACTOR, mscale=1.0))
-    turns = {"low_freq_factor": 1, "high_freq_factor": 4, **original}
-    assert_same(rotation(**turns), formulas.llama3(model, FACTOR))
+    bounds = {"low_freq_factor": 1, "high_freq_factor": 4, **original}
+    assert_same(rotation(**bounds), formulas.llama3(model, FACTOR))
     assert_same(rotation(), formulas.linear(model, FACTOR))
 
 
@@ -105,7 +105,7 @@ def test_torchtune(model):
     package = importlib.util.find_spec("torchtune")
     if package is None:
         pytest.skip("torchtune is not installed")
-    # This file needs nothing but torch, all of torchtune needs much.
+    # Load this file alone, because torchtune needs many packages and the file only torch.
     file = Path(package.origin).parent / "models" / "llama3_1" / "_position_embeddings.py"
     spec = importlib.util.spec_from_file_location("torchtune_llama3_rope", file)
     module = importlib.util.module_from_spec(spec)
@@ -159,6 +159,6 @@ def test_keras_hub(model, truncate, monkeypatch):
     assert_same((frequencies("dynamic"), 1.0), engines.keras_dynamic(model, FACTOR))
 
 
-def test_stretches_are_what_longrope_takes():
+def test_stretches_rise_from_1_to_the_factor():
     assert stretches(LLAMA2, FACTOR)[0] == 1
     assert stretches(LLAMA2, FACTOR)[-1] == pytest.approx(FACTOR)

@@ -1,4 +1,4 @@
-"""The page equals the script's output."""
+"""Test that docs/conformance.md equals the script's output."""
 
 import hf_rotation
 import page
@@ -8,14 +8,14 @@ import rope_patch
 
 
 @pytest.mark.skipif(not hf_rotation.has("proportional"), reason="transformers has no proportional")
-def test_the_page_is_up_to_date():
+def test_page_is_up_to_date():
     assert page.PAGE.read_text(encoding="utf-8") == page.build(), (
         "docs/conformance.md is not what the code computes: run "
         "python tests/conformance/page.py and look at what changed"
     )
 
 
-def test_the_page_names_every_method():
+def test_page_has_every_method():
     text = page.PAGE.read_text(encoding="utf-8")
     for method in rope_patch.list_methods():
         assert f"| `{method}` |" in text

@@ -1,4 +1,4 @@
-"""Disagreements of transformers 5.0 and 5.23, with each other and with us."""
+"""List disagreements of transformers 5.0 and 5.23 with each other and with us."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rope_patch.methods import build
 from rope_patch.patching.mla_scale import SoftmaxScaled
 
 
-def _sharpened(**options: float) -> float:
-    """Return a patch's multiplier of softmax scales, for heads that rotate in part."""
+def _softmax_multiplier(**options: float) -> float:
+    """Return a patch's multiplier of the softmax scale in multi-head latent attention."""
     method = SoftmaxScaled(inner=build("yarn", **options))
     return method.softmax_mscale(Geometry(**DEEPSEEK3.numbers())) ** 2
 
 
-# Which version does it is checked on the live modules, of the version that is installed.
+# Tests check the live modules of the installed version.
 VERSIONS = (
     Disagreement(
         about="`dynamic` above the trained length, after a longer text",
@@ -47,11 +47,11 @@ VERSIONS = (
         who="5.0: not sharpened; 5.23: by the square of the law at `mscale_all_dim`",
         where="DeepSeek-V2, its own factor 40, both mscales 0.707",
         of="softmax scale",
-        ours=lambda: ([], _sharpened(factor=40, mscale=0.707, mscale_all_dim=0.707)),
+        ours=lambda: ([], _softmax_multiplier(factor=40, mscale=0.707, mscale_all_dim=0.707)),
         theirs=lambda: ([], 1.0),
         choice="as 5.23 and DeepSeek's own code, in every version",
         links=(link("#47435", "gh:huggingface/transformers/pull/47435"), DEEPSEEK_CODE),
-        followed=lambda: ([], formulas.law(40, 0.707) ** 2),
+        followed=lambda: ([], formulas.yarn_attention_factor(40, 0.707) ** 2),
     ),
     Disagreement(
         about="a flat `rope_parameters` where layer types differ",

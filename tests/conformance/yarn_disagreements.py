@@ -1,4 +1,4 @@
-"""Disagreements between implementations of YaRN: frequencies and attention factor."""
+"""List disagreements between implementations of YaRN: frequencies and attention factor."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from published import (
 GEMMA3_4B_SLIDING = replace(
     GEMMA3_SLIDING, name="Gemma-3-4B, sliding window", trained_length=131072
 )
-MISTRAL_8K = replace(MISTRAL_1, trained_length=8192)  # what Yarn-Mistral started from
-QWEN3_32K = replace(QWEN3, trained_length=32768)  # what its model card starts from
+MISTRAL_8K = replace(MISTRAL_1, trained_length=8192)  # the length that Yarn-Mistral extends
+QWEN3_32K = replace(QWEN3, trained_length=32768)  # the length that its model card extends
 
 FREQUENCIES = (
     Disagreement(
@@ -47,7 +47,7 @@ FREQUENCIES = (
         where="Llama-2-7B, factor 4",
         of="frequency",
         ours=lambda: ours("yarn", LLAMA2, factor=4),
-        theirs=lambda: formulas.yarn_of_the_paper(LLAMA2, 4),
+        theirs=lambda: formulas.yarn_by_rotations(LLAMA2, 4),
         choice="over pairs: what every checkpoint was trained with and every engine runs",
         links=(link("eq. 18", "arxiv:2309.00071"), link("code", YARN_REPO)),
         followed=lambda: hf_rotation.rotation(LLAMA2, "yarn", factor=4.0),
@@ -101,7 +101,9 @@ FREQUENCIES = (
             formulas.blend(
                 GEMMA3_4B_SLIDING,
                 4,
-                formulas.ramp(GEMMA3_4B_SLIDING, *formulas.ends(GEMMA3_4B_SLIDING, 32, 1, top=127)),
+                formulas.ramp(
+                    GEMMA3_4B_SLIDING, *formulas.ramp_ends(GEMMA3_4B_SLIDING, 32, 1, top=127)
+                ),
             ),
             1.0,
         ),
@@ -204,7 +206,7 @@ ATTENTION = (
         where="DeepSeek-V3, its own factor 40, both 1",
         of="attention factor",
         ours=lambda: ours("yarn", DEEPSEEK3, factor=40, mscale=1.0, mscale_all_dim=1.0),
-        theirs=lambda: ([], formulas.law(40)),
+        theirs=lambda: ([], formulas.yarn_attention_factor(40)),
         choice="their ratio; what `mscale_all_dim` sharpens goes into the softmax scale, once",
         links=(link("vllm#48621", "gh:vllm-project/vllm/issues/48621"), TRANSFORMERS),
         followed=lambda: hf_rotation.rotation_of(DEEPSEEK3, DEEPSEEK3.config(), "yarn"),
@@ -241,7 +243,7 @@ ATTENTION = (
         ours=lambda: ours("yarn", MISTRAL_8K, factor=16),
         theirs=lambda: engines.yarn_repo_mistral(MISTRAL_8K, 16),
         choice="0.1 for all, as in transformers; pass "
-        f"`attention_factor={formulas.law(16, slope=0.07):.4g}` for these",
+        f"`attention_factor={formulas.yarn_attention_factor(16, slope=0.07):.4g}` for these",
         links=(link("code", YARN_REPO + "modeling_mistral_yarn.py"),),
         followed=lambda: hf_rotation.rotation(MISTRAL_8K, "yarn", factor=16.0),
     ),
