@@ -1,4 +1,4 @@
-"""Angles at any position, in plain torch and in Triton, against integer arithmetic."""
+"""Test angles at any position, in plain torch and in Triton, against exact fractions."""
 
 import math
 
@@ -14,26 +14,26 @@ NEAR = [0, 1, 8 * 2**10, 128 * 2**10, 2**20, 10_000_000, 2**31 + 5, -1, -2, -819
 FAR = [2**40, -(2**40), 2**40 + 12345]
 
 
-def in_torch(positions, packed_freqs, sections=None):
+def cos_sin_in_torch(positions, packed_freqs, sections=None):
     return ops.cos_sin(positions, packed_freqs, sections)
 
 
-def in_triton(positions, packed_freqs, sections=None):
-    """Return cos and sin: the rotation of pairs (1, 0)."""
+def cos_sin_in_triton(positions, packed_freqs, sections=None):
+    """Return cos and sin, by rotating pairs (1, 0)."""
     pytest.importorskip("triton")
     pairs, tokens = packed_freqs.shape[-1] - 1, positions.shape[-1]
     rows = max(
         packed_freqs.numel() // (pairs + 1), positions.shape[-2] if positions.ndim > 1 else 1
     )
     ones = torch.cat([torch.ones(pairs), torch.zeros(pairs)]).expand(rows, tokens, 1, -1)
-    given = (x if x is None else x.to(DEVICE) for x in (ones, None, positions, packed_freqs))
+    arguments = (x if x is None else x.to(DEVICE) for x in (ones, None, positions, packed_freqs))
     sections = sections if sections is None else sections.to(DEVICE)
-    turned, _ = ops.rope(*given, sections=sections, kernels="triton")
-    cos, sin = turned[:, :, 0].cpu().chunk(2, dim=-1)
+    rotated, _ = ops.rope(*arguments, sections=sections, kernels="triton")
+    cos, sin = rotated[:, :, 0].cpu().chunk(2, dim=-1)
     return cos, sin
 
 
-both = pytest.mark.parametrize("cos_sin", [in_torch, in_triton])
+torch_and_triton = pytest.mark.parametrize("cos_sin", [cos_sin_in_torch, cos_sin_in_triton])
 
 
 def assert_angles(got, positions, inv_freq, tolerance, factor=1.0, sections=None):
@@ -43,7 +43,7 @@ def assert_angles(got, positions, inv_freq, tolerance, factor=1.0, sections=None
         assert (numbers.double() - truth).abs().max() <= tolerance
 
 
-@both
+@torch_and_triton
 @pytest.mark.parametrize("theta", THETAS)
 def test_angles_are_exact_at_any_position(cos_sin, theta):
     inv_freq = frequencies(128, theta)
@@ -52,16 +52,16 @@ def test_angles_are_exact_at_any_position(cos_sin, theta):
         assert_angles(cos_sin(positions, packed_freqs), positions, inv_freq, tolerance)
 
 
-@both
-def test_angles_in_all_quarters_of_a_turn(cos_sin):
-    """Check four turns in small steps, across every border between quarters."""
+@torch_and_triton
+def test_angles_in_all_quadrants(cos_sin):
+    """Take small steps through several rotations, across every border between quadrants."""
     inv_freq, positions = torch.tensor([0.005, 1 / 3, 3.0, -0.7]), torch.arange(-80, 80) * 63
     assert_angles(cos_sin(positions, ops.pack_frequencies(inv_freq)), positions, inv_freq, 2e-7)
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_turns_are_frequencies_in_whole_numbers(theta):
-    """Check all but the last of 64 bits, which may be rounded the other way."""
+def test_packed_frequencies_are_integers_of_2_to_the_minus_64_rotations(theta):
+    """The last of 64 bits may be rounded the other way."""
     inv_freq = torch.cat([frequencies(256, theta), torch.tensor([0.0, -0.3, 1.0, 3.2, 40.0])])
     *packed_freqs, factor = ops.pack_frequencies(inv_freq).tolist()
     for got, freq in zip(packed_freqs, inv_freq.tolist(), strict=True):
@@ -70,30 +70,30 @@ def test_turns_are_frequencies_in_whole_numbers(theta):
     assert factor == 0x3F800000
 
 
-def test_frequencies_are_taken_as_float32():
+def test_frequencies_are_rounded_to_float32():
     wide = frequencies(64).double() + 1e-12
     assert ops.pack_frequencies(wide).equal(ops.pack_frequencies(wide.float()))
 
 
-@both
-def test_a_frequency_of_zero_is_the_identity_to_the_bit(cos_sin):
+@torch_and_triton
+def test_zero_frequency_is_exactly_the_identity(cos_sin):
     cos, sin = cos_sin(torch.tensor([0, 1, 10**7, 2**40, -3]), ops.pack_frequencies(torch.zeros(4)))
     assert cos.eq(1).all()
     assert sin.eq(0).all()
 
 
-@both
+@torch_and_triton
 @pytest.mark.parametrize("factor", [1.0, 1.3465735902799727, 0.1, -2.5, 1e-30])
-def test_the_attention_factor_keeps_its_bits(cos_sin, factor):
+def test_attention_factor_keeps_its_bits(cos_sin, factor):
     packed_freqs = ops.pack_frequencies(torch.zeros(2), factor)
     assert packed_freqs.dtype == torch.int64
     cos, _ = cos_sin(torch.tensor([0, 7]), packed_freqs)
     assert cos.eq(torch.tensor(factor)).all()
 
 
-@both
+@torch_and_triton
 @pytest.mark.parametrize("shape", ["[S]", "[1, S]", "[B, S]"])
-def test_rows_turn_by_frequencies_and_factors_of_their_own(cos_sin, shape):
+def test_rows_with_separate_frequencies_and_factors(cos_sin, shape):
     inv_freq = torch.stack([frequencies(32, theta) for theta in (1e4, 2e4, 1e6)])
     factors = torch.tensor([1.0, 1.25, 0.5])
     positions = torch.arange(5) * 1000
@@ -105,10 +105,10 @@ def test_rows_turn_by_frequencies_and_factors_of_their_own(cos_sin, shape):
     assert_angles(got, positions, inv_freq, 3e-7, factors.double().view(-1, 1, 1))
 
 
-@both
+@torch_and_triton
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_sections_turn_by_axes_of_their_own(cos_sin, rows, dtype):
+def test_sections_rotate_by_their_axis(cos_sin, rows, dtype):
     inv_freq = frequencies(32)
     positions = (torch.arange(3 * rows * 4) * 777).view(3, rows, 4)
     for sections in (torch.tensor([0] * 4 + [1] * 6 + [2] * 6), torch.arange(16) % 3):
@@ -118,15 +118,15 @@ def test_sections_turn_by_axes_of_their_own(cos_sin, rows, dtype):
         assert_angles(got, positions, inv_freq, 2e-7, sections=sections)
 
 
-@both
+@torch_and_triton
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_positions_may_be_narrow(cos_sin, dtype):
+def test_int32_and_int64_positions(cos_sin, dtype):
     inv_freq, positions = frequencies(64), torch.tensor([0, -5, 2**31 - 1, -(2**31)])
     got = cos_sin(positions.to(dtype), ops.pack_frequencies(inv_freq))
     assert_angles(got, positions, inv_freq, 2e-7)
 
 
-def test_turns_between_two_sets_lead_from_one_to_the_other():
+def test_rerotation_frequencies_lead_from_old_to_new():
     old = ops.pack_frequencies(frequencies(64), 1.25)
     new = ops.pack_frequencies(frequencies(64, 5e5) / 3, 1.5)
     between = rerotation_frequencies(old, new)
@@ -139,7 +139,7 @@ def test_turns_between_two_sets_lead_from_one_to_the_other():
     assert (torch.complex(cos, sin) - second / first).abs().max() < 5e-7
 
 
-def test_turns_between_the_same_are_none():
+def test_rerotation_frequencies_of_equal_sets_are_zero():
     packed_freqs = ops.pack_frequencies(frequencies(64), 1.3)
     *rest, factor = rerotation_frequencies(packed_freqs, packed_freqs).tolist()
     assert not any(rest)
@@ -147,13 +147,13 @@ def test_turns_between_the_same_are_none():
 
 
 @pytest.mark.parametrize("rows", ["old", "new", "both"])
-def test_turns_between_may_be_per_row(rows):
-    one, many = (
+def test_rerotation_frequencies_per_row(rows):
+    single, per_row = (
         ops.pack_frequencies(frequencies(8), 2.0),
         torch.arange(1, 4)[:, None] * frequencies(8),
     )
-    many = ops.pack_frequencies(many, torch.tensor([1.0, 2.0, 4.0]))
-    old, new = (many if rows in (kind, "both") else one for kind in ("old", "new"))
+    per_row = ops.pack_frequencies(per_row, torch.tensor([1.0, 2.0, 4.0]))
+    old, new = (per_row if rows in (kind, "both") else single for kind in ("old", "new"))
     between = rerotation_frequencies(old, new)
     assert between.shape == (3, 5)
     for row in range(3):
@@ -161,8 +161,8 @@ def test_turns_between_may_be_per_row(rows):
         assert between[row].equal(rerotation_frequencies(*expected))
 
 
-def test_frequencies_are_those_of_transformers_over_short_distances():
-    """Check sign and unit at positions where float32 products are still accurate."""
+def test_angles_match_transformers_at_short_distances():
+    """Compare sign and unit at positions where float32 products are accurate."""
     inv_freq, positions = frequencies(128), torch.arange(64)
     cos, sin = ops.cos_sin(positions, ops.pack_frequencies(inv_freq))
     angle = positions[:, None].float() * inv_freq
@@ -170,7 +170,7 @@ def test_frequencies_are_those_of_transformers_over_short_distances():
     torch.testing.assert_close(sin[0], angle.sin(), rtol=0, atol=4e-6)
 
 
-def test_two_pi_has_the_digits_that_tests_rely_on():
+def test_two_pi_is_exact_to_60_digits():
     assert float(TWO_PI) == math.tau
     digits = int(TWO_PI * 10**60)
     assert digits == 6283185307179586476925286766559005768394338798750211641949889

@@ -1,4 +1,4 @@
-"""Rotation from cos and sin against transformers' own, float64, and other memory layouts."""
+"""Test rotation from cos and sin against transformers, float64, and other memory layouts."""
 
 import importlib
 
@@ -11,25 +11,25 @@ from rope_patch.ops.reference import rotate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-# tokens: nothing, one, few, and one past three whole blocks of the size that `blocks` sets
+# Tokens: none, one, few, and one more than three blocks of the size that `blocks` sets.
 LENGTHS = [0, 1, 5, 49]
 
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Lower the limits to 16 tokens of 4 heads of 128, so that small tensors take every path."""
+    """Lower the limits to 16 tokens of 4 heads of 128, so that small tensors take all paths."""
     monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 16 * 4 * 128)
     monkeypatch.setattr(cpu, "_JOINED_NUMEL", 8 * 4 * 128)
 
 
 def heads(count, tokens, dim=128, batch=2, dtype=torch.float32, seed=0):
-    """Return `[B, H, S, D]` in the memory of `[B, S, H, D]`, as projections do."""
+    """Return `[B, H, S, D]` in the memory layout of projections, `[B, S, H, D]`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, tokens, count, dim, generator=generator).to(dtype).transpose(1, 2)
 
 
 def angles(tokens, rotary_dim=128, batch=1, start=3):
-    """Return cos and sin `[B, S, R / 2]`, with different positions for each row."""
+    """Return angles `[B, S, R / 2]`, with different positions for each row."""
     positions = torch.arange(tokens) * 7 + start + 100 * torch.arange(batch)[:, None]
     return positions[..., None] * 1e4 ** -torch.arange(0, 1, 2 / rotary_dim)
 
@@ -44,49 +44,49 @@ def repeat(x, interleaved):
 
 
 def full_tables(*args, interleaved=False, **options):
-    """Return cos and sin as transformers' rotary modules do, `[B, S, R]`."""
+    """Return cos and sin in the form of transformers' rotary modules, `[B, S, R]`."""
     pairs = pair_tables(*args, **options)
     return [repeat(c, interleaved) for c in pairs]
 
 
-def by_reference(x, pairs, interleaved=False, heads_dim=1):
+def rotate_by_reference(x, pairs, interleaved=False, heads_dim=1):
     return rotate(x, *(c.unsqueeze(heads_dim) for c in pairs), interleaved=interleaved)
 
 
-# -- what comes out --------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("layout", ["llama", "cohere", "phi3", "glm"])
-def test_float32_has_the_bits_of_transformers(layout, tokens, batch):
+def test_float32_results_are_bitwise_those_of_transformers(layout, tokens, batch):
     """Check halves (Llama), neighbours (Cohere), a part of each head (Phi-3), and both (GLM)."""
     modeling = importlib.import_module(f"transformers.models.{layout}.modeling_{layout}")
     q, k = heads(4, tokens), heads(2, tokens, seed=1)
     rotary_dim = 96 if layout in ("phi3", "glm") else 128
     cos, sin = full_tables(tokens, rotary_dim, batch=batch, interleaved=layout == "cohere")
     expected = modeling.apply_rotary_pos_emb(q, k, cos, sin)
-    if layout == "glm":  # cos and sin twice behind one another, of which it takes the first
+    if layout == "glm":  # it takes the first of two repetitions of cos and sin
         cos, sin = (c[..., :48] for c in (cos, sin))
     interleaved = layout in ("cohere", "glm")
     got = rope_from_cos_sin(q, k, cos, sin, interleaved=interleaved, repeated=layout != "glm")
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours.equal(theirs)
+    for rotated, native in zip(got, expected, strict=True):
+        assert rotated.equal(native)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tokens", [1, 49])
 @pytest.mark.parametrize("tables_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_are_rounded_once(dtype, tables_dtype, tokens, interleaved):
+def test_16_bit_results_are_rounded_once(dtype, tables_dtype, tokens, interleaved):
     q, k = heads(4, tokens, dtype=dtype), heads(2, tokens, dtype=dtype, seed=1)
     pairs = pair_tables(tokens, dtype=tables_dtype)
     full = full_tables(tokens, dtype=tables_dtype, interleaved=interleaved)
     got = rope_from_cos_sin(q, k, *full, interleaved=interleaved)
     for x, rotated in zip((q, k), got, strict=True):
-        exact = by_reference(x.double(), [c.double() for c in pairs], interleaved)
+        exact = rotate_by_reference(x.double(), [c.double() for c in pairs], interleaved)
         assert rotated.dtype == dtype
-        # But for ties that float32 moved.
+        # Float32 may move ties.
         assert (rotated == exact.to(dtype)).float().mean() > 0.999
 
 
@@ -95,34 +95,36 @@ def test_tables_of_another_dtype(dtype):
     q, pairs = heads(4, 49).to(dtype), pair_tables(49, dtype=torch.bfloat16)
     got, _ = rope_from_cos_sin(q, None, *pairs, repeated=False)
     assert got.dtype == dtype
-    torch.testing.assert_close(got, by_reference(q, pairs), rtol=0, atol=0)
+    torch.testing.assert_close(got, rotate_by_reference(q, pairs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("repeated", [False, True])
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 20), (80, 32), (128, 96), (128, 128)])
-def test_it_is_the_reference(head_dim, rotary_dim, tokens, repeated, interleaved):
-    """Check odd head counts, every dtype, with and without keys."""
+def test_results_match_the_reference(head_dim, rotary_dim, tokens, repeated, interleaved):
+    """Use odd head counts, partial rotation, with and without keys."""
     q, k = heads(5, tokens, head_dim), heads(3, tokens, head_dim, seed=1)
     pairs = pair_tables(tokens, rotary_dim, batch=2)
-    given = full_tables(tokens, rotary_dim, batch=2, interleaved=interleaved) if repeated else pairs
+    tables = (
+        full_tables(tokens, rotary_dim, batch=2, interleaved=interleaved) if repeated else pairs
+    )
     options = {"interleaved": interleaved, "repeated": repeated}
-    got = rope_from_cos_sin(q, k, *given, **options)
-    alone, none = rope_from_cos_sin(q, None, *given, **options)
+    got = rope_from_cos_sin(q, k, *tables, **options)
+    rotated_q, none = rope_from_cos_sin(q, None, *tables, **options)
     assert none is None
-    assert got[0].equal(by_reference(q, pairs, interleaved))
-    assert got[1].equal(by_reference(k, pairs, interleaved))
-    assert alone.equal(got[0])
+    assert got[0].equal(rotate_by_reference(q, pairs, interleaved))
+    assert got[1].equal(rotate_by_reference(k, pairs, interleaved))
+    assert rotated_q.equal(got[0])
 
 
-def test_no_rows():
+def test_empty_batch():
     q, k = heads(4, 49, batch=0), heads(2, 49, batch=0)
     got = rope_from_cos_sin(q, k, *full_tables(49))
     assert [x.shape for x in got] == [q.shape, k.shape]
 
 
-# -- how it lies in memory -------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def as_tokens_first(x):
@@ -130,7 +132,7 @@ def as_tokens_first(x):
 
 
 def as_packed(x):
-    """Check a slice of queries, keys and values in one tensor."""
+    """Return a copy that is a slice of one tensor for queries, keys and values."""
     wide = torch.zeros(x.shape[0], x.shape[2], x.shape[1], 3 * x.shape[3], dtype=x.dtype)
     part = wide[..., x.shape[3] : 2 * x.shape[3]].transpose(1, 2)
     return part.copy_(x)
@@ -147,33 +149,33 @@ def strides(x):
 @pytest.mark.parametrize("tokens", [1, 5, 49])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "lay", [torch.Tensor.contiguous, as_tokens_first, as_packed, as_dimensions_first]
+    "change_layout", [torch.Tensor.contiguous, as_tokens_first, as_packed, as_dimensions_first]
 )
-def test_strides_change_nothing(lay, dtype, tokens):
+def test_memory_layout_does_not_change_results(change_layout, dtype, tokens):
     q, k = heads(4, tokens, dtype=dtype), heads(2, tokens, dtype=dtype, seed=1)
     full = full_tables(tokens, batch=2, dtype=dtype)
     expected = rope_from_cos_sin(q, k, *full)
-    laid = [lay(q), lay(k)]
-    got = rope_from_cos_sin(*laid, *full)
-    for given, was, ours, theirs in zip(laid, (q, k), got, expected, strict=True):
-        assert ours.equal(theirs)
-        assert given.equal(was)  # inputs stay as they were
-        assert strides(ours) == strides(torch.empty_like(given))
-        assert ours.untyped_storage().nbytes() == given.numel() * given.element_size()
+    inputs = [change_layout(q), change_layout(k)]
+    got = rope_from_cos_sin(*inputs, *full)
+    for x, before, rotated, truth in zip(inputs, (q, k), got, expected, strict=True):
+        assert rotated.equal(truth)
+        assert x.equal(before)  # inputs are unchanged
+        assert strides(rotated) == strides(torch.empty_like(x))
+        assert rotated.untyped_storage().nbytes() == x.numel() * x.element_size()
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 49])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_heads_behind_tokens(batch, tokens):
+def test_tokens_before_heads(batch, tokens):
     q, k, full = heads(4, tokens), heads(2, tokens, seed=1), full_tables(tokens, batch=batch)
     expected = rope_from_cos_sin(q, k, *full)
     got = rope_from_cos_sin(q.transpose(1, 2), k.transpose(1, 2), *full, heads_dim=2)
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours.transpose(1, 2).equal(theirs)
+    for rotated, truth in zip(got, expected, strict=True):
+        assert rotated.transpose(1, 2).equal(truth)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_leave_no_trace(dtype, monkeypatch):
+def test_block_size_does_not_change_results(dtype, monkeypatch):
     q, k = heads(4, 49, dtype=dtype), heads(1, 49, dtype=dtype, seed=1)
     full = full_tables(49, batch=2)
     results = []
@@ -191,42 +193,42 @@ def test_blocks_leave_no_trace(dtype, monkeypatch):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 20])
-@pytest.mark.parametrize("wanted", ["q", "k", "qk", "q alone"])
-def test_gradients(wanted, tokens, interleaved, monkeypatch):
+@pytest.mark.parametrize("required", ["q", "k", "qk", "q alone"])
+def test_gradients(required, tokens, interleaved, monkeypatch):
     monkeypatch.setattr(cpu, "_BLOCK_NUMEL", 7 * 2 * 6)
     monkeypatch.setattr(cpu, "_JOINED_NUMEL", 4 * 2 * 6)
     q, k = heads(2, tokens, 6, 1).double(), heads(1, tokens, 6, 1, seed=1).double()
     full = [c.double() for c in full_tables(tokens, 4, interleaved=interleaved)]
-    given = [q, None] if wanted == "q alone" else [q, k]
-    sources = [x.requires_grad_() for x, name in zip((q, k), "qk", strict=True) if name in wanted]
+    inputs = [q, None] if required == "q alone" else [q, k]
+    sources = [x.requires_grad_() for x, name in zip((q, k), "qk", strict=True) if name in required]
 
-    def rotated(*_):
-        got = rope_from_cos_sin(*given, *full, interleaved=interleaved)
+    def rotate_inputs(*_):
+        got = rope_from_cos_sin(*inputs, *full, interleaved=interleaved)
         return tuple(x for x in got if x is not None and x.requires_grad)
 
-    assert len(rotated()) == len(sources)  # what needs no gradient asks for none
-    assert torch.autograd.gradcheck(rotated, sources)
-    assert torch.autograd.gradgradcheck(rotated, sources)
+    assert len(rotate_inputs()) == len(sources)  # other outputs require no gradient
+    assert torch.autograd.gradcheck(rotate_inputs, sources)
+    assert torch.autograd.gradgradcheck(rotate_inputs, sources)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 49])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_are_rotated_backwards(dtype, tokens):
-    """Check gradients of a sum, which share one memory cell, and of a single used output."""
+def test_gradients_rotate_back(dtype, tokens):
+    """Take gradients of a sum, which are expanded, and of one output without the other."""
     q, k = heads(4, tokens, dtype=dtype), heads(2, tokens, dtype=dtype, seed=1)
     cos, sin = full_tables(tokens, batch=2)
     q, k = (x.detach().requires_grad_() for x in (q, k))
-    turned_q, turned_k = rope_from_cos_sin(q, k, cos, sin)
-    turned_q.sum().backward(retain_graph=True)
+    rotated_q, rotated_k = rope_from_cos_sin(q, k, cos, sin)
+    rotated_q.sum().backward(retain_graph=True)
     assert k.grad is None
-    (turned_k * 2).sum().backward()
+    (rotated_k * 2).sum().backward()
     ones = (torch.ones_like(x) for x in (q, k))
     expected_q, expected_k = rope_from_cos_sin(*ones, cos, -sin)
     assert q.grad.equal(expected_q)
     assert k.grad.equal(2 * expected_k)
 
 
-def test_results_can_be_written_to():
+def test_results_may_be_changed_in_place():
     q = heads(4, 1).requires_grad_()
     k = heads(2, 1, seed=1).requires_grad_()
     rotated = rope_from_cos_sin(q, k, *full_tables(1))
@@ -237,30 +239,30 @@ def test_results_can_be_written_to():
     assert all(x.grad.equal(2 * e) for x, e in zip((q, k), expected, strict=True))
 
 
-# -- where the reference steps in ------------------------------------------------------------------
+# -- fallback to the reference ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_tables_that_need_gradients_get_them(repeated, interleaved):
+def test_gradients_of_tables(repeated, interleaved):
     q, k = heads(2, 3, 6, 1).double(), heads(1, 3, 6, 1, seed=1).double()
     pairs = [c.double().requires_grad_() for c in pair_tables(3, 4)]
 
-    def rotated(*pairs):
+    def rotate_by_pairs(*pairs):
         options = {"interleaved": interleaved, "repeated": repeated}
         full = [repeat(c, interleaved) for c in pairs] if repeated else pairs
         return rope_from_cos_sin(q, k, *full, **options)
 
-    assert torch.autograd.gradcheck(rotated, pairs)
+    assert torch.autograd.gradcheck(rotate_by_pairs, pairs)
 
 
-def test_other_devices_get_the_reference():
+def test_other_devices_use_the_reference():
     q, k = (heads(n, 5).to("meta") for n in (4, 2))
     got = rope_from_cos_sin(q, k, *(c.to("meta") for c in full_tables(5)))
     assert [x.shape for x in got] == [q.shape, k.shape]
 
 
-def test_subclasses_get_the_reference():
+def test_tensor_subclasses_use_the_reference():
     class Other(torch.Tensor):
         pass
 
@@ -270,14 +272,14 @@ def test_subclasses_get_the_reference():
     assert got.as_subclass(torch.Tensor).equal(rope_from_cos_sin(q, k, *full)[0])
 
 
-def test_compiled():
+def test_compiled_function_matches():
     q, k, full = heads(4, 5), heads(2, 5, seed=1), full_tables(5)
     compiled = torch.compile(rope_from_cos_sin, backend="eager", fullgraph=True)
-    for ours, theirs in zip(compiled(q, k, *full), rope_from_cos_sin(q, k, *full), strict=True):
-        assert ours.equal(theirs)
+    for got, expected in zip(compiled(q, k, *full), rope_from_cos_sin(q, k, *full), strict=True):
+        assert got.equal(expected)
 
 
-def test_transforms_get_the_reference():
+def test_torch_func_transforms_use_the_reference():
     q, full = heads(4, 5), full_tables(5)
     expected = rope_from_cos_sin(q.detach().requires_grad_(), None, *full)[0]
     got = torch.func.vmap(

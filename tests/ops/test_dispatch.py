@@ -1,4 +1,4 @@
-"""Dispatch: the backend that runs, errors if it cannot, and validation of arguments."""
+"""Test dispatch: which backend runs, errors if it cannot, and validation of arguments."""
 
 import logging
 import os
@@ -45,10 +45,10 @@ calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 @pytest.fixture
-def triton_is(monkeypatch):
+def set_triton_version(monkeypatch):
     """Return a function that removes Triton or sets its version."""
 
-    def as_(version):
+    def set_version(version):
         if version is None:
             monkeypatch.setitem(sys.modules, "triton", None)
         else:
@@ -56,12 +56,12 @@ def triton_is(monkeypatch):
             monkeypatch.setattr(triton, "__version__", version)
         dispatch._triton_unavailable_reason.cache_clear()
 
-    yield as_
+    yield set_version
     monkeypatch.undo()
     dispatch._triton_unavailable_reason.cache_clear()
 
 
-# -- which -----------------------------------------------------------------------------------------
+# -- choice of the backend -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -77,19 +77,19 @@ def no_launches(monkeypatch):
 
 @calls
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_plain_torch_on_a_cpu(no_launches, call, kernels):
+def test_cpu_uses_plain_torch(no_launches, call, kernels):
     call(kernels=kernels)
 
 
 @calls
-def test_plain_torch_without_triton(triton_is, call):
-    triton_is(None)
+def test_auto_without_triton_uses_plain_torch(set_triton_version, call):
+    set_triton_version(None)
     call(kernels="auto")
     assert not ops.use_triton(heads())
 
 
-def test_any_dtype_in_plain_torch():
-    """Check that float64 keeps its dtype."""
+def test_plain_torch_keeps_float64():
+    """Only Triton has a limited set of dtypes."""
     rotated, _ = rope(heads(dtype=torch.float64))
     assert rotated.dtype == torch.float64
 
@@ -99,7 +99,7 @@ class Subclass(torch.Tensor):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_triton_on_a_gpu():
+def test_gpu_uses_triton():
     x = heads().cuda()
     assert ops.use_triton(x) is (ops.triton_unavailable_reason() is None)
     assert not ops.use_triton(x.double())
@@ -112,8 +112,8 @@ class OnGPU:
     is_cuda, dtype = True, torch.bfloat16
 
 
-def test_what_triton_is_for(monkeypatch, triton_is):
-    """Check that Triton takes plain tensors of three dtypes on a GPU and nothing else."""
+def test_triton_takes_plain_tensors_of_three_dtypes_on_a_gpu(monkeypatch, set_triton_version):
+    """Change one property at a time; each makes plain torch run."""
     pytest.importorskip("triton")
     monkeypatch.setattr(dispatch, "_PLAIN_TYPES", frozenset((OnGPU,)))
     x = OnGPU()
@@ -127,11 +127,11 @@ def test_what_triton_is_for(monkeypatch, triton_is):
     monkeypatch.setattr(dispatch, "_PLAIN_TYPES", frozenset((torch.Tensor,)))
     assert not ops.use_triton(x)
     monkeypatch.undo()
-    triton_is(None)
+    set_triton_version(None)
     assert not ops.use_triton(x)
 
 
-# -- what is said ----------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_what_triton_is_for(monkeypatch, triton_is):
         ("?.6", "Triton cannot be imported (invalid literal for int() with base 10: '?')"),
     ],
 )
-def test_a_missing_triton_is_said_once_and_is_an_error_where_it_was_asked_for(
-    triton_is, caplog, monkeypatch, version, problem
+def test_missing_triton_is_logged_once_and_is_an_error_on_request(
+    set_triton_version, caplog, monkeypatch, version, problem
 ):
-    triton_is(version)
+    set_triton_version(version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with caplog.at_level(logging.INFO, logger="rope_patch"):
         for _ in range(2):
@@ -161,8 +161,8 @@ def test_a_missing_triton_is_said_once_and_is_an_error_where_it_was_asked_for(
         assert "pip install 'rope-patch[kernels]'" in str(error.value)
 
 
-def test_a_missing_triton_is_no_news_without_a_gpu(triton_is, caplog, monkeypatch):
-    triton_is(None)
+def test_missing_triton_is_not_logged_without_a_gpu(set_triton_version, caplog, monkeypatch):
+    set_triton_version(None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.INFO, logger="rope_patch"):
         assert "cannot be imported" in ops.triton_unavailable_reason()
@@ -171,8 +171,8 @@ def test_a_missing_triton_is_no_news_without_a_gpu(triton_is, caplog, monkeypatc
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git1234", "3.9.9", "3.8.0rc1"])
-def test_supported_versions(triton_is, version):
-    triton_is(version)
+def test_supported_triton_versions(set_triton_version, version):
+    set_triton_version(version)
     assert ops.triton_unavailable_reason() is None
 
 
@@ -184,7 +184,7 @@ def test_tensors_on_a_cpu_are_an_error_without_the_interpreter(monkeypatch, call
         call(kernels="triton")
 
 
-def test_kernels_do_not_run_on_a_cpu_of_themselves():
+def test_triton_on_a_cpu_error_names_the_interpreter():
     """Run in another process, because Triton reads TRITON_INTERPRET at import."""
     pytest.importorskip("triton")
     code = """
@@ -194,11 +194,11 @@ packed_freqs = ops.pack_frequencies(torch.ones(4))
 ops.rope(torch.ones(1, 1, 1, 8), None, torch.arange(1), packed_freqs, kernels="triton")
 """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert "set TRITON_INTERPRET=1 before starting Python to test" in done.stderr
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "set TRITON_INTERPRET=1 before starting Python to test" in result.stderr
 
 
-def test_float64_is_an_error_where_triton_is_asked_for(monkeypatch):
+def test_float64_is_an_error_with_triton(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(dispatch, "is_interpreted", lambda: True)
     with pytest.raises(ValueError, match=r"takes bfloat16, float16 and float32, got torch.float64"):
@@ -207,13 +207,13 @@ def test_float64_is_an_error_where_triton_is_asked_for(monkeypatch):
 
 @calls
 @pytest.mark.parametrize("name", ["hf", "Triton", "cuda", ""])
-def test_unknown_kernels(call, name):
+def test_unknown_kernels_are_an_error(call, name):
     message = f'kernels must be "auto", "reference" or "triton" here, got {name!r}'
     with pytest.raises(ValueError, match=message):
         call(kernels=name)
 
 
-def test_what_else_is_not_known():
+def test_bad_save_and_missing_arguments_are_errors():
     with pytest.raises(ValueError, match='save must be "input" or "output", got \'both\''):
         CALLS["qk_norm_rope"](save="both")
     for missing in ({"positions": None}, {"packed_freqs": None}):
@@ -221,7 +221,7 @@ def test_what_else_is_not_known():
             rope(heads(), **missing)
 
 
-# -- what does not fit -----------------------------------------------------------------------------
+# -- validation ------------------------------------------------------------------------------------
 
 AXES = torch.zeros(3, 2, 3, dtype=torch.int64)
 SECTIONS = torch.zeros(4, dtype=torch.int64)
@@ -302,7 +302,7 @@ def kernels(request):
 
 
 @pytest.mark.parametrize("name", ROPE_ERRORS)
-def test_what_does_not_fit_is_an_error(kernels, name):
+def test_invalid_arguments_are_an_error(kernels, name):
     changes, message = ROPE_ERRORS[name]
     with pytest.raises(ValueError, match=message):
         rope(**{"q": heads(3), **changes}, kernels=kernels)
@@ -317,12 +317,12 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_that_do_not_fit_are_an_error(kernels, name):
+def test_invalid_weights_are_an_error(kernels, name):
     *weights, message = WEIGHTS[name]
     with pytest.raises(ValueError, match=message):
         norm_and_rope(heads(3), heads(2), *weights, kernels=kernels)
 
 
-def test_keys_to_turn_on_that_do_not_fit_are_an_error(kernels):
+def test_invalid_keys_to_rerotate_are_an_error(kernels):
     with pytest.raises(ValueError, match=r"positions must be \[4\] or \[2, 4\], got \[3\]"):
         rerotate(heads(tokens=4).transpose(1, 2), kernels=kernels)

@@ -1,4 +1,4 @@
-"""Reference rotation and re-rotation against transformers' own and float64."""
+"""Test reference rotation and re-rotation against transformers and float64."""
 
 import importlib
 import itertools
@@ -22,7 +22,7 @@ GEOMETRIES = [
 ]
 
 
-def keys_of(head_dim, slots=7, batch=2, dtype=torch.float32):
+def make_keys(head_dim, slots=7, batch=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(batch, 3, slots, head_dim, generator=generator).to(dtype)
 
@@ -46,10 +46,10 @@ def frequencies(geometry, method="default", **options):
 
 
 @pytest.mark.parametrize("layout", ["llama", "cohere", "phi3", "glm"])
-def test_rotation_is_the_one_of_the_architecture(layout):
-    """Check halves (Llama), neighbours (Cohere), a part of each head (Phi-3), and both (GLM)."""
+def test_rotation_matches_the_architecture(layout):
+    """Cover halves (Llama), neighbours (Cohere), a part of each head (Phi-3), and both (GLM)."""
     modeling = importlib.import_module(f"transformers.models.{layout}.modeling_{layout}")
-    keys, positions = keys_of(64), torch.arange(7)[None] * 3
+    keys, positions = make_keys(64), torch.arange(7)[None] * 3
     pairs = 16 if layout in ("phi3", "glm") else 32
     cos, sin = (c.float() for c in angles(positions, 100.0 ** -torch.arange(0, 1, 1 / pairs)))
     interleaved = layout in ("cohere", "glm")
@@ -64,36 +64,36 @@ def test_rotation_is_the_one_of_the_architecture(layout):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rotation_rounds_once(dtype):
-    keys, positions = keys_of(128, dtype=dtype), torch.arange(7)[None] * 1000
+    keys, positions = make_keys(128, dtype=dtype), torch.arange(7)[None] * 1000
     cos, sin = angles(positions, frequencies(GEOMETRIES[0]).inv_freq)
     exact = rotate(keys.double(), cos, sin)
     got = rotate(keys, cos.float(), sin.float())
     assert got.dtype == dtype
-    assert (got == exact.to(dtype)).float().mean() > 0.999  # but for ties that float32 moved
+    assert (got == exact.to(dtype)).float().mean() > 0.999  # float32 may move ties
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_turning_on_is_rotating_afresh(geometry, interleaved):
-    """Check rows with different frequencies, factors and positions, in any order."""
-    raw, trained = keys_of(geometry[0]), geometry[3]
+def test_rerotation_matches_rotating_raw_keys(geometry, interleaved):
+    """Use rows with different frequencies, factors and unordered positions."""
+    raw, trained = make_keys(geometry[0]), geometry[3]
     generator = torch.Generator().manual_seed(1)
     positions = torch.randint(0, 2000, (2, 7), generator=generator)
     old = [frequencies(geometry, "dynamic-yarn", seq_len=n * trained) for n in (1, 2)]
     new = [frequencies(geometry, "dynamic-yarn", seq_len=n * trained) for n in (3, 1.5)]
 
-    def rotated(sets):
+    def rotate_raw(sets):
         rows = zip(raw.double(), positions, sets, strict=True)
-        turned = [
+        rotated_rows = [
             rotate(
                 k[None], *angles(p[None], f.inv_freq, f.attention_factor), interleaved=interleaved
             )
             for k, p, f in rows
         ]
-        return torch.cat(turned)
+        return torch.cat(rotated_rows)
 
-    keys = rotated(old).float()
-    was = keys.clone()
+    keys = rotate_raw(old).float()
+    before = keys.clone()
     rerotate_as_transformers_(
         [keys],
         positions,
@@ -105,45 +105,47 @@ def test_turning_on_is_rotating_afresh(geometry, interleaved):
         interleaved=interleaved,
     )
     # Angles are products in float32, as in transformers: 2000 tokens cost some 1e-4.
-    torch.testing.assert_close(keys.double(), rotated(new), rtol=0, atol=2e-3)
-    assert keys[..., geometry[1] :].equal(was[..., geometry[1] :])
-    assert (keys - was).abs().max() > 0.1
+    torch.testing.assert_close(keys.double(), rotate_raw(new), rtol=0, atol=2e-3)
+    assert keys[..., geometry[1] :].equal(before[..., geometry[1] :])
+    assert (keys - before).abs().max() > 0.1
 
 
-def test_angles_are_those_of_transformers_to_the_last_bit():
-    """At 100,000 tokens float32 products are off by 1e-3, equally for old and new keys."""
+def test_rerotation_cancels_transformers_float32_angles():
+    """At 100,000 tokens float32 angles are off by 1e-3, equally for old and new keys."""
     geometry = GEOMETRIES[0]
-    raw, positions = keys_of(128, batch=1), torch.arange(100_000, 100_007)[None]
+    raw, positions = make_keys(128, batch=1), torch.arange(100_000, 100_007)[None]
 
-    def theirs(f):
+    def rotate_as_transformers(f):
         angle = positions[..., None].float() * f.inv_freq.float()
         wide = torch.cat([angle, angle], -1)
         return apply_rotary_pos_emb(raw, raw, wide.cos(), wide.sin())[1]
 
     old, new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (2, 13))
-    keys = theirs(old)
+    keys = rotate_as_transformers(old)
     one = torch.ones(1)
     rerotate_as_transformers_([keys], positions, old.inv_freq[None], new.inv_freq[None], one)
-    torch.testing.assert_close(keys, theirs(new), rtol=0, atol=2e-6)
+    torch.testing.assert_close(keys, rotate_as_transformers(new), rtol=0, atol=2e-6)
 
 
-def test_long_caches_are_turned_piece_by_piece():
+def test_long_caches_are_rerotated_in_pieces():
     geometry = GEOMETRIES[1]
-    keys = keys_of(64, slots=9000, batch=1)
+    keys = make_keys(64, slots=9000, batch=1)
     positions = torch.arange(9000)[None]
     old, new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (1, 2))
     one = torch.ones(1)
     one_by_one = [k.clone() for k in keys.split(1000, 2)]
-    for part, at in zip(one_by_one, positions.split(1000, 1), strict=True):
-        rerotate_as_transformers_([part], at, old.inv_freq[None], new.inv_freq[None], one)
+    for part, part_positions in zip(one_by_one, positions.split(1000, 1), strict=True):
+        rerotate_as_transformers_(
+            [part], part_positions, old.inv_freq[None], new.inv_freq[None], one
+        )
     rerotate_as_transformers_([keys], positions, old.inv_freq[None], new.inv_freq[None], one)
     assert keys.equal(torch.cat(one_by_one, 2))
 
 
-# -- many turns in 16 bits -------------------------------------------------------------------------
+# -- many re-rotations in 16 bits ------------------------------------------------------------------
 
 
-def theirs_in(dtype, raw, positions, f):
+def rotate_as_transformers_in(dtype, raw, positions, f):
     """Rotate keys as transformers does in a dtype."""
     angle = positions[..., None].float() * f.inv_freq.float()
     wide = torch.cat([angle, angle], -1)
@@ -155,34 +157,34 @@ def theirs_in(dtype, raw, positions, f):
 @pytest.mark.parametrize(
     "method", ["dynamic", "dynamic-linear", "dynamic-ntk-by-parts", "dynamic-yarn"]
 )
-def test_sixteen_turns_round_no_more_than_four_rotations_in_bfloat16(method, geometry):
-    """Check 16 re-rotations of the prompt's keys, as in a decode from 8k to 128k."""
+def test_16_rerotations_err_less_than_four_rotations_in_bfloat16(method, geometry):
+    """Re-rotate the prompt's keys 16 times, as in decoding from 8k to 128k."""
     trained = geometry[3]
-    raw, positions = keys_of(geometry[0], 4096, 1, torch.bfloat16), torch.arange(0, 8192, 2)[None]
+    raw, positions = make_keys(geometry[0], 4096, 1, torch.bfloat16), torch.arange(0, 8192, 2)[None]
     sets = [frequencies(geometry, method, seq_len=trained * 2 ** (k / 4)) for k in range(17)]
-    keys = theirs_in(torch.bfloat16, raw, positions, sets[0])
+    keys = rotate_as_transformers_in(torch.bfloat16, raw, positions, sets[0])
     for old, new in itertools.pairwise(sets):
         scale = torch.tensor([new.attention_factor / old.attention_factor], dtype=torch.float64)
         rerotate_as_transformers_([keys], positions, old.inv_freq[None], new.inv_freq[None], scale)
-    truth = theirs_in(torch.float64, raw, positions, sets[-1])
-    once = theirs_in(torch.bfloat16, raw, positions, sets[-1])
+    truth = rotate_as_transformers_in(torch.float64, raw, positions, sets[-1])
+    once = rotate_as_transformers_in(torch.bfloat16, raw, positions, sets[-1])
     assert rms(keys - truth) < 4 * rms(once - truth)
-    # Without a bias: what a query sees of a key stays right on average.
-    along = ((keys * truth).sum() / (truth * truth).sum()).item()
-    assert along == pytest.approx(1, abs=3e-4)
+    # Rounding has no bias: the mean of attention scores stays right.
+    projection = ((keys * truth).sum() / (truth * truth).sum()).item()
+    assert projection == pytest.approx(1, abs=3e-4)
 
 
 def rms(x):
     return x.double().pow(2).mean().sqrt().item()
 
 
-def test_turning_keys_that_do_not_change_leaves_their_bits():
-    keys = keys_of(64, dtype=torch.bfloat16)
-    was = keys.clone()
+def test_rerotation_to_equal_frequencies_keeps_the_bits():
+    keys = make_keys(64, dtype=torch.bfloat16)
+    before = keys.clone()
     same = frequencies(GEOMETRIES[1]).inv_freq[None].expand(2, -1)
-    at = torch.arange(7)[None].expand(2, -1)
-    rerotate_as_transformers_([keys], at, same, same, torch.ones(2))
-    assert keys.equal(was)
+    positions = torch.arange(7)[None].expand(2, -1)
+    rerotate_as_transformers_([keys], positions, same, same, torch.ones(2))
+    assert keys.equal(before)
 
 
 # -- exact angles ----------------------------------------------------------------------------------
@@ -198,22 +200,22 @@ ROTATIONS = {
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("heads_dim", [1, 2])
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_rotation_to_positions(name, heads_dim, interleaved):
+def test_rotation_is_exact_at_any_position(name, heads_dim, interleaved):
     settings = {**ROTATIONS[name], "heads_dim": heads_dim, "interleaved": interleaved}
     rotation = make_rotation(48, 3, **settings)
-    given = [draw_heads(n, 64, rotation, seed=n) for n in (3, 1)]
-    for got, x in zip(rotation.rope(*given, kernels="reference"), given, strict=True):
+    inputs = [draw_heads(n, 64, rotation, seed=n) for n in (3, 1)]
+    for got, x in zip(rotation.rope(*inputs, kernels="reference"), inputs, strict=True):
         assert_rounded(got, rotation.true_rope(x))
-    turned, none = rotation.rope(given[0].half(), kernels="reference")
+    rotated, none = rotation.rope(inputs[0].half(), kernels="reference")
     assert none is None
-    assert_rounded(turned, rotation.true_rope(given[0].half()))
+    assert_rounded(rotated, rotation.true_rope(inputs[0].half()))
 
 
-def test_conjugate_rotation_is_backwards():
+def test_conjugate_rotation_rotates_back():
     rotation = make_rotation(48)
     q, positions = draw_heads(3, 64, rotation), rotation.positions.to(DEVICE)
-    turned, _ = reference.rope(q, None, positions, rotation.packed_freqs)
-    back, _ = reference.rope(turned, None, positions, rotation.packed_freqs, conjugate=True)
+    rotated, _ = reference.rope(q, None, positions, rotation.packed_freqs)
+    back, _ = reference.rope(rotated, None, positions, rotation.packed_freqs, conjugate=True)
     torch.testing.assert_close(back, q, rtol=0, atol=2e-6)
 
 
@@ -225,17 +227,17 @@ def test_norm_and_rotation_round_once(dtype, heads_dim, across):
     q, k = (draw_heads(n, 64, rotation, dtype=dtype, seed=n) for n in (3, 2))
     weights = [torch.rand(n, 64, device=DEVICE) if across else torch.rand(64) for n in (3, 2)]
     weights = [w.to(DEVICE) for w in weights]
-    given = {"eps": 1e-2, "offset": 1.0}
-    turned = rotation.norm_and_rope(q, k, *weights, kernels="reference", **given)
-    for got, x, weight in zip(turned, (q, k), weights, strict=True):
+    settings = {"eps": 1e-2, "offset": 1.0}
+    rotated = rotation.norm_and_rope(q, k, *weights, kernels="reference", **settings)
+    for got, x, weight in zip(rotated, (q, k), weights, strict=True):
         assert got.dtype == dtype
-        assert_rounded(got, rotation.true_norm_and_rope(x, weight, **given), slack=1e-6)
+        assert_rounded(got, rotation.true_norm_and_rope(x, weight, **settings), slack=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2"])
-def test_norms_are_those_of_transformers(family):
+def test_norms_match_transformers(family):
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    heads, across = keys_of(64), family == "olmo2"
+    heads, across = make_keys(64), family == "olmo2"
     norm = getattr(modeling, f"{family.title()}RMSNorm")(3 * 64 if across else 64, eps=1e-3)
     weight = torch.nn.init.uniform_(norm.weight.detach(), -1, 1)
     flat = heads.transpose(1, 2).flatten(2)  # as projections leave them
@@ -246,14 +248,14 @@ def test_norms_are_those_of_transformers(family):
     torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-5)
 
 
-# -- turning on by exact angles --------------------------------------------------------------------
+# -- re-rotation by exact angles -------------------------------------------------------------------
 
 
-def turns_of(f):
+def pack(f):
     return pack_frequencies(f.inv_freq, f.attention_factor)
 
 
-def exactly(raw, positions, f, interleaved=False):
+def rotate_exactly(raw, positions, f, interleaved=False):
     """Rotate `[B, K, S, D]` in float64."""
     settings = {"interleaved": interleaved, "heads_dim": 1}
     return Rotation(positions, f.inv_freq.float(), f.attention_factor, **settings).true_rope(raw)
@@ -261,39 +263,39 @@ def exactly(raw, positions, f, interleaved=False):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_turning_on_is_exact_at_any_position(geometry, interleaved):
-    raw, trained = keys_of(geometry[0], slots=3), geometry[3]
+def test_rerotation_is_exact_at_any_position(geometry, interleaved):
+    raw, trained = make_keys(geometry[0], slots=3), geometry[3]
     old, new = (frequencies(geometry, "dynamic-yarn", seq_len=n * trained) for n in (1, 3))
-    keys = exactly(raw, FAR, old, interleaved).float()
-    was = keys.clone()
-    between = rerotation_frequencies(turns_of(old), turns_of(new))
+    keys = rotate_exactly(raw, FAR, old, interleaved).float()
+    before = keys.clone()
+    between = rerotation_frequencies(pack(old), pack(new))
     rerotate_([keys], FAR, between, interleaved=interleaved)
-    expected = exactly(raw, FAR, new, interleaved)
+    expected = rotate_exactly(raw, FAR, new, interleaved)
     assert (keys - expected).abs().max() < 4e-6
-    assert keys[..., geometry[1] :].equal(was[..., geometry[1] :])
-    assert (keys - was).abs().max() > 0.1
+    assert keys[..., geometry[1] :].equal(before[..., geometry[1] :])
+    assert (keys - before).abs().max() > 0.1
 
 
-def test_rows_are_turned_on_by_frequencies_of_their_own():
-    geometry, raw = GEOMETRIES[1], keys_of(64)
+def test_rerotation_of_rows_with_separate_frequencies():
+    geometry, raw = GEOMETRIES[1], make_keys(64)
     old, *new = (frequencies(geometry, "dynamic", seq_len=n * 8192.0) for n in (1, 2, 3))
-    between = rerotation_frequencies(turns_of(old), torch.stack([turns_of(f) for f in new]))
+    between = rerotation_frequencies(pack(old), torch.stack([pack(f) for f in new]))
     keys, positions = raw.clone(), torch.arange(7) * 1000
     rerotate_([keys], positions, between)
     for row in range(2):
-        alone = raw[row : row + 1].clone()
-        rerotate_([alone], positions, between[row])
-        assert keys[row].equal(alone[0])
+        single = raw[row : row + 1].clone()
+        rerotate_([single], positions, between[row])
+        assert keys[row].equal(single[0])
     assert not keys[0].equal(keys[1])
 
 
-def test_pieces_and_layers_are_turned_on_alike():
-    geometry, keys = GEOMETRIES[1], keys_of(64, slots=9000, batch=1)
-    old, new = (turns_of(frequencies(geometry, "dynamic", seq_len=n * 8192.0)) for n in (1, 2))
+def test_rerotation_of_pieces_and_layers_is_equal():
+    geometry, keys = GEOMETRIES[1], make_keys(64, slots=9000, batch=1)
+    old, new = (pack(frequencies(geometry, "dynamic", seq_len=n * 8192.0)) for n in (1, 2))
     between, positions = rerotation_frequencies(old, new), torch.arange(9000)
     parts = [k.clone() for k in keys.split(1000, 2)]
-    for part, at in zip(parts, positions.split(1000), strict=True):
-        rerotate_([part], at, between)
+    for part, part_positions in zip(parts, positions.split(1000), strict=True):
+        rerotate_([part], part_positions, between)
     layers = [keys.clone(), keys.clone()]
     rerotate_(layers, positions[None], between)
     for layer in layers:
@@ -301,22 +303,22 @@ def test_pieces_and_layers_are_turned_on_alike():
 
 
 @pytest.mark.parametrize("method", ["dynamic", "dynamic-yarn"])
-def test_sixteen_exact_turns_round_no_more_than_six_exact_rotations(method):
+def test_16_exact_rerotations_err_less_than_six_rotations(method):
     geometry = GEOMETRIES[0]
-    raw, positions = keys_of(128, 256, 1, torch.bfloat16), torch.arange(0, 8192, 32)[None]
+    raw, positions = make_keys(128, 256, 1, torch.bfloat16), torch.arange(0, 8192, 32)[None]
     sets = [frequencies(geometry, method, seq_len=8192 * 2 ** (k / 4)) for k in range(17)]
-    keys = exactly(raw, positions, sets[0]).bfloat16()
+    keys = rotate_exactly(raw, positions, sets[0]).bfloat16()
     for old, new in itertools.pairwise(sets):
-        rerotate_([keys], positions, rerotation_frequencies(turns_of(old), turns_of(new)))
-    truth = exactly(raw, positions, sets[-1])
+        rerotate_([keys], positions, rerotation_frequencies(pack(old), pack(new)))
+    truth = rotate_exactly(raw, positions, sets[-1])
     assert rms(keys - truth) < 6 * rms(truth.bfloat16() - truth)
-    # Where nothing but the factor changes, there are few different numbers to take a mean of.
-    along = ((keys * truth).sum() / (truth * truth).sum()).item()
-    assert along == pytest.approx(1, abs=1e-3)
+    # Pairs that only change their factor take few different values, so the mean varies more.
+    projection = ((keys * truth).sum() / (truth * truth).sum()).item()
+    assert projection == pytest.approx(1, abs=1e-3)
 
 
-def test_exact_turns_between_the_same_leave_the_bits():
-    keys = keys_of(64, dtype=torch.bfloat16)
-    was, turns = keys.clone(), turns_of(frequencies(GEOMETRIES[1]))
-    rerotate_([keys], torch.arange(7), rerotation_frequencies(turns, turns))
-    assert keys.equal(was)
+def test_exact_rerotation_to_equal_frequencies_keeps_the_bits():
+    keys = make_keys(64, dtype=torch.bfloat16)
+    before, packed_freqs = keys.clone(), pack(frequencies(GEOMETRIES[1]))
+    rerotate_([keys], torch.arange(7), rerotation_frequencies(packed_freqs, packed_freqs))
+    assert keys.equal(before)

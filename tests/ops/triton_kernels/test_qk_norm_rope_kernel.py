@@ -1,4 +1,4 @@
-"""Norm and rotation in Triton against complex float64: sizes, forms, positions, memory."""
+"""Test norm and rotation in Triton against complex float64: sizes, forms, positions, memory."""
 
 import pytest
 import torch
@@ -26,33 +26,33 @@ SIZES = [
 
 @layouts
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), SIZES)
-def test_heads_of_any_size_of_which_any_part_rotates(head_dim, rotary_dim, interleaved):
+def test_head_and_rotary_sizes(head_dim, rotary_dim, interleaved):
     rotation = make_rotation(rotary_dim, interleaved=interleaved)
     check(make_inputs(rotation, head_dim=head_dim), rotation)
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (128, 20)])
-def test_heads_of_any_size_are_normed_together(head_dim, rotary_dim):
+def test_sizes_with_norms_across_heads(head_dim, rotary_dim):
     rotation = make_rotation(rotary_dim)
     check(make_inputs(rotation, head_dim=head_dim, across=True), rotation)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (5, 1), (40, 8), (7, 12)], ids=str)
 @pytest.mark.parametrize(
-    ("across", "many"),
+    ("across", "limit"),
     [(False, 0), (False, 10**9), (True, 0)],
     ids=["one program a token", "programs share", "together"],
 )
-def test_any_number_of_heads(monkeypatch, heads, across, many):
-    monkeypatch.setattr(launcher, "_ONE_PROGRAM_TOKENS", many)
+def test_numbers_of_heads(monkeypatch, heads, across, limit):
+    monkeypatch.setattr(launcher, "_ONE_PROGRAM_TOKENS", limit)
     rotation = make_rotation(128, tokens=1)
     check(make_inputs(rotation, *heads, head_dim=128, across=across), rotation)
 
 
 @forms
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_programs_of_the_backward_pass_take_many_tokens(monkeypatch, tokens, offset, across):
-    """Check more tokens than programs, a partial last round, and fewer tokens than programs."""
+def test_backward_programs_handle_several_tokens(monkeypatch, tokens, offset, across):
+    """Use more tokens than programs, a partial last round, and fewer tokens than programs."""
     for name in ("_PROGRAMS", "_PROGRAMS_ALL_HEADS"):
         monkeypatch.setattr(qk_norm_rope, name, 4)
     rotation = make_rotation(48, tokens)
@@ -61,7 +61,7 @@ def test_programs_of_the_backward_pass_take_many_tokens(monkeypatch, tokens, off
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 0), (0, 3)])
-def test_any_number_of_tokens_and_rows(batch, tokens, across):
+def test_numbers_of_tokens_and_rows(batch, tokens, across):
     rotation = make_rotation(32, tokens)
     inputs = make_inputs(rotation, batch=batch, across=across)
     outputs, back = check(inputs, rotation)
@@ -83,7 +83,7 @@ def test_forms_of_the_norm(offset, across, heads_dim, interleaved):
 @forms
 @pytest.mark.parametrize("weight_dtype", [torch.float32, None], ids=["wide weights", "narrow"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_sixteen_bits_are_rounded_once(dtype, weight_dtype, offset, across):
+def test_16_bit_results_are_rounded_once(dtype, weight_dtype, offset, across):
     rotation = make_rotation(48)
     inputs = make_inputs(
         rotation, across=across, offset=offset, dtype=dtype, weight_dtype=weight_dtype or dtype
@@ -103,7 +103,7 @@ def test_queries_and_keys_of_different_dtypes():
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 @pytest.mark.parametrize("size", [1e-3, 1e3, 0])
-def test_eps_matters_where_numbers_are_small(size, eps):
+def test_eps_with_small_and_large_numbers(size, eps):
     rotation = make_rotation(48)
     q, k, *weights = make_inputs(rotation)
     inputs = [(x.detach() * size).requires_grad_() for x in (q, k)]
@@ -148,7 +148,7 @@ ROTATIONS = {
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_positions_and_frequencies_of_any_kind(name):
+def test_kinds_of_positions_and_frequencies(name):
     rotation = make_rotation(48, **ROTATIONS[name])
     check(make_inputs(rotation, 2, 1, batch=2), rotation)
 
@@ -168,7 +168,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("name", STRIDED)
-def test_memory_of_any_kind(name, across):
+def test_memory_layouts(name, across):
     interleaved, heads_dim = across, 2 if across else 1
     rotation = make_rotation(48, S, heads_dim=heads_dim, interleaved=interleaved)
     q, k = STRIDED[name](), draw(B, H, S, D, seed=1)
@@ -180,7 +180,7 @@ def test_memory_of_any_kind(name, across):
 
 
 @pytest.mark.parametrize("across", [False, True])
-def test_gradients_of_a_sum_have_no_memory_of_their_own(across):
+def test_expanded_gradients_of_a_sum(across):
     rotation = make_rotation(48)
     inputs = make_inputs(rotation, across=across)
     sum(x.sum() for x in rotation.norm_and_rope(*inputs, eps=EPS)).backward()
@@ -190,8 +190,8 @@ def test_gradients_of_a_sum_have_no_memory_of_their_own(across):
 
 
 @pytest.mark.parametrize("name", ["heads", "tokens"])
-def test_heads_further_apart_than_32_bits_count(name):
-    """Check both passes in 8 GB of memory of which almost nothing is touched."""
+def test_offsets_beyond_32_bits(name):
+    """Run both passes in 8 GB of memory, of which almost nothing is touched."""
     try:
         memory = torch.empty(2**32 + 2**20, dtype=torch.float16, device=DEVICE)
     except RuntimeError:

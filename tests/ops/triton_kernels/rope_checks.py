@@ -1,4 +1,4 @@
-"""Checks of `rope` in Triton, forwards and backwards, against complex numbers in float64."""
+"""Check `rope` in Triton, forward and backward, against complex numbers in float64."""
 
 import torch
 from helpers.exact_rotation import assert_laid_out_as, assert_rounded, draw, draw_heads
@@ -17,21 +17,21 @@ def check(q, k, rotation, grads=None):
         return outputs
     if grads is None:
         grads = [draw(*x.shape, dtype=x.dtype, seed=5 + i) for i, x in enumerate(outputs)]
-    # A view of a leaf has a gradient of its own, laid out as the view is.
+    # A view of a leaf has a separate gradient with the view's layout.
     input_grads = torch.autograd.grad(outputs, [inputs[i] for i in indices], grads)
     for grad, i in zip(input_grads, indices, strict=True):
         assert grad.dtype == inputs[i].dtype
-        assert_rounded(grad, transposed(rotation, inputs[i], grads[i]))
+        assert_rounded(grad, rotate_back(rotation, inputs[i], grads[i]))
     return outputs
 
 
-def transposed(rotation, x, grad):
+def rotate_back(rotation, x, grad):
     """Return the gradient in float64, by PyTorch's own derivative of complex numbers."""
     leaf = x.detach().cpu().double().requires_grad_()
     return torch.autograd.grad(rotation.true_rope(leaf), leaf, grad.cpu().double())[0]
 
 
-def pair(rotation, heads=3, key_heads=2, head_dim=64, grad=True, **settings):
+def draw_pair(rotation, heads=3, key_heads=2, head_dim=64, grad=True, **settings):
     """Return queries and keys for a rotation."""
     return (
         draw_heads(heads, head_dim, rotation, seed=1, grad=grad, **settings),

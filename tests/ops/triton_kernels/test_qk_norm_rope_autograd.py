@@ -1,4 +1,4 @@
-"""Autograd of norm and rotation in Triton: gradients of each input, and saved tensors."""
+"""Test autograd of norm and rotation in Triton: gradients of each input, and saved tensors."""
 
 import pytest
 import torch
@@ -26,12 +26,12 @@ forms = pytest.mark.parametrize(
 )
 
 
-# -- what is wanted --------------------------------------------------------------------------------
+# -- gradients of each input -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("needs_grad", ["0111", "1011", "1100", "0011", "1000", "0001", "0000"])
-def test_gradients_of_some_of_them(needs_grad):
-    """Check subsets, among them frozen weights and weights trained alone."""
+def test_gradients_of_subsets_of_inputs(needs_grad):
+    """Include frozen weights, and weights as the only trained inputs."""
     rotation = make_rotation(48)
     inputs = [
         x.requires_grad_(w == "1") for x, w in zip(make_inputs(rotation), needs_grad, strict=True)
@@ -41,7 +41,7 @@ def test_gradients_of_some_of_them(needs_grad):
 
 
 @pytest.mark.parametrize("save", ["input", "output"])
-def test_only_one_of_the_two_is_used(save):
+def test_gradients_if_one_output_is_unused(save):
     rotation = make_rotation(48)
     inputs = make_inputs(rotation)
     outputs = rotation.norm_and_rope(*inputs, eps=EPS, save=save)
@@ -65,7 +65,7 @@ def test_training_after_inference(mode):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("save", ["input", "output"])
-def test_checkpoints(save, reentrant):
+def test_activation_checkpointing(save, reentrant):
     rotation = make_rotation(48)
 
     def run(through):
@@ -73,34 +73,34 @@ def test_checkpoints(save, reentrant):
         through(lambda *x: rotation.norm_and_rope(*x, eps=EPS, save=save), inputs).backward()
         return [x.grad for x in inputs]
 
-    def attended(f, inputs):
+    def loss(f, inputs):
         return sum(x.square().sum() for x in f(*inputs))
 
-    got = run(lambda f, inputs: checkpoint(attended, f, inputs, use_reentrant=False))
+    got = run(lambda f, inputs: checkpoint(loss, f, inputs, use_reentrant=False))
     if reentrant:
         got = run(
             lambda f, inputs: sum(
                 x.square().sum() for x in checkpoint(f, *inputs, use_reentrant=True)
             )
         )
-    for one, other in zip(got, run(attended), strict=True):
+    for one, other in zip(got, run(loss), strict=True):
         assert one.equal(other)
 
 
 @pytest.mark.parametrize("across", [False, True])
-def test_gradients_are_the_same_bits_each_time(monkeypatch, across):
+def test_gradients_are_bitwise_deterministic(monkeypatch, across):
     monkeypatch.setattr(qk_norm_rope, "_PROGRAMS", 4)
     monkeypatch.setattr(qk_norm_rope, "_PROGRAMS_ALL_HEADS", 4)
     rotation = make_rotation(48)
     inputs = make_inputs(rotation, across=across)
-    once, again = (check(inputs, rotation)[1] for _ in range(2))
-    for one, other in zip(once, again, strict=True):
+    first, second = (check(inputs, rotation)[1] for _ in range(2))
+    for one, other in zip(first, second, strict=True):
         assert one.equal(other)
 
 
 @pytest.mark.parametrize("save", ["input", "output"])
 @pytest.mark.parametrize("changed", ["x", "weight", "positions", "packed_freqs", "sections"])
-def test_what_changed_before_the_backward_pass_is_an_error(changed, save):
+def test_inputs_changed_before_backward_are_an_error(changed, save):
     rotation = make_rotation(48, 1)
     q, k, *weights = make_inputs(rotation)
     inputs = {
@@ -112,7 +112,7 @@ def test_what_changed_before_the_backward_pass_is_an_error(changed, save):
     outputs = ops.qk_norm_rope(
         x, k, weight, weights[1], **inputs, eps=EPS, save=save, kernels="triton"
     )
-    # Where the output is kept, what goes in may change, and what comes out may not.
+    # If the output is saved, the input may change, but the output may not.
     if changed == "x" and save == "output":
         x.add_(1)
         torch.autograd.grad(outputs[0].sum(), q, retain_graph=True)
@@ -125,7 +125,7 @@ def test_what_changed_before_the_backward_pass_is_an_error(changed, save):
 
 
 @pytest.mark.parametrize("save", ["input", "output"])
-def test_derivatives_of_the_second_order_are_an_error(save):
+def test_second_derivatives_are_an_error(save):
     rotation = make_rotation(48, tokens=1)
     inputs = make_inputs(rotation)
     outputs = rotation.norm_and_rope(*inputs, eps=EPS, save=save)
@@ -134,12 +134,12 @@ def test_derivatives_of_the_second_order_are_an_error(save):
         back.sum().backward()
 
 
-# -- what is kept ----------------------------------------------------------------------------------
+# -- saved tensors ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("save", ["input", "output"])
-def test_next_to_nothing_is_kept_beside_the_output(save, across):
+def test_little_is_saved_beside_the_output(save, across):
     rotation = make_rotation(64)
     inputs = make_inputs(rotation, 4, 2, across=across, dtype=torch.float16)
     saved_tensors = []
@@ -152,8 +152,8 @@ def test_next_to_nothing_is_kept_beside_the_output(save, across):
         x for x in saved_tensors if x.data_ptr() not in known_pointers and x.dtype != torch.int64
     ]
     rstd = (2 * 4) * (2 if across else 4 + 2)  # tokens, bytes of float32, heads
-    through = sum(x.nbytes for x in inputs[:2]) if save == "input" else 0
-    assert sum(x.nbytes for x in added) == rstd + through
+    input_bytes = sum(x.nbytes for x in inputs[:2]) if save == "input" else 0
+    assert sum(x.nbytes for x in added) == rstd + input_bytes
     assert {x.data_ptr() for x in inputs[:2]} <= {
         x.data_ptr() for x in saved_tensors
     } or save == "output"
@@ -161,8 +161,8 @@ def test_next_to_nothing_is_kept_beside_the_output(save, across):
 
 @forms
 @layouts
-def test_gradients_by_the_output_are_close_where_weights_are_alike(interleaved, offset, across):
-    """Check weights within 1 +- 0.1, as after training: the error is that of rounding x."""
+def test_gradients_from_the_output_are_close_for_even_weights(interleaved, offset, across):
+    """With weights in 1 +- 0.2, as after training, the error is that of rounding x."""
     dtype = torch.bfloat16 if interleaved else torch.float16
     rotation = make_rotation(48, interleaved=interleaved, factor=1.2)
     inputs = make_inputs(rotation, across=across, offset=offset, dtype=dtype)
@@ -170,7 +170,7 @@ def test_gradients_by_the_output_are_close_where_weights_are_alike(interleaved, 
         for weight in inputs[2:]:
             weight.copy_(1 - offset + 0.1 * draw(*weight.shape).clamp(-2, 2))
     outputs = rotation.norm_and_rope(*inputs, eps=EPS, offset=offset, save="output")
-    assert all(x.grad_fn.settings[-1] for x in outputs)  # by the output indeed
+    assert all(x.grad_fn.settings[-1] for x in outputs)  # recomputed from the output
     grads = [draw(*x.shape, dtype=dtype, seed=6) for x in outputs]
     _, truth = float64_results(inputs, rotation, grads, offset=offset)
     for got, expected in zip(torch.autograd.grad(outputs, inputs, grads), truth, strict=True):
@@ -178,24 +178,24 @@ def test_gradients_by_the_output_are_close_where_weights_are_alike(interleaved, 
 
 
 @forms
-def test_gradients_by_the_output_are_right_in_float32(offset, across):
-    """Check in float32, where errors in parts, padding and signs are visible."""
+def test_gradients_from_the_output_are_right_in_float32(offset, across):
+    """Use float32, where errors in parts, padding and signs are visible."""
     rotation = make_rotation(40, interleaved=across, factor=0.7)
     inputs = make_inputs(rotation, 5, 1, 80, across=across, offset=offset)
     outputs, _ = check(inputs, rotation, offset=offset, save="output", slack=2e-5)
     assert outputs[0].grad_fn.settings[-1] is True
 
 
-def spread_far(inputs):
-    """Return the inputs with lognormal weights."""
+def set_uneven_weights(inputs):
+    """Set lognormal weights, and return the inputs."""
     with torch.no_grad():
         for seed, weight in enumerate(inputs[2:]):
             weight.copy_((2 * draw(*weight.shape, seed=seed)).exp())
     return inputs
 
 
-def by_output(rotation, inputs, recompute_input):
-    """Return the relative errors of gradients, whether or not the weights allow the output."""
+def gradient_errors(rotation, inputs, recompute_input):
+    """Return the gradients' relative errors, recomputing from the output or not."""
     packed_freqs, positions = rotation.packed_freqs, rotation.positions.to(DEVICE)
     rest = (positions, packed_freqs, None, EPS, 0.0, rotation.interleaved, 2, recompute_input)
     outputs = qk_norm_rope.QKNormRopeFunction.apply(*inputs, *rest)
@@ -205,12 +205,12 @@ def by_output(rotation, inputs, recompute_input):
     return [relative_error(x, expected) for x, expected in zip(got, truth, strict=True)]
 
 
-def test_gradients_by_the_output_would_be_wrong_where_weights_are_spread():
-    """Check that the input is saved instead: weight gradients would lose a digit."""
+def test_uneven_weights_save_the_input():
+    """With uneven weights, weight gradients from the output would lose a digit."""
     rotation = make_rotation(64)
-    inputs = spread_far(make_inputs(rotation, dtype=torch.bfloat16))
-    assert max(by_output(rotation, inputs, False)[2:]) < 1e-5
-    assert max(by_output(rotation, inputs, True)[2:]) > 5e-3
+    inputs = set_uneven_weights(make_inputs(rotation, dtype=torch.bfloat16))
+    assert max(gradient_errors(rotation, inputs, False)[2:]) < 1e-5
+    assert max(gradient_errors(rotation, inputs, True)[2:]) > 5e-3
     outputs = rotation.norm_and_rope(*inputs, eps=EPS, save="output")
     assert outputs[0].grad_fn.settings[-1] is False
     check(inputs, rotation, save="output")
@@ -218,7 +218,7 @@ def test_gradients_by_the_output_would_be_wrong_where_weights_are_spread():
 
 @forms
 @pytest.mark.parametrize("place", [0, 50], ids=["in a pair", "in none"])
-def test_weights_of_zero_need_the_input(place, offset, across):
+def test_zero_weights_save_the_input(place, offset, across):
     rotation = make_rotation(48)
     inputs = make_inputs(rotation, across=across, offset=offset)
     with torch.no_grad():
@@ -227,21 +227,21 @@ def test_weights_of_zero_need_the_input(place, offset, across):
     assert outputs[0].grad_fn.settings[-1] is False
 
 
-def test_weights_next_to_zero_need_the_input():
-    """Check equal but tiny weights, whose outputs float16 cannot represent."""
+def test_tiny_weights_save_the_input():
+    """Use equal but tiny weights, whose outputs float16 cannot represent."""
     rotation = make_rotation(48)
     inputs = make_inputs(rotation, dtype=torch.float16)
     with torch.no_grad():
         inputs[2].mul_(1e-6)
         inputs[3].mul_(1e-6)
-    assert max(by_output(rotation, inputs, True)[2:]) > 5e-3
+    assert max(gradient_errors(rotation, inputs, True)[2:]) > 5e-3
     check(inputs, rotation, save="output")
 
 
-class TestWhetherWeightsAllowTheOutput:
-    """Tests of `can_recompute_from_output`."""
+class TestCanRecomputeFromOutput:
+    """Test which weights allow recomputing the input from the output."""
 
-    TURNS = ops.pack_frequencies(frequencies(4))
+    PACKED_FREQS = ops.pack_frequencies(frequencies(4))
 
     @pytest.mark.parametrize(
         ("weight", "halves", "neighbours"),
@@ -250,7 +250,7 @@ class TestWhetherWeightsAllowTheOutput:
             ([-1.0, 1.1, 0.9, -1.0, 1.2], True, True),
             ([1.0, 100.0, 1.0, 100.0, 1.0], True, False),
             ([1.0, 1.0, 100.0, 100.0, 1.0], False, True),
-            ([1.0, 1.0, 1.0, 1.0, 1e6], True, True),  # what does not rotate is in no pair
+            ([1.0, 1.0, 1.0, 1.0, 1e6], True, True),  # unrotated dimensions are in no pair
             ([1.0, 1.0, 1.0, 1.0, 0.0], False, False),
             ([1.0, 0.0, 1.0, 0.0, 1.0], False, False),
             ([1.0, 63.0, 63.0, 1.0, 1.0], True, True),
@@ -259,19 +259,26 @@ class TestWhetherWeightsAllowTheOutput:
             ([1.0, float("inf"), 1.0, float("inf"), 1.0], False, False),
         ],
     )
-    def test_by_the_ratios_of_pairs(self, weight, halves, neighbours):
+    def test_ratio_within_pairs_decides(self, weight, halves, neighbours):
         good, weight = torch.ones(5), torch.tensor(weight)
         for interleaved, expected in ((False, halves), (True, neighbours)):
             settings = {"interleaved": interleaved}
-            assert can_recompute_from_output(weight, good, self.TURNS, **settings) is expected
-            assert can_recompute_from_output(good, weight, self.TURNS, **settings) is expected
+            assert (
+                can_recompute_from_output(weight, good, self.PACKED_FREQS, **settings) is expected
+            )
+            assert (
+                can_recompute_from_output(good, weight, self.PACKED_FREQS, **settings) is expected
+            )
             both = torch.stack([good, weight])
-            assert can_recompute_from_output(good[None], both, self.TURNS, **settings) is expected
+            assert (
+                can_recompute_from_output(good[None], both, self.PACKED_FREQS, **settings)
+                is expected
+            )
 
-    def test_with_the_offset(self):
+    def test_offset_is_added(self):
         weight = torch.zeros(5)
-        assert can_recompute_from_output(weight, weight, self.TURNS, offset=1.0)
-        assert not can_recompute_from_output(weight - 1, weight, self.TURNS, offset=1.0)
+        assert can_recompute_from_output(weight, weight, self.PACKED_FREQS, offset=1.0)
+        assert not can_recompute_from_output(weight - 1, weight, self.PACKED_FREQS, offset=1.0)
 
-    def test_where_nothing_rotates(self):
-        assert can_recompute_from_output(torch.ones(5), torch.ones(5), self.TURNS[-1:])
+    def test_no_pairs_are_allowed(self):
+        assert can_recompute_from_output(torch.ones(5), torch.ones(5), self.PACKED_FREQS[-1:])

@@ -1,4 +1,4 @@
-"""Rotation in Triton against complex numbers in float64: sizes, positions, frequencies, memory."""
+"""Test rotation in Triton against complex float64: sizes, positions, frequencies, memory."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from helpers.exact_rotation import (
     frequencies,
     make_rotation,
 )
-from rope_checks import check, pair, transposed
+from rope_checks import check, draw_pair, rotate_back
 
 pytest.importorskip("triton")
 
@@ -31,9 +31,9 @@ SIZES = [
 
 @layouts
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), SIZES)
-def test_heads_of_any_size_of_which_any_part_rotates(head_dim, rotary_dim, interleaved):
+def test_head_and_rotary_sizes(head_dim, rotary_dim, interleaved):
     rotation = make_rotation(rotary_dim, tokens=2, interleaved=interleaved)
-    q, k = pair(rotation, head_dim=head_dim, batch=1)
+    q, k = draw_pair(rotation, head_dim=head_dim, batch=1)
     outputs = check(q, k, rotation)
     for got, x in zip(outputs, (q, k), strict=True):
         assert got[..., rotary_dim:].equal(x[..., rotary_dim:])
@@ -43,32 +43,32 @@ def test_heads_of_any_size_of_which_any_part_rotates(head_dim, rotary_dim, inter
 @heads_dims
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (128, 20)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_sixteen_bits_are_rounded_once(dtype, head_dim, rotary_dim, heads_dim, interleaved):
+def test_16_bit_results_are_rounded_once(dtype, head_dim, rotary_dim, heads_dim, interleaved):
     rotation = make_rotation(rotary_dim, 2, heads_dim=heads_dim, interleaved=interleaved)
-    check(*pair(rotation, head_dim=head_dim, dtype=dtype, batch=1), rotation)
+    check(*draw_pair(rotation, head_dim=head_dim, dtype=dtype, batch=1), rotation)
 
 
 @pytest.mark.parametrize("spread", [True, False], ids=["programs share", "one program a token"])
 @pytest.mark.parametrize(
     ("heads", "key_heads"), [(1, 1), (5, 1), (9, 3), (40, 8), (48, 4), (56, 8), (2, 17)]
 )
-def test_any_number_of_heads(monkeypatch, heads, key_heads, spread):
-    """Check one program for all heads of a token, as with many tokens, and several."""
+def test_numbers_of_heads(monkeypatch, heads, key_heads, spread):
+    """Use one program for all heads of a token, as with many tokens, and several programs."""
     monkeypatch.setattr(launcher, "_ONE_PROGRAM_TOKENS", 10**9 if spread else 0)
     rotation = make_rotation(128, tokens=1)
-    check(*pair(rotation, heads, key_heads, 128, batch=1), rotation)
+    check(*draw_pair(rotation, heads, key_heads, 128, batch=1), rotation)
 
 
 @heads_dims
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (3, 1), (1, 7), (2, 0), (0, 3), (0, 0)])
-def test_any_number_of_tokens_and_rows(batch, tokens, heads_dim):
+def test_numbers_of_tokens_and_rows(batch, tokens, heads_dim):
     rotation = make_rotation(32, tokens, heads_dim=heads_dim)
-    check(*pair(rotation, batch=batch), rotation)
+    check(*draw_pair(rotation, batch=batch), rotation)
 
 
-def test_nothing_rotates_where_there_are_no_pairs():
+def test_no_pairs_change_nothing():
     rotation = make_rotation(0)
-    inputs = pair(rotation, grad=False)
+    inputs = draw_pair(rotation, grad=False)
     for got, x in zip(rotation.rope(*inputs), inputs, strict=True):
         assert got.equal(x)
 
@@ -87,20 +87,20 @@ DTYPES = [torch.int32, torch.int64]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", POSITIONS)
-def test_positions_of_any_kind(name, dtype):
+def test_kinds_of_positions(name, dtype):
     positions = torch.tensor(POSITIONS[name], dtype=torch.int64)
-    if name != "billions":  # which do not fit
+    if name != "billions":  # these need int64
         positions = positions.to(dtype)
     heads_dim = 1 if dtype == torch.int32 else 2
     rotation = make_rotation(64, positions=positions, heads_dim=heads_dim)
-    check(*pair(rotation, 2, 1), rotation)
+    check(*draw_pair(rotation, 2, 1), rotation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape", ["[S]", "[1, S]", "[B, S]", "expanded", "every other", "transposed"]
 )
-def test_positions_of_any_shape(shape, dtype):
+def test_shapes_of_positions(shape, dtype):
     numbers = torch.arange(20, dtype=dtype, device=DEVICE)
     positions = {
         "[S]": numbers[:3],
@@ -111,7 +111,7 @@ def test_positions_of_any_shape(shape, dtype):
         "transposed": numbers[:6].view(3, 2).t(),
     }[shape]
     rotation = make_rotation(64, positions=positions)
-    check(*pair(rotation), rotation)
+    check(*draw_pair(rotation), rotation)
 
 
 SECTIONS = {
@@ -124,7 +124,7 @@ SECTIONS = {
 @layouts
 @heads_dims
 @pytest.mark.parametrize("name", SECTIONS)
-def test_sections_turn_by_their_own_axis(name, heads_dim, interleaved):
+def test_sections_rotate_by_their_axis(name, heads_dim, interleaved):
     rows = 1 if heads_dim == 1 else 2
     rotation = make_rotation(
         64,
@@ -133,39 +133,39 @@ def test_sections_turn_by_their_own_axis(name, heads_dim, interleaved):
         heads_dim=heads_dim,
         interleaved=interleaved,
     )
-    check(*pair(rotation), rotation)
+    check(*draw_pair(rotation), rotation)
 
 
 @pytest.mark.parametrize("dims", [(2, 1, 0), (0, 2, 1), (1, 2, 0)])
-def test_positions_on_axes_of_any_strides(dims):
+def test_strided_positions_with_axes(dims):
     shape = [(3, 2, 4)[i] for i in dims]
     positions = torch.arange(24, device=DEVICE).view(shape)
     positions = positions.permute([dims.index(i) for i in range(3)])
     assert positions.shape == (3, 2, 4)
     rotation = make_rotation(64, positions=positions, sections=SECTIONS["in turn"])
-    check(*pair(rotation), rotation)
+    check(*draw_pair(rotation), rotation)
 
 
 # -- frequencies -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factor", [1.3465736, 0.5, -1.0])
-def test_attention_factors_scale_what_rotates(factor):
+def test_attention_factor_scales_rotated_dimensions(factor):
     rotation = make_rotation(32, factor=factor)
-    check(*pair(rotation), rotation)
+    check(*draw_pair(rotation), rotation)
 
 
 @heads_dims
-def test_rows_have_frequencies_and_factors_of_their_own(heads_dim):
+def test_rows_with_separate_frequencies_and_factors(heads_dim):
     inv_freq = torch.stack([frequencies(64, 1e4), frequencies(64, 5e5)])
     rotation = make_rotation(
         64, inv_freq=inv_freq, factor=torch.tensor([1.0, 1.5]), heads_dim=heads_dim
     )
-    check(*pair(rotation), rotation)
+    check(*draw_pair(rotation), rotation)
 
 
 @pytest.mark.parametrize("shape", ["one row", "expanded", "of a larger tensor"])
-def test_frequencies_in_memory_of_their_own(shape):
+def test_memory_layouts_of_frequencies(shape):
     packed_freqs = ops.pack_frequencies(frequencies(64)).to(DEVICE)
     packed_freqs = {
         "one row": packed_freqs[None],
@@ -173,7 +173,7 @@ def test_frequencies_in_memory_of_their_own(shape):
         "of a larger tensor": torch.stack([packed_freqs, -packed_freqs]).repeat(2, 1)[::2],
     }[shape]
     rotation = make_rotation(64)
-    for x in pair(rotation, grad=False):
+    for x in draw_pair(rotation, grad=False):
         outputs, _ = ops.rope(
             x, None, rotation.positions.to(DEVICE), packed_freqs, kernels="triton"
         )
@@ -181,14 +181,14 @@ def test_frequencies_in_memory_of_their_own(shape):
 
 
 @layouts
-def test_frequencies_of_zero_leave_the_bits(interleaved):
-    """Check Gemma 4's proportional rotation: all dimensions are in pairs, most do not rotate."""
+def test_zero_frequencies_keep_the_bits(interleaved):
+    """As in Gemma 4, all dimensions are in pairs, but most do not rotate."""
     inv_freq = torch.cat([frequencies(16), torch.zeros(24)])
     rotation = make_rotation(0, inv_freq=inv_freq, interleaved=interleaved)
-    q, k = pair(rotation, head_dim=64, dtype=torch.float16)
-    still = list(range(16, 64)) if interleaved else [*range(8, 32), *range(40, 64)]
+    q, k = draw_pair(rotation, head_dim=64, dtype=torch.float16)
+    unrotated = list(range(16, 64)) if interleaved else [*range(8, 32), *range(40, 64)]
     for got, x in zip(check(q, k, rotation), (q, k), strict=True):
-        assert got[..., still].equal(x[..., still])
+        assert got[..., unrotated].equal(x[..., unrotated])
         assert not got.equal(x)
 
 
@@ -232,34 +232,34 @@ STRIDED = [
 @layouts
 @heads_dims
 @pytest.mark.parametrize("name", STRIDED)
-def test_memory_of_any_kind(name, heads_dim, interleaved):
+def test_memory_layouts(name, heads_dim, interleaved):
     rotation = make_rotation(48, S, heads_dim=heads_dim, interleaved=interleaved)
     q, k = strided(name, seed=1), strided("contiguous", seed=2)
     q, k = (x if heads_dim == 1 else x.transpose(1, 2) for x in (q, k))
     q, k = (k, q) if interleaved else (q, k)
-    # The gradient of the one is in such memory as the other.
+    # Each gradient has the memory layout of the other input.
     check(q.detach().requires_grad_(), k.detach().requires_grad_(), rotation, grads=(k, q))
 
 
-def test_gradients_of_a_sum_have_no_memory_of_their_own():
+def test_expanded_gradients_of_a_sum():
     rotation = make_rotation(64)
-    q, k = pair(rotation)
+    q, k = draw_pair(rotation)
     rotated_q, rotated_k = rotation.rope(q, k)
     (rotated_q.sum() + rotated_k.sum(dim=(1, 3)).square().sum()).backward()
     ones = torch.ones(()).expand(q.shape)
-    assert_rounded(q.grad, transposed(rotation, q, ones))
-    along = 2 * rotation.true_rope(k.detach()).sum(dim=(1, 3), keepdim=True)
-    assert_rounded(k.grad, transposed(rotation, k, along.expand(k.shape)))
+    assert_rounded(q.grad, rotate_back(rotation, q, ones))
+    k_grad = 2 * rotation.true_rope(k.detach()).sum(dim=(1, 3), keepdim=True)
+    assert_rounded(k.grad, rotate_back(rotation, k, k_grad.expand(k.shape)))
 
 
 @pytest.mark.parametrize("name", ["heads", "tokens", "rows"])
-def test_heads_further_apart_than_32_bits_count(name):
-    """Check strides in 8 GB of memory of which almost nothing is touched."""
+def test_offsets_beyond_32_bits(name):
+    """Use strides in 8 GB of memory, of which almost nothing is touched."""
     try:
         memory = torch.empty(2**32 + 2**20, dtype=torch.float16, device=DEVICE)
     except RuntimeError:
         pytest.skip("no room")
-    # In the middle, so that an index that wraps around would still be inside.
+    # Start in the middle, so that an offset that wraps around stays inside the memory.
     dim = ["rows", "tokens", "heads"].index(name)
     sizes, strides = [1, 1, 1, 64], [64, 64, 64, 1]
     sizes[dim], strides[dim] = 5, 2**29

@@ -1,7 +1,7 @@
-"""Cross-compilation of the kernels for GPUs, and counts of their machine instructions.
+"""Cross-compile the kernels for GPUs and count their machine instructions.
 
-Run as a script, as Triton must not be interpreting. Prints JSON: a `Code` for each of `JOBS` on an
-H200, and for an MI300 what Triton has made of each.
+Runs as a script, because Triton must not be interpreting. Prints JSON: a `Code` for each of `JOBS`
+on an H200, and the names of Triton's outputs for each of `OTHER_JOBS` on an MI300.
 """
 
 import json
@@ -33,13 +33,13 @@ class Code:
     """Machine code of a kernel.
 
     Attributes:
-        registers: Of a thread.
-        stack: Bytes of a thread's own memory, which is where registers are spilled to.
-        shared: Bytes of memory shared in a program.
-        instructions: How many of each kind that touches memory, by the name in SASS.
-        accesses: How many of each width in PTX, as "ld v4.b32".
-        constants: What it was compiled for.
-        warps: Of a program.
+        registers: Registers per thread.
+        stack: Bytes per thread of local memory, which holds spilled registers.
+        shared: Bytes of shared memory per program.
+        instructions: Number of memory instructions by SASS name.
+        accesses: Number of accesses by kind and width in PTX, such as "ld v4.b32".
+        constants: Constants that the kernel was compiled for.
+        warps: Warps per program.
     """
 
     registers: int = 0
@@ -62,7 +62,7 @@ class LaunchRecorder:
 
 
 def compile_launch(recorder, target):
-    """Compile the kernel, specialised as Triton does for the recorded launch, all aligned."""
+    """Compile the kernel as Triton would for the recorded launch, with aligned tensors."""
     kernel, spec = recorder.kernel, recorder.spec
     signature, constants, attributes = {}, {}, {}
     args = (*recorder.tensors, *spec.scalars, *spec.constexprs.values())
@@ -103,10 +103,10 @@ def count_instructions(compiled, spec):
     widths = re.findall(
         r"\b(ld|st)\.global(?:\.[a-z]\w*(?:::\w+)*)*?((?:\.v\d)?\.[bfsu]\d+)\b", compiled.asm["ptx"]
     )
-    used = {name: int(x) for name, x in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    usage_counts = {name: int(x) for name, x in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return Code(
-        used["REG"],
-        used["STACK"] + used["LOCAL"],
+        usage_counts["REG"],
+        usage_counts["STACK"] + usage_counts["LOCAL"],
         compiled.metadata.shared,
         dict(Counter(names)),
         dict(Counter(f"{kind} {width[1:]}" for kind, width in widths)),
@@ -116,7 +116,7 @@ def count_instructions(compiled, spec):
 
 
 def heads(count, head_dim, dtype=torch.bfloat16):
-    """Return heads of 8k tokens, laid out as projections do."""
+    """Return heads of 8k tokens in the memory layout of projections."""
     return torch.empty(1, 8192, count, head_dim, dtype=dtype, device="meta").transpose(1, 2)
 
 
@@ -167,7 +167,7 @@ JOBS = {
         for kernel in KERNELS
         for head_dim in (64, 128, 256)
         for interleaved in (False, True)
-        if kernel != "rope backwards" or head_dim == 128  # one sign of the forward pass is another
+        if kernel != "rope backwards" or head_dim == 128  # differs from the forward pass by a sign
     },
     "norm, together": {"kernel": "norm", "head_dim": 128, "across": True},
     "norm backwards, together": {"kernel": "norm backwards", "head_dim": 128, "across": True},

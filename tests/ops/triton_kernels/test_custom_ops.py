@@ -1,4 +1,4 @@
-"""Custom ops of the kernels: opcheck, torch.compile and torch.export."""
+"""Test the kernels' custom ops: opcheck, torch.compile and torch.export."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ pytest.importorskip("triton")
 from rope_patch import ops
 from rope_patch.ops.dispatch import triton_unavailable_reason
 
-assert triton_unavailable_reason() is None  # which registers the operators
+assert triton_unavailable_reason() is None  # registers the operators
 rope_op, norm_op, norm_back_op = (
     getattr(torch.ops.rope_patch, name).default
     for name in ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 )
 
 D, EPS = 16, 1e-6
-TURNS = ops.pack_frequencies(frequencies(12)).to(DEVICE)
+PACKED_FREQS = ops.pack_frequencies(frequencies(12)).to(DEVICE)
 
 
 def heads(count, batch=1, tokens=2, seed=0, grad=False, dtype=torch.float32):
@@ -43,10 +43,10 @@ SECTIONS = torch.arange(6, device=DEVICE) % 3
 def rope_inputs(grad=False):
     q, k = heads(3, grad=grad), heads(1, seed=1, grad=grad)
     return {
-        "both": (q, k, positions(), TURNS, None, False, 1, False),
-        "queries alone": (q, None, positions(), TURNS, None, True, 1, False),
-        "backwards": (q.half(), k, positions()[0], TURNS[None], None, False, 1, True),
-        "axes": (q, k, AXES, TURNS, SECTIONS, False, 1, False),
+        "both": (q, k, positions(), PACKED_FREQS, None, False, 1, False),
+        "queries alone": (q, None, positions(), PACKED_FREQS, None, True, 1, False),
+        "backwards": (q.half(), k, positions()[0], PACKED_FREQS[None], None, False, 1, True),
+        "axes": (q, k, AXES, PACKED_FREQS, SECTIONS, False, 1, False),
     }
 
 
@@ -54,9 +54,9 @@ def norm_inputs(grad=False):
     q, k = heads(3, grad=grad), heads(1, seed=1, grad=grad)
     rest = (EPS, 0.0, False, 1)
     return {
-        "each": (q, k, *weights(grad=grad), positions(), TURNS, None, *rest),
-        "together": (q, k, *weights(3, 1, grad=grad), positions(), TURNS, None, *rest),
-        "axes": (q.half(), k, *weights(grad=grad), AXES, TURNS, SECTIONS, EPS, 1.0, True, 1),
+        "each": (q, k, *weights(grad=grad), positions(), PACKED_FREQS, None, *rest),
+        "together": (q, k, *weights(3, 1, grad=grad), positions(), PACKED_FREQS, None, *rest),
+        "axes": (q.half(), k, *weights(grad=grad), AXES, PACKED_FREQS, SECTIONS, EPS, 1.0, True, 1),
     }
 
 
@@ -77,7 +77,7 @@ def norm_back_inputs():
     return {**inputs_by_name, "of a sum": (q, k, *rest[:4], *ones, *rest[6:])}
 
 
-# -- as operators ----------------------------------------------------------------------------------
+# -- operators -------------------------------------------------------------------------------------
 
 OPERATORS = [
     *((rope_op, rope_inputs, name) for name in rope_inputs()),
@@ -90,17 +90,17 @@ operators = pytest.mark.parametrize(
 
 
 @operators
-def test_pytorch_finds_the_operators_in_order(op, inputs, name):
-    arguments = inputs() if op is norm_back_op else inputs(grad=True)  # that one has no derivative
+def test_operators_pass_opcheck(op, inputs, name):
+    arguments = inputs() if op is norm_back_op else inputs(grad=True)  # it has no derivative
     torch.library.opcheck(op, arguments[name])
 
 
 @operators
 @pytest.mark.parametrize("kind", ["fake", "meta"])
-def test_results_without_data_are_laid_out_as_real_ones(op, inputs, name, kind):
+def test_fake_and_meta_results_have_the_layout_of_real_ones(op, inputs, name, kind):
     arguments = inputs()[name]
     mode = FakeTensorMode()
-    without = [
+    dataless = [
         x
         if not isinstance(x, torch.Tensor)
         else mode.from_tensor(x)
@@ -108,7 +108,7 @@ def test_results_without_data_are_laid_out_as_real_ones(op, inputs, name, kind):
         else x.to("meta")
         for x in arguments
     ]
-    for got, expected in zip(op(*without), op(*arguments), strict=True):
+    for got, expected in zip(op(*dataless), op(*arguments), strict=True):
         assert_laid_out_as(got, got)
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
         assert got.stride() == expected.stride()
@@ -126,22 +126,22 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("name", MEMORY)
-def test_memory_of_any_kind_has_results_of_the_same_kind(name):
+def test_results_have_the_memory_layout_of_inputs(name):
     """Check real and fake kernels."""
     x, mode = MEMORY[name](), FakeTensorMode()
-    rest = (positions(2, x.shape[2]), TURNS, None)
+    rest = (positions(2, x.shape[2]), PACKED_FREQS, None)
     arguments = [(x, x, *rest, False, 1, False), (x, x, *weights(), *rest, EPS, 0.0, False, 1)]
     for op, args in zip((rope_op, norm_op), arguments, strict=True):
         real = op(*args)
         fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
-        for one, other in zip(real[:2], fake[:2], strict=True):
-            assert_laid_out_as(one, x)
-            assert one.stride() == other.stride()
+        for real_output, fake_output in zip(real[:2], fake[:2], strict=True):
+            assert_laid_out_as(real_output, x)
+            assert real_output.stride() == fake_output.stride()
 
 
-def test_operators_give_what_functions_give():
+def test_operators_match_the_functions():
     q, k, w = heads(3, grad=True), heads(1, grad=True), weights(grad=True)
-    rest, settings = (positions(), TURNS), {"heads_dim": 1, "kernels": "triton"}
+    rest, settings = (positions(), PACKED_FREQS), {"heads_dim": 1, "kernels": "triton"}
     pairs = [
         (
             rope_op(q, k, *rest, None, False, 1, False),
@@ -154,64 +154,64 @@ def test_operators_give_what_functions_give():
             (q, k, *w),
         ),
     ]
-    for by_op, by_function, leaves in pairs:
-        grads = [draw(*x.shape, seed=3) for x in by_function]
+    for op_outputs, function_outputs, leaves in pairs:
+        grads = [draw(*x.shape, seed=3) for x in function_outputs]
         results = [
             [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
-            for outputs in (by_op, by_function)
+            for outputs in (op_outputs, function_outputs)
         ]
-        for one, other in zip(*results, strict=True):
-            assert one.equal(other)
+        for by_op, by_function in zip(*results, strict=True):
+            assert by_op.equal(by_function)
 
 
-@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("kind", ["rope", "qk_norm_rope"])
-def test_only_one_of_the_two_is_used(kind, used):
+def test_gradients_if_one_output_is_unused(kind, index):
     q, k = arguments = heads(3, grad=True), heads(1, grad=True)
-    rest, w = (positions(), TURNS, None), weights()
+    rest, w = (positions(), PACKED_FREQS, None), weights()
     if kind == "rope":
         outputs = rope_op(q, k, *rest, False, 1, False)
     else:
         outputs = norm_op(q, k, *w, *rest, EPS, 0.0, False, 1)
-    got = torch.autograd.grad(outputs[used].sum(), arguments, allow_unused=True)
+    got = torch.autograd.grad(outputs[index].sum(), arguments, allow_unused=True)
     settings = {"heads_dim": 1, "kernels": "triton"}
     if kind == "rope":
         outputs = ops.rope(q, k, *rest[:2], **settings)
     else:
         outputs = ops.qk_norm_rope(q, k, *w, *rest[:2], eps=EPS, **settings)
-    assert got[used].equal(torch.autograd.grad(outputs[used].sum(), arguments[used])[0])
-    assert got[1 - used] is None or not got[1 - used].any()
+    assert got[index].equal(torch.autograd.grad(outputs[index].sum(), arguments[index])[0])
+    assert got[1 - index] is None or not got[1 - index].any()
 
 
-def test_derivatives_of_the_second_order_of_operators():
+def test_second_derivatives_of_operators():
     q, grad = heads(3, grad=True), heads(3, seed=2, grad=True)
-    outputs = rope_op(q, None, positions(), TURNS, None, False, 1, False)
+    outputs = rope_op(q, None, positions(), PACKED_FREQS, None, False, 1, False)
     (back,) = torch.autograd.grad(outputs, q, grad, create_graph=True)
-    (twice,) = torch.autograd.grad(back.square().sum(), grad)
-    torch.testing.assert_close(twice, 2 * grad.detach(), rtol=0, atol=1e-5)
+    (second,) = torch.autograd.grad(back.square().sum(), grad)
+    torch.testing.assert_close(second, 2 * grad.detach(), rtol=0, atol=1e-5)
 
-    outputs = norm_op(q, q, *weights(), positions(), TURNS, None, EPS, 0.0, False, 1)
+    outputs = norm_op(q, q, *weights(), positions(), PACKED_FREQS, None, EPS, 0.0, False, 1)
     (back,) = torch.autograd.grad(outputs[0], q, grad, create_graph=True)
     with pytest.raises(RuntimeError, match="qk_norm_rope_backward"):
         back.sum().backward()
 
 
-# -- compiled --------------------------------------------------------------------------------------
+# -- torch.compile and torch.export ----------------------------------------------------------------
 
 
-def attended(q, k, positions, q_weight, k_weight):
-    """A small layer: both ops, between other operations."""
+def small_layer(q, k, positions, q_weight, k_weight):
+    """Apply both ops between other operations, like a small layer."""
     settings = {"heads_dim": 1, "kernels": "triton"}
     q, k = ops.qk_norm_rope(
-        q * 2, k, q_weight, k_weight, positions, TURNS, eps=EPS, save="output", **settings
+        q * 2, k, q_weight, k_weight, positions, PACKED_FREQS, eps=EPS, save="output", **settings
     )
-    q, k = ops.rope(q, k, positions, TURNS, **settings)
-    alone, none = ops.rope(q + 1, None, positions, TURNS, **settings)
+    q, k = ops.rope(q, k, positions, PACKED_FREQS, **settings)
+    q, none = ops.rope(q + 1, None, positions, PACKED_FREQS, **settings)
     assert none is None
-    return alone, k
+    return q, k
 
 
-def both_ways(f, batch=2, tokens=1):
+def outputs_and_gradients(f, batch=2, tokens=1):
     """Return outputs and gradients of all inputs."""
     leaves = heads(3, batch, tokens, 1, True), heads(1, batch, tokens, 2, True)
     w = weights(grad=True)
@@ -221,12 +221,12 @@ def both_ways(f, batch=2, tokens=1):
 
 
 def assert_same(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for got_tensor, expected_tensor in zip(got, expected, strict=True):
+        torch.testing.assert_close(got_tensor, expected_tensor, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(autouse=True)
-def _forgotten():
+def _reset_compiler():
     torch._dynamo.reset()
 
 
@@ -234,47 +234,47 @@ def _forgotten():
     ("backend", "dynamic"),
     [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)],
 )
-def test_compiled_as_one_graph(backend, dynamic):
-    f = torch.compile(attended, backend=backend, fullgraph=True, dynamic=dynamic)
-    assert_same(both_ways(f), both_ways(attended))
+def test_compiled_layer_is_one_graph(backend, dynamic):
+    f = torch.compile(small_layer, backend=backend, fullgraph=True, dynamic=dynamic)
+    assert_same(outputs_and_gradients(f), outputs_and_gradients(small_layer))
 
 
-def test_other_sizes_are_not_compiled_anew():
-    f = torch.compile(attended, backend="aot_eager", fullgraph=True, dynamic=True)
-    both_ways(f, 2, 4)  # unlike each other and all else, or they would be taken for the same
+def test_other_sizes_do_not_recompile():
+    f = torch.compile(small_layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    outputs_and_gradients(f, 2, 4)  # sizes that differ from all others, else they are merged
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert_same(both_ways(f, 3, 2), both_ways(attended, 3, 2))
+        assert_same(outputs_and_gradients(f, 3, 2), outputs_and_gradients(small_layer, 3, 2))
 
 
-def test_compiled_without_gradients():
-    f = torch.compile(attended, backend="aot_eager", fullgraph=True)
+def test_compiled_layer_in_inference_mode():
+    f = torch.compile(small_layer, backend="aot_eager", fullgraph=True)
     arguments = (heads(3), heads(1, seed=2), positions(), *weights())
     with torch.inference_mode():
-        assert_same(f(*arguments), attended(*arguments))
-    assert_same(both_ways(f), both_ways(attended))
+        assert_same(f(*arguments), small_layer(*arguments))
+    assert_same(outputs_and_gradients(f), outputs_and_gradients(small_layer))
 
 
 def names_in(graph):
     return {str(node.target) for node in graph.nodes if node.op == "call_function"}
 
 
-def test_graphs_hold_the_operators():
-    """Check that graphs hold plain torch without Triton, so that Inductor can fuse it."""
-    seen = []
+def test_graphs_contain_the_operators():
+    """Check also that without Triton graphs contain plain torch, which Inductor can fuse."""
+    names = []
 
     def backend(graph, _):
-        seen.append(names_in(graph.graph))
+        names.append(names_in(graph.graph))
         return graph
 
     arguments = (heads(3), heads(1), positions(), *weights())
-    torch.compile(attended, backend=backend, fullgraph=True)(*arguments)
-    assert {"rope_patch.rope", "rope_patch.qk_norm_rope"} <= seen.pop()
+    torch.compile(small_layer, backend=backend, fullgraph=True)(*arguments)
+    assert {"rope_patch.rope", "rope_patch.qk_norm_rope"} <= names.pop()
 
     def plain(q, k, positions):
-        return ops.rope(q, k, positions, TURNS, heads_dim=1, kernels="reference")
+        return ops.rope(q, k, positions, PACKED_FREQS, heads_dim=1, kernels="reference")
 
     torch.compile(plain, backend=backend, fullgraph=True)(*arguments[:3])
-    assert not any("rope_patch" in name for name in seen.pop())
+    assert not any("rope_patch" in name for name in names.pop())
 
 
 class Layer(torch.nn.Module):
@@ -283,11 +283,11 @@ class Layer(torch.nn.Module):
         self.q_weight, self.k_weight = (torch.nn.Parameter(w) for w in weights())
 
     def forward(self, q, k, positions):
-        return attended(q, k, positions, self.q_weight, self.k_weight)
+        return small_layer(q, k, positions, self.q_weight, self.k_weight)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported(strict):
+def test_exported_layer_matches(strict):
     layer, batch, tokens = Layer(), torch.export.Dim("batch"), torch.export.Dim("tokens")
     sizes = {0: batch, 2: tokens}
     arguments = heads(3, 2, 4), heads(1, 2, 4, seed=2), positions(2, 4)

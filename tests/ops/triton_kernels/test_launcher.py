@@ -1,6 +1,6 @@
-"""Launch arguments, and reuse of launches; Triton itself is mocked.
+"""Test launch arguments and the reuse of launches; Triton is mocked.
 
-Tensors are on the meta device, so they can have any size.
+Tensors are on the meta device, so that they can have any size.
 """
 
 import inspect
@@ -42,8 +42,8 @@ class Compiled:
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """Mock all three kernels; `launched.rope` and so on record launches."""
+def launches(monkeypatch):
+    """Mock all three kernels; `launches.rope` and so on record launches."""
     monkeypatch.setattr(launcher, "INTERPRETED", False)
     recorder = SimpleNamespace()
     for name, module, attribute in (
@@ -103,11 +103,11 @@ kernels = pytest.mark.parametrize("name", KERNELS)
 
 
 @kernels
-def test_arguments_are_those_of_the_kernel_in_its_order(launched, name):
+def test_arguments_match_the_kernel_signature(launches, name):
     function, inputs = KERNELS[name]
     function(**inputs())
-    (call,) = getattr(launched, name).slow
-    names = list(inspect.signature(getattr(launched, name).fn).parameters)
+    (call,) = getattr(launches, name).slow
+    names = list(inspect.signature(getattr(launches, name).fn).parameters)
     args = dict(zip(names, call.args, strict=False))
     assert names[len(call.args) :] == list(call.constants)
     assert [n for n, x in args.items() if isinstance(x, torch.Tensor)] == names[
@@ -124,7 +124,7 @@ def test_arguments_are_those_of_the_kernel_in_its_order(launched, name):
 
 
 @kernels
-def test_heads_may_come_before_tokens(launched, name):
+def test_heads_before_tokens(launches, name):
     function, inputs = KERNELS[name]
     arguments = inputs()
     for x in ("q", "k", "q_grad", "k_grad"):
@@ -132,8 +132,8 @@ def test_heads_may_come_before_tokens(launched, name):
             arguments[x] = arguments[x].transpose(1, 2)
     arguments["heads_dim"] = 1
     function(**arguments)
-    (call,) = getattr(launched, name).slow
-    names = inspect.signature(getattr(launched, name).fn).parameters
+    (call,) = getattr(launches, name).slow
+    names = inspect.signature(getattr(launches, name).fn).parameters
     args = dict(zip(names, call.args, strict=False))
     assert (args["S"], args["H"], args["K"]) == (4, 4, 2)
     assert [args[f"q_{x}"] for x in "bshd"] == [4 * 4 * 64, 4 * 64, 64, 1]
@@ -141,12 +141,12 @@ def test_heads_may_come_before_tokens(launched, name):
 
 
 @kernels
-def test_the_same_is_launched_without_triton_looking_at_it(launched, name):
+def test_equal_launch_is_reused(launches, name):
     function, inputs = KERNELS[name]
     function(**inputs())
     other = inputs()
     function(**other)
-    recorder = getattr(launched, name)
+    recorder = getattr(launches, name)
     (slow,), (fast,) = recorder.slow, recorder.fast
     assert fast.grid == slow.grid
     assert any(x is other["q"] for x in fast.args)
@@ -204,7 +204,7 @@ BACKWARD_CHANGES = {
     ],
     ids=lambda x: x if isinstance(x, str) else x[0],
 )
-def test_anything_else_is_looked_at_by_triton(launched, name, change):
+def test_different_launch_goes_through_triton(launches, name, change):
     function, inputs = KERNELS[name]
     arguments = inputs()
     function(**arguments)
@@ -212,7 +212,7 @@ def test_anything_else_is_looked_at_by_triton(launched, name, change):
     if "q_grad" in changed and change[0] in ("another layout", "more heads"):
         changed["q_grad"], changed["k_grad"] = (torch.empty_like(changed[x]) for x in "qk")
     function(**changed)
-    recorder = getattr(launched, name)
+    recorder = getattr(launches, name)
     assert len(recorder.slow) == 2
     assert not recorder.fast
     function(**changed)
@@ -221,20 +221,20 @@ def test_anything_else_is_looked_at_by_triton(launched, name, change):
 
 
 @pytest.mark.parametrize("name", ["packed_freqs", "sections"])
-def test_what_does_not_fit_is_an_error_after_what_does(launched, name):
-    """Check that invalid tensors do not reuse a launch, which skips validation."""
+def test_invalid_tensors_do_not_reuse_a_launch(launches, name):
+    """Reused launches skip validation, so invalid tensors must not match one."""
     arguments = rope_inputs() | {"positions": integers(3, 2, 4), "sections": integers(32)}
     rope.launch(**arguments)
-    wrong = {
+    invalid = {
         "packed_freqs": (arguments["packed_freqs"].double(), integers(66)[::2]),
         "sections": (integers(16), integers(64)[::2]),
     }
-    for x in wrong[name]:
+    for x in invalid[name]:
         with pytest.raises(ValueError, match=f"{name} (and sections )?must be"):
             rope.launch(**{**arguments, name: x})
 
 
-def test_weights_of_other_memory_are_an_error_after_those_that_fit(launched):
+def test_strided_weights_do_not_reuse_a_launch(launches):
     qk_norm_rope.launch_forward(**forward_inputs())
     for weight in ("q_weight", "k_weight"):
         with pytest.raises(ValueError, match="weights must be contiguous"):
@@ -242,61 +242,61 @@ def test_weights_of_other_memory_are_an_error_after_those_that_fit(launched):
 
 
 @kernels
-def test_memory_that_is_not_aligned_takes_the_long_way_each_time(launched, name):
+def test_unaligned_memory_never_reuses_a_launch(launches, name):
     function, inputs = KERNELS[name]
     arguments = {
         n: torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x
         for n, x in inputs().items()
     }
-    recorder, count = getattr(launched, name), 0
+    recorder, count = getattr(launches, name), 0
     function(**arguments)
-    for which, x in arguments.items():
+    for changed_name, x in arguments.items():
         if not isinstance(x, torch.Tensor):
             continue
-        off = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
-        assert off.data_ptr() % 16
+        unaligned = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+        assert unaligned.data_ptr() % 16
         recorder.slow.clear()
         recorder.fast.clear()
-        for args in (off, off, x):
-            function(**{**arguments, which: args})
-        # The code for positions and turns serves any, and reciprocal norms are of our own making.
-        any_will_do = which in ("positions", "packed_freqs", "q_rstd", "k_rstd")
-        assert (len(recorder.slow), len(recorder.fast)) == ((0, 3) if any_will_do else (2, 1))
-        count += not any_will_do
+        for args in (unaligned, unaligned, x):
+            function(**{**arguments, changed_name: args})
+        # Code for positions and frequencies fits any alignment; we allocate reciprocal norms.
+        fits_any = changed_name in ("positions", "packed_freqs", "q_rstd", "k_rstd")
+        assert (len(recorder.slow), len(recorder.fast)) == ((0, 3) if fits_any else (2, 1))
+        count += not fits_any
     assert count == {"rope": 2, "forward": 4, "backward": 6}[name]
 
 
-def test_a_launch_for_memory_that_is_not_aligned_does_not_serve_what_is(launched):
-    """Check that an unaligned launch is not remembered, because it would stay slow."""
+def test_aligned_memory_does_not_reuse_an_unaligned_launch(launches):
+    """An unaligned launch is not stored, because its code is slow."""
     aligned = rope_inputs()
     q = torch.zeros(aligned["q"].numel() + 1, dtype=DTYPE)
     for start, fast in ((1, 0), (0, 0), (0, 1)):
         rope.launch(**aligned | {"q": q[start:][: len(q) - 1].view(aligned["q"].shape)})
-        assert len(launched.rope.fast) == fast
+        assert len(launches.rope.fast) == fast
 
 
-def test_launches_of_many_sizes_do_not_fill_the_memory(launched):
+def test_stored_launches_are_limited(launches):
     for tokens in range(1030):
         rope.launch(**rope_inputs(tokens=tokens + 1))
     assert len(rope._launcher._launches) == 6
 
 
-def test_nothing_is_launched_for_nothing(launched):
+def test_empty_tensors_launch_nothing(launches):
     for name, (function, inputs) in KERNELS.items():
         function(**inputs(tokens=0))
         function(**inputs(batch=0))
-        assert not getattr(launched, name).slow
+        assert not getattr(launches, name).slow
 
 
 # -- grids -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [2**20, 2**24])
-def test_tokens_are_where_a_grid_has_room_for_them(launched, tokens):
+def test_tokens_are_in_the_first_grid_dimension(launches, tokens):
     """Check grids: a GPU allows 2^31 - 1 programs in the first dimension, 65,535 in the others."""
     for name, (function, inputs) in KERNELS.items():
         function(**inputs(batch=3, tokens=tokens))
-        (call,) = getattr(launched, name).slow
+        (call,) = getattr(launches, name).slow
         if name == "backward":
             assert call.grid == (2048, 2, 1)
         else:
@@ -304,13 +304,13 @@ def test_tokens_are_where_a_grid_has_room_for_them(launched, tokens):
 
 
 @pytest.mark.parametrize(("tokens", "shares"), [(1, 4), (1023, 4), (1024, 1)])
-def test_few_tokens_are_shared_between_programs(launched, tokens, shares):
+def test_few_tokens_are_shared_between_programs(launches, tokens, shares):
     """Check that 64 heads of 64 dimensions are split into 4 tiles of 16 heads."""
     sizes = {"batch": 1, "tokens": tokens, "heads": 64}
     for name in ("rope", "forward"):
         function, inputs = KERNELS[name]
         function(**inputs(**sizes))
-        (call,) = getattr(launched, name).slow
+        (call,) = getattr(launches, name).slow
         assert call.constants["HEADS"] == 16
         assert call.grid == (tokens, shares, 1)
 
@@ -319,7 +319,7 @@ def test_few_tokens_are_shared_between_programs(launched, tokens, shares):
 @pytest.mark.parametrize(
     "sizes", [(64, 64), (80, 80), (80, 32), (128, 128), (128, 20), (256, 64), (512, 512), (2048, 2)]
 )
-def test_tiles_hold_what_there_is_in_powers_of_two(sizes, heads):
+def test_tile_sizes_are_the_next_powers_of_two(sizes, heads):
     head_dim, rotary_dim = sizes
     arguments = launcher.tile_sizes(head_dim, rotary_dim, heads)
     for name in ("PAIRS", "UNROTATED", "HEADS"):

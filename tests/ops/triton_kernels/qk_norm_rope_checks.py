@@ -1,4 +1,4 @@
-"""Checks of `qk_norm_rope` in Triton, forwards and backwards, against complex float64."""
+"""Check `qk_norm_rope` in Triton, forward and backward, against complex float64."""
 
 import torch
 from helpers.exact_rotation import assert_laid_out_as, assert_rounded, draw, draw_heads
