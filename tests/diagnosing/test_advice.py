@@ -1,4 +1,4 @@
-"""What is recommended: few rules, and lines that can be typed."""
+"""Test the advice of a diagnosis: its rules, and that its commands work."""
 
 import json
 import shlex
@@ -22,18 +22,18 @@ EXTENDED = {"max_position_embeddings": TARGET}
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 
-def types(line):
-    """Return a function that runs a recommended line and returns the model's patch."""
+def run_line(line):
+    """Return a function that runs a recommended line on a model and returns the patch."""
 
-    def do(model):
+    def run(model):
         names = {"model": model, "rope_patch": rope_patch}
         exec(line, names)
         return rope_patch.current(names["model"])
 
-    return do
+    return run
 
 
-def parses(line):
+def parse_command(line):
     """Parse a command line without running it; return its context."""
     program, name, *arguments = shlex.split(line)
     assert program == "rope-patch"
@@ -42,7 +42,7 @@ def parses(line):
 
 
 @pytest.mark.parametrize(
-    ("config", "length", "method", "says"),
+    ("config", "length", "method", "text"),
     [
         ({}, None, None, "training went to 64 tokens"),
         ({}, TRAINED // 2, None, "training went to 64 tokens, 32 are within"),
@@ -54,17 +54,17 @@ def parses(line):
         ({"rope_parameters": LLAMA3, **EXTENDED}, 2 * TARGET, "dynamic-yarn", 'start="running"'),
     ],
 )
-def test_rules(config, length, method, says):
+def test_rules(config, length, method, text):
     advice = rope_patch.diagnose(make_config(**config), length=length).advice
     assert advice.method == method
-    assert says in " ".join(reason.text for reason in advice.reasons)
+    assert text in " ".join(reason.text for reason in advice.reasons)
     if method is None:
         return
-    handle = types(advice.python)(make_model(**config))
+    handle = run_line(advice.python)(make_model(**config))
     assert (handle.method.name, handle.length) == (method, length)
-    started = handle.geometries[None].base != ()
-    assert started == ('start="running"' in says)
-    shell = parses(advice.shell)
+    is_extension = handle.geometries[None].base != ()
+    assert is_extension == ('start="running"' in text)
+    shell = parse_command(advice.shell)
     if method == "dynamic-yarn":
         assert ",".join(shell.params["method"]).split(",") == ["none", "yarn", "dynamic-yarn"]
         assert shell.params["length"] == length
@@ -76,17 +76,17 @@ def test_rules(config, length, method, says):
     "name",
     ["gemma3_text", "qwen3", "glm4", "deepseek_v3", "gpt_oss", "phi3", "llama4_text"],
 )
-def test_lines_work_on_other_architectures(name):
+def test_advised_lines_work_on_other_architectures(name):
     model = tiny_model(name)
     full = rope_patch.diagnose(model).length
     advice = rope_patch.diagnose(model, length=2 * full).advice
     assert advice.method is not None, advice.reasons
-    handle = types(advice.python)(model)
+    handle = run_line(advice.python)(model)
     assert (handle.method.name, handle.length) == (advice.method, 2 * full)
 
 
 @pytest.mark.parametrize("rope_type", [{}, {"rope_type": "default"}])
-def test_a_model_that_also_reads_pictures(rope_type):
+def test_advice_for_a_vision_language_model(rope_type):
     text = {
         "hidden_size": 64,
         "intermediate_size": 64,
@@ -106,18 +106,18 @@ def test_a_model_that_also_reads_pictures(rope_type):
     assert diagnosis.advice.shell == ""
     with torch.device("meta"):
         model = transformers.Qwen2VLForConditionalGeneration(config)
-    assert types(diagnosis.advice.python)(model).length == 2 * TRAINED
+    assert run_line(diagnosis.advice.python)(model).length == 2 * TRAINED
 
 
 @pytest.mark.parametrize("name", ["cohere2", "exaone4"])
-def test_where_only_windows_rotate_nothing_is_stretched(name):
+def test_no_advice_if_only_sliding_layers_rotate(name):
     config = tiny_config(name)
     advice = rope_patch.diagnose(config, length=4 * TRAINED).advice
     assert advice.method is None
     assert f"a window of {config.sliding_window:,} tokens" in advice.reasons[0].text
 
 
-def test_layers_that_do_not_rotate_and_windows_are_told():
+def test_reasons_name_unrotated_and_sliding_layers():
     reasons = rope_patch.diagnose(make_config("gemma3"), length=TARGET).advice.reasons
     assert any("sliding_attention layers see a window only" in r.text for r in reasons)
     config = tiny_config("smollm3")
@@ -126,48 +126,48 @@ def test_layers_that_do_not_rotate_and_windows_are_told():
     assert any("1 of 2 layers do not rotate at all" in r.text for r in reasons)
 
 
-def test_a_base_below_the_bound_is_told():
-    def told(theta):
+def test_reasons_name_a_base_below_the_bound():
+    def names_the_bound(theta):
         parameters = {"rope_type": "default", "rope_theta": theta}
         config = make_config(rope_parameters=parameters, head_dim=32)
         diagnosis = rope_patch.diagnose(config, length=2 * TRAINED)
         assert (theta < diagnosis.rotations[None].base_bound) == (theta == 100.0)
         return any(r.source == "arXiv:2405.14591" for r in diagnosis.advice.reasons)
 
-    assert told(100.0)
-    assert not told(1e6)
+    assert names_the_bound(100.0)
+    assert not names_the_bound(1e6)
 
 
-def test_findings_come_before_everything():
+def test_findings_are_the_first_reason():
     model = make_model()
     model.config.rope_parameters = dict(YARN)
     advice = rope_patch.diagnose(model, length=4 * TARGET).advice
     assert advice.reasons[0].text.startswith("first put right what is found above (config-edited")
 
 
-def test_a_folder_is_loaded_by_the_line():
+def test_advised_line_loads_a_folder():
     diagnosis = rope_patch.diagnose(TINY, length=512)
     assert diagnosis.advice.python.startswith(f"model = rope_patch.load({TINY!r}, ")
-    assert types(diagnosis.advice.python)(None).length == 512
-    assert parses(diagnosis.advice.shell).params["model"] == TINY
+    assert run_line(diagnosis.advice.python)(None).length == 512
+    assert parse_command(diagnosis.advice.shell).params["model"] == TINY
 
 
-def test_dynamic_scaling_of_its_own_is_taken_at_its_word():
+def test_config_with_dynamic_scaling_gets_a_trained_length():
     parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     diagnosis = rope_patch.diagnose(make_config(rope_parameters=parameters), length=3 * TRAINED)
     assert [f.code for f in diagnosis.findings if f.severity == "note"] == [
         "original-length-unsaid"
     ]
     assert f"trained_length={TRAINED}" in diagnosis.advice.python
-    handle = types(diagnosis.advice.python)(make_model(rope_parameters=parameters))
+    handle = run_line(diagnosis.advice.python)(make_model(rope_parameters=parameters))
     assert handle.trained_length == TRAINED
-    # As it is: base 1e4 * (2 * 3 - 1)^(16 / 14) at thrice the length, no step of ours.
+    # transformers' exact growth: base 1e4 * (2 * 3 - 1)^(16 / 14) at three times the length.
     base = 1e4 * (2 * 3 - 1) ** (16 / 14)
     after = [2 * torch.pi / p.wavelength / p.stretch for p in diagnosis.rotations[None].pairs]
     assert after == pytest.approx([base ** (-2 * i / 16) for i in range(8)], rel=1e-9)
 
 
-def test_all_of_it_is_valid_json():
+def test_diagnosis_is_valid_json():
     for config in (make_config(), make_config("gemma3"), make_config(rope_parameters=YARN)):
         diagnosis = rope_patch.diagnose(config, "nope", length=TARGET)
         data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
@@ -175,7 +175,7 @@ def test_all_of_it_is_valid_json():
         assert data["rotations"].keys() <= {"all", "full_attention"}
 
 
-def test_nothing_that_is_no_model():
+def test_other_objects_and_models_without_rope_are_refused():
     with pytest.raises(TypeError, match="a config, a folder or a name on the Hub, got int"):
         rope_patch.diagnose(3)
     with pytest.raises(ValueError, match="no such folder"):
@@ -185,7 +185,7 @@ def test_nothing_that_is_no_model():
         rope_patch.diagnose(plain)
 
 
-def test_as_it_is_shows_what_transformers_makes_of_the_config():
+def test_plain_rotation_is_that_of_transformers():
     scaled = rope_patch.diagnose(make_config(rope_parameters=dict(YARN), **EXTENDED))
     pairs = scaled.rotations[None].pairs
     assert pairs[-1].stretch == pytest.approx(4, rel=1e-12)

@@ -1,4 +1,4 @@
-"""The diagnosis, against published critical dimensions and float64 arithmetic."""
+"""Test the diagnosis against published critical dimensions and float64 arithmetic."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 import rope_patch
 
-# head_dim, theta, trained length, first pair that never completed a turn in training.
+# head_dim, theta, trained length, first pair that never completed a rotation in training.
 PUBLISHED = [
     pytest.param(128, 1e4, 4096, 46, id="Llama-2, arXiv:2310.05209: dimension 92 of 128"),
     pytest.param(128, 5e5, 8192, 35, id="Llama-3, arXiv:2502.20082"),
@@ -19,7 +19,7 @@ PUBLISHED = [
 ]
 
 
-def config(head_dim, theta, trained):
+def make_config_of(head_dim, theta, trained):
     return LlamaConfig(
         hidden_size=head_dim,
         num_attention_heads=1,
@@ -30,16 +30,16 @@ def config(head_dim, theta, trained):
 
 
 @pytest.mark.parametrize(("head_dim", "theta", "trained", "critical"), PUBLISHED)
-def test_critical_dimension_is_the_published_one(head_dim, theta, trained, critical):
-    diagnosis = rope_patch.diagnose(config(head_dim, theta, trained))
+def test_critical_dimension_matches_the_published_one(head_dim, theta, trained, critical):
+    diagnosis = rope_patch.diagnose(make_config_of(head_dim, theta, trained))
     assert diagnosis.rotations[None].critical_dimension == critical
 
 
 @pytest.mark.parametrize(("head_dim", "theta", "trained", "critical"), PUBLISHED)
-def test_pairs_beyond_the_critical_one_extrapolate_unless_a_method_stretches_them(
+def test_pairs_from_the_critical_one_extrapolate_without_a_method(
     head_dim, theta, trained, critical
 ):
-    model = config(head_dim, theta, trained)
+    model = make_config_of(head_dim, theta, trained)
     plain = rope_patch.diagnose(model, length=4 * trained).rotations[None].pairs
     assert [p.pair for p in plain if p.extrapolates] == list(range(critical, head_dim // 2))
     for method in ("linear", "yarn"):
@@ -47,8 +47,10 @@ def test_pairs_beyond_the_critical_one_extrapolate_unless_a_method_stretches_the
         assert not any(p.extrapolates for p in pairs)
 
 
-def test_wavelengths_and_turns_are_those_of_the_rotation():
-    pairs = rope_patch.diagnose(config(64, 1e5, 8192), "linear", factor=2).rotations[None].pairs
+def test_wavelengths_and_rotations_match_the_formula():
+    pairs = (
+        rope_patch.diagnose(make_config_of(64, 1e5, 8192), "linear", factor=2).rotations[None].pairs
+    )
     for i, pair in enumerate(pairs):
         wavelength = 2 * math.pi * 1e5 ** (2 * i / 64)
         assert pair.wavelength == pytest.approx(wavelength, rel=1e-12)
@@ -57,14 +59,14 @@ def test_wavelengths_and_turns_are_those_of_the_rotation():
         assert pair.turns_at_length == pytest.approx(16384 / (2 * wavelength), rel=1e-12)
 
 
-def test_a_stopped_pair_is_shown_as_stopped_and_is_valid_json():
-    diagnosis = rope_patch.diagnose(config(64, 1e5, 8192), "proportional", factor=2)
+def test_stopped_pairs_are_shown_and_are_valid_json():
+    diagnosis = rope_patch.diagnose(make_config_of(64, 1e5, 8192), "proportional", factor=2)
     assert "stopped" in str(diagnosis)
     data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
     assert data["rotations"]["all"]["pairs"][-1]["stretch"] is None
 
 
-def test_a_patched_model_is_diagnosed_as_it_was_trained():
+def test_patched_model_is_diagnosed_like_the_unpatched_one():
     model = make_model("llama")
     before = rope_patch.diagnose(model, "yarn", factor=2)
     with rope_patch.patch(model, "ntk", factor=4):
@@ -73,7 +75,7 @@ def test_a_patched_model_is_diagnosed_as_it_was_trained():
         assert replace(during, patched=None) == before
 
 
-def test_layer_types_are_shown_apart():
+def test_layer_types_have_separate_tables():
     diagnosis = rope_patch.diagnose(
         make_config("gemma3"),
         "linear",
@@ -84,15 +86,15 @@ def test_layer_types_are_shown_apart():
     assert "gemma3_text, sliding_attention" in str(diagnosis)
 
 
-def test_the_table_is_read_by_people():
-    printed = str(rope_patch.diagnose(config(64, 1e5, 8192), length=16384))
-    assert "critical dimension: pair 20 of 32" in printed
-    assert "12 of them meet angles that training never showed: pairs 20 to 31" in printed
+def test_table_names_the_critical_dimension():
+    text = str(rope_patch.diagnose(make_config_of(64, 1e5, 8192), length=16384))
+    assert "critical dimension: pair 20 of 32" in text
+    assert "12 of them meet angles that training never showed: pairs 20 to 31" in text
 
 
-def test_yarns_factor_is_that_of_its_law_and_none_within_training():
+def test_yarn_attention_factor_is_the_formulas():
     def predicted(length):
-        rotation = rope_patch.diagnose(config(64, 1e5, 8192), length=length).rotations[None]
+        rotation = rope_patch.diagnose(make_config_of(64, 1e5, 8192), length=length).rotations[None]
         return rotation.yarn_attention_factor
 
     assert predicted(32768) == pytest.approx(0.1 * math.log(4) + 1, rel=1e-12)

@@ -1,4 +1,4 @@
-"""The picture: a file that shows the lengths, the critical dimension and both rotations."""
+"""Test the plot: a file with the lengths, the critical dimension and both rotations."""
 
 import re
 import struct
@@ -14,16 +14,16 @@ pytest.importorskip("matplotlib")
 TEXT = re.compile(r"<text[^>]*>([^<]*)</text>")
 
 
-def drawn(path, config, *arguments, **options):
+def plot_words(path, config, *arguments, **options):
     diagnosis = rope_patch.diagnose(config, *arguments, **options)
     path.parent.mkdir(exist_ok=True)
     diagnosis.plot(path)
-    assert [p.name for p in path.parent.iterdir()] == [path.name]  # and nothing half-written
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary files
     return diagnosis, " ".join(TEXT.findall(path.read_text()))
 
 
-def test_what_it_says(tmp_path):
-    diagnosis, words = drawn(tmp_path / "a.svg", make_config(), "yarn", factor=4)
+def test_plot_names_lengths_pairs_and_the_method(tmp_path):
+    diagnosis, words = plot_words(tmp_path / "a.svg", make_config(), "yarn", factor=4)
     assert f"trained on {TRAINED} tokens" in words
     assert f"target {TARGET} tokens" in words
     critical = diagnosis.rotations[None].critical_dimension
@@ -33,20 +33,20 @@ def test_what_it_says(tmp_path):
     assert "beyond the angles of training" not in words  # YaRN stretches them all
 
 
-def test_pairs_that_extrapolate_or_stand_still_are_marked(tmp_path):
+def test_extrapolating_and_stopped_pairs_are_marked(tmp_path):
     config = make_config()
-    _, words = drawn(tmp_path / "one" / "a.svg", config, length=TARGET)
+    _, words = plot_words(tmp_path / "one" / "a.svg", config, length=TARGET)
     assert "beyond the angles of training" in words
     assert "as it is" in words
     assert "before" not in words
-    _, words = drawn(tmp_path / "two" / "a.svg", config, "proportional", factor=4)
+    _, words = plot_words(tmp_path / "two" / "a.svg", config, "proportional", factor=4)
     assert "no longer turns" in words
 
 
 def test_every_layer_type_has_a_panel(tmp_path):
     kinds = ["sliding_attention", "full_attention"]
     config = make_config("gemma3")
-    _, words = drawn(tmp_path / "a.svg", config, "linear", factor=4, layer_types=kinds)
+    _, words = plot_words(tmp_path / "a.svg", config, "linear", factor=4, layer_types=kinds)
     assert "gemma3_text, sliding attention: linear" in words
     assert "gemma3_text, full attention: linear" in words
 
@@ -58,7 +58,7 @@ def test_the_same_diagnosis_makes_the_same_file(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_a_bitmap_is_one_and_large_enough_to_print(tmp_path):
+def test_png_is_large_enough_to_print(tmp_path):
     rope_patch.diagnose(make_config(), "yarn", factor=4).plot(tmp_path / "a.PNG")
     data = (tmp_path / "a.PNG").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -67,8 +67,8 @@ def test_a_bitmap_is_one_and_large_enough_to_print(tmp_path):
     assert height >= 800
 
 
-def test_colours_differ_in_lightness_too():
-    """Before and after are told apart without colour: by lightness, and by their markers."""
+def test_colours_differ_in_lightness():
+    """Before and after differ in lightness and markers, for readers without colour."""
 
     def lightness(colour):
         red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
@@ -79,7 +79,7 @@ def test_colours_differ_in_lightness_too():
 
 
 @pytest.mark.parametrize("name", ["a.pdf", "a", "svg"])
-def test_other_kinds_of_file(name, tmp_path):
+def test_other_file_types_are_refused(name, tmp_path):
     with pytest.raises(ValueError, match=r"an \.svg or a \.png file"):
         rope_patch.diagnose(make_config()).plot(tmp_path / name)
     assert not list(tmp_path.iterdir())

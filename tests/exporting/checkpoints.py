@@ -1,4 +1,4 @@
-"""Rotations of real checkpoints in otherwise small configs, and methods on them."""
+"""Make small models with the rotations of real checkpoints, and patch them."""
 
 import copy
 
@@ -91,7 +91,7 @@ CHECKPOINTS = {
         layer_types=["sliding_attention", "full_attention"],
     ),
 }
-STRETCHES = "of every pair"  # as many numbers as the checkpoint has pairs
+STRETCHES = "of every pair"  # stands for one number per pair of the checkpoint
 
 # Name for tests: method, options.
 METHODS = {
@@ -113,15 +113,15 @@ METHODS = {
 FACTOR = 4.0
 
 
-def model(name):
+def make_checkpoint_model(name):
     """Return a checkpoint's model without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(CHECKPOINTS[name]))
 
 
-def patched(name, method, **request):
-    """Return a checkpoint's model patched with a method of `METHODS`."""
-    checkpoint_model = model(name)
+def make_patched(name, method, **request):
+    """Return a checkpoint's model patched with a method of `METHODS`, and the handle."""
+    checkpoint_model = make_checkpoint_model(name)
     kind, options = METHODS[method]
     pairs = _pairs(CHECKPOINTS[name])
     options = {

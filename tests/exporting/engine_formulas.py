@@ -1,7 +1,7 @@
-"""Rotations of other engines from a config, restated in float64 from their code.
+"""Restate in float64 how other engines rotate by a config, from their code.
 
-Each reading gives (radians per token of every pair, multiplier of cos and sin), or raises
-`Unread` where the engine would stop, or make something else than a rotation by the config.
+Each function returns (radians per token of every pair, multiplier of cos and sin), or raises
+`Unread` if the engine would stop or ignore the config.
 """
 
 import math
@@ -13,24 +13,24 @@ class Unread(Exception):
     """The engine does not support a config."""
 
 
-def need(condition, what):
+def need(condition, message):
     if not condition:
-        raise Unread(what)
+        raise Unread(message)
 
 
 def plain(theta, size):
     return theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
 
 
-def law(factor, weight=1.0):
+def mscale(factor, weight=1.0):
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def yarn_ramp(theta, size, original, fast, slow, truncate=True):
-    """Return 1 where a pair is interpolated, 0 where it is kept."""
+    """Return the share of interpolation of each pair: 1 if interpolated, 0 if unchanged."""
 
-    def pair(turns):
-        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def pair(rotations):
+        return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(fast), pair(slow)
     if truncate:
@@ -72,7 +72,7 @@ def head_size(config):
 
 
 def vllm(config, rope, max_model_len, release):
-    """model_executor/layers/rotary_embedding/__init__.py:get_rope and the classes there.
+    """Restate model_executor/layers/rotary_embedding/__init__.py:get_rope and its classes.
 
     Args:
         config: The text config, a dict.
@@ -106,13 +106,13 @@ def vllm(config, rope, max_model_len, release):
         fast, slow = rope.get("beta_fast", 32), rope.get("beta_slow", 1)
         need(factor * original >= max_model_len, "no cos and sin for the last positions")
         if release == "old":
-            attention = law(factor) * rope.get("attn_factor", 1)
+            attention = mscale(factor) * rope.get("attn_factor", 1)
         elif rope.get("attention_factor") is not None:
             attention = rope["attention_factor"]
         elif rope.get("mscale") and rope.get("mscale_all_dim"):
-            attention = law(factor, rope["mscale"]) / law(factor, rope["mscale_all_dim"])
+            attention = mscale(factor, rope["mscale"]) / mscale(factor, rope["mscale_all_dim"])
         else:
-            attention = law(factor)
+            attention = mscale(factor)
         truncate = rope.get("truncate", True)
         return yarn(theta, size, factor, original, fast, slow, truncate), attention
     if kind == "longrope":
@@ -127,7 +127,7 @@ def vllm(config, rope, max_model_len, release):
 
 
 def sglang(config, rope, context_length, sliding=None):
-    """srt/layers/rotary_embedding/factory.py:get_rope and models/gemma3_causal.py of 0.5.23.
+    """Restate srt/layers/rotary_embedding/factory.py:get_rope, models/gemma3_causal.py of 0.5.23.
 
     Args:
         config: The text config, a dict.
@@ -154,14 +154,14 @@ def sglang(config, rope, context_length, sliding=None):
         return llama3(theta, size, factor, *ends, original), 1.0
     if kind == "yarn":
         if rope.get("mscale") is not None and rope.get("mscale_all_dim") is not None:
-            attention = law(factor, rope["mscale"]) / law(factor, rope["mscale_all_dim"])
+            attention = mscale(factor, rope["mscale"]) / mscale(factor, rope["mscale_all_dim"])
         else:
-            attention = law(factor)
+            attention = mscale(factor)
         need(factor * original >= context_length, "later rows of cos and sin lack the attention")
         betas = rope.get("beta_fast", 32), rope.get("beta_slow", 1), rope.get("truncate", True)
         return yarn(theta, size, factor, original, *betas), attention * rope.get("attn_factor", 1)
     if kind == "longrope":
-        # Positions up to the original length take the short rows, and that one itself a wrong row.
+        # Positions below the original length take the short rows; the original length a wrong one.
         need(context_length <= original, "the row at the original length is another's")
         attention = rope.get("short_mscale") or su(config["max_position_embeddings"], original)
         return plain(theta, size) / np.array(rope["short_factor"], dtype=np.float64), attention
@@ -169,7 +169,7 @@ def sglang(config, rope, context_length, sliding=None):
 
 
 def mlx(config, sliding=None):
-    """mlx_lm/models/rope_utils.py:initialize_rope, phi3.py, gemma3_text.py, gpt_oss.py (d78bf58).
+    """Restate mlx_lm/models/rope_utils.py, phi3.py, gemma3_text.py, gpt_oss.py (d78bf58).
 
     Args:
         config: config.json, a dict.
@@ -203,7 +203,7 @@ def mlx(config, sliding=None):
     if name == "yarn":
         factor, original = scaling["factor"], scaling.get("original_max_position_embeddings", 4096)
         betas = scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)
-        attention = law(factor, scaling.get("mscale", 1)) / law(
+        attention = mscale(factor, scaling.get("mscale", 1)) / mscale(
             factor, scaling.get("mscale_all_dim", 0)
         )
         return yarn(theta, size, factor, original, *betas), attention
@@ -213,15 +213,15 @@ def mlx(config, sliding=None):
         original = scaling["original_max_position_embeddings"]
         return plain(theta, size) / stretch, su(length, original)
     if name == "proportional":
-        turning = int(size * scaling.get("partial_rotary_factor", 1.0))
+        rotary_size = int(size * scaling.get("partial_rotary_factor", 1.0))
         scaled_freqs = plain(theta, size) / scaling.get("factor", 1.0)
-        scaled_freqs[len(range(0, turning, 2)) :] = 0
+        scaled_freqs[len(range(0, rotary_size, 2)) :] = 0
         return scaled_freqs, 1.0
     raise Unread(f"Unsupported RoPE type {name}")
 
 
 def transformers4(config, sliding=None):
-    """modeling_rope_utils.py, models/gemma3 and models/phi3 of 4.57.6.
+    """Restate modeling_rope_utils.py, models/gemma3 and models/phi3 of 4.57.6.
 
     Args:
         config: config.json, a dict.
@@ -248,8 +248,12 @@ def transformers4(config, sliding=None):
         factor = scaling["factor"]
         attention = scaling.get("attention_factor")
         if attention is None:
-            both = scaling.get("mscale"), scaling.get("mscale_all_dim")
-            attention = law(factor, both[0]) / law(factor, both[1]) if all(both) else law(factor)
+            mscales = scaling.get("mscale"), scaling.get("mscale_all_dim")
+            attention = (
+                mscale(factor, mscales[0]) / mscale(factor, mscales[1])
+                if all(mscales)
+                else mscale(factor)
+            )
         betas = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
         original = scaling.get("original_max_position_embeddings") or length
         truncate = scaling.get("truncate", True)

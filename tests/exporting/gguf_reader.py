@@ -1,7 +1,7 @@
-"""Rotations of llama.cpp from a config and flags, restated in float64 from its code.
+"""Restate in float64 how llama.cpp rotates by a config and flags, from its code.
 
-The converter as conversion/base.py, llama.py and phi.py (until build 11549) write a GGUF file's
-entries; the rest as src/llama-context.cpp, src/llama-model.cpp and ggml's rope_yarn read them.
+`convert` restates conversion/base.py, llama.py and phi.py (until build 11549), which write GGUF
+files; the rest restates src/llama-context.cpp, src/llama-model.cpp and ggml's rope_yarn.
 """
 
 import math
@@ -13,12 +13,12 @@ _LLAMA = ("llama", "mistral", "mixtral")
 
 
 def convert(config, release="new", tensors=None):
-    """A GGUF file's keys and tensors, named without the architecture.
+    """Return a GGUF file's keys and tensors, named without the architecture.
 
     Args:
         config: config.json, a dict.
         release: "old" for a converter that took Llama 3's original length from elsewhere.
-        tensors: Those that lie beside the weights, by name.
+        tensors: Tensors beside the weights, by name.
     """
     rope = dict(config["rope_parameters"])
     if (original := config.get("original_max_position_embeddings")) is not None:
@@ -71,7 +71,7 @@ def convert(config, release="new", tensors=None):
 
 
 def parse(words, file):
-    """Return the values of flags; --override-kv changes the file's keys."""
+    """Return the values of flags, and apply --override-kv to the file's keys."""
     flags, words = {}, list(words)
     while words:
         name, value = words.pop(0), words.pop(0)
@@ -112,14 +112,14 @@ def rotate(file, words, sliding=False, release="new"):
         scale = 1.0
     base = number.get("--rope-freq-base", file["rope.freq_base"])
     ext = number.get("--yarn-ext-factor", 1.0 if kind == "yarn" else 0.0)
-    factor, written = 1 / scale, file.get("rope.scaling.yarn_attn_factor", 1.0)
-    attention = number.get("--yarn-attn-factor", written)
+    factor, default_attention = 1 / scale, file.get("rope.scaling.yarn_attn_factor", 1.0)
+    attention = number.get("--yarn-attn-factor", default_attention)
     if ext and release == "new":
         default_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
         attention = default_factor / (1 + 0.1 * math.log(factor))
     attention *= file.get("rope.scaling.attn_factor", 1.0)
     if sliding:
-        # The file's own, whatever flags say.
+        # The file's values, which flags do not change.
         base = file.get("rope.freq_base_swa", file["rope.freq_base"])
         scale = file.get("rope.scale_swa", 1 / file.get("rope.scaling.factor", 1.0))
     size = file["size"]

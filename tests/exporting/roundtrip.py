@@ -1,4 +1,4 @@
-"""Rotations of engines from an export: restated in float64, or transformers' own."""
+"""Compute how engines rotate by an export: restated in float64, or by transformers."""
 
 import copy
 
@@ -29,15 +29,15 @@ def needs_nested_yarn():
         pytest.skip(f"transformers {transformers.__version__} looks for {error} at a wrong level")
 
 
-def assert_alike(original, patched_model, handle, export, loose=False):
-    """Assert that every restated release rotates an export as the patched model does.
+def assert_same_rotation(original, patched_model, handle, export, loose=False):
+    """Assert that every restated release rotates by the export like the patched model.
 
     Args:
         original: The checkpoint's text config.
         patched_model: The patched model.
         handle: Its patch.
         export: The export.
-        loose: Whether what is compared is float32 somewhere.
+        loose: Whether some of the numbers are float32.
     """
     (rotary,) = find_rotaries(patched_model)
     for kind, expected in {**reference_frequencies(rotary, original), **handle.frequencies}.items():
@@ -54,18 +54,18 @@ def assert_alike(original, patched_model, handle, export, loose=False):
             assert attention == pytest.approx(expected.attention_factor, rel=1e-6), export.engine
 
 
-def written(original, fields):
+def merge_config(original, fields):
     """Return the checkpoint's config.json with an export's fields in it."""
     return {**original.to_dict(), **copy.deepcopy(fields)}
 
 
-def overridden(original, fields, merges=False):
+def override_config(original, fields, merges=False):
     """Return the checkpoint's config as an engine on transformers 5 overrides it.
 
     Args:
         original: The config.
         fields: What is passed.
-        merges: Whether `rope_parameters` keeps what stands there (SGLang from 0.5.23 or before).
+        merges: Whether old keys of `rope_parameters` stay (SGLang in some releases).
     """
     config = copy.deepcopy(original)
     for key, value in fields.items():
@@ -86,29 +86,29 @@ def read(original, export, kind):
     sliding = kind == "sliding_attention"
     words = dict(zip(export.arguments[::2], export.arguments[1::2], strict=True))
     if engine == "transformers":
-        yield from hugging_face(written(original, export.config), kind)
+        yield from read_by_transformers(merge_config(original, export.config), kind)
     elif engine == "transformers4":
-        yield engine_formulas.transformers4(written(original, export.config), sliding)
+        yield engine_formulas.transformers4(merge_config(original, export.config), sliding)
     elif engine == "mlx":
-        yield engine_formulas.mlx(written(original, export.config), sliding)
+        yield engine_formulas.mlx(merge_config(original, export.config), sliding)
     elif engine == "llama.cpp":
         for release in ("old", "new"):
             if "--rope-scaling" in words:
                 file = gguf_reader.convert(original.to_dict(), release)
                 yield gguf_reader.rotate(file, export.arguments, sliding, release)
             if export.config:
-                config = written(original, export.config)
+                config = merge_config(original, export.config)
                 file = gguf_reader.convert(config, release, export.tensors)
                 yield gguf_reader.rotate(file, export.arguments, sliding, release)
                 if "--rope-scaling" in words and "attn_factor" not in str(words):
                     yield gguf_reader.rotate(file, ["-c", words["-c"]], sliding, release)
     elif engine == "sglang":
         for merges in (False, True):
-            config = overridden(original, export.config, merges)
+            config = override_config(original, export.config, merges)
             length, rope = int(words["--context-length"]), config.rope_parameters
             yield engine_formulas.sglang(config.to_dict(), rope, length, sliding)
     else:
-        config = overridden(original, export.config)
+        config = override_config(original, export.config)
         rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
         for release in ("old", "new"):
             yield engine_formulas.vllm(
@@ -116,10 +116,10 @@ def read(original, export, kind):
             )
 
 
-def hugging_face(said, kind):
-    """Return transformers' own rotary module for a config.json."""
-    said.pop("transformers_version", None)
-    config = AutoConfig.for_model(**said)
+def read_by_transformers(fields, kind):
+    """Yield the rotation of transformers' rotary module for a config.json."""
+    fields.pop("transformers_version", None)
+    config = AutoConfig.for_model(**fields)
     (rotary,) = find_rotaries(empty_model("", config))
     patched_model = reference_frequencies(rotary, config)[kind]
     yield patched_model.inv_freq.numpy(), patched_model.attention_factor

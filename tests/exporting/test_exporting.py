@@ -1,15 +1,15 @@
-"""Exports, read as each engine reads them, against the patched model's rotation."""
+"""Test exports, as each engine reads them, against the patched model's rotation."""
 
 import pytest
-from checkpoints import CHECKPOINTS, METHODS, model, patched
-from roundtrip import assert_alike
+from checkpoints import CHECKPOINTS, METHODS, make_checkpoint_model, make_patched
+from roundtrip import assert_same_rotation
 
 import rope_patch
 from rope_patch.exporting import ENGINES
 
 _ANY_STRETCH = {"ntk-by-parts-2023-06", "longrope", "proportional", "nope"}
 
-# What an engine has no form for; everything else has to come out.
+# Methods that an engine has no form for; all others must be exported.
 REFUSED = {
     "transformers": {},
     "transformers4": {"Phi-3-4k": {"yarn-cooler"}},
@@ -31,8 +31,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_engines_rotate_alike_or_are_refused(name, method):
-    patched_model, handle = patched(name, method)
+def test_engines_have_the_patched_rotation_or_are_refused(name, method):
+    patched_model, handle = make_patched(name, method)
     for engine in ENGINES:
         if method in REFUSED[engine].get(name, ()):
             with pytest.raises(ValueError, match=f"{engine} cannot run .*: .*(use|leave)"):
@@ -40,13 +40,15 @@ def test_engines_rotate_alike_or_are_refused(name, method):
             continue
         export = rope_patch.export(patched_model, engine)
         assert export.engine == engine
-        # An extension of a checkpoint's own scaling starts from float32 frequencies.
-        assert_alike(CHECKPOINTS[name], patched_model, handle, export, loose=name == "Llama-3.1")
+        # Extensions of the config's scaling start from float32 frequencies.
+        assert_same_rotation(
+            CHECKPOINTS[name], patched_model, handle, export, loose=name == "Llama-3.1"
+        )
 
 
-def test_every_method_moves_what_is_compared():
+def test_every_method_changes_the_exported_config():
     for name in CHECKPOINTS:
-        plain = rope_patch.export(model(name), "transformers").config
+        plain = rope_patch.export(make_checkpoint_model(name), "transformers").config
         for method in METHODS:
-            patched_model, _ = patched(name, method)
+            patched_model, _ = make_patched(name, method)
             assert rope_patch.export(patched_model, "transformers").config != plain

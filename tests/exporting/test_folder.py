@@ -1,4 +1,4 @@
-"""Folder for llama.cpp's converter: its own files, and links to all others."""
+"""Test folders for llama.cpp's converter: new files, and links to all others."""
 
 import json
 import shutil
@@ -18,13 +18,13 @@ TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 STRETCHES = [1.0 + i**2 / 50 for i in range(16)]
 
 
-def read():
+def read_tiny():
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def export():
-    model = read()
+    model = read_tiny()
     rope_patch.patch(
         model,
         "longrope",
@@ -46,8 +46,8 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def parts(folder):
-    """Return the tensors the converter reads: conversion/base.py:index_tensors, restated."""
+def read_parts(folder):
+    """Return the tensors the converter reads, restated from conversion/base.py:index_tensors."""
     index = folder / "model.safetensors.index.json"
     names = sorted(
         path.name
@@ -68,66 +68,66 @@ def parts(folder):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_it_has_what_the_converter_reads(export, source, tmp_path, sharded):
+def test_folder_has_the_files_of_the_converter(export, source, tmp_path, sharded):
     if sharded:
         (source / "model.safetensors").unlink()
-        read().save_pretrained(source, max_shard_size="200KB")
+        read_tiny().save_pretrained(source, max_shard_size="200KB")
     (source / "rope_patch.json").write_text("{}")
     before = contents(source)
-    written = write_folder(export, source, tmp_path / "deep" / "made")
-    names, tensors = parts(written)
+    folder = write_folder(export, source, tmp_path / "deep" / "made")
+    names, tensors = read_parts(folder)
     assert len(names) > 2 if sharded else names[0] == "model.safetensors"
-    assert "rope" in names[-1]  # the type to write is guessed from the first
+    assert "rope" in names[-1]  # the converter guesses the dtype from the first file
     stretches = tensors.pop("rope.freqs.weight")
     assert torch.equal(stretches, torch.tensor(STRETCHES))
-    _, expected = parts(source)
+    _, expected = read_parts(source)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     for name in names[:-1]:
-        assert (written / name).is_symlink()
-    config = json.loads((written / "config.json").read_text())
+        assert (folder / name).is_symlink()
+    config = json.loads((folder / "config.json").read_text())
     assert config["max_position_embeddings"] == 1024
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert (written / "tokenizer.json").read_bytes() == before["tokenizer.json"]
-    assert not (written / "rope_patch.json").exists()
+    assert (folder / "tokenizer.json").read_bytes() == before["tokenizer.json"]
+    assert not (folder / "rope_patch.json").exists()
     assert contents(source) == before
-    assert list((tmp_path / "deep").iterdir()) == [written]
+    assert list((tmp_path / "deep").iterdir()) == [folder]
 
 
-def test_links_where_the_disk_has_none(export, source, tmp_path, monkeypatch):
-    def none(*_):
+def test_files_are_copied_if_links_fail(export, source, tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError("not here")
 
-    monkeypatch.setattr("os.symlink", none)
+    monkeypatch.setattr("os.symlink", fail)
     linked = write_folder(export, source, tmp_path / "hard")
     assert (linked / "model.safetensors").samefile(source / "model.safetensors")
-    monkeypatch.setattr("os.link", none)
+    monkeypatch.setattr("os.link", fail)
     copied = write_folder(export, source, tmp_path / "copied")
     assert not (copied / "model.safetensors").samefile(source / "model.safetensors")
     assert contents(copied) == contents(linked)
 
 
-def test_fields_of_transformers_4_do_not_stay(export, source, tmp_path):
-    """Llama 3.1's config.json; its stretches would be written a second time."""
+def test_transformers_4_fields_are_removed(export, source, tmp_path):
+    """Use Llama 3.1's config.json, whose stretches the converter would write a second time."""
     path = source / "config.json"
     fields = json.loads(path.read_text())
     del fields["rope_parameters"]
     fields |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
     path.write_text(json.dumps(fields))
-    written = write_folder(export, source, tmp_path / "made")
-    config = json.loads((written / "config.json").read_text())
+    folder = write_folder(export, source, tmp_path / "made")
+    config = json.loads((folder / "config.json").read_text())
     assert "rope_scaling" not in config
     assert config["rope_theta"] == 10000.0
-    assert AutoConfig.from_pretrained(written).rope_parameters["rope_type"] == "default"
+    assert AutoConfig.from_pretrained(folder).rope_parameters["rope_type"] == "default"
 
 
-def test_fields_alone(source, tmp_path):
-    model = read()
+def test_folder_without_tensors(source, tmp_path):
+    model = read_tiny()
     rope_patch.patch(model, "yarn", factor=4.0, kernels="hf")
-    written = write_folder(rope_patch.export(model, "llama.cpp"), source, tmp_path / "made")
-    assert parts(written)[0] == ["model.safetensors"]
-    config = json.loads((written / "config.json").read_text())
+    folder = write_folder(rope_patch.export(model, "llama.cpp"), source, tmp_path / "made")
+    assert read_parts(folder)[0] == ["model.safetensors"]
+    config = json.loads((folder / "config.json").read_text())
     assert config["rope_parameters"]["rope_type"] == "yarn"
 
 
@@ -138,7 +138,7 @@ class TestRefused:
             write_folder(export, source, folder)
         assert sorted(folder.parent.rglob("*")) == before
 
-    def test_nothing_is_overwritten(self, export, source, tmp_path):
+    def test_non_empty_folders(self, export, source, tmp_path):
         folder = tmp_path / "made"
         folder.mkdir()
         (folder / "notes.txt").write_text("mine")
@@ -148,7 +148,7 @@ class TestRefused:
         (folder / "notes.txt").unlink()
         assert (write_folder(export, source, folder) / "config.json").is_file()
 
-    def test_sources_that_the_converter_would_not_read(self, export, source, tmp_path):
+    def test_unreadable_sources(self, export, source, tmp_path):
         self.expect("is not a folder", export, tmp_path / "none", tmp_path / "made")
         save_file({"rope.freqs.weight": torch.ones(16)}, source / "model-2.safetensors")
         self.expect("rope.freqs.weight already", export, source, tmp_path / "made")
@@ -157,25 +157,27 @@ class TestRefused:
         (source / "pytorch_model.bin").touch()
         self.expect("save_pretrained", export, source, tmp_path / "made")
 
-    def test_a_damaged_config(self, export, source, tmp_path):
+    def test_damaged_config(self, export, source, tmp_path):
         (source / "config.json").write_text("{")
         self.expect("is damaged", export, source, tmp_path / "made")
 
-    def test_what_no_folder_is_for(self, source, tmp_path):
-        model = read()
+    def test_exports_that_need_no_folder(self, source, tmp_path):
+        model = read_tiny()
         rope_patch.patch(model, "yarn", factor=4.0, kernels="hf")
         self.expect("for vllm", rope_patch.export(model, "vllm"), source, tmp_path / "made")
         empty = rope_patch.exporting.Export("llama.cpp", arguments=["-c", "1024"])
         self.expect("nothing to convert anew", empty, source, tmp_path / "made")
 
 
-def test_the_command(tmp_path):
-    """`--write`; what a search found is written in tests/searching/result/test_search_result.py."""
+def test_export_command_writes_a_folder(tmp_path):
+    """Test `--write`; tests/searching/result/test_search_result.py covers search results."""
     words = ["export", str(TINY), "--engine", "llama.cpp", "--method", "longrope", "--factor", "4"]
     words += ["--option", "attention_factor=1.25", "--write", str(tmp_path / "made")]
     for name in ("long", "short"):
         words += ["--option", f"{name}_factor={STRETCHES}"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    assert "attn_factor=float:1.25" in done.stdout
-    assert torch.equal(parts(tmp_path / "made")[1]["rope.freqs.weight"], torch.tensor(STRETCHES))
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "attn_factor=float:1.25" in result.stdout
+    assert torch.equal(
+        read_parts(tmp_path / "made")[1]["rope.freqs.weight"], torch.tensor(STRETCHES)
+    )

