@@ -1,6 +1,6 @@
-"""PEFT's LoRA and a patch, whichever comes first: trained, switched off, merged.
+"""Test PEFT's LoRA with a patch, in either order: trained, disabled, merged.
 
-The truth: a model that transformers builds from the patched config, with the same adapter.
+The reference is a transformers model of the patched config with the same adapter.
 """
 
 import copy
@@ -42,7 +42,7 @@ def adapted_and_patched(family, first):
 
 
 def native(adapted, family):
-    """Return transformers' own model of the patched config, with the same weights and adapter."""
+    """Return a transformers model of the patched config, with the same weights and adapter."""
     config = copy.deepcopy(adapted.config)
     model = adapt(make_model(family, config=config))
     model.load_state_dict(adapted.state_dict())
@@ -51,7 +51,7 @@ def native(adapted, family):
 
 @pytest.mark.parametrize("first", ["patch", "adapter"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_adapter_can_be_merged_switched_off_and_taken_away(family, first):
+def test_adapter_can_be_disabled_merged_and_unloaded(family, first):
     adapted, base = adapted_and_patched(family, first), make_model(family)
     plain = logits(base)
     rope_patch.patch(base, "yarn", factor=4)
@@ -63,15 +63,15 @@ def test_an_adapter_can_be_merged_switched_off_and_taken_away(family, first):
     adapted.merge_adapter()
     assert_close(logits(adapted), expected)
     adapted.unmerge_adapter()
-    bare = adapted.unload()
-    assert_close(logits(bare), logits(base))
-    rope_patch.unpatch(bare)
-    assert_close(logits(bare), plain)
+    unloaded = adapted.unload()
+    assert_close(logits(unloaded), logits(base))
+    rope_patch.unpatch(unloaded)
+    assert_close(logits(unloaded), plain)
 
 
 @pytest.mark.parametrize("first", ["patch", "adapter"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_merged_model_is_still_patched_and_can_be_undone(family, first):
+def test_merged_model_keeps_its_patch_and_can_be_undone(family, first):
     adapted = adapted_and_patched(family, first)
     expected = logits(native(adapted, family))
     unpatched = adapt(make_model(family))
@@ -88,14 +88,14 @@ def test_a_merged_model_is_still_patched_and_can_be_undone(family, first):
 
 @pytest.mark.parametrize("first", ["patch", "adapter"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_an_adapter_learns_what_it_learns_on_a_native_model(family, first):
-    trained = adapted_and_patched(family, first)
-    truth = native(trained, family)
+def test_training_an_adapter_matches_the_native_model(family, first):
+    adapted = adapted_and_patched(family, first)
+    native_model = native(adapted, family)
     losses = {}
-    for name, model in (("ours", trained), ("theirs", truth)):
+    for name, model in (("ours", adapted), ("theirs", native_model)):
         model.train()
-        wanted = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(wanted, lr=0.1)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trainable, lr=0.1)
         losses[name] = []
         for seed in range(3):
             ids = tokens(LONG, seed=seed)
@@ -105,18 +105,20 @@ def test_an_adapter_learns_what_it_learns_on_a_native_model(family, first):
             optimizer.zero_grad()
             losses[name].append(loss.item())
     assert losses["ours"] == pytest.approx(losses["theirs"], abs=1e-5)
-    torch.testing.assert_close(logits(trained.eval()), logits(truth.eval()), rtol=0, atol=5e-5)
+    torch.testing.assert_close(
+        logits(adapted.eval()), logits(native_model.eval()), rtol=0, atol=5e-5
+    )
 
 
-def test_a_following_method_reaches_through_an_adapter_and_a_merge():
+def test_dynamic_method_works_through_an_adapter_and_a_merge():
     model = make_model()
     short = logits(adapt(copy.deepcopy(model)), SHORT)
     adapted = adapt(model)
     handle = rope_patch.patch(adapted, "dynamic-yarn")
-    assert logits(adapted, SHORT).equal(short)  # the trained length is not passed
+    assert logits(adapted, SHORT).equal(short)  # below the trained length
     static = copy.deepcopy(adapted)
     rope_patch.unpatch(static)
-    factor = 2 ** (5 / 4)  # the first of the grid that reaches 150 of 64 tokens
+    factor = 2 ** (5 / 4)  # the first growth step of at least 150 / 64
     rope_patch.patch(static, "yarn", factor=factor)
     assert_close(logits(adapted), logits(static))
     merged = adapted.merge_and_unload()

@@ -1,4 +1,4 @@
-"""Gradient checkpointing, in both of torch's ways: the gradients of a model that keeps it all."""
+"""Test gradient checkpointing, reentrant or not: gradients equal those without checkpoints."""
 
 import pytest
 import torch
@@ -26,33 +26,32 @@ METHODS = {
 
 
 def gradients(family, method, reentrant):
-    """Return the summed gradients of two batches of different lengths; without checkpoints for
-    None.
+    """Return the summed gradients of two batches; `reentrant=None` means no checkpoints.
 
-    The first has rows on both sides of the trained length, so rows of different frequencies.
+    The first batch has rows below and above the trained length, with different frequencies.
     """
     model = make_model(family).train()
     rope_patch.patch(model, method, **METHODS[method])
     calls = []
-    for layer in model.model.layers:  # newer transformers recompute what is in a layer, and no more
+    for layer in model.model.layers:  # checkpoints recompute a layer's submodules
         layer.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
     rows, mask = padded([tokens(SHORT), tokens(LONG, seed=2)], "right")
-    for given in ({"input_ids": rows, "attention_mask": mask}, {"input_ids": tokens(TRAINED)}):
-        labels = given["input_ids"]
-        model(**given, labels=labels, use_cache=False).loss.backward()
+    for inputs in ({"input_ids": rows, "attention_mask": mask}, {"input_ids": tokens(TRAINED)}):
+        labels = inputs["input_ids"]
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
     return [parameter.grad for parameter in model.parameters()], len(calls)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_gradients_are_those_without_checkpoints(family, method):
+def test_gradients_equal_those_without_checkpoints(family, method):
     expected, once = gradients(family, method, None)
     assert max(gradient.abs().max() for gradient in expected) > 1e-3
     for reentrant in (True, False):
         got, calls = gradients(family, method, reentrant)
-        assert calls == 2 * once  # computed again, indeed
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert calls == 2 * once  # activations were recomputed
+        for gradient, truth in zip(got, expected, strict=True):
+            torch.testing.assert_close(gradient, truth, rtol=0, atol=0)

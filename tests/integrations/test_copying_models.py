@@ -1,4 +1,4 @@
-"""Copies and files of patched models: each stands on its own, in this process and in another."""
+"""Test copies and files of patched models: they are independent, also in another process."""
 
 import copy
 import os
@@ -29,36 +29,36 @@ METHODS = {
 }
 
 
-def made(family, method):
+def make_patched(family, method):
     model = make_model(family)
     rope_patch.patch(model, method, **METHODS[method])
     return model
 
 
-def tensors_of(model):
+def tensor_pointers(model):
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.data_ptr() for name, tensor in named if tensor.numel()}
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_copy_shares_nothing_with_the_original(family, method):
-    model = made(family, method)
+def test_copy_shares_nothing_with_the_original(family, method):
+    model = make_patched(family, method)
     plain = logits(make_model(family))
     expected = logits(model)
     twin = copy.deepcopy(model)
-    ours, theirs = rope_patch.current(model), rope_patch.current(twin)
-    assert ours is not theirs
-    assert (ours.active, theirs.active) == (True, True)
-    assert not set(tensors_of(model).values()) & set(tensors_of(twin).values())
+    handle, twin_handle = rope_patch.current(model), rope_patch.current(twin)
+    assert handle is not twin_handle
+    assert (handle.active, twin_handle.active) == (True, True)
+    assert not set(tensor_pointers(model).values()) & set(tensor_pointers(twin).values())
     assert not {id(module) for module in model.modules()} & {id(m) for m in twin.modules()}
 
-    theirs.undo()
+    twin_handle.undo()
     assert logits(twin).equal(plain)
     assert logits(model).equal(expected)
-    assert ours.active
+    assert handle.active
 
-    # What is done to a copy, patched anew, stays there.
+    # Changes to the copy do not reach the original.
     rope_patch.patch(twin, "linear", factor=2)
     twin.bfloat16()
     with torch.no_grad():
@@ -67,15 +67,15 @@ def test_a_copy_shares_nothing_with_the_original(family, method):
     assert logits(model).equal(expected)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_what_was_patched_through_a_wrapper_is_copied_without_it(copied):
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_model_patched_through_a_wrapper_can_be_copied(duplicate):
     model = make_model()
     expected = {"none": logits(model)}
     handle = rope_patch.patch(torch.compile(model, backend="eager"), "yarn", factor=4)
     expected["yarn"] = logits(model)
-    twin = copied(model)
+    twin = duplicate(model)
     assert logits(twin).equal(expected["yarn"])
-    with rope_patch.patch(twin, "linear", factor=4):  # leaving it restores the copy's own patch
+    with rope_patch.patch(twin, "linear", factor=4):  # its end restores the copy's patch
         assert not logits(twin).equal(expected["yarn"])
     assert logits(twin).equal(expected["yarn"])
     rope_patch.unpatch(twin)
@@ -83,24 +83,24 @@ def test_what_was_patched_through_a_wrapper_is_copied_without_it(copied):
     assert handle.active
 
 
-def test_copies_that_follow_lengths_do_so_by_themselves():
-    """Each to its own length, with caches in use in turns."""
-    model = made("llama", "dynamic-yarn")
+def test_copies_have_independent_lengths():
+    """Use the original and its copy in turn, with different lengths and caches."""
+    model = make_patched("llama", "dynamic-yarn")
     twin = copy.deepcopy(model)
     ids = ids_of(LONG)
-    alone = step_by_step(model, ids, SHORT)
+    expected = step_by_step(model, ids, SHORT)
     rope_patch.current(twin).fix_length(LONG)
     fixed = logits(twin, SHORT)
-    assert step_by_step(model, ids, SHORT).equal(alone)
+    assert step_by_step(model, ids, SHORT).equal(expected)
     rope_patch.current(model).fix_length(LONG)
     assert logits(model, SHORT).equal(fixed)
     rope_patch.current(twin).fix_length(None)
-    assert step_by_step(twin, ids, SHORT).equal(alone)
+    assert step_by_step(twin, ids, SHORT).equal(expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_file_of_a_whole_model_comes_back_patched(method, tmp_path):
-    model = made("llama", method)
+def test_torch_saved_model_loads_patched(method, tmp_path):
+    model = make_patched("llama", method)
     plain, expected = logits(make_model()), logits(model)
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
@@ -111,12 +111,12 @@ def test_a_file_of_a_whole_model_comes_back_patched(method, tmp_path):
     assert logits(model).equal(expected)
 
 
-def test_another_process_reads_such_files(tmp_path):
-    """One that has imported nothing of ours, nor the model's code, until it reads them."""
+def test_torch_saved_models_load_in_another_process(tmp_path):
+    """Load in a process that has imported neither rope_patch nor the model's code."""
     for method in METHODS:
-        model = made("gemma3", method)
-        given = (model, ids_of(LONG), logits(model), logits(make_model("gemma3")))
-        torch.save(given, tmp_path / f"{method}.pt")
+        model = make_patched("gemma3", method)
+        content = (model, ids_of(LONG), logits(model), logits(make_model("gemma3")))
+        torch.save(content, tmp_path / f"{method}.pt")
     program = """
 import sys, torch
 torch.set_num_threads(1)
@@ -132,7 +132,7 @@ print("all read")
     command = [sys.executable, "-c", program, *(str(p) for p in tmp_path.glob("*.pt"))]
     package = str(Path(rope_patch.__file__).parents[1])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
     )
-    assert done.stdout == "all read\n", done.stderr
+    assert result.stdout == "all read\n", result.stderr

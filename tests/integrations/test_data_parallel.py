@@ -1,7 +1,7 @@
-"""Replicas of nn.DataParallel rotate with weights of their own, and leave nothing behind.
+"""Test that replicas of nn.DataParallel use their own weights, and are freed.
 
-The replicas are torch's own; only the copy to another device is one that changes the weights, so
-that whoever uses the original's is found out without two devices.
+torch makes the replicas; only the copy to another device is replaced, by one that halves the
+weights. This shows without two devices whether a replica uses the original's weights.
 """
 
 import copy
@@ -44,7 +44,7 @@ def replicas(monkeypatch):
 
 
 @pytest.mark.parametrize(("family", "method", "options"), REQUESTS)
-def test_each_replica_uses_its_own_weights(family, method, options, replicas):
+def test_replicas_use_their_weights(family, method, options, replicas):
     model = make_model(family)
     halved = copy.deepcopy(model)
     with torch.no_grad():
@@ -59,11 +59,14 @@ def test_each_replica_uses_its_own_weights(family, method, options, replicas):
     torch.testing.assert_close(forward(second, ids), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(forward(first, ids), forward(model, ids), rtol=0, atol=1e-5)
 
-    gone = [weakref.ref(second.model.layers[0].self_attn), weakref.ref(second.model.rotary_emb)]
+    references = [
+        weakref.ref(second.model.layers[0].self_attn),
+        weakref.ref(second.model.rotary_emb),
+    ]
     gc.disable()
     try:
         del first, second
-        assert [reference() for reference in gone] == [None, None]  # without a collection
+        assert [reference() for reference in references] == [None, None]  # without a gc run
     finally:
         gc.enable()
     rope_patch.unpatch(model)
@@ -71,7 +74,7 @@ def test_each_replica_uses_its_own_weights(family, method, options, replicas):
 
 
 def test_gradients_of_replicas_reach_the_original(replicas):
-    """The sum of both replicas' gradients: once the original's, and half of the halved one's."""
+    """The gradients of both replicas are summed, as in a model without our kernels."""
     model, plain = make_model("qwen3"), make_model("qwen3")
     rope_patch.patch(model, "yarn", factor=4, kernels="reference")
     rope_patch.patch(plain, "yarn", factor=4, kernels="hf")
@@ -83,19 +86,19 @@ def test_gradients_of_replicas_reach_the_original(replicas):
         torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_method_of_something_else_stays_what_it_is(replicas):
+def test_bound_method_of_another_object_is_called(replicas):
     model = make_model()
     rope_patch.patch(model, "yarn", factor=4)
     attention = model.model.layers[0].self_attn
     calls = []
 
     class Counter:
-        def __init__(self, own):
-            self.own = own
+        def __init__(self, forward):
+            self.wrapped = forward
 
         def forward(self, *args, **kwargs):
             calls.append(1)
-            return self.own(*args, **kwargs)
+            return self.wrapped(*args, **kwargs)
 
     attention.forward = Counter(attention.forward).forward
     first, _ = replicas(model)

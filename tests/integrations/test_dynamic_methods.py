@@ -1,4 +1,4 @@
-"""Frequencies that follow the sequence, with tools around the model."""
+"""Test dynamic methods on wrapped models: offloading, adapters, checkpointing."""
 
 import accelerate
 import pytest
@@ -20,7 +20,7 @@ def with_adapter(model, folder):
 
 @pytest.mark.parametrize("wrap", [on_disk, with_adapter])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_wrapped_model_decodes_as_itself(family, wrap, tmp_path):
+def test_wrapped_model_decodes_like_the_model(family, wrap, tmp_path):
     model, ids = make_model(family), tokens(LONG)
     rope_patch.patch(model, "dynamic-yarn")
     expected = step_by_step(model, ids, SHORT)
@@ -29,7 +29,7 @@ def test_a_wrapped_model_decodes_as_itself(family, wrap, tmp_path):
     assert step_by_step(wrapped, ids, SHORT).equal(expected)
 
 
-def test_gradients_are_the_same_when_activations_are_computed_again():
+def test_gradient_checkpointing_does_not_change_gradients():
     def gradient(checkpointing):
         model, ids = make_model().train(), tokens(LONG)
         rope_patch.patch(model, "dynamic-yarn")

@@ -1,8 +1,7 @@
-"""Liger's rotation beside a patch, whichever comes first.
+"""Test Liger's rotation with a patch, in either order.
 
-Its kernels need a GPU, so what it does is done here by a stand-in where it does it: in the modeling
-file, for every model of the process. The last tests use Liger itself where it is installed, in
-Triton's interpreter.
+Liger's kernels need a GPU, so a stand-in replaces the function in the modeling file, as Liger does,
+for all models of the process. The last tests use Liger if it is installed, in Triton's interpreter.
 """
 
 import copy
@@ -22,12 +21,12 @@ REQUESTS = [("yarn", {"factor": 4}), ("dynamic-yarn", {})]
 
 
 class Calls(list):
-    """What the stand-in was called with."""
+    """The shapes of the stand-in's arguments."""
 
 
 @pytest.fixture
 def liger(monkeypatch):
-    """Put a stand-in where Liger puts its rotation, and count its calls."""
+    """Return a function that installs a stand-in for Liger's rotation, with its calls."""
     calls = Calls()
 
     def put(family, on_a_gpu):
@@ -37,11 +36,11 @@ def liger(monkeypatch):
                 raise ValueError("Pointer argument (at 0) cannot be accessed from Triton")
             cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
 
-            def turned(x):
+            def rotate(x):
                 first, second = x.chunk(2, dim=-1)
                 return x * cos + torch.cat((-second, first), dim=-1) * sin
 
-            return turned(q), turned(k)
+            return rotate(q), rotate(k)
 
         liger_rotary_pos_emb.__module__ = "liger_kernel.transformers.rope"
         monkeypatch.setattr(FILES[family], "apply_rotary_pos_emb", liger_rotary_pos_emb)
@@ -50,25 +49,25 @@ def liger(monkeypatch):
     return put
 
 
-def said(caplog):
+def logged_messages(caplog):
     messages = [record.getMessage() for record in caplog.records if record.name == "rope_patch"]
     return [message for message in messages if "Liger" in message]
 
 
 @pytest.mark.parametrize(("method", "options"), REQUESTS)
 @pytest.mark.parametrize("family", FILES)
-def test_what_comes_later_does_not_reach_a_patched_model(liger, family, method, options, caplog):
+def test_liger_after_a_patch_does_not_reach_the_model(liger, family, method, options, caplog):
     model = make_model(family)
     plain = logits(model)
     handle = rope_patch.patch(model, method, **options)
     expected = logits(model)
     decoded = step_by_step(model, tokens(LONG), SHORT)
-    assert not said(caplog)
+    assert not logged_messages(caplog)
     liger(family, on_a_gpu=False)
     assert logits(model).equal(expected)
     assert step_by_step(model, tokens(LONG), SHORT).equal(decoded)
     assert not liger.calls
-    (message,) = said(caplog)  # once, at the first forward that finds it there
+    (message,) = logged_messages(caplog)  # once, at the first forward after it
     assert f"apply_rotary_pos_emb of {FILES[family].__name__}" in message
     assert "rope_patch's own, which Liger's does not reach" in message
     assert "liger_kernel_config={'rope': False}" in message
@@ -77,34 +76,32 @@ def test_what_comes_later_does_not_reach_a_patched_model(liger, family, method, 
     assert not liger.calls
     handle.undo()
     with pytest.raises(ValueError, match="Triton"):
-        logits(model)  # as an unpatched model: nothing of ours is in the way
+        logits(model)  # calls Liger's function, like an unpatched model
     liger(family, on_a_gpu=True)
     assert_close(logits(model), plain)
 
 
 @pytest.mark.parametrize(("method", "options"), REQUESTS)
 @pytest.mark.parametrize("family", FILES)
-def test_what_is_there_already_is_told_and_replaced(liger, family, method, options, caplog):
+def test_liger_before_a_patch_is_logged_and_replaced(liger, family, method, options, caplog):
     reference, model = make_model(family), make_model(family)
     rope_patch.patch(reference, method, **options)
     expected = logits(reference)
     decoded = step_by_step(reference, tokens(LONG), SHORT)
     liger(family, on_a_gpu=False)
     handle = rope_patch.patch(model, method, **options)
-    (message,) = said(caplog)
+    (message,) = logged_messages(caplog)
     assert "rope_patch's own, which Liger's does not reach" in message
     assert logits(model).equal(expected)
     assert step_by_step(model, tokens(LONG), SHORT).equal(decoded)
     assert not liger.calls
     assert handle.summary() == rope_patch.current(reference).summary()
-    assert len(said(caplog)) == 1
+    assert len(logged_messages(caplog)) == 1
 
 
 @pytest.mark.parametrize("first", ["liger", "patch"])
 @pytest.mark.parametrize(("method", "options"), REQUESTS)
-def test_where_the_rotation_is_left_to_transformers_it_is_ligers(
-    liger, method, options, first, caplog
-):
+def test_kernels_hf_use_ligers_rotation(liger, method, options, first, caplog):
     reference, model = make_model(), make_model()
     rope_patch.patch(reference, method, kernels="hf", **options)
     expected = logits(reference)
@@ -113,24 +110,24 @@ def test_where_the_rotation_is_left_to_transformers_it_is_ligers(
         liger("llama", on_a_gpu=True)
     rope_patch.patch(model, method, kernels="hf", **options)
     if first == "patch":
-        assert not said(caplog)
+        assert not logged_messages(caplog)
         liger("llama", on_a_gpu=True)
     assert_close(logits(model), expected)
     assert_close(step_by_step(model, tokens(LONG), SHORT), decoded)
     assert liger.calls
-    (message,) = said(caplog)
+    (message,) = logged_messages(caplog)
     assert "it rotates this model now, by the frequencies of the patch" in message
 
 
-def test_others_of_the_process_are_not_spoken_of(liger, caplog):
+def test_liger_for_another_architecture_is_not_logged(liger, caplog):
     model = make_model("qwen3")
     rope_patch.patch(model, "yarn", factor=4)
     liger("llama", on_a_gpu=False)
     logits(model)
-    assert not said(caplog)
+    assert not logged_messages(caplog)
 
 
-def test_a_compiled_model_is_one_graph_all_the_same(liger):
+def test_compiled_model_is_one_graph_with_liger(liger):
     torch._dynamo.reset()
     model = make_model()
     rope_patch.patch(model, "yarn", factor=4)
@@ -141,12 +138,12 @@ def test_a_compiled_model_is_one_graph_all_the_same(liger):
     torch._dynamo.reset()
 
 
-# -- Liger itself ----------------------------------------------------------------------------------
+# -- installed Liger -------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def restored():
-    """Remove Liger from the modeling files, which it does not do itself."""
+def restored_modules():
+    """Remove Liger from the modeling files after a test."""
     before = [(module, dict(vars(module))) for module in FILES.values()]
     kinds = [modeling_llama.LlamaForCausalLM, modeling_qwen3.Qwen3ForCausalLM]
     forwards = [kind.forward for kind in kinds]
@@ -159,7 +156,7 @@ def restored():
 
 @pytest.mark.parametrize(("method", "options"), REQUESTS)
 @pytest.mark.parametrize("family", FILES)
-def test_trainers_flag(family, method, options, tmp_path, caplog, restored):
+def test_trainer_flag_with_a_patch(family, method, options, tmp_path, caplog, restored_modules):
     pytest.importorskip("liger_kernel")
     ids = tokens(LONG, batch=2)
     rows = [{"input_ids": row, "labels": row} for row in ids]
@@ -186,10 +183,10 @@ def test_trainers_flag(family, method, options, tmp_path, caplog, restored):
 
     expected = losses(tmp_path / "plain")
     with caplog.at_level(logging.WARNING, logger="rope_patch"):
-        # Its other kernels were made for GPUs, and take long in the interpreter.
+        # The other kernels take too long in the interpreter.
         others = {"rms_norm": False, "swiglu": False, "fused_linear_cross_entropy": False}
         flags = {"use_liger_kernel": True, "liger_kernel_config": {"rope": True, **others}}
         assert losses(tmp_path / "liger", **flags) == expected
     assert FILES[family].apply_rotary_pos_emb.__module__ == "liger_kernel.transformers.rope"
-    (message,) = said(caplog)
+    (message,) = logged_messages(caplog)
     assert "which Liger's does not reach" in message

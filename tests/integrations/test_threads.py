@@ -1,4 +1,4 @@
-"""Several models and several threads at once: each forward is what it is alone."""
+"""Test several models and threads at once: each forward gives the result of a single one."""
 
 import copy
 import sys
@@ -25,7 +25,7 @@ from rope_patch.patching.dynamic.hooks import LengthHooks
 
 LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
 STATIC = {"linear": {"factor": 4}, "yarn": {"factor": 4}}
-FOLLOWING = {"dynamic-yarn": {}, "longrope": LONGROPE, "nope": {"temperature": 0.4}}
+LENGTH_DEPENDENT = {"dynamic-yarn": {}, "longrope": LONGROPE, "nope": {"temperature": 0.4}}
 ROUNDS = 12
 
 
@@ -38,17 +38,17 @@ def frequent_switches():
     sys.setswitchinterval(usual)
 
 
-def at_once(*tasks):
-    """Run functions in threads that start together; raise what any of them raises."""
+def run_in_threads(*tasks):
+    """Run functions in threads that start together; raise the first error of any."""
     start = threading.Barrier(len(tasks))
-    failed = []
+    errors = []
 
     def run(task):
         start.wait()
         try:
             task()
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=run, args=(task,), daemon=True) for task in tasks]
     for thread in threads:
@@ -56,12 +56,12 @@ def at_once(*tasks):
     for thread in threads:
         thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
-def again_and_again(call, expected, rounds=ROUNDS):
-    """Return a task that checks that the same call gives the same numbers every time."""
+def repeat(call, expected, rounds=ROUNDS):
+    """Return a task that repeats a call and checks that its result stays the same."""
 
     def task():
         for _ in range(rounds):
@@ -70,7 +70,7 @@ def again_and_again(call, expected, rounds=ROUNDS):
     return task
 
 
-def patched(method, family="llama", seed=0, **options):
+def make_patched(method, family="llama", seed=0, **options):
     model = make_model(family, seed=seed)
     rope_patch.patch(model, method, **options)
     return model
@@ -79,99 +79,97 @@ def patched(method, family="llama", seed=0, **options):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_models_patched_differently_run_side_by_side(family):
     tasks = []
-    for method, options in {**STATIC, **FOLLOWING}.items():
-        model = patched(method, family, **options)
+    for method, options in {**STATIC, **LENGTH_DEPENDENT}.items():
+        model = make_patched(method, family, **options)
         for length in (SHORT, LONG):
             expected = logits(model, length)
-            tasks.append(again_and_again(lambda m=model, n=length: logits(m, n), expected, 4))
+            tasks.append(repeat(lambda m=model, n=length: logits(m, n), expected, 4))
     plain = make_model(family)
-    tasks.append(again_and_again(lambda: logits(plain), logits(plain), 4))
-    at_once(*tasks)
+    tasks.append(repeat(lambda: logits(plain), logits(plain), 4))
+    run_in_threads(*tasks)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference", "hf"])
-@pytest.mark.parametrize("method", [*STATIC, *FOLLOWING])
+@pytest.mark.parametrize("method", [*STATIC, *LENGTH_DEPENDENT])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_one_model_in_several_threads(family, method, kernels):
-    """Each thread with a length of its own, so with frequencies of its own where they follow it."""
-    model = patched(method, family, kernels=kernels, **{**STATIC, **FOLLOWING}[method])
+    """Give each thread another length, and so other frequencies if these depend on it."""
+    model = make_patched(method, family, kernels=kernels, **{**STATIC, **LENGTH_DEPENDENT}[method])
     lengths = [SHORT, TRAINED + 1, LONG, 4 * TRAINED]
     expected = [logits(model, length) for length in lengths]
     tasks = [
-        again_and_again(lambda n=length: logits(model, n), wanted)
-        for length, wanted in zip(lengths, expected, strict=True)
+        repeat(lambda n=length: logits(model, n), logits_alone)
+        for length, logits_alone in zip(lengths, expected, strict=True)
     ]
-    at_once(*tasks)
+    run_in_threads(*tasks)
 
 
-def test_the_lengths_of_those_threads_do_ask_for_other_frequencies():
+def test_lengths_of_the_threads_have_different_frequencies():
     handle = rope_patch.patch(make_model(), "dynamic-yarn")
     sets = [handle.frequencies_at(n)[None].inv_freq for n in (SHORT, TRAINED + 1, LONG, 256)]
-    assert len({tuple(found.tolist()) for found in sets}) == 4
+    assert len({tuple(inv_freq.tolist()) for inv_freq in sets}) == 4
 
 
-@pytest.mark.parametrize("method", FOLLOWING)
-def test_threads_that_decode_keep_caches_of_their_own(method):
-    model = patched(method, **FOLLOWING[method])
+@pytest.mark.parametrize("method", LENGTH_DEPENDENT)
+def test_decoding_threads_have_separate_caches(method):
+    model = make_patched(method, **LENGTH_DEPENDENT[method])
     tasks = []
     for seed, prompt in ((1, SHORT), (2, TRAINED), (3, 100)):
         ids = tokens(prompt + 30, seed=seed)
         expected = step_by_step(model, ids, prompt)
-        tasks.append(
-            again_and_again(lambda i=ids, p=prompt: step_by_step(model, i, p), expected, 3)
-        )
-    at_once(*tasks)
+        tasks.append(repeat(lambda i=ids, p=prompt: step_by_step(model, i, p), expected, 3))
+    run_in_threads(*tasks)
 
 
 def test_threads_with_rows_of_different_lengths():
-    """Frequencies by rows in one thread, for all rows alike in another."""
-    model = patched("dynamic-yarn")
+    """Use per-row frequencies in one thread, and one set for all rows in another."""
+    model = make_patched("dynamic-yarn")
     ids, mask = padded([tokens(30), tokens(LONG)], "left")
     rows = forward(model, ids, attention_mask=mask)
-    alike = forward(model, tokens(100, batch=3))
-    at_once(
-        again_and_again(lambda: forward(model, ids, attention_mask=mask), rows),
-        again_and_again(lambda: forward(model, tokens(100, batch=3)), alike),
-        again_and_again(lambda: logits(model, SHORT), logits(model, SHORT)),
+    equal_rows = forward(model, tokens(100, batch=3))
+    run_in_threads(
+        repeat(lambda: forward(model, ids, attention_mask=mask), rows),
+        repeat(lambda: forward(model, tokens(100, batch=3)), equal_rows),
+        repeat(lambda: logits(model, SHORT), logits(model, SHORT)),
     )
 
 
-@pytest.mark.parametrize("method", [*STATIC, *FOLLOWING])
-def test_patching_and_undoing_beside_a_model_that_runs(method):
-    options = {**STATIC, **FOLLOWING}[method]
-    running, other = patched(method, **options), make_model(seed=3)
+@pytest.mark.parametrize("method", [*STATIC, *LENGTH_DEPENDENT])
+def test_patch_and_undo_while_another_model_runs(method):
+    options = {**STATIC, **LENGTH_DEPENDENT}[method]
+    running, other = make_patched(method, **options), make_model(seed=3)
     plain = logits(other)
     with rope_patch.patch(other, method, **options):
         changed = logits(other)
 
-    def come_and_go():
+    def patch_and_undo():
         for _ in range(ROUNDS):
             with rope_patch.patch(other, method, **options):
                 assert logits(other).equal(changed)
             assert logits(other).equal(plain)
 
-    at_once(
-        again_and_again(lambda: logits(running), logits(running), 2 * ROUNDS),
-        come_and_go,
+    run_in_threads(
+        repeat(lambda: logits(running), logits(running), 2 * ROUNDS),
+        patch_and_undo,
     )
 
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
 def test_copies_made_while_the_original_runs(method):
-    model = patched(method, **{**STATIC, **FOLLOWING}[method])
+    model = make_patched(method, **{**STATIC, **LENGTH_DEPENDENT}[method])
     expected = logits(model)
 
-    def copying():
+    def copy_and_unpatch():
         for _ in range(ROUNDS // 3):
             twin = copy.deepcopy(model)
             assert logits(twin).equal(expected)
             rope_patch.unpatch(twin)
 
-    at_once(again_and_again(lambda: logits(model), expected), copying)
+    run_in_threads(repeat(lambda: logits(model), expected), copy_and_unpatch)
 
 
-def test_training_in_threads_adds_the_same_gradients():
-    """Models that are trained each in a thread of its own, checkpoints and all."""
+def test_training_in_threads_gives_the_same_gradients():
+    """Train each model in a separate thread, with gradient checkpointing."""
 
     def gradients(model):
         model.zero_grad()
@@ -180,29 +178,29 @@ def test_training_in_threads_adds_the_same_gradients():
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     models = [
-        patched(method, seed=seed, **options).train()
-        for seed, (method, options) in enumerate({**STATIC, **FOLLOWING}.items())
+        make_patched(method, seed=seed, **options).train()
+        for seed, (method, options) in enumerate({**STATIC, **LENGTH_DEPENDENT}.items())
     ]
     for model in models:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    alone = [gradients(model) for model in models]
-    at_once(
+    expected = [gradients(model) for model in models]
+    run_in_threads(
         *(
-            again_and_again(lambda m=model: gradients(m), wanted, 3)
-            for model, wanted in zip(models, alone, strict=True)
+            repeat(lambda m=model: gradients(m), gradient, 3)
+            for model, gradient in zip(models, expected, strict=True)
         )
     )
 
 
-def test_a_failed_forward_keeps_no_other_thread_waiting():
-    model = patched("dynamic-yarn")
+def test_failed_forward_does_not_block_other_threads():
+    model = make_patched("dynamic-yarn")
     expected = logits(model)
 
-    def failing(*_):
+    def raise_in_one_thread(*_):
         if threading.current_thread().name == "failing":
             raise RuntimeError("no memory, say")
 
-    model.model.rotary_emb.register_forward_pre_hook(failing)
+    model.model.rotary_emb.register_forward_pre_hook(raise_in_one_thread)
 
     def fail():
         threading.current_thread().name = "failing"
@@ -210,14 +208,14 @@ def test_a_failed_forward_keeps_no_other_thread_waiting():
             with pytest.raises(RuntimeError, match="no memory"):
                 logits(model, SHORT)
 
-    at_once(fail, again_and_again(lambda: logits(model), expected))
+    run_in_threads(fail, repeat(lambda: logits(model), expected))
 
 
-def test_an_interrupted_forward_is_cleaned_up_by_the_next():
-    """Ctrl-C is no Exception, and leaves the hooks after a forward uncalled."""
-    model = patched("dynamic-yarn")
+def test_interrupted_forward_is_cleaned_up_by_the_next():
+    """A KeyboardInterrupt skips the hooks after a forward."""
+    model = make_patched("dynamic-yarn")
     rotary = model.model.rotary_emb
-    resting, expected = rotary.inv_freq, logits(model)
+    initial, expected = rotary.inv_freq, logits(model)
     interrupted = []
 
     def interrupt(module, args):
@@ -231,34 +229,34 @@ def test_an_interrupted_forward_is_cleaned_up_by_the_next():
     hook.remove()
     assert interrupted
     assert logits(model).equal(expected)
-    assert rotary.inv_freq is resting
-    at_once(again_and_again(lambda: logits(model), expected, 2))
+    assert rotary.inv_freq is initial
+    run_in_threads(repeat(lambda: logits(model), expected, 2))
 
 
 def test_compiled_models_in_threads():
     torch._dynamo.reset()
-    model = patched("dynamic-yarn")
+    model = make_patched("dynamic-yarn")
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
     lengths = (SHORT, LONG, 4 * TRAINED)
     expected = [logits(compiled, length) for length in lengths]
-    at_once(
+    run_in_threads(
         *(
-            again_and_again(lambda n=length: logits(compiled, n), wanted)
-            for length, wanted in zip(lengths, expected, strict=True)
+            repeat(lambda n=length: logits(compiled, n), expected_logits)
+            for length, expected_logits in zip(lengths, expected, strict=True)
         )
     )
     torch._dynamo.reset()
 
 
-def test_nothing_of_a_thread_stays_behind():
-    """What a forward finds out goes with the thread that ran it."""
-    model = patched("dynamic-yarn")
-    following = next(
+def test_hooks_keep_no_state_of_threads():
+    """The state of a forward is freed with its thread."""
+    model = make_patched("dynamic-yarn")
+    hooks = next(
         hook.__self__
         for hook in model.model._forward_pre_hooks.values()
         if isinstance(getattr(hook, "__self__", None), LengthHooks)
     )
-    at_once(lambda: logits(model), lambda: logits(model, SHORT))
+    run_in_threads(lambda: logits(model), lambda: logits(model, SHORT))
     logits(model)
-    assert (following._state.rows, following._state.pending_record) == (None, None)
-    assert following._state.saved_buffer is None
+    assert (hooks._state.rows, hooks._state.pending_record) == (None, None)
+    assert hooks._state.saved_buffer is None

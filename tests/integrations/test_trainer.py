@@ -1,4 +1,4 @@
-"""transformers' Trainer on a patched model: the steps that a loop written by hand takes."""
+"""Test transformers' Trainer on a patched model against a training loop written here."""
 
 import math
 
@@ -24,7 +24,7 @@ BATCHES = [tokens(length, batch=2, seed=length) for length in (LONG, SHORT, 100)
 
 
 class Rows(torch.utils.data.Dataset):
-    """The batches above, row by row, in this order."""
+    """The rows of `BATCHES` in order."""
 
     def __len__(self):
         return sum(len(batch) for batch in BATCHES)
@@ -32,19 +32,19 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index):
         row = torch.cat([row[None] for row in BATCHES[index // 2]])[index % 2]
         labels = row.clone()
-        labels[0] = -100  # no prediction: older transformers would count it in the mean
+        labels[0] = -100  # has no prediction, but older transformers count it in the mean
         return {"input_ids": row, "labels": labels}
 
 
-class InOrder(transformers.Trainer):
-    """A Trainer that takes the rows as they come."""
+class SequentialTrainer(transformers.Trainer):
+    """A Trainer that reads the rows in order."""
 
     def _get_train_sampler(self, *_):
         return torch.utils.data.SequentialSampler(Rows())
 
 
-def by_trainer(model, folder, **changes):
-    """Return losses and gradient norms of the steps, as the Trainer logs them."""
+def train_with_trainer(model, folder, **changes):
+    """Return the trainer, and losses and gradient norms of the steps that it logs."""
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -60,16 +60,16 @@ def by_trainer(model, folder, **changes):
         disable_tqdm=True,
         **changes,
     )
-    trainer = InOrder(model=model, args=arguments, train_dataset=Rows())
+    trainer = SequentialTrainer(model=model, args=arguments, train_dataset=Rows())
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     return trainer, [(log["loss"], log["grad_norm"]) for log in logs]
 
 
-def by_hand(model):
+def train_with_loop(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     model.train()
-    found = []
+    steps = []
     for ids in BATCHES:
         loss = torch.nn.functional.cross_entropy(
             model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
@@ -78,8 +78,8 @@ def by_hand(model):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((loss.item(), norm.item()))
-    return found
+        steps.append((loss.item(), norm.item()))
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -88,28 +88,28 @@ def by_hand(model):
     ids=["plain", "checkpointing"],
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_its_steps_are_those_of_a_loop(method, changes, tmp_path):
+def test_trainer_steps_match_the_loop(method, changes, tmp_path):
     trained, expected = make_model(), make_model()
-    unpatched = by_hand(make_model())
+    unpatched = train_with_loop(make_model())
     for model in (trained, expected):
         rope_patch.patch(model, method, **METHODS[method])
-    _, steps = by_trainer(trained, tmp_path, **changes)
-    truth = by_hand(expected)
+    _, steps = train_with_trainer(trained, tmp_path, **changes)
+    truth = train_with_loop(expected)
     assert len(steps) == STEPS
     assert all(math.isfinite(number) for step in steps for number in step)
-    for got, wanted in zip(steps, truth, strict=True):
-        assert got == pytest.approx(wanted, rel=1e-4)
-    # A rotation that Trainer had lost on the way would show.
+    for got, expected_step in zip(steps, truth, strict=True):
+        assert got == pytest.approx(expected_step, rel=1e-4)
+    # Without the patch, losses differ.
     assert max(abs(a - b) for (a, _), (b, _) in zip(truth, unpatched, strict=True)) > 5e-3
-    for ours, theirs in zip(trained.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for weight, truth_weight in zip(trained.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(weight, truth_weight, rtol=1e-4, atol=1e-5)
     assert rope_patch.current(trained).active
 
 
-def test_what_it_saves_is_what_was_trained(tmp_path):
+def test_trainer_saves_the_trained_model(tmp_path):
     model = make_model()
     rope_patch.patch(model, "yarn", factor=4)
-    trainer, _ = by_trainer(model, tmp_path / "runs")
+    trainer, _ = train_with_trainer(model, tmp_path / "runs")
     trainer.save_model(tmp_path / "saved")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     assert rope_patch.current(loaded) is None
