@@ -1,4 +1,4 @@
-"""What the kernel benchmark measures; how long anything takes is no matter of tests."""
+"""Test what the kernel benchmark measures, but no durations."""
 
 import math
 
@@ -21,26 +21,17 @@ from rope_patch.benchmarks.kernels.shapes import (
     samples_needed,
 )
 from rope_patch.benchmarks.kernels.workers import ImplementationRun
-from rope_patch.ops import dispatch
 
+pytestmark = pytest.mark.usefixtures("without_interpreter")
 NAMES = ("hf", "ours", "ours-output", "ours-tables", "liger")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def as_usual():
-    """Turn Triton's interpreter off, which the kernels' own tests use."""
-    with pytest.MonkeyPatch.context() as patched:
-        for module in (dispatch, benchmark):
-            patched.setattr(module, "is_interpreted", lambda: False)
-        yield
-
-
 def problem(shape="qwen3-8b", length=6, layout=VIEWS, **changes):
-    made = {"batch": 2, "dtype": torch.float32, "device": torch.device("cpu"), **changes}
-    return Problem(shape=SHAPES[shape], length=length, layout=layout, **made)
+    settings = {"batch": 2, "dtype": torch.float32, "device": torch.device("cpu"), **changes}
+    return Problem(shape=SHAPES[shape], length=length, layout=layout, **settings)
 
 
-def contender(name):
+def builtin(name):
     return next(c for c in builtin_implementations() if c.name == name)
 
 
@@ -49,9 +40,9 @@ def run(case, *contenders):
     return {row["contender"]: row for row in rows}
 
 
-def wrong(case):
+def build_wrong(case):
     """Rotate as transformers does, with a small error in queries only."""
-    right = contender("hf").build(case)
+    right = builtin("hf").build(case)
 
     def call(q, k):
         q, k = right(q, k)
@@ -60,9 +51,9 @@ def wrong(case):
     return call
 
 
-def in_place(case):
-    """Rotate correctly, but overwrite queries, keys and gradients without saying so."""
-    right = contender("hf").build(case)
+def build_in_place(case):
+    """Rotate correctly, but overwrite queries, keys and gradients."""
+    right = builtin("hf").build(case)
 
     class Greedy(torch.autograd.Function):
         @staticmethod
@@ -73,9 +64,9 @@ def in_place(case):
 
         @staticmethod
         def backward(ctx, grad):
-            kept = grad.clone()
+            copied = grad.clone()
             grad.zero_()
-            return kept
+            return copied
 
     def call(q, k):
         rotated = right(Greedy.apply(q), Greedy.apply(k))
@@ -92,7 +83,7 @@ def results():
     )
 
 
-def test_every_size_is_measured_and_the_layouts_at_one(results):
+def test_all_sizes_and_layouts_are_measured(results):
     sizes = [(case["shape"], case["length"], case["layout"]) for case in results["cases"]]
     assert sizes == [
         (shape, *size)
@@ -102,7 +93,7 @@ def test_every_size_is_measured_and_the_layouts_at_one(results):
     assert results["cases"][1]["bytes"] == 8 * 40 * 128 * 4
 
 
-def test_the_copy_is_the_measure_of_all(results):
+def test_times_are_relative_to_a_copy(results):
     for case in results["cases"]:
         phases = {"wall"} if case["length"] == 1 else {"forward", "backward", "both"}
         for row in case["rows"]:
@@ -117,7 +108,7 @@ def test_the_copy_is_the_measure_of_all(results):
         assert copy["bytes_per_second"] == pytest.approx(2 * case["bytes"] / once * 1e3)
 
 
-def test_everyone_is_right_and_says_how_right(results):
+def test_implementations_report_small_errors(results):
     for case in results["cases"]:
         for row in case["rows"]:
             if row["contender"] != "copy" and "not_measured" not in row:
@@ -127,38 +118,38 @@ def test_everyone_is_right_and_says_how_right(results):
                 assert row["wrong"] is False
 
 
-def test_who_is_not_there_says_why(results):
+def test_missing_implementations_report_a_reason(results):
     rows = [row for case in results["cases"] for row in case["rows"]]
     reasons = {row["contender"]: row["not_measured"] for row in rows if "not_measured" in row}
     assert set(reasons) == {"ours-output", "liger"}
     assert reasons["liger"] == "Triton needs a GPU, or TRITON_INTERPRET=1 and patience"
 
 
-def test_what_is_kept_for_backward(results):
-    """As counted in the kernels' own research: nothing by a rotation, 3.02 N with a norm."""
-    kept = {case["shape"]: case for case in results["kept"]}
+def test_saved_bytes_for_backward(results):
+    """A rotation saves nothing, a norm and rotation 3.02 times the input."""
+    cases = {case["shape"]: case for case in results["kept"]}
     shares = {
         shape: {row["contender"]: row.get("kept", 0) / case["bytes"] for row in case["rows"]}
-        for shape, case in kept.items()
+        for shape, case in cases.items()
     }
     assert shares["llama-3-8b"]["hf"] == 0
     assert shares["qwen3-8b"]["hf"] == pytest.approx(3.02, abs=0.01)
 
 
-def test_outputs_that_are_kept_are_told_apart():
-    def keeping(case):
-        right = contender("hf").build(case)
-        return lambda q, k: tuple(x.exp() for x in right(q, k))  # whose backward needs its outputs
+def test_saved_outputs_are_counted_separately():
+    def build_saving(case):
+        right = builtin("hf").build(case)
+        return lambda q, k: tuple(x.exp() for x in right(q, k))  # exp saves its outputs
 
     case = problem("llama-3-8b")
-    made = Implementation(name="x", title="x", build=keeping)
-    saved = ImplementationRun(made, case, [case.sample(0)]).saved_bytes()
+    implementation = Implementation(name="x", title="x", build=build_saving)
+    saved = ImplementationRun(implementation, case, [case.sample(0)]).saved_bytes()
     assert saved == {"kept": case.bytes, "outputs": case.bytes}
 
 
-def test_a_wrong_contender_is_measured_and_shown_as_wrong():
+def test_wrong_implementation_is_measured_and_marked():
     case = problem()
-    row = run(case, Implementation(name="bad", title="bad", build=wrong))["bad"]
+    row = run(case, Implementation(name="bad", title="bad", build=build_wrong))["bad"]
     assert row["wrong"] is True
     assert row["errors"]["q"] == pytest.approx(0.1, rel=1e-4)
     assert row["errors"]["dq"] == pytest.approx(0.1, rel=1e-4)
@@ -167,7 +158,7 @@ def test_a_wrong_contender_is_measured_and_shown_as_wrong():
     assert set(row["times"]) == {"forward", "backward", "both"}
 
 
-def test_nan_is_wrong():
+def test_nan_is_marked_as_wrong():
     def build(case):
         return lambda q, k: (q.transpose(1, 2) * math.nan, k.transpose(1, 2))
 
@@ -175,20 +166,22 @@ def test_nan_is_wrong():
     assert row["wrong"] is True
 
 
-def test_who_works_in_place_spoils_nothing():
-    greedy = Implementation(name="greedy", title="greedy", build=in_place, in_place=True)
+def test_in_place_implementation_does_not_change_others():
+    greedy = Implementation(
+        name="greedy", title="greedy", build=build_in_place, build_in_place=True
+    )
     for layout in (VIEWS, PACKED, BHSD):
-        rows = run(problem(layout=layout), greedy, contender("hf"))
+        rows = run(problem(layout=layout), greedy, builtin("hf"))
         assert not rows["greedy"]["wrong"]
         assert not rows["hf"]["wrong"]
 
 
 def test_frozen_weights_have_no_gradients():
-    frozen = Implementation(name="f", title="f", build=contender("hf").build, frozen=True)
+    frozen = Implementation(name="f", title="f", build=builtin("hf").build, frozen=True)
     assert "dw" not in run(problem(), frozen)["f"]["errors"]
 
 
-def test_one_failure_costs_nobody_else():
+def test_failing_implementations_do_not_stop_others():
     def missing(case):
         raise Unavailable("not today")
 
@@ -199,20 +192,22 @@ def test_one_failure_costs_nobody_else():
         return call
 
     makers = {"missing": missing, "broken": broken}
-    made = [Implementation(name=name, title=name, build=build) for name, build in makers.items()]
-    rows = run(problem(), *made, contender("hf"))
+    implementations = [
+        Implementation(name=name, title=name, build=build) for name, build in makers.items()
+    ]
+    rows = run(problem(), *implementations, builtin("hf"))
     assert rows["missing"]["not_measured"] == "not today"
     assert rows["broken"]["not_measured"] == "RuntimeError: first line"
     assert set(rows["hf"]["times"]) == {"forward", "backward", "both"}
 
 
-def test_a_phase_can_fail_alone():
+def test_single_phases_can_fail():
     def build(case):
-        right, calls = contender("hf").build(case), []
+        right, calls = builtin("hf").build(case), []
 
         def call(q, k):
             calls.append(0)
-            if len(calls) > 7:  # past the check, both peaks, what is saved, and some of forward
+            if len(calls) > 7:  # after the checks and part of the forward phase
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return right(q, k)
 
@@ -223,18 +218,18 @@ def test_a_phase_can_fail_alone():
     assert row["failed"] == dict.fromkeys(("forward", "backward", "both"), "out of memory")
 
 
-def test_what_does_not_fit_is_skipped_and_says_so(monkeypatch):
+def test_problem_larger_than_memory_is_skipped(monkeypatch):
     monkeypatch.setattr(benchmark, "_available_memory", lambda device: 1000)
-    case = benchmark._measure_problem(problem(), [contender("hf")], repeats=1)
+    case = benchmark._measure_problem(problem(), [builtin("hf")], repeats=1)
     assert case["rows"] == []
     assert case["not_measured"].endswith("and 0.0 GB are free")
 
 
 @pytest.mark.parametrize("layout", [VIEWS, PACKED, BHSD])
-def test_layouts_are_what_they_say(layout):
+def test_layouts_of_samples(layout):
     sample = problem(layout=layout).sample(0)
-    fresh = sample.clone()
-    originals, copies = ((x.q, x.k, *x.grads) for x in (sample, fresh))
+    clone = sample.clone()
+    originals, copies = ((x.q, x.k, *x.grads) for x in (sample, clone))
     for x, other in zip(originals, copies, strict=True):
         assert x.stride() == other.stride()
         assert torch.equal(x, other)
@@ -246,12 +241,12 @@ def test_layouts_are_what_they_say(layout):
     assert sample.grads[0].is_contiguous() == (layout == BHSD)
 
 
-def test_errors_are_the_same_in_pieces(monkeypatch):
+def test_errors_do_not_depend_on_chunks(monkeypatch):
     case = problem("gemma-3-12b", length=11)
-    runner = ImplementationRun(contender("hf"), case, [case.sample(0)])
-    whole = runner.relative_errors()
+    runner = ImplementationRun(builtin("hf"), case, [case.sample(0)])
+    expected = runner.relative_errors()
     monkeypatch.setattr(ground_truth, "_CHUNK_ELEMENTS", 2 * 16 * 256 * 4)  # 4 tokens
-    assert runner.relative_errors() == pytest.approx(whole, rel=1e-3)
+    assert runner.relative_errors() == pytest.approx(expected, rel=1e-3)
 
 
 def test_samples_fill_the_cache_several_times():
@@ -261,16 +256,16 @@ def test_samples_fill_the_cache_several_times():
     assert samples_needed(case, 10**9) == 8
 
 
-def test_peaks_are_of_the_call_alone():
-    held = torch.zeros(1000)
+def test_peak_memory_is_that_of_the_call():
+    allocated = torch.zeros(1000)
 
     def call():
-        one = held + 1
+        one = allocated + 1
         two = one + 1
         del one
         return two + 1
 
-    assert 2 * 4000 <= timing.peak_memory(call) < 2 * 4000 + 100  # the ones are tensors, too
+    assert 2 * 4000 <= timing.peak_memory(call) < 2 * 4000 + 100  # the scalars are tensors, too
 
 
 @pytest.mark.parametrize(
@@ -284,7 +279,7 @@ def test_peaks_are_of_the_call_alone():
         ({"dtype": "float8"}, "dtype must be of auto, float32"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(changes, message):
+def test_invalid_requests_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         bench(KernelBenchRequest(**changes))
 

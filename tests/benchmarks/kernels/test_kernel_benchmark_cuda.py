@@ -1,4 +1,4 @@
-"""The kernel benchmark on a GPU: its own clocks, graphs and counts."""
+"""Test the kernel benchmark on a GPU: clocks, graphs and launch counts."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from rope_patch.benchmarks.kernels.benchmark import KernelBenchRequest, bench
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def test_all_clocks_run():
+def test_all_phases_are_timed():
     request = KernelBenchRequest(
         shapes=("llama-3-8b", "gemma-3-12b"),
         lengths=(1, 64),
@@ -25,7 +25,7 @@ def test_all_clocks_run():
             assert not row.get("wrong"), row
 
 
-def test_peaks_and_launches():
+def test_peak_memory_and_launches():
     x = torch.zeros(2**20, device="cuda")
     assert timing.peak_memory(lambda: x + 1) == 2**22
     rows = model_steps.measure(("qwen3-8b",), torch.device("cuda"), torch.bfloat16, repeats=1)

@@ -1,4 +1,4 @@
-"""The kernel benchmark's files, command and steps of whole models, on real and tiny runs."""
+"""Test the kernel benchmark's files, command and model steps, on small runs."""
 
 import json
 import sys
@@ -18,20 +18,11 @@ from rope_patch.benchmarks.kernels.implementations import (
 )
 from rope_patch.cli import app
 from rope_patch.cli import bench as benchmarking
-from rope_patch.ops import dispatch
 from rope_patch.patching.kernels import attention_forward
 
+pytestmark = pytest.mark.usefixtures("without_interpreter")
 TINY = ("--shapes", "qwen3-8b", "--lengths", "1,8", "--repeats", "2")
 NAMES = ("--contenders", "hf,ours,flash-attn")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def as_usual():
-    """Turn Triton's interpreter off, which the kernels' own tests use."""
-    with pytest.MonkeyPatch.context() as patched:
-        for module in (dispatch, benchmark):
-            patched.setattr(module, "is_interpreted", lambda: False)
-        yield
 
 
 def bench(*arguments):
@@ -39,7 +30,7 @@ def bench(*arguments):
 
 
 class Tables(HTMLParser):
-    """Return the cells of a page's tables, by caption."""
+    """Parser of the cells of a page's tables, by caption."""
 
     def __init__(self, page):
         super().__init__()
@@ -62,20 +53,20 @@ class Tables(HTMLParser):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    done = bench(*TINY, *NAMES, "--no-model-steps", "--out", str(folder))
-    assert done.exit_code == 0, done.exception
-    return done, folder
+    result = bench(*TINY, *NAMES, "--no-model-steps", "--out", str(folder))
+    assert result.exit_code == 0, result.exception
+    return result, folder
 
 
-def test_a_run_writes_every_form(run):
+def test_run_writes_all_files(run):
     _, folder = run
     files = {path.name for path in folder.iterdir()}
     assert files == {"bench.html", "bench.json", "bench.md", "bench.png"}
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_all_forms_show_the_same(run):
-    done, folder = run
+def test_all_files_show_the_same_numbers(run):
+    result, folder = run
     results = json.loads((folder / "bench.json").read_text())
     page = (folder / "bench.html").read_text()
     case = next(c for c in results["cases"] if c["length"] == 8 and c["layout"] == "views")
@@ -89,14 +80,14 @@ def test_all_forms_show_the_same(run):
     assert float(percent.rstrip("%")) == pytest.approx(measured, abs=1.01 * rounding)
     markdown = (folder / "bench.md").read_text()
     assert f"| HF eager | {percent}" in markdown
-    assert "Forward, by tokens" in done.stdout
-    assert str(folder / "bench.html") in done.stdout
-    for form in (page, markdown, done.stdout):
+    assert "Forward, by tokens" in result.stdout
+    assert str(folder / "bench.html") in result.stdout
+    for form in (page, markdown, result.stdout):
         assert "flash-attention" in form
         assert "Triton needs a GPU" in form
 
 
-def test_the_page_needs_no_other(run):
+def test_page_is_self_contained(run):
     page = (run[1] / "bench.html").read_text()
     assert "<svg" in page
     assert "prefers-color-scheme: dark" in page
@@ -104,15 +95,15 @@ def test_the_page_needs_no_other(run):
         assert word not in page
 
 
-def test_json_can_be_printed(tmp_path):
-    chosen = ("--contenders", "hf", "--no-model-steps", "--rivals", str(tmp_path))
-    done = bench(*TINY, *chosen, "--json", "--out", str(tmp_path))
-    results = json.loads(done.stdout)
+def test_json_output(tmp_path):
+    options = ("--contenders", "hf", "--no-model-steps", "--rivals", str(tmp_path))
+    result = bench(*TINY, *options, "--json", "--out", str(tmp_path))
+    results = json.loads(result.stdout)
     assert results["shapes"] == ["qwen3-8b"]
     assert results["rivals"] == str(tmp_path)
 
 
-def test_who_is_wrong_is_shown_as_wrong(monkeypatch, tmp_path):
+def test_wrong_implementation_is_shown_as_wrong(monkeypatch, tmp_path):
     right = builtin_implementations()[0]
 
     def build(problem):
@@ -131,10 +122,10 @@ def test_who_is_wrong_is_shown_as_wrong(monkeypatch, tmp_path):
     assert "wrong (error nan)" in line
     assert "The bad one" not in text.splitlines()[1]  # the verdict
     assert '<td class="number wrong"' in (tmp_path / "bench.html").read_text()
-    assert json.loads((tmp_path / "bench.json").read_text())  # NaN and all
+    assert json.loads((tmp_path / "bench.json").read_text())  # valid in spite of NaN
 
 
-def test_nothing_measured_is_a_report_too(monkeypatch, tmp_path):
+def test_report_without_measurements(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "_available_memory", lambda device: 0)
     request = benchmark.KernelBenchRequest(shapes=("llama-3-8b",), lengths=(8,), contenders=("hf",))
     monkeypatch.setattr(model_steps, "measure", lambda *_: [{"model": "x", "not_measured": "y"}])
@@ -146,14 +137,14 @@ def test_nothing_measured_is_a_report_too(monkeypatch, tmp_path):
     assert "whole model x: y" in text
 
 
-def test_steps_of_whole_models():
+def test_model_steps_are_measured():
     rows = model_steps.measure(("gemma-3-12b",), torch.device("cpu"), torch.float32, repeats=1)
     assert [row["kernels"] for row in rows] == ["hf", "auto"]
     for row in rows:
         assert row["peak"] > 0
         assert row["launches"] is None
-        for what in ("token", "train"):
-            assert row[what]["min"] <= row[what]["ratio"] <= row[what]["max"]
+        for phase in ("token", "train"):
+            assert row[phase]["min"] <= row[phase]["ratio"] <= row[phase]["max"]
     assert rows[0]["token"]["ratio"] == rows[0]["train"]["ratio"] == 1
     table = report.step_table({"steps": rows})
     assert [row.name for row in table.rows] == [
@@ -162,7 +153,7 @@ def test_steps_of_whole_models():
     ]
 
 
-def test_the_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
+def test_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
     request = benchmark.KernelBenchRequest(
         shapes=("qwen3-8b", "llama-3-8b"),
         lengths=(1,),
@@ -180,8 +171,8 @@ def test_the_row_of_auto_is_marked_and_single_tokens_have_a_verdict(tmp_path):
     assert any(row.startswith("rope_patch, exact angles  ") for row in rows)
 
 
-def test_auto_is_the_way_in_which_a_patched_model_rotates(monkeypatch):
-    """On a CPU by transformers' tables, whether queries and keys are normed before or not."""
+def test_auto_is_the_implementation_of_a_patched_model(monkeypatch):
+    """On a CPU, it rotates by transformers' tables, with and without norms."""
     calls = []
     by_tables = attention_forward.rope_from_cos_sin
     monkeypatch.setattr(
@@ -198,7 +189,7 @@ def test_auto_is_the_way_in_which_a_patched_model_rotates(monkeypatch):
     assert auto_implementation(torch.device("cpu"), torch.float32) == "ours-tables"
 
 
-def test_a_model_that_fails_says_why(monkeypatch):
+def test_failing_model_reports_a_reason(monkeypatch):
     monkeypatch.setattr(model_steps, "KERNELS", ("hf", "none such"))
     rows = model_steps.measure(("llama-3-8b",), torch.device("cpu"), torch.float32, repeats=1)
     assert rows[0]["model"] == "llama-3-8b"
@@ -217,13 +208,13 @@ def test_a_model_that_fails_says_why(monkeypatch):
         (("--contenders", "me"), "contenders must be of hf"),
     ],
 )
-def test_each_form_refuses_the_other_ones_options(arguments, message):
+def test_options_of_the_other_benchmark_are_refused(arguments, message):
     error = bench(*arguments).exception
     assert isinstance(error, ValueError)
     assert message in str(error)
 
 
-def test_numbers_are_kept_where_nothing_can_draw(tmp_path, monkeypatch, capsys):
+def test_results_are_written_without_the_plot_packages(tmp_path, monkeypatch, capsys):
     results = {"cases": [1]}
     monkeypatch.setattr(
         "rope_patch.benchmarks.kernels.benchmark.bench", lambda request: dict(results)
@@ -231,7 +222,7 @@ def test_numbers_are_kept_where_nothing_can_draw(tmp_path, monkeypatch, capsys):
     monkeypatch.delattr("rope_patch.benchmarks.kernels.report")
     monkeypatch.setitem(sys.modules, "rope_patch.benchmarks.kernels.report", None)
     benchmarking._bench_kernels(True, tmp_path, lengths=(2,))
-    told = capsys.readouterr()
-    assert json.loads(told.out)["cases"] == [1]
-    assert "rope-patch[eval]" in told.err
+    output = capsys.readouterr()
+    assert json.loads(output.out)["cases"] == [1]
+    assert "rope-patch[eval]" in output.err
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]

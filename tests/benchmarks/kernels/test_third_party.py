@@ -1,4 +1,4 @@
-"""How the kernels of others are called; theirs are stood in for by plain torch here."""
+"""Test the calls of third-party kernels, with stand-ins in plain torch."""
 
 import sys
 from types import ModuleType
@@ -97,7 +97,7 @@ def folder(tmp_path):
     ("name", "shape"),
     [("flash-attn", "llama-3-8b"), ("unsloth", "llama-3-8b"), ("unsloth", "qwen3-8b")],
 )
-def test_files_of_others_are_called_right(name, shape, folder, interpreted):
+def test_third_party_files_are_called_correctly(name, shape, folder, interpreted):
     errors = measure(name, shape, folder)
     assert set(errors) == {"q", "k", "dq", "dk"}
     assert max(errors.values()) < 1e-6
@@ -113,21 +113,21 @@ def test_files_of_others_are_called_right(name, shape, folder, interpreted):
         ("unsloth", "gemma-3-12b", "its norm has no offset, which Gemma needs"),
     ],
 )
-def test_who_cannot_says_why(name, shape, reason, tmp_path, interpreted):
+def test_unsupported_shapes_report_a_reason(name, shape, reason, tmp_path, interpreted):
     assert measure(name, shape, tmp_path) == reason
     assert measure(name, shape) == reason
 
 
 @pytest.mark.parametrize(("name", "package"), [("liger", "liger_kernel"), ("fla", "fla")])
-def test_packages_that_are_not_installed_are_named(name, package, interpreted, monkeypatch):
+def test_missing_packages_are_named(name, package, interpreted, monkeypatch):
     for module in [m for m in sys.modules if m.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "path", [])
     assert measure(name, "llama-3-8b").startswith(package)
 
 
-def test_liger_gets_what_it_takes(interpreted, monkeypatch):
-    """A stand-in with its signatures, which works in place and norms by its own module."""
+def test_liger_is_called_correctly(interpreted, monkeypatch):
+    """Use a stand-in with Liger's signatures and norm modules."""
 
     class Norm(torch.nn.Module):
         def __init__(self, size, eps, offset=0.0):
@@ -159,13 +159,13 @@ def test_liger_gets_what_it_takes(interpreted, monkeypatch):
 
 
 @pytest.mark.skipif(not dispatch.is_interpreted(), reason="needs TRITON_INTERPRET=1")
-def test_ours_is_interpreted_too(interpreted, monkeypatch):
-    """Instead of plain torch, which nobody would set TRITON_INTERPRET for."""
-    asked = []
-    real = ops.qk_norm_rope
+def test_our_kernels_run_interpreted(interpreted, monkeypatch):
+    """With TRITON_INTERPRET, our kernels run instead of plain torch."""
+    kernels = []
+    original = ops.qk_norm_rope
     monkeypatch.setattr(
-        ops, "qk_norm_rope", lambda *a, **k: asked.append(k["kernels"]) or real(*a, **k)
+        ops, "qk_norm_rope", lambda *a, **k: kernels.append(k["kernels"]) or original(*a, **k)
     )
     for name in ("ours", "ours-output"):
         assert max(measure(name, "qwen3-8b").values()) < 1e-6
-    assert set(asked) == {"triton"}
+    assert set(kernels) == {"triton"}
