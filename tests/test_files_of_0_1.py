@@ -230,8 +230,8 @@ def test_missing_answers_are_measured_again_to_the_same_values(same_versions, tm
     """Check that new answers get the stored keys; resuming alone would not show it."""
     folder = copy_of("eval", tmp_path)
     path = folder / "cache" / "answers-0.jsonl"
-    first, *others = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(others))
+    first, *other_lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(other_lines))
     pieces = {
         piece: value
         for piece in sorted((folder / "cache").glob("piece-*.json"))
@@ -240,9 +240,9 @@ def test_missing_answers_are_measured_again_to_the_same_values(same_versions, tm
     missing = next(iter(pieces))
     missing.unlink()
     printed_json(*EVAL, "--out", folder)
-    *remaining, again = path.read_text().splitlines(keepends=True)
-    assert remaining == others
-    expected, measured = json.loads(first), json.loads(again)
+    *remaining, new_line = path.read_text().splitlines(keepends=True)
+    assert remaining == other_lines
+    expected, measured = json.loads(first), json.loads(new_line)
     assert measured["key"] == expected["key"]
     assert measured["answer"] == pytest.approx(expected["answer"], rel=1e-4)
     assert json.loads(missing.read_text())["value"] == pytest.approx(pieces[missing], rel=1e-4)
