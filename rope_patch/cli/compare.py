@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.evaluation import (
+from rope_patch.cli.evaluation import Folder, run_and_report
+from rope_patch.cli.option_groups import (
     Depths,
-    DeviceMap,
-    Documents,
-    Folder,
-    Haystacks,
-    MaxSamples,
+    LoadingOptions,
+    MethodOptions,
     PerText,
-    Precision,
-    Questions,
-    Samples,
-    Seed,
-    Texts,
-    run_and_report,
+    SampleOptions,
+    TextOptions,
+    expand_groups,
 )
-from rope_patch.cli.options import (
-    GGUF,
-    Dtype,
-    Factor,
-    Json,
-    Length,
-    Model,
-    Option,
-    Start,
-    TrainedLength,
-    parse_ints,
-    parse_options,
-    split_commas,
-)
+from rope_patch.cli.options import Factor, Json, Length, Model, Seed, parse_ints, split_commas
 from rope_patch.cli.runtime import requires_extra
 
 _DEFAULT_METHODS = ("none", "linear", "ntk", "yarn", "dynamic-yarn")
 
 
+@dataclass(frozen=True)
+class _SampleOptions(SampleOptions):
+    depths: Depths = "10,30,50,70,90"
+    per_text: PerText = 5
+
+
+@expand_groups
 def compare(
+    *,
     model: Model,
     method: Annotated[
         list[str] | None,
@@ -70,24 +61,10 @@ def compare(
     tasks: Annotated[
         str | None, typer.Option(help="Other tasks than the profile's, as for `eval`.")
     ] = None,
-    samples: Samples = None,
-    precision: Precision = None,
-    max_samples: MaxSamples = 500,
-    depths: Depths = "10,30,50,70,90",
-    per_text: PerText = 5,
-    share: Annotated[
-        bool, typer.Option(help="Read what prompts begin with in common once.")
-    ] = True,
-    text: Texts = None,
-    documents: Documents = None,
-    haystack: Haystacks = None,
-    questions: Questions = None,
-    trained_length: TrainedLength = None,
-    start: Start = "auto",
-    option: Option = None,
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    gguf_file: GGUF = None,
+    sample_options: _SampleOptions,
+    text_options: TextOptions,
+    method_options: MethodOptions,
+    loading: LoadingOptions,
     seed: Seed = 42,
     out: Folder = Path("out"),
     as_json: Json = False,
@@ -105,52 +82,42 @@ def compare(
     """
     method_names = split_commas(",".join(method or []))
     token_lengths = tuple(parse_ints("lengths", lengths, minimum=1)) if lengths else ()
-    answers_at = tuple(parse_ints("depths", depths, minimum=0))
-    method_options = parse_options(option)
+    methods: dict[str, Any] = {
+        "methods": tuple(dict.fromkeys(["none", *(method_names or _DEFAULT_METHODS)])),
+        "factor": factor,
+        "length": length,
+        **method_options.arguments(),
+    }
+    sampling = sample_options.arguments()
     from rope_patch.pretrained import demo
     from rope_patch.pretrained.loading import read_config
 
     with requires_extra("evaluation needs", "eval"):
         from rope_patch.evaluation import profiles
         from rope_patch.evaluation.request import EvalRequest, check_methods
-    methods: dict[str, Any] = {
-        "methods": tuple(dict.fromkeys(["none", *(method_names or _DEFAULT_METHODS)])),
-        "factor": factor,
-        "length": length,
-        "trained_length": trained_length,
-        "start": start,
-        "options": method_options,
-    }
-    path = demo.resolve_model_path(model)
-    # First, before the machine's profile is said and a tokenizer is read.
+    path, gguf_file = demo.resolve_model_path(model), loading.gguf_file
+    # First, before the machine's profile is logged and a tokenizer is read.
     check_methods(EvalRequest(model=model, **methods), path, read_config(path, gguf_file=gguf_file))
     selected = profiles.choose_profile(profile)
+    sampling["samples"] = sampling["samples"] or (
+        None if sample_options.precision else selected.samples
+    )
     test_lengths = token_lengths or profiles.default_lengths(
-        model, factor, length, trained_length, start, gguf_file
+        model, factor, length, method_options.trained_length, method_options.start, gguf_file
     )
     run_and_report(
         out,
         as_json,
         model=model,
-        **methods,
         lengths=test_lengths,
         tasks=tuple(split_commas(tasks))
         if tasks
         else profiles.fit_tasks(selected.tasks, model, gguf_file, min(test_lengths)),
-        samples=samples or (None if precision else selected.samples),
-        precision=precision,
-        max_samples=max_samples,
-        depths=answers_at,
-        per_text=per_text,
         controls=True,
-        share=share,
-        texts=tuple(text or selected.texts),
-        documents=documents,
-        haystacks=tuple(haystack or []),
-        questions=None if questions is None else str(questions),
         short_samples=selected.short_samples,
-        dtype=dtype,
-        device_map=device_map,
-        gguf_file=gguf_file,
         seed=seed,
+        **methods,
+        **sampling,
+        **{"texts": tuple(selected.texts), **text_options.arguments()},
+        **loading.arguments(),
     )

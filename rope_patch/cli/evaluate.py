@@ -7,38 +7,20 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.evaluation import (
-    Depths,
-    DeviceMap,
-    Documents,
-    Folder,
-    Haystacks,
-    MaxSamples,
-    PerText,
-    Precision,
-    Questions,
-    Samples,
-    Seed,
-    Texts,
-    run_and_report,
+from rope_patch.cli.evaluation import Folder, run_and_report
+from rope_patch.cli.option_groups import (
+    LoadingOptions,
+    MethodOptions,
+    SampleOptions,
+    TextOptions,
+    expand_groups,
 )
-from rope_patch.cli.options import (
-    GGUF,
-    Dtype,
-    Factor,
-    Json,
-    Length,
-    Model,
-    Option,
-    Start,
-    TrainedLength,
-    parse_ints,
-    parse_options,
-    split_commas,
-)
+from rope_patch.cli.options import Factor, Json, Length, Model, Seed, parse_ints, split_commas
 
 
+@expand_groups
 def evaluate(
+    *,
     model: Model,
     method: Annotated[
         list[str],
@@ -59,21 +41,11 @@ def evaluate(
             "key_tokens (LongPPL), sliding, speed; any task of lm-eval whose data is at hand."
         ),
     ] = "rp_niah_single_2,perplexity",
-    samples: Samples = None,
-    precision: Precision = None,
-    max_samples: MaxSamples = 500,
-    depths: Depths = "10,50,90",
-    per_text: PerText = None,
+    sample_options: SampleOptions,
     controls: Annotated[
         bool, typer.Option(help="Ask questions of texts without their answer, too.")
     ] = False,
-    share: Annotated[
-        bool, typer.Option(help="Read what prompts begin with in common once.")
-    ] = True,
-    text: Texts = None,
-    documents: Documents = None,
-    haystack: Haystacks = None,
-    questions: Questions = None,
+    text_options: TextOptions,
     perplexity_length: Annotated[
         int | None,
         typer.Option(help="Tokens of a document; the longest of --lengths if left out."),
@@ -96,12 +68,8 @@ def evaluate(
     short_samples: Annotated[
         int, typer.Option(help="Samples of each ordinary short task.", min=1)
     ] = 100,
-    trained_length: TrainedLength = None,
-    start: Start = "auto",
-    option: Option = None,
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    gguf_file: GGUF = None,
+    method_options: MethodOptions,
+    loading: LoadingOptions,
     seed: Seed = 42,
     engine: Annotated[
         str | None,
@@ -136,28 +104,16 @@ def evaluate(
         length=length,
         lengths=tuple(parse_ints("lengths", lengths, minimum=1)),
         tasks=tuple(split_commas(tasks)),
-        samples=samples,
-        precision=precision,
-        max_samples=max_samples,
-        depths=tuple(parse_ints("depths", depths, minimum=0)),
-        per_text=per_text,
         controls=controls,
-        share=share,
-        texts=tuple(text or ["emma"]),
-        documents=documents,
-        haystacks=tuple(haystack or []),
-        questions=None if questions is None else str(questions),
         perplexity_length=perplexity_length,
         window=window,
         control_context=control_context,
         stride=stride,
         windows=windows,
         short_samples=short_samples,
-        trained_length=trained_length,
-        start=start,
-        options=parse_options(option),
-        dtype=dtype,
-        device_map=device_map,
-        gguf_file=gguf_file,
         seed=seed,
+        **sample_options.arguments(),
+        **text_options.arguments(),
+        **method_options.arguments(),
+        **loading.arguments(),
     )

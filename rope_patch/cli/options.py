@@ -1,7 +1,8 @@
-"""Options that commands share, and parsers of their values."""
+"""Options that several commands have, one by one, and parsers of their values."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,8 +40,18 @@ Option = Annotated[
         help="An option of the method, such as beta_fast=16 (`rope-patch methods` lists them).",
     ),
 ]
+LayerTypes = Annotated[
+    str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto is float32 on a CPU.")]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
+]
 GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
+Seed = Annotated[int, typer.Option(help="Another seed makes other samples.")]
+StateFolder = Annotated[
+    Path, typer.Option(help="Folder for the result, and for the state to continue from.")
+]
 
 
 def parse_names(text: str | None) -> tuple[str, ...] | None:

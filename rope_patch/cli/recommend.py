@@ -8,20 +8,15 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.options import (
-    GGUF,
-    Dtype,
-    Json,
-    Model,
-    Start,
-    TrainedLength,
-    split_commas,
-)
+from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
+from rope_patch.cli.options import Json, Model, Seed, StateFolder
 from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
 from rope_patch.cli.verbosity import silence_patch_log
 
 
+@expand_groups
 def recommend(
+    *,
     model: Model,
     length: Annotated[int, typer.Option(help="Target length in tokens.")],
     minutes: Annotated[
@@ -55,21 +50,10 @@ def recommend(
     search: Annotated[
         bool, typer.Option(help="Search as well, with what is left of the time.")
     ] = True,
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder for the result, and for the state to continue from."),
-    ] = Path("out/recommend"),
-    trained_length: TrainedLength = None,
-    layer_types: Annotated[
-        str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
-    ] = None,
-    start: Start = "auto",
-    dtype: Dtype = "auto",
-    device_map: Annotated[
-        str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
-    ] = None,
-    gguf_file: GGUF = None,
-    seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
+    out: StateFolder = Path("out/recommend"),
+    layers: LayerOptions,
+    loading: LoadingOptions,
+    seed: Seed = 42,
     as_json: Json = False,
 ) -> None:
     """Measure on a model which method to use at a length.
@@ -99,15 +83,11 @@ def recommend(
             short_length=short_length,
             most=most,
             search=search,
-            trained_length=trained_length,
-            layer_types=None if layer_types is None else split_commas(layer_types),
-            start=start,
             seed=seed,
             folder=out,
-            dtype=dtype,
-            device_map=device_map,
-            gguf_file=gguf_file,
             command=command_line(),
+            **layers.arguments(),
+            **loading.arguments(),
         )
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))

@@ -8,23 +8,15 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.options import (
-    GGUF,
-    Dtype,
-    Factor,
-    Json,
-    Length,
-    Model,
-    Start,
-    TrainedLength,
-    parse_options,
-    split_commas,
-)
+from rope_patch.cli.option_groups import LayerOptions, LoadingOptions, expand_groups
+from rope_patch.cli.options import Factor, Json, Length, Model, Seed, StateFolder, parse_options
 from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
 from rope_patch.cli.verbosity import silence_patch_log
 
 
+@expand_groups
 def search(
+    *,
     model: Model,
     length: Length = None,
     factor: Factor = None,
@@ -77,19 +69,12 @@ def search(
             "that it can do the task at all."
         ),
     ] = None,
-    out: Annotated[
-        Path,
-        typer.Option(help="Folder for the result, and for the state to continue from."),
-    ] = Path("out/search"),
+    out: StateFolder = Path("out/search"),
     picture: Annotated[
         Path | None,
         typer.Option(help="An .svg or .png file that is drawn again while the search runs."),
     ] = None,
-    trained_length: TrainedLength = None,
-    layer_types: Annotated[
-        str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
-    ] = None,
-    start: Start = "auto",
+    layers: LayerOptions,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,12 +84,8 @@ def search(
             "engine can be told what is found.",
         ),
     ] = None,
-    dtype: Dtype = "auto",
-    device_map: Annotated[
-        str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
-    ] = None,
-    gguf_file: GGUF = None,
-    seed: Annotated[int, typer.Option(help="Another seed makes other samples.")] = 42,
+    loading: LoadingOptions,
+    seed: Seed = 42,
     as_json: Json = False,
 ) -> None:
     """Search the best frequencies for one checkpoint at a length.
@@ -146,16 +127,12 @@ def search(
             held_out=_parse_held_out(held_out),
             short=short,
             count=DEFAULT_COUNT if count is None else count,
-            trained_length=trained_length,
-            layer_types=None if layer_types is None else split_commas(layer_types),
-            start=start,
             seed=seed,
             folder=out,
             picture=picture,
-            dtype=dtype,
-            device_map=device_map,
-            gguf_file=gguf_file,
             command=command_line(),
+            **layers.arguments(),
+            **loading.arguments(),
             **parse_options(option),
         )
     if as_json:

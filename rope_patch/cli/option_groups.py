@@ -1,0 +1,193 @@
+"""Groups of options that several commands share, as dataclasses with an option a field.
+
+A command takes a group as one parameter, and `expand_groups` shows typer the single options:
+
+    @expand_groups
+    def evaluate(*, model: Model, loading: LoadingOptions) -> None: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from rope_patch.cli.options import (
+    GGUF,
+    DeviceMap,
+    Dtype,
+    LayerTypes,
+    Option,
+    Start,
+    TrainedLength,
+    parse_ints,
+    parse_names,
+    parse_options,
+)
+
+Depths = Annotated[str, typer.Option(help="Where answers stand, in percent of the text.")]
+PerText = Annotated[
+    int | None,
+    typer.Option(
+        help="Samples that share a text, asked another question or at another depth; what they "
+        "share is read once, and intervals count them as the cluster that they are. One if left "
+        "out (five for _mc).",
+        min=1,
+    ),
+]
+
+
+class OptionGroup:
+    """A group of options: a frozen dataclass whose fields are annotated as typer's options are."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what the library is called with, as keyword arguments."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class LoadingOptions(OptionGroup):
+    """How a model is loaded."""
+
+    dtype: Dtype = "auto"
+    device_map: DeviceMap = None
+    gguf_file: GGUF = None
+
+
+@dataclass(frozen=True)
+class LayerOptions(OptionGroup):
+    """Which layers are extended, and from which rotation."""
+
+    trained_length: TrainedLength = None
+    layer_types: LayerTypes = None
+    start: Start = "auto"
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options with `layer_types` as a list."""
+        names = parse_names(self.layer_types)
+        return {**vars(self), "layer_types": None if names is None else list(names)}
+
+
+@dataclass(frozen=True)
+class MethodOptions(OptionGroup):
+    """What all methods of one run are given."""
+
+    trained_length: TrainedLength = None
+    start: Start = "auto"
+    option: Option = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options, the methods' own as `options`.
+
+        Raises:
+            ValueError: See `parse_options`.
+        """
+        return {
+            "trained_length": self.trained_length,
+            "start": self.start,
+            "options": parse_options(self.option),
+        }
+
+
+@dataclass(frozen=True)
+class SampleOptions(OptionGroup):
+    """How many retrieval samples are taken, and where their answers stand."""
+
+    samples: Annotated[
+        int | None, typer.Option(help="Retrieval samples at each length of each task.", min=1)
+    ] = None
+    precision: Annotated[
+        float | None,
+        typer.Option(
+            help="Take as many samples as it needs for accuracies known to plus or minus this, "
+            "such as 0.05, with 95% confidence."
+        ),
+    ] = None
+    max_samples: Annotated[int, typer.Option(help="What --precision stops at.", min=1)] = 500
+    depths: Depths = "10,50,90"
+    per_text: PerText = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options with `depths` as numbers.
+
+        Raises:
+            ValueError: See `parse_ints`.
+        """
+        return {**vars(self), "depths": tuple(parse_ints("depths", self.depths, minimum=0))}
+
+
+@dataclass(frozen=True)
+class TextOptions(OptionGroup):
+    """What prompts and documents are made of, and whether common prefixes are read once."""
+
+    share: Annotated[bool, typer.Option(help="Read what prompts begin with in common once.")] = True
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text", help="A long document for perplexity: a novel's name or a file; several."
+        ),
+    ] = None
+    documents: Annotated[
+        int | None, typer.Option(help="Excerpts of the texts; one of each if left out.", min=1)
+    ] = None
+    haystack: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--haystack", help="What prompts are made of: a novel's name or a file; several."
+        ),
+    ] = None
+    questions: Annotated[
+        Path | None,
+        typer.Option(help="Questions in SQuAD's format for rp_qa_1, instead of generated ones."),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options, without `texts` where none was named."""
+        texts = {"texts": tuple(self.text)} if self.text else {}
+        return texts | {
+            "share": self.share,
+            "documents": self.documents,
+            "haystacks": tuple(self.haystack or []),
+            "questions": None if self.questions is None else str(self.questions),
+        }
+
+
+def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for typer: each parameter that is a group becomes the group's options.
+
+    Args:
+        command: A function of keyword-only parameters, some of them annotated with a subclass of
+            `OptionGroup`.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind = hints[name]
+        if not (inspect.isclass(kind) and issubclass(kind, OptionGroup)):
+            parameters.append(parameter.replace(annotation=kind))
+            continue
+        groups[name] = kind
+        field_hints = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                f.name, parameter.kind, default=f.default, annotation=field_hints[f.name]
+            )
+            for f in fields(groups[name])
+        ]
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        command(**values)
+
+    # Typer reads both.
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {each.name: each.annotation for each in parameters}
+    return expanded
