@@ -58,7 +58,7 @@ def search_within(
 ) -> tuple[TimedResult | None, str]:
     """Search for the planned time, resuming where an earlier run ended.
 
-    YaRN's critical pairs come first, then the curve if optuna is installed.
+    YaRN's critical dimensions come first, then the curve if optuna is installed.
 
     Args:
         bench: Has the samples.
@@ -78,7 +78,7 @@ def search_within(
         stored_plan = {"blocks": plan.search_blocks}
         journal.put(_PLAN_KEY, stored_plan)
     fitness = bench.fitness(SEARCH, range(stored_plan["blocks"]))
-    until = (
+    deadline = (
         max(clock.left() - plan.search_seconds, reserve) if plan.search_seconds else clock.left()
     )
     proposed_by: list[str] = []
@@ -86,7 +86,7 @@ def search_within(
         _strategy_sequence(fitness.space, seed, proposed_by),
         clock,
         bench.candidates_searched,
-        until,
+        deadline,
     )
     best, history, evaluations_per_minute = search_loop(
         fitness, proposals, 2 * MAX_CANDIDATES, journal, _SearchStatus(clock)

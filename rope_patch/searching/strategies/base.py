@@ -1,4 +1,4 @@
-"""The parts that all strategies share: critical pairs, and no rotation proposed twice."""
+"""The parts that all strategies share: critical dimensions, and no rotation proposed twice."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rope_patch.searching.candidates import Candidate, SearchSpace
 # Yields a candidate and is sent its fitness: nats, smaller is better, infinite if it failed.
 Proposals = Generator[Candidate, float, None]
 
-MIN_CRITICAL_PAIRS = 8  # a scan tries from 8 to 15
-# Share of the theoretical critical pair. Published real ones lie at 0.81 and 0.86 of it.
+MIN_CRITICAL_DIMENSIONS = 8  # a scan tries from 8 to 15
+# Share of the theoretical critical dimension. Published real ones lie at 0.81 and 0.86 of it.
 LOWEST_CRITICAL_RATIO = 0.6
 KEY_DIGITS = 6
 
@@ -47,8 +47,8 @@ class SeenRotations:
         return True
 
 
-def critical_pair(space: SearchSpace) -> int:
-    """Return the theoretical critical pair: the first without a full rotation in training.
+def critical_dimension(space: SearchSpace) -> int:
+    """Return the theoretical critical dimension: the first pair without a full training rotation.
 
     LongRoPE2 (arXiv:2502.20082) writes it ceil(R / 2 * log(trained_length / 2 pi) / log(theta)):
     31 for a Phi-3-mini trained on 2,048 tokens, 35 for Llama-3-8B. The result is clamped to the
@@ -57,16 +57,16 @@ def critical_pair(space: SearchSpace) -> int:
     return max(1, min(math.ceil(space.geometry.pair_with_rotations(1.0)), space.pairs - 1))
 
 
-def critical_pairs(space: SearchSpace) -> list[float]:
-    """Return about ten critical pairs from the theoretical one down to 0.6 of it.
+def critical_dimensions(space: SearchSpace) -> list[float]:
+    """Return about ten critical dimensions from the theoretical one down to 0.6 of it.
 
     The step is a power of two: whole pairs in large heads, fractions of a pair in small ones. The
     theoretical one comes first and the rest coarse to fine, so that a budget too small for all of
     them still spans the range.
     """
-    top = critical_pair(space)
+    top = critical_dimension(space)
     span = (1 - LOWEST_CRITICAL_RATIO) * top
-    step = 2.0 ** math.floor(math.log2(span / (MIN_CRITICAL_PAIRS - 1)))
+    step = 2.0 ** math.floor(math.log2(span / (MIN_CRITICAL_DIMENSIONS - 1)))
     grid = [top - step * number for number in range(int(span / step) + 1)]
     return [grid[number] for number in _coarse_to_fine(len(grid))]
 
@@ -95,11 +95,11 @@ def longrope_candidate(
 
 def _coarse_to_fine(count: int) -> Iterator[int]:
     """Yield 0 to `count` - 1: the first, the last, then halfway between, again and again."""
-    yielded: set[int] = set()
+    seen: set[int] = set()
     step = max(count - 1, 1)
-    while len(yielded) < count:
+    while len(seen) < count:
         for number in [*range(0, count, step), count - 1]:
-            if number not in yielded:
-                yielded.add(number)
+            if number not in seen:
+                seen.add(number)
                 yield number
         step = max(1, step // 2)

@@ -1,8 +1,8 @@
-"""The cheapest search: one number, the critical pair, from which on pairs are interpolated in full.
+"""The cheapest search: one number, the critical dimension. From there on, pairs stretch in full.
 
-In theory the critical pair is the first without a full rotation in training. LongRoPE2
+In theory the critical dimension is the first pair without a full rotation in training. LongRoPE2
 (arXiv:2502.20082, section 3) finds it lower in real models, because training shows too little of
-slow pairs. Correcting only the critical pair in YaRN and NTK (its YaRN-rcd and NTK-rcd) raises
+slow pairs. Correcting only the critical dimension in YaRN and NTK (YaRN-rcd and NTK-rcd) raises
 RULER at 128k from 49.4 to 71.5.
 """
 
@@ -12,7 +12,7 @@ import math
 
 from rope_patch.geometry import Geometry
 from rope_patch.searching.candidates import Candidate, SearchSpace
-from rope_patch.searching.strategies.base import Proposals, SeenRotations, critical_pairs
+from rope_patch.searching.strategies.base import Proposals, SeenRotations, critical_dimensions
 
 BETA_FAST = 32.0  # YaRN's: pairs with more rotations in training keep their frequency
 MIN_BETA_RATIO = 2.0  # the least beta_fast / beta_slow; below 1 the ramp would invert
@@ -47,22 +47,26 @@ def rotations_of_pair(geometry: Geometry, pair: float) -> float:
     if not logs:
         log = -step * pair
     else:
-        for place in range(1, len(logs)):
-            logs[place] = min(logs[place], logs[place - 1])  # as in pair_with_rotations
-        place = min(int(pair), len(logs) - 1)
-        after = logs[place + 1] if place + 1 < len(logs) else logs[place] - step
-        log = logs[place] + (pair - place) * (after - logs[place])
+        for index in range(1, len(logs)):
+            logs[index] = min(logs[index], logs[index - 1])  # as in pair_with_rotations
+        index = min(int(pair), len(logs) - 1)
+        next_log = logs[index + 1] if index + 1 < len(logs) else logs[index] - step
+        log = logs[index] + (pair - index) * (next_log - logs[index])
     return math.exp(log) * geometry.trained_length / (2 * math.pi)
 
 
 def propose_yarn(space: SearchSpace, budget: int, seed: int) -> Proposals:
-    """Propose YaRN with about ten critical pairs; the seed has no effect."""
-    return _propose_each([yarn_rcd(space, pair) for pair in critical_pairs(space)], space, budget)
+    """Propose YaRN with about ten critical dimensions; the seed has no effect."""
+    return _propose_each(
+        [yarn_rcd(space, pair) for pair in critical_dimensions(space)], space, budget
+    )
 
 
 def propose_ntk(space: SearchSpace, budget: int, seed: int) -> Proposals:
-    """Propose NTK with about ten critical pairs; the seed has no effect."""
-    return _propose_each([ntk_rcd(space, pair) for pair in critical_pairs(space)], space, budget)
+    """Propose NTK with about ten critical dimensions; the seed has no effect."""
+    return _propose_each(
+        [ntk_rcd(space, pair) for pair in critical_dimensions(space)], space, budget
+    )
 
 
 def _propose_each(candidates: list[Candidate], space: SearchSpace, budget: int) -> Proposals:

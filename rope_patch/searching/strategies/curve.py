@@ -4,11 +4,11 @@ The stretch of pair i rises from 1 to `top` while its position on a ramp, r, ris
 
     stretch_i = ((1 - r_i) + r_i * top^shape)^(1 / shape),  r_i = clamp((i - high + width) / width)
 
-which is the power mean of 1 and `top` (the geometric one at shape 0), so it never decreases from
-pair to pair. The usual methods are points of this family, not approximations: position
+This is the power mean of 1 and `top` (the geometric one at shape 0), so it never decreases from
+pair to pair. The usual methods are exact members of this family: position
 interpolation is a ramp that ended before the first pair; NTK is shape 0 with a ramp over all pairs;
-YaRN is shape -1, the harmonic mean, with its own ramp; YaRN with another critical pair is the same
-with another `high`. The attention factor is the fifth number.
+YaRN is shape -1, the harmonic mean, with its own ramp; YaRN with another critical dimension has
+another `high`. The attention factor is the fifth number.
 
 Five numbers are few enough for Bayesian optimisation, which needs few evaluations. It starts from
 the known methods and works in a trust region (see `trust_region`).
@@ -26,15 +26,15 @@ from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.strategies.base import (
     Proposals,
     SeenRotations,
-    critical_pair,
+    critical_dimension,
     longrope_candidate,
 )
 from rope_patch.searching.strategies.trust_region import TrustRegion
 
 MIN_WIDTH = 0.001  # pairs: a ramp that is a step, as YaRN's own
 GEOMETRIC_EPS = 1e-6  # shapes closer to 0 than this are the geometric mean
-CRITICAL_RATIO = 0.8  # real critical pair / the theoretical one
-TOP_MARGIN = 1.3  # stretch behind the critical pair / the factor
+CRITICAL_RATIO = 0.8  # real critical dimension / the theoretical one
+TOP_MARGIN = 1.3  # stretch behind the critical dimension / the factor
 MAX_DUPLICATES = 50  # known rotations in a row that end the search
 
 
@@ -88,19 +88,20 @@ def as_curve(space: SearchSpace, candidate: Candidate) -> Curve:
 def initial_points(space: SearchSpace) -> list[tuple[Candidate, Curve]]:
     """Return what is measured first: the known methods, and corrections of them.
 
-    Published searches found critical pairs at 0.8 of the theoretical one and stretches behind it
-    above the factor (LongRoPE2, arXiv:2502.20082). So YaRN and NTK are also tried with these.
+    Published searches found critical dimensions at 0.8 of the theoretical one and stretches behind
+    it above the factor (LongRoPE2, arXiv:2502.20082). So YaRN and NTK are also tried with these.
     """
     yarn, ntk, linear = (
         (candidate, as_curve(space, candidate))
         for candidate in (Candidate(name, name) for name in ("yarn", "ntk", "linear"))
     )
-    law, real_critical_pair = yarn_mscale(space.factor), CRITICAL_RATIO * critical_pair(space)
+    law = yarn_mscale(space.factor)
+    real_critical_dimension = CRITICAL_RATIO * critical_dimension(space)
     by_parts, larger_top = yarn[1], TOP_MARGIN * space.factor
-    narrower = max(real_critical_pair - (by_parts.high - by_parts.width), MIN_WIDTH)
-    ntk_at_pair = Curve(real_critical_pair, real_critical_pair, space.factor, 0.0, law)
+    narrower = max(real_critical_dimension - (by_parts.high - by_parts.width), MIN_WIDTH)
+    ntk_at_pair = Curve(real_critical_dimension, real_critical_dimension, space.factor, 0.0, law)
     corrected = [
-        replace(by_parts, high=real_critical_pair, width=narrower),
+        replace(by_parts, high=real_critical_dimension, width=narrower),
         replace(ntk_at_pair, top=larger_top),
         replace(by_parts, top=larger_top),
         ntk_at_pair,

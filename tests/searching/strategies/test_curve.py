@@ -12,7 +12,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import build
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.strategies import critical_dimension
-from rope_patch.searching.strategies.base import critical_pairs
+from rope_patch.searching.strategies.base import critical_dimensions
 from rope_patch.searching.strategies.curve import Curve, as_curve, bounds, initial_points, propose
 from rope_patch.searching.strategies.registry import STRATEGIES
 from rope_patch.searching.strategies.trust_region import TrustRegion
@@ -60,7 +60,7 @@ def test_known_methods_are_members(model, factor):
 @models
 def test_yarn_with_another_critical_pair_is_a_member(model):
     space = SPACES[model]
-    for pair in critical_pairs(space):
+    for pair in critical_dimensions(space):
         candidate = critical_dimension.yarn_rcd(space, pair)
         curve = as_curve(space, candidate)
         assert curve.high == pytest.approx(pair, rel=1e-9)

@@ -8,7 +8,7 @@ from synthetic_fitness import GEOMETRIES, SPACES, Landscape, proposals, run
 
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.strategies import evolution, longrope2
-from rope_patch.searching.strategies.base import critical_pair
+from rope_patch.searching.strategies.base import critical_dimension
 from rope_patch.searching.strategies.longrope import FactorOperators
 
 EVOLUTIONS = ("longrope2", "longrope")
@@ -53,7 +53,7 @@ def test_longrope_keeps_its_bounds_and_searches_start_tokens():
 @models
 def test_longrope2_is_ntk_below_the_critical_pair(model):
     space = SPACES[model]
-    low, top = math.floor(0.6 * critical_pair(space)), critical_pair(space)
+    low, top = math.floor(0.6 * critical_dimension(space)), critical_dimension(space)
     seen = set()
     for candidate, _ in run(proposals("longrope2", model, 60), Landscape(space, 0)):
         stretch = candidate.stretch(space)
@@ -103,7 +103,7 @@ def test_crossovers_take_three_numbers_in_ten_from_the_second():
 
 
 def test_a_critical_pair_that_moves_takes_the_stretches_along():
-    species = longrope2.CriticalPairOperators(SPACES["tiny"])
+    species = longrope2.CriticalDimensionOperators(SPACES["tiny"])
     assert [pair for pair, _ in species.initial_population(8)] == [7, 6, 5, 4]
     assert [pair for pair, _ in species.initial_population(4)] == [7, 4]
     draw = random.Random(0)
