@@ -29,16 +29,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "index.md", content=readme))
     files.append(File.generated(config, "reference.md", content=reference.render()))
-    waiting = ["README.md", *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
-    seen = set(waiting)
-    while waiting:
-        for _, target, _ in _links(waiting.pop()):
+    queue = ["README.md", *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
+    seen = set(queue)
+    while queue:
+        for _, target, _ in _links(queue.pop()):
             if target in seen or not (ROOT / target).is_file():
                 continue
             seen.add(target)
             if not target.startswith("docs/"):
                 files.append(File.generated(config, target, abs_src_path=str(ROOT / target)))
-                waiting.append(target)
+                queue.append(target)
     return files
 
 

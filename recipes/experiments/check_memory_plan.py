@@ -65,7 +65,7 @@ def measured_peak(config: Any, *, length: int, **setup_fields: Any) -> int:
     Args:
         config: Config of a causal language model.
         length: Tokens per row.
-        **how: See `TrainingSetup`; on one device.
+        **setup_fields: See `TrainingSetup`; on one device.
     """
     setup = TrainingSetup(**setup_fields)
     model = _model(config, setup)

@@ -114,10 +114,10 @@ def run_recipe(name: str, folder: Path, steps: int) -> tuple[Path, float]:
     )
     model_folder = finetune(settings)
     assert model_folder is not None
-    took = model_folder.parent / "minutes"
-    if not took.is_file():
-        atomic_files.atomic_write(took, f"{(time.monotonic() - start_time) / 60:.1f}\n")
-    return model_folder, float(took.read_text())
+    minutes_file = model_folder.parent / "minutes"
+    if not minutes_file.is_file():
+        atomic_files.atomic_write(minutes_file, f"{(time.monotonic() - start_time) / 60:.1f}\n")
+    return model_folder, float(minutes_file.read_text())
 
 
 @torch.no_grad()

@@ -89,9 +89,11 @@ def without_key_rerotation(model: PreTrainedModel, native: bool) -> Iterator[Pre
 @torch.no_grad()
 def decode(model: PreTrainedModel, input_ids: torch.Tensor, step: int = STEP) -> torch.Tensor:
     """Return logits `[B, S, V]`: the trained length in one pass, the rest in cached steps."""
-    prompt, rest = input_ids[:, : tiny.TRAINED_LENGTH], input_ids[:, tiny.TRAINED_LENGTH :]
+    prompt, continuation = input_ids[:, : tiny.TRAINED_LENGTH], input_ids[:, tiny.TRAINED_LENGTH :]
     cache = DynamicCache(config=model.config)
-    parts = [model(part, past_key_values=cache).logits for part in [prompt, *rest.split(step, 1)]]
+    parts = [
+        model(part, past_key_values=cache).logits for part in [prompt, *continuation.split(step, 1)]
+    ]
     return torch.cat(parts, dim=1)
 
 
@@ -121,9 +123,9 @@ def measure(model: PreTrainedModel, row: str, request: dict[str, Any], sequences
             result["log-likelihood, cached"][length] = truth.mean().item()
             if handle is None or not handle.method.is_length_dependent(handle.trained_length):
                 continue
-            with without_key_rerotation(model, row in NATIVE) as other:
+            with without_key_rerotation(model, row in NATIVE) as stale_model:
                 result["stale"][length], stale = recall_and_log_likelihood(
-                    decode(other, input_ids), labels
+                    decode(stale_model, input_ids), labels
                 )
             result["log-likelihood, stale"][length] = stale.mean().item()
             result["change"][length] = (stale - truth).abs().mean().item()
@@ -226,13 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
     command = shlex.join(["python", "recipes/experiments/measure_tiny.py", *arguments])
     text = render_readme(results, options.sequences, command)
-    everything = {
+    report = {
         "command": command,
         "sequences": options.sequences,
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "results": results,
     }
-    atomic_files.write_json(options.out / "results.json", everything)
+    atomic_files.write_json(options.out / "results.json", report)
     atomic_files.atomic_write(options.out / "README.md", text)
     print(text)
 

@@ -37,11 +37,11 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample, from_labelled_tensors, samples_digest
-from rope_patch.searching import model as opening
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.journal import SharedJournal, candidate_to_dict
 from rope_patch.searching.loop import search_loop
 from rope_patch.searching.measure.fitness import Evaluation, Fitness
+from rope_patch.searching.model import dependency_versions, run_identity
 from rope_patch.searching.progress import SearchProgress
 from rope_patch.searching.result import comparison
 from rope_patch.searching.strategies.registry import STRATEGIES
@@ -105,56 +105,63 @@ class Case(NamedTuple):
             "early": early_evaluations(),
             "options": OPTIONS,
             "seeds": [SEED, HELD_OUT_SEED],
-            "versions": opening.dependency_versions(),
+            "versions": dependency_versions(),
         }
         return json.loads(json.dumps(facts))
 
 
-def open_journal(folder: Path, on: Fitness, settings: dict[str, Any]) -> SharedJournal:
+def open_journal(folder: Path, fitness: Fitness, settings: dict[str, Any]) -> SharedJournal:
     """Return the journal of measurements on a set of sequences."""
-    depends = opening.run_identity(on.model, on.space) | {"samples": samples_digest(on.samples)}
+    identity = run_identity(fitness.model, fitness.space) | {
+        "samples": samples_digest(fitness.samples)
+    }
     return SharedJournal(
         folder,
-        {**settings, **depends, "versions": opening.dependency_versions()},
+        {**settings, **identity, "versions": dependency_versions()},
         Processes(),
     )
 
 
-def search_with(on: Fitness, strategy: str, folder: Path) -> tuple[Candidate, list[dict[str, Any]]]:
+def search_with(
+    fitness: Fitness, strategy: str, folder: Path
+) -> tuple[Candidate, list[dict[str, Any]]]:
     """Return a strategy's result and its evaluations; entry 0 is YaRN, the baseline."""
     options, budget = OPTIONS.get(strategy, {}), BUDGETS[strategy]
     settings = {"strategy": strategy, "options": options, "seed": SEED, "budget": budget}
-    with open_journal(folder, on, settings) as journal:
+    with open_journal(folder, fitness, settings) as journal:
         journal.lock()
-        watch = SearchProgress(on.space, budget, title=strategy)
+        bar = SearchProgress(fitness.space, budget, title=strategy)
         try:
-            proposals = STRATEGIES[strategy].propose(on.space, budget, SEED, **options)
-            best, history, _ = search_loop(on, proposals, budget, journal, watch)
+            proposals = STRATEGIES[strategy].propose(fitness.space, budget, SEED, **options)
+            best, history, _ = search_loop(fitness, proposals, budget, journal, bar)
         finally:
-            watch.close()
+            bar.close()
     return best, history
 
 
 def evaluate_held_out(
-    on: Fitness, candidates: dict[str, Candidate | None], folder: Path
+    fitness: Fitness, candidates: dict[str, Candidate | None], folder: Path
 ) -> dict[str, dict[str, Any]]:
     """Return held-out loss and recall by label, with paired comparisons `against yarn` etc."""
-    with open_journal(folder, on, {}) as journal:
+    with open_journal(folder, fitness, {}) as journal:
         evaluations = {
-            label: journal.held_out_evaluation(on, candidate)
+            label: journal.held_out_evaluation(fitness, candidate)
             for label, candidate in candidates.items()
         }
-    others = {label: evaluations[label] for label in ("yarn", *tables.EVOLUTIONS)}
-    return {label: compare_with(one, others, on.samples) for label, one in evaluations.items()}
+    references = {label: evaluations[label] for label in ("yarn", *tables.EVOLUTIONS)}
+    return {
+        label: compare_with(evaluation, references, fitness.samples)
+        for label, evaluation in evaluations.items()
+    }
 
 
 def compare_with(
-    evaluation: Evaluation, others: dict[str, Evaluation], samples: Sequence[Sample]
+    evaluation: Evaluation, references: dict[str, Evaluation], samples: Sequence[Sample]
 ) -> dict[str, Any]:
     """Return an evaluation's numbers and its comparisons with others."""
-    numbers = comparison.compare({comparison.FOUND: evaluation, **others}, samples)
-    against = {f"against {label}": numbers.get(f"against {label}") for label in others}
-    return {**numbers[comparison.FOUND], **against}
+    numbers = comparison.compare({comparison.FOUND: evaluation, **references}, samples)
+    comparisons = {f"against {label}": numbers.get(f"against {label}") for label in references}
+    return {**numbers[comparison.FOUND], **comparisons}
 
 
 def early_evaluations() -> int:
@@ -172,19 +179,21 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Run all searches of one model at one length, and evaluate them on held-out sequences."""
     model = AutoModelForCausalLM.from_pretrained(f"tests/assets/tiny-{case.name}").eval()
     extension = Extension("longrope", length=case.length)
-    on = Fitness(model, case.questions(case.sizes.search, SEED), extension)
-    judge = Fitness(model, case.questions(case.sizes.held_out, HELD_OUT_SEED), extension)
+    search_fitness = Fitness(model, case.questions(case.sizes.search, SEED), extension)
+    held_out_fitness = Fitness(model, case.questions(case.sizes.held_out, HELD_OUT_SEED), extension)
     results, histories = {}, {}
     for strategy in BUDGETS:
         print(f"{folder.name}: {strategy}", file=sys.stderr)
-        results[strategy], histories[strategy] = search_with(on, strategy, folder / strategy)
+        results[strategy], histories[strategy] = search_with(
+            search_fitness, strategy, folder / strategy
+        )
     results[tables.EARLY] = best_of(histories["curve"][: early_evaluations() + 1])
     candidates = {**results, **REFERENCES, comparison.PLAIN: None}
     return {
         "settings": case.settings(),
         "found": {strategy: candidate_to_dict(best) for strategy, best in results.items()},
         "history": histories,
-        "held_out": evaluate_held_out(judge, candidates, folder / "held-out"),
+        "held_out": evaluate_held_out(held_out_fitness, candidates, folder / "held-out"),
     }
 
 
@@ -249,17 +258,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cases[case.title] = case_data
     if not cases:
         sys.exit(f"error: no finished case in {options.work}: run without --report")
-    measuring = [argument for argument in arguments if argument != "--report"]
-    command = shlex.join(["python", "recipes/experiments/search_tiny.py", *measuring])
+    measuring_arguments = [argument for argument in arguments if argument != "--report"]
+    command = shlex.join(["python", "recipes/experiments/search_tiny.py", *measuring_arguments])
     missing = [case.title for case in every if case.title not in cases]
     text = tables.render_readme(cases, missing, command)
-    everything = {
+    report = {
         "command": command,
         "missing": missing,
         "summary": tables.summary(cases),
         "cases": {name: without_options(case) for name, case in cases.items()},
     }
-    atomic_files.write_json(out / "results.json", without_infinities(everything))
+    atomic_files.write_json(out / "results.json", without_infinities(report))
     picture.draw(out / "history.png", cases)
     atomic_files.atomic_write(out / "README.md", text)
     print(text)

@@ -24,16 +24,16 @@ def best_after(history: History, count: int) -> float | None:
 
     Entry 0, YaRN, is excluded: the search measures it for every strategy.
     """
-    whole = [e["fitness"] for e in history[1 : count + 1] if e["complete"]]
-    return min(whole, default=None)
+    fitnesses = [e["fitness"] for e in history[1 : count + 1] if e["complete"]]
+    return min(fitnesses, default=None)
 
 
 def evaluations_until(history: History, fitness: float | None) -> int | None:
     """Return the number of evaluations until a strategy reached a fitness; None if never."""
     if fitness is None:
         return None
-    good = (e["number"] for e in history[1:] if e["complete"] and e["fitness"] <= fitness)
-    return next(good, None)
+    numbers = (e["number"] for e in history[1:] if e["complete"] and e["fitness"] <= fitness)
+    return next(numbers, None)
 
 
 def verdict(against: dict[str, Any] | None, metric: str) -> str:
@@ -68,9 +68,9 @@ def summary(cases: dict[str, Case]) -> dict[str, Any]:
             }
         needs = {}
         for name in EVOLUTIONS:
-            theirs = strategies[name]
-            count = evaluations_until(case["history"]["curve"], theirs["best"])
-            fifth = count is not None and SHARE * count <= theirs["evaluations"]
+            evolution = strategies[name]
+            count = evaluations_until(case["history"]["curve"], evolution["best"])
+            fifth = count is not None and SHARE * count <= evolution["evaluations"]
             needs[name] = {"evaluations": count, "at most a fifth": fifth}
         summaries[title] = {
             "yarn": case["history"]["curve"][0]["fitness"],
@@ -99,12 +99,15 @@ def markdown(rows: list[list[str]]) -> str:
 def progress_table(case_summary: dict[str, Any]) -> str:
     """Return the table of each strategy's best so far, and how soon curve was as good."""
     rows = [["", *(f"after {n}" for n in AFTER), "best", "at", "of", "given up", "curve needs"]]
-    for name, one in case_summary["strategies"].items():
-        after = [format_nats(one["best after"][n]) if n in one["best after"] else "" for n in AFTER]
+    for name, strategy in case_summary["strategies"].items():
+        after = [
+            format_nats(strategy["best after"][n]) if n in strategy["best after"] else ""
+            for n in AFTER
+        ]
         needs = case_summary["curve needs"].get(name)
         needed_text = "" if needs is None else str(needs["evaluations"] or "not reached")
-        counts = [one["best at"] or "", one["evaluations"], one["given up"]]
-        rows.append([name, *after, format_nats(one["best"]), *map(str, counts), needed_text])
+        counts = [strategy["best at"] or "", strategy["evaluations"], strategy["given up"]]
+        rows.append([name, *after, format_nats(strategy["best"]), *map(str, counts), needed_text])
     return markdown(rows)
 
 
@@ -139,16 +142,16 @@ def statements(cases: dict[str, Case], summaries: dict[str, Any]) -> str:
         missed = yarn["answers"] - yarn["hits"]
         parts = [f"YaRN misses {missed} of {yarn['answers']} held-out answers"]
         for kind, name in (("nll", "loss"), ("recall", "recall")):
-            of = {s: summaries[title]["against yarn"][s][kind] for s in case["history"]}
+            verdicts = {s: summaries[title]["against yarn"][s][kind] for s in case["history"]}
             for word in ("better", "worse"):
-                who = [s for s, one in of.items() if one == word]
-                parts.append(f"{name} {word} than YaRN's: {', '.join(who) or 'none'}")
+                strategies = [s for s in verdicts if verdicts[s] == word]
+                parts.append(f"{name} {word} than YaRN's: {', '.join(strategies) or 'none'}")
         lines.append(f"- **{title}**: {'; '.join(parts)}.")
     curve = [summaries[title]["against yarn"]["curve"] for title in cases]
-    both = sum(set(one.values()) == {"better"} for one in curve)
+    better_in_both = sum(set(verdicts.values()) == {"better"} for verdicts in curve)
     lines.append(
-        f"- What curve found beats YaRN in loss and in recall, both with 95% confidence, in {both} "
-        f"of {len(curve)} cases."
+        "- What curve found beats YaRN in loss and in recall, both with 95% confidence, in "
+        f"{better_in_both} of {len(curve)} cases."
     )
     pairs = [(title, name) for title, case in cases.items() for name in case["history"]]
     ahead = []
@@ -157,25 +160,26 @@ def statements(cases: dict[str, Case], summaries: dict[str, Any]) -> str:
         if best is not None and best < summaries[title]["yarn"]:
             ahead.append((title, name))
     against = [cases[title]["held_out"][name]["against yarn"] for title, name in ahead]
-    still = sum(one is not None and one["nll"] < 0 for one in against)
+    still_better = sum(row is not None and row["nll"] < 0 for row in against)
     count = {
         word: sum(summaries[title]["against yarn"][name]["nll"] == word for title, name in ahead)
         for word in ("better", "worse")
     }
     lines.append(
         f"- Of {len(pairs)} searches, {len(ahead)} found something with less loss than YaRN on the "
-        f"sequences they searched on. On held-out ones {still} of these have less loss than YaRN, "
-        f"{count['better']} with 95% confidence; {count['worse']} have more with 95% confidence."
+        f"sequences they searched on. On held-out ones {still_better} of these have less loss than "
+        f"YaRN, {count['better']} with 95% confidence; {count['worse']} have more with 95% "
+        "confidence."
     )
     for name in EVOLUTIONS:
         needs = [summaries[title]["curve needs"][name] for title in cases]
         counts = [
-            f"{one['evaluations'] or 'not reached'} ({title})"
-            for title, one in zip(cases, needs, strict=True)
+            f"{need['evaluations'] or 'not reached'} ({title})"
+            for title, need in zip(cases, needs, strict=True)
         ]
         lines.append(
             f"- Evaluations that curve needs to be as good as {name} ends: {', '.join(counts)}; at "
-            f"most a fifth of {name}'s in {sum(one['at most a fifth'] for one in needs)} of "
+            f"most a fifth of {name}'s in {sum(need['at most a fifth'] for need in needs)} of "
             f"{len(needs)} cases."
         )
     lines += [f"- {early_statement(cases, name)}" for name in EVOLUTIONS]
@@ -188,10 +192,10 @@ def early_statement(cases: dict[str, Case], evolution: str) -> str:
     titles: dict[str, list[str]] = {"better": [], "worse": [], "open": [], "same": [], "failed": []}
     for title, case in cases.items():
         titles[verdict(case["held_out"][EARLY][f"against {evolution}"], "nll")].append(title)
-    some = next(iter(cases.values()))["settings"]
+    settings = next(iter(cases.values()))["settings"]
     return (
-        f"On held-out sequences, what curve found in its first {some['early']} evaluations has "
-        f"less loss than what {evolution} found in {some['budgets'][evolution]}, with 95% "
+        f"On held-out sequences, what curve found in its first {settings['early']} evaluations has "
+        f"less loss than what {evolution} found in {settings['budgets'][evolution]}, with 95% "
         f"confidence: {join_titles(titles['better'])}; more: {join_titles(titles['worse'])}."
     )
 
@@ -221,15 +225,17 @@ def render_readme(cases: dict[str, Case], missing: list[str], command: str) -> s
     """Return the README: tables, statements and definitions."""
     summaries = summary(cases)
     by_length = {case["settings"]["length"]: case["settings"] for case in cases.values()}
-    some = next(iter(by_length.values()))
+    settings = next(iter(by_length.values()))
+    seed, held_out_seed = settings["seeds"]
     trained = STAGES[-1][1]
-    harder = f", more than the {trained} of training" if some["keys"] > trained else ""
+    harder = f", more than the {trained} of training" if settings["keys"] > trained else ""
     sizes = "; ".join(
-        f"at {length:,} tokens {one['sizes']['search']} sequences to search on and "
-        f"{one['sizes']['held_out']} held-out ones"
-        for length, one in by_length.items()
+        f"at {length:,} tokens {case['sizes']['search']} sequences to search on and "
+        f"{case['sizes']['held_out']} held-out ones"
+        for length, case in by_length.items()
     )
-    budgets = ", ".join(f"{name} {budget}" for name, budget in some["budgets"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
+    budgets = ", ".join(f"{name} {budget}" for name, budget in settings["budgets"].items())
     sections = [
         f"## {title} tokens\n\n"
         f"YaRN on the sequences searched on: {summaries[title]['yarn']:.4f} nats.\n\n"
@@ -240,13 +246,13 @@ def render_readme(cases: dict[str, Case], missing: list[str], command: str) -> s
     return f"""# What searches find on the tiny models
 
 The models of `recipes/experiments/train_tiny.py`, trained on 256 tokens at once, are taken to
-4 and 8 times that by the strategies of `rope-patch search`. Every sequence has {some["keys"]}
+4 and 8 times that by the strategies of `rope-patch search`. Every sequence has {settings["keys"]}
 keys{harder}, that are asked for at its end, each query seeing the true earlier answers; a
 candidate's fitness is the loss of the values, nats, smaller is better. All strategies of a case
 search on the same sequences: {sizes}.
 
 Evaluations at most: {budgets}, of which the last two need
-fewer; seed {some["seeds"][0]}, held-out sequences of seed {some["seeds"][1]}. longrope searches
+fewer; seed {seed}, held-out sequences of seed {held_out_seed}. longrope searches
 without start tokens, which no engine's config can say. One seed: another
 may go otherwise.{absent}
 
@@ -262,7 +268,7 @@ may go otherwise.{absent}
   model (none). Intervals are 95% bootstrap intervals over sequences; the difference from YaRN is
   paired. p is McNemar's, of recall, by sequences. Nothing is corrected for the number of
   comparisons. A search that finds nothing better than YaRN returns YaRN: all differences are 0.
-- **{EARLY}**: the best of curve's first {some["early"]} evaluations.
+- **{EARLY}**: the best of curve's first {settings["early"]} evaluations.
 
 ![best so far against evaluations](history.png)
 
@@ -272,5 +278,5 @@ may go otherwise.{absent}
 
 {(chr(10) * 2).join(sections)}
 
-Made by `{command}` with {", ".join(f"{name} {one}" for name, one in some["versions"].items())}.
+Made by `{command}` with {versions}.
 """

@@ -207,8 +207,8 @@ def repeat_batch(
         (which nothing announces), -100 elsewhere.
     """
     size, low = length // 3, FILLER_IDS[0]
-    whole = torch.rand(batch, 1, generator=generator) < WHOLE_SHARE
-    id_counts = torch.where(whole, VOCAB_SIZE - low, len(FILLER_IDS))
+    is_whole = torch.rand(batch, 1, generator=generator) < WHOLE_SHARE
+    id_counts = torch.where(is_whole, VOCAB_SIZE - low, len(FILLER_IDS))
     input_ids = low + (torch.rand(batch, length, generator=generator) * id_counts).long()
     labels = torch.full_like(input_ids, -100)
     starts = sample_ids(generator, range(length - 2 * size + 1), batch, 2).sort(-1).values

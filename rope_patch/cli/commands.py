@@ -88,7 +88,7 @@ class Command(TyperCommand):
             option = self._option(name)
             message = re.sub(
                 rf"(?<![\w-]){name}\b(=?)",
-                lambda found, option=option: option + (" " if found[1] else ""),
+                lambda name_match, option=option: option + (" " if name_match[1] else ""),
                 message,
                 count=0 if choice else 1,
             )

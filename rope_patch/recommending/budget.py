@@ -66,10 +66,10 @@ class TimeBudget:
         seconds = self._costs.get(kind, [])
         return self._processes.broadcast(sum(seconds) / len(seconds) if seconds else 0.0)
 
-    def set_status(self, what: str) -> None:
+    def set_status(self, status: str) -> None:
         """Show what runs now, and how much time is left."""
         now = time.monotonic() - self._started
-        self._bar.set_description_str(what, refresh=False)
+        self._bar.set_description_str(status, refresh=False)
         self._bar.set_postfix_str(
             f"{_format_duration(max(self._total - now, 0))} left", refresh=False
         )
@@ -92,16 +92,16 @@ class BlockCosts:
 
     Attributes:
         long: A block at the target length.
-        within: A block of answers and one of prose within the trained length.
+        short: A block of answers and one of prose within the trained length.
     """
 
     long: float
-    within: float
+    short: float
 
     @property
     def both(self) -> float:
         """Return the seconds of a block of each kind, for one method."""
-        return self.long + self.within
+        return self.long + self.short
 
 
 @dataclass(frozen=True)
@@ -123,20 +123,20 @@ class BudgetPlan:
     search_blocks: int = 0
 
 
-def minimum_seconds(costs: BlockCosts, short: float, done: int = 0) -> float:
+def minimum_seconds(costs: BlockCosts, short: float, measured: int = 0) -> float:
     """Return the seconds of the plain model and one method, with their controls.
 
     Args:
         costs: The costs of a block.
         short: Seconds of a block of answers within the trained length, which the competence check
             takes once more.
-        done: Methods measured already.
+        measured: Methods measured already.
     """
-    return _SAFETY_MARGIN * ((2 - done) * costs.both + costs.long + (0 if done else short))
+    return _SAFETY_MARGIN * ((2 - measured) * costs.both + costs.long + (0 if measured else short))
 
 
 def plan_budget(
-    left: float,
+    seconds_left: float,
     costs: BlockCosts,
     rotations: int,
     max_blocks: int,
@@ -150,38 +150,39 @@ def plan_budget(
     half, again and again. If the samples run out, the search gets the time that is left over.
 
     Args:
-        left: Seconds left.
+        seconds_left: Seconds left.
         costs: The costs of a block.
         rotations: Rotations still to be measured at the target length.
         max_blocks: Blocks of samples.
         max_search_blocks: Blocks of search samples; 0 if there can be no search.
         measured_rotations: Rotations measured already.
     """
-    left = left / _SAFETY_MARGIN - costs.long  # the best one's control, measured last
-    first = max(0, min(rotations, int(left / costs.both)))
-    left -= first * costs.both
-    seconds = _SEARCH_SHARE * max(left, 0.0)
+    # Reserve the time of the best one's control, which is measured last.
+    seconds_left = seconds_left / _SAFETY_MARGIN - costs.long
+    first = max(0, min(rotations, int(seconds_left / costs.both)))
+    seconds_left -= first * costs.both
+    seconds = _SEARCH_SHARE * max(seconds_left, 0.0)
     blocks = evaluations = 0
     if max_search_blocks and seconds >= (MIN_EVALUATIONS + 1) * costs.long:
         blocks = max(
             1, min(max_search_blocks, int(seconds / (_PREFERRED_EVALUATIONS * costs.long)))
         )
         evaluations = int(seconds / (blocks * costs.long))
-        left -= seconds + costs.both
+        seconds_left -= seconds + costs.both
     else:
         seconds = 0.0
-    done, alive = 1, measured_rotations + first + bool(evaluations)
-    while done < max_blocks:
+    blocks_done, alive = 1, measured_rotations + first + bool(evaluations)
+    while blocks_done < max_blocks:
         alive = halve(alive)
-        new = next_block_count(left, costs, alive, done, max_blocks)
-        if new <= done:
+        next_blocks = next_block_count(seconds_left, costs, alive, blocks_done, max_blocks)
+        if next_blocks <= blocks_done:
             break
-        left -= (new - done) * (alive * costs.both + costs.within)
-        done = new
-    if evaluations and done == max_blocks:  # no more samples: the search gets the rest
-        seconds += left
+        seconds_left -= (next_blocks - blocks_done) * (alive * costs.both + costs.short)
+        blocks_done = next_blocks
+    if evaluations and blocks_done == max_blocks:  # no more samples: the search gets the rest
+        seconds += seconds_left
         evaluations = int(seconds / (blocks * costs.long))
-    return BudgetPlan(first, done * BLOCK_SIZE, evaluations, seconds, blocks)
+    return BudgetPlan(first, blocks_done * BLOCK_SIZE, evaluations, seconds, blocks)
 
 
 def halve(alive: int) -> int:
@@ -189,20 +190,22 @@ def halve(alive: int) -> int:
     return min(alive, max(FINALISTS, math.ceil(alive / 2)))
 
 
-def next_block_count(left: float, costs: BlockCosts, alive: int, done: int, max_blocks: int) -> int:
+def next_block_count(
+    seconds_left: float, costs: BlockCosts, alive: int, blocks_done: int, max_blocks: int
+) -> int:
     """Return the number of blocks after the next round: twice as many, or as many as fit.
 
     Args:
-        left: Seconds left.
+        seconds_left: Seconds left.
         costs: The costs of a block.
         alive: Rotations in the round.
-        done: Blocks that all of them have been measured on.
+        blocks_done: Blocks that all of them have been measured on.
         max_blocks: Blocks of samples.
     """
-    fits = int(left / (alive * costs.both + costs.within)) if left > 0 else 0
-    return min(2 * done, max_blocks, done + fits)
+    fits = int(seconds_left / (alive * costs.both + costs.short)) if seconds_left > 0 else 0
+    return min(2 * blocks_done, max_blocks, blocks_done + fits)
 
 
 def _format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes} min {remainder:02d} s" if minutes else f"{remainder} s"

@@ -80,7 +80,7 @@ class Choice:
 
 def lowest_loss(variants: Sequence[MeasuredVariant]) -> MeasuredVariant:
     """Return the variant with the smallest loss at the target length."""
-    return min(variants, key=lambda one: one.long.mean)
+    return min(variants, key=lambda variant: variant.long.mean)
 
 
 def choose(
@@ -103,24 +103,32 @@ def choose(
     if not variants:
         raise ValueError("expected contenders to choose from, got none: measure some first")
     best = lowest_loss(variants)
-    behind = {one.name: score_difference(one.long, best.long) for one in variants}
-    price = {one.name: _price(one, plain) for one in variants}
-    ties = [one for one in variants if one is best or not behind[one.name].is_worse]
-    tie_names = tuple(one.name for one in ties)
+    behind = {variant.name: score_difference(variant.long, best.long) for variant in variants}
+    price = {variant.name: _price(variant, plain) for variant in variants}
+    ties = [variant for variant in variants if variant is best or not behind[variant.name].is_worse]
+    tie_names = tuple(variant.name for variant in ties)
     information_gain = None if control is None else gain_over_control(best.long, control)
     plain_accuracy = plain.short.accuracy_interval()
-    shares = {one.name: _retained_share(one, plain_accuracy) for one in ties}
+    shares = {variant.name: _retained_share(variant, plain_accuracy) for variant in ties}
     reasons = [
         f"best at the length: {best.name}"
         + _ties_text(tie_names, best.name, "cannot be told apart")
     ]
 
-    def choice(one: MeasuredVariant | None, verdict: str) -> Choice:
-        shown = shares[best.name if one is None else one.name]
-        name = None if one is None else one.name
+    def choice(variant: MeasuredVariant | None, verdict: str) -> Choice:
+        retained_share = shares[best.name if variant is None else variant.name]
+        name = None if variant is None else variant.name
         steps = tuple(reasons)
         return Choice(
-            name, verdict, best.name, tie_names, behind, price, shown, information_gain, steps
+            name,
+            verdict,
+            best.name,
+            tie_names,
+            behind,
+            price,
+            retained_share,
+            information_gain,
+            steps,
         )
 
     if information_gain is not None and not information_gain.low > 0:
@@ -130,12 +138,12 @@ def choose(
             f"{information_gain.high:+.3f})"
         )
         return choice(None, "nothing holds")
-    holding = [
-        one
-        for one in ties
-        if (share := shares[one.name]) is None or share.estimate >= MIN_RETAINED_SHARE
+    usable_ties = [
+        variant
+        for variant in ties
+        if (share := shares[variant.name]) is None or share.estimate >= MIN_RETAINED_SHARE
     ]
-    if not holding:
+    if not usable_ties:
         share = shares[best.name]
         reasons.append(
             f"it keeps {share.estimate:.0%} of the answers that the plain model gets right within "
@@ -145,17 +153,23 @@ def choose(
             else "none keeps enough"
         )
         return choice(None, "nothing holds")
-    remaining = _cheapest(holding, plain, reasons)
-    fewest = min(one.engines_lost for one in remaining)
-    if len(remaining) > 1 and any(one.engines_lost > fewest for one in remaining):
-        remaining = [one for one in remaining if one.engines_lost == fewest]
+    remaining = _cheapest(usable_ties, plain, reasons)
+    fewest = min(variant.engines_lost for variant in remaining)
+    if len(remaining) > 1 and any(variant.engines_lost > fewest for variant in remaining):
+        remaining = [variant for variant in remaining if variant.engines_lost == fewest]
         reasons.append("most engines run without this package: " + _join_names(remaining))
-    chosen = min(remaining, key=lambda one: (one.option_count, one.dynamic, one.long.mean))
+    chosen = min(remaining, key=_simplicity)
     if len(remaining) > 1:
         reasons.append(f"the simplest of these: {chosen.name}")
-    free = [one.name for one in holding if one.short.nll == plain.short.nll[: len(one.short)]]
-    if free and chosen.name not in free:
-        reasons.append(f"where short texts matter most: {free[0]}, which leaves them as they are")
+    lossless_names = [
+        variant.name
+        for variant in usable_ties
+        if variant.short.nll == plain.short.nll[: len(variant.short)]
+    ]
+    if lossless_names and chosen.name not in lossless_names:
+        reasons.append(
+            f"where short texts matter most: {lossless_names[0]}, which leaves them as they are"
+        )
     return choice(chosen, "use")
 
 
@@ -163,19 +177,19 @@ def _cheapest(
     variants: list[MeasuredVariant], plain: MeasuredVariant, reasons: list[str]
 ) -> list[MeasuredVariant]:
     """Return the variants that cannot be told from the smallest price; add the reason."""
-    lowest = min(variants, key=lambda one: _short_context_cost(one, plain))
+    lowest = min(variants, key=lambda variant: _short_context_cost(variant, plain))
     cheapest = [
-        one
-        for one in variants
-        if not score_difference(one.short, lowest.short).is_worse
+        variant
+        for variant in variants
+        if not score_difference(variant.short, lowest.short).is_worse
         and (
-            one.prose is None
+            variant.prose is None
             or lowest.prose is None
-            or not score_difference(one.prose, lowest.prose).is_worse
+            or not score_difference(variant.prose, lowest.prose).is_worse
         )
     ]
     if len(variants) > 1:
-        names = [one.name for one in cheapest]
+        names = [variant.name for variant in cheapest]
         reasons.append(
             f"the smallest price within the trained length: {lowest.name}"
             + _ties_text(names, lowest.name, "no dearer that one could tell")
@@ -183,35 +197,40 @@ def _cheapest(
     return cheapest
 
 
-def _short_context_cost(one: MeasuredVariant, plain: MeasuredVariant) -> float:
+def _simplicity(variant: MeasuredVariant) -> tuple[int, bool, float]:
+    """Return a key that sorts variants: fewest numbers first, static before dynamic, then loss."""
+    return variant.option_count, variant.dynamic, variant.long.mean
+
+
+def _short_context_cost(variant: MeasuredVariant, plain: MeasuredVariant) -> float:
     """Return the nats lost within the trained length, where answers and prose weigh the same."""
-    costs = [one.short.mean - plain.short.first(len(one.short)).mean]
-    if one.prose is not None and plain.prose is not None:
-        costs.append(one.prose.mean - plain.prose.first(len(one.prose)).mean)
+    costs = [variant.short.mean - plain.short.first(len(variant.short)).mean]
+    if variant.prose is not None and plain.prose is not None:
+        costs.append(variant.prose.mean - plain.prose.first(len(variant.prose)).mean)
     return math.fsum(costs) / len(costs)
 
 
 def _price(
-    one: MeasuredVariant, plain: MeasuredVariant
+    variant: MeasuredVariant, plain: MeasuredVariant
 ) -> tuple[ScoreDifference, ScoreDifference | None]:
     prose = None
-    if one.prose is not None and plain.prose is not None:
-        prose = score_difference(one.prose, plain.prose)
-    return score_difference(one.short, plain.short), prose
+    if variant.prose is not None and plain.prose is not None:
+        prose = score_difference(variant.prose, plain.prose)
+    return score_difference(variant.short, plain.short), prose
 
 
-def _retained_share(one: MeasuredVariant, plain_accuracy: Interval | None) -> Interval | None:
+def _retained_share(variant: MeasuredVariant, plain_accuracy: Interval | None) -> Interval | None:
     """Return the accuracy as a share of the plain model's; None if that may be zero."""
-    accuracy = one.long.accuracy_interval()
+    accuracy = variant.long.accuracy_interval()
     if plain_accuracy is None or accuracy is None or not plain_accuracy.low > 0:
         return None
     return retention(accuracy, plain_accuracy)
 
 
-def _ties_text(names: Sequence[str], best: str, how: str) -> str:
-    others = [name for name in names if name != best]
-    return f"; {how}: {', '.join(others)}" if others else ""
+def _ties_text(names: Sequence[str], best: str, relation: str) -> str:
+    tied_names = [name for name in names if name != best]
+    return f"; {relation}: {', '.join(tied_names)}" if tied_names else ""
 
 
 def _join_names(variants: Sequence[MeasuredVariant]) -> str:
-    return ", ".join(one.name for one in variants)
+    return ", ".join(variant.name for variant in variants)

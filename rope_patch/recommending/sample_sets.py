@@ -55,8 +55,8 @@ def needle_blocks(
         texts: Names or files; those of the package unless given.
     """
 
-    def generate(tokens: int, seed: int, planted: bool) -> Sequence[Sample]:
-        return needle_samples(tokenizer, tokens, BLOCK_SIZE, seed, texts, planted=planted)
+    def generate(tokens: int, seed: int, with_answers: bool) -> Sequence[Sample]:
+        return needle_samples(tokenizer, tokens, BLOCK_SIZE, seed, texts, planted=with_answers)
 
     prose = _prose_blocks(tokenizer, short, most, seed, texts)
     return SampleBlocks(
@@ -76,8 +76,8 @@ def recall_blocks(tokenizer: Any, length: int, short: int, most: int, seed: int)
         seed: Another seed makes other samples.
     """
 
-    def generate(tokens: int, seed: int, planted: bool) -> Sequence[Sample]:
-        return recall_samples(tokenizer, tokens, BLOCK_SIZE, seed, planted=planted)
+    def generate(tokens: int, seed: int, with_answers: bool) -> Sequence[Sample]:
+        return recall_samples(tokenizer, tokens, BLOCK_SIZE, seed, planted=with_answers)
 
     prose = _prose_blocks(tokenizer, short, most, seed, None)
     return SampleBlocks(
@@ -108,15 +108,17 @@ def _question_blocks(
     """
     blocks = max(1, most // BLOCK_SIZE)
 
-    def block_of(tokens: int, kind: int, planted: bool = True) -> Callable[[int], Sequence[Sample]]:
+    def block_of(
+        tokens: int, kind: int, with_answers: bool = True
+    ) -> Callable[[int], Sequence[Sample]]:
         first = (10 * seed + kind) * _SEEDS_PER_KIND
-        return lambda block: generate(tokens, first + block, planted)
+        return lambda block: generate(tokens, first + block, with_answers)
 
     return {
         LONG: (block_of(length, 0), blocks),
-        CONTROL[LONG]: (block_of(length, 0, planted=False), blocks),
+        CONTROL[LONG]: (block_of(length, 0, with_answers=False), blocks),
         SHORT: (block_of(short, 1), blocks),
-        CONTROL[SHORT]: (block_of(short, 1, planted=False), blocks),
+        CONTROL[SHORT]: (block_of(short, 1, with_answers=False), blocks),
         SEARCH: (block_of(length, 2), _SEARCH_BLOCKS),
     }
 
@@ -147,8 +149,8 @@ def from_user_samples(
         ValueError: There are too few samples of a kind.
     """
     long = [sample for sample in samples if len(sample.ids) > trained]
-    within = [sample for sample in samples if len(sample.ids) <= trained]
-    for name, some in (("more than", long), ("at most", within)):
+    short_samples = [sample for sample in samples if len(sample.ids) <= trained]
+    for name, some in (("more than", long), ("at most", short_samples)):
         if len(some) < BLOCK_SIZE:
             raise ValueError(
                 f"{len(some)} of {len(samples)} samples have {name} the trained {trained:,} "
@@ -169,8 +171,8 @@ def from_user_samples(
     by_kind = {
         LONG: _split_into_blocks(long, most),
         CONTROL[LONG]: _control_blocks(long, most, seed),
-        SHORT: _split_into_blocks(within, most),
-        CONTROL[SHORT]: _control_blocks(within, most, seed),
+        SHORT: _split_into_blocks(short_samples, most),
+        CONTROL[SHORT]: _control_blocks(short_samples, most, seed),
     }
     if search_blocks:
         by_kind[SEARCH] = _split_into_blocks(for_search, _SEARCH_BLOCKS * BLOCK_SIZE)

@@ -134,10 +134,10 @@ class Race:
             raise ValueError(f"not one method can be measured: {'; '.join(sorted(reasons))}")
         self.block_count = 1
 
-    def _require_budget(self, costs: BlockCosts, done: int) -> None:
-        needed = budget.minimum_seconds(costs, self.clock.cost(SHORT), done)
-        if needed > self.clock.left():
-            minutes = (needed + self.clock.spent()) / 60
+    def _require_budget(self, costs: BlockCosts, measured: int) -> None:
+        needed_seconds = budget.minimum_seconds(costs, self.clock.cost(SHORT), measured)
+        if needed_seconds > self.clock.left():
+            minutes = (needed_seconds + self.clock.spent()) / 60
             raise ValueError(
                 f"the budget is too small: the plain model and one method, {BLOCK_SIZE} samples "
                 f"each at {self.space.length:,} tokens and within the trained length, take about "
@@ -145,12 +145,12 @@ class Race:
             )
 
     def _make_plan(self) -> budget.BudgetPlan:
-        waiting = self._unmeasured()
+        unmeasured = self._unmeasured()
         searchable = self.bench.block_count(SEARCH) if self._search_enabled else 0
         plan = budget.plan_budget(
             self.clock.left(),
             self._costs(),
-            len(waiting),
+            len(unmeasured),
             self.bench.block_count(LONG),
             searchable,
             measured_rotations=2,
@@ -158,7 +158,7 @@ class Race:
         costs = self._costs()
         self.clock.log(
             f"{costs.long / BLOCK_SIZE:.3g} s for a sample of {self.space.length:,} tokens; "
-            f"{2 + plan.first_rotations} of {2 + len(waiting)} rotations fit, the best of them "
+            f"{2 + plan.first_rotations} of {2 + len(unmeasured)} rotations fit, the best of them "
             f"with about {plan.samples} samples"
             + (
                 f", and a search of about {plan.evaluations} evaluations"
@@ -171,8 +171,10 @@ class Race:
     def _first_round(self, fits: int) -> None:
         """Measure one block of each rotation, then prices of those that may still be chosen."""
         for number, row in enumerate(self._unmeasured()):
-            late = self._costs().both > self.clock.left() - self._reserved_seconds()
-            if not (number >= fits and late) or self.bench.has(row.variant.long_rotation, LONG, 1):
+            over_budget = self._costs().both > self.clock.left() - self._reserved_seconds()
+            if not (number >= fits and over_budget) or self.bench.has(
+                row.variant.long_rotation, LONG, 1
+            ):
                 self._score_long(row, 1)
         for row in self._alive():
             if row.long is None:
@@ -181,7 +183,7 @@ class Race:
         for row in self._alive():
             self._score_short(row, 1)
         for row in self.rows.values():
-            cheap = self._costs().within < _CHEAP_SHARE * self.clock.left() / len(self.rows)
+            cheap = self._costs().short < _CHEAP_SHARE * self.clock.left() / len(self.rows)
             cheap = cheap or self.bench.has(row.variant.short_rotation, SHORT, 1)
             if row.status and row.long is not None and row.short is None and cheap:
                 self._score_short(row, 1)
@@ -193,11 +195,11 @@ class Race:
             return
         if not self.bench.block_count(SEARCH):
             return
-        outcome, why = search_within(
+        outcome, reason = search_within(
             self.bench, self.clock, self._journal, self._seed, plan, self._reserved_seconds()
         )
         if outcome is None:
-            self.not_measured.append(f"a search: {why}")
+            self.not_measured.append(f"a search: {reason}")
             return
         self.search_outcome = outcome
         names_by_rotation = {
@@ -205,12 +207,12 @@ class Race:
             for name, row in self.rows.items()
         }
         new_variants = variants.search_variants(self.space, outcome.strategy, outcome.candidate)
-        if twin := names_by_rotation.get(
+        if twin_name := names_by_rotation.get(
             variants.rotation_key(self.space, new_variants[0].long_rotation)
         ):
             self.not_measured.append(
                 f"a searched method apart: of {len(outcome.history)} candidates none was better "
-                f"than {twin}"
+                f"than {twin_name}"
             )
             return
         self._add_variants(new_variants)
@@ -231,9 +233,9 @@ class Race:
             if self.block_count > 1 or alive > budget.FINALISTS:
                 self._eliminate(budget.halve(alive))
                 alive = len({row.variant.long_rotation.key for row in self._alive()})
-            left = self.clock.left() - self._reserved_seconds()
+            seconds_left = self.clock.left() - self._reserved_seconds()
             blocks = budget.next_block_count(
-                left, self._costs(), alive, self.block_count, max_blocks
+                seconds_left, self._costs(), alive, self.block_count, max_blocks
             )
             blocks = max(blocks, self._stored_blocks(min(2 * self.block_count, max_blocks)))
             if blocks <= self.block_count:
@@ -245,19 +247,19 @@ class Race:
 
     def _decide(self) -> Choice:
         plain = to_measured_variant(self._plain_row, self._plain_engines)
-        left = [
+        finalists = [
             to_measured_variant(row, self._plain_engines)
             for row in self._alive()
             if row.short is not None
         ]
-        best = min(left, key=lambda one: one.long.mean)
+        best = min(finalists, key=lambda variant: variant.long.mean)
         try:
             control = self.bench.scores(
                 self.rows[best.name].variant.long_rotation, CONTROL[LONG], 1, best.name
             )
         except MeasurementFailed:
             control = None
-        return choose(left, plain, control)
+        return choose(finalists, plain, control)
 
     def _eliminate(self, keep: int) -> None:
         """Eliminate what is worse than the best beyond chance, and all but `keep` rotations."""
@@ -267,14 +269,14 @@ class Race:
         order = {
             row.variant.long_rotation.key: row.long.mean for row in rows if row.long is not None
         }
-        stay = sorted(order, key=lambda key: order[key])[:keep]
+        remaining_keys = sorted(order, key=lambda key: order[key])[:keep]
         for row in rows:
             assert row.long is not None
             if score_difference(row.long, best.long).is_worse:
                 self._mark_out(row, f"dropped after {len(row.long)} samples: worse at the length")
-            elif row.variant.long_rotation.key not in stay:
-                after = f"after {len(row.long)} samples, which could be chance"
-                self._mark_out(row, f"not among the best {keep} {after}")
+            elif row.variant.long_rotation.key not in remaining_keys:
+                sample_note = f"after {len(row.long)} samples, which could be chance"
+                self._mark_out(row, f"not among the best {keep} {sample_note}")
 
     def _measure(self, row: VariantScores, blocks: int) -> None:
         self._score_long(row, blocks)
@@ -304,14 +306,14 @@ class Race:
     def _add_variants(self, new_variants: list[Variant]) -> None:
         for variant in new_variants:
             row = self.rows[variant.name] = VariantScores(variant)
-            why = variants.refusal_reason(self.model, variant, self.extension)
-            if why is not None:
-                self._mark_out(row, f"refused: {why}")
+            refusal = variants.refusal_reason(self.model, variant, self.extension)
+            if refusal is not None:
+                self._mark_out(row, f"refused: {refusal}")
             else:
                 row.engines = variants.native_engines(self.model, variant, self.extension)
 
-    def _mark_out(self, row: VariantScores, why: str) -> None:
-        row.status = row.status or why
+    def _mark_out(self, row: VariantScores, reason: str) -> None:
+        row.status = row.status or reason
 
     def _alive(self) -> list[VariantScores]:
         return [row for row in self.rows.values() if not row.status]
@@ -339,8 +341,8 @@ class Race:
         return blocks
 
     def _costs(self) -> BlockCosts:
-        within = self.clock.cost(SHORT) + self.clock.cost(PROSE)
-        return BlockCosts(self.clock.cost(LONG), within)
+        short_seconds = self.clock.cost(SHORT) + self.clock.cost(PROSE)
+        return BlockCosts(self.clock.cost(LONG), short_seconds)
 
     def _reserved_seconds(self) -> float:
         """Return the seconds reserved for the best one's control, which is measured last."""

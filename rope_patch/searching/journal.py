@@ -154,16 +154,16 @@ class SearchJournal:
             )
         stored = header["identity"]
         names = dict.fromkeys([*stored, *self._identity])
-        differ = [
+        differences = [
             f"{name} is {_abbreviate(stored.get(name))} there and "
             f"{_abbreviate(self._identity.get(name))} here"
             for name in names
             if stored.get(name) != self._identity.get(name)
         ]
-        if differ:
+        if differences:
             raise ValueError(
-                f"{path} is the state of another search: {'; '.join(differ)}. It was left as it "
-                "is: give another folder, or ask for the same again"
+                f"{path} is the state of another search: {'; '.join(differences)}. It was left as "
+                "it is: give another folder, or ask for the same again"
             )
 
 
@@ -256,8 +256,10 @@ class SharedJournal:
             candidate: The candidate, whatever its origin; None is the unpatched model.
         """
         plain = candidate_to_dict(candidate)
-        what = json.dumps([plain["method"], plain["options"]] if plain else None, sort_keys=True)
-        key = f"held-out/{samples_digest(fitness.samples)}/{what}"
+        rotation = json.dumps(
+            [plain["method"], plain["options"]] if plain else None, sort_keys=True
+        )
+        key = f"held-out/{samples_digest(fitness.samples)}/{rotation}"
         entry = self.get(key)
         if entry is not None:
             return Evaluation.from_dict(entry["evaluation"])

@@ -44,8 +44,8 @@ def search_loop(
     """
     history: list[dict[str, Any]] = []
     best: tuple[Candidate, Evaluation] | None = None
-    seen: dict[Hashable, Evaluation] = {}
-    spent = [0, 0.0]  # evaluations measured, and their seconds
+    evaluations: dict[Hashable, Evaluation] = {}
+    measured_count, measured_seconds = 0, 0.0
     candidate: Candidate | None = Candidate("yarn", "yarn")
     reference = math.nan
     while candidate is not None:
@@ -53,15 +53,16 @@ def search_loop(
         best_so_far = best[1] if best else None
 
         def measure(current: Candidate = current, rotation: Hashable = rotation) -> Evaluation:
-            earlier = seen.get(rotation)
+            earlier = evaluations.get(rotation)
             if earlier is None:
                 return fitness.measure(current, against=best_so_far)  # noqa: B023 (called at once)
             return replace(earlier, tokens=0, seconds=0.0)
 
         evaluation = journal.get_or_measure(f"search/{number}", current, measure, budget=budget)
-        seen.setdefault(rotation, evaluation)
+        evaluations.setdefault(rotation, evaluation)
         if evaluation.tokens:
-            spent = [spent[0] + 1, spent[1] + evaluation.seconds]
+            measured_count += 1
+            measured_seconds += evaluation.seconds
         if number == 0:
             reference = evaluation.fitness
         if evaluation.complete and (best is None or evaluation.fitness < best[1].fitness):
@@ -77,7 +78,7 @@ def search_loop(
                 **({"error": evaluation.error} if evaluation.error else {}),
             }
         )
-        progress.update(history, reference, _per_minute(*spent))
+        progress.update(history, reference, _per_minute(measured_count, measured_seconds))
         candidate = None
         if number < budget:
             feedback = evaluation.fitness if number else None
@@ -87,7 +88,7 @@ def search_loop(
             f"none of {len(history)} candidates could be measured; the first one: "
             f"{history[0].get('error')}"
         )
-    return best[0], history, _per_minute(*spent)
+    return best[0], history, _per_minute(measured_count, measured_seconds)
 
 
 def next_candidate(proposals: Proposals, fitness: float | None) -> Candidate | None:

@@ -80,11 +80,11 @@ def open_model(
         )
     if tokenizer is None:
         tokenizer = read_tokenizer(path, gguf_file=gguf_file)
-    where = placement(dtype, device_map, processes.device)
+    placement_options = placement(dtype, device_map, processes.device)
     skeleton = empty_model(path, read_config(path, gguf_file=gguf_file))
 
     def load() -> Any:
-        return read_model(path, **where, gguf_file=gguf_file)
+        return read_model(path, **placement_options, gguf_file=gguf_file)
 
     return ModelSource(name, tokenizer, skeleton, load)
 

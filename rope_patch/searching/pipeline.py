@@ -125,8 +125,8 @@ def search(
     if picture is not None:
         atomic_files.require_writable_file(picture, "the picture", folder_exists=False)
     if (length is None) == (factor is None):
-        given = "neither" if length is None else f"length={length} and factor={factor}"
-        raise ValueError(f"give exactly one of length and factor, got {given}")
+        received = "neither" if length is None else f"length={length} and factor={factor}"
+        raise ValueError(f"give exactly one of length and factor, got {received}")
     processes = Processes()
     source = open_model(
         model, tokenizer, processes, dtype=dtype, device_map=device_map, gguf_file=gguf_file
@@ -153,8 +153,8 @@ def search(
     )
     live = source.load()
 
-    def make_fitness(some: Sequence[Sample]) -> Fitness:
-        return Fitness(live, some, extension, processes)
+    def make_fitness(sample_set: Sequence[Sample]) -> Fitness:
+        return Fitness(live, sample_set, extension, processes)
 
     on_search = make_fitness(sets.search)  # raises for a patched model
     identity = {

@@ -43,30 +43,30 @@ def atomic_checkpoint(
     Raises:
         OSError: The disk failed; names the checkpoint to resume from. No partial one remains.
     """
-    aside = folder / _TEMPORARY
+    temporary_folder = folder / _TEMPORARY
     if is_main:
-        shutil.rmtree(aside, ignore_errors=True)  # of a killed run
-        aside.mkdir(parents=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)  # of a killed run
+        temporary_folder.mkdir(parents=True)
     wait()
     with explain_write_errors(folder, f"{PREFIX}{step}"):
         try:
-            yield aside
+            yield temporary_folder
             wait()
             if is_main:
-                checkpoint_folder = aside / f"{PREFIX}{step}"
+                checkpoint_folder = temporary_folder / f"{PREFIX}{step}"
                 _write_manifest(checkpoint_folder)
                 shutil.rmtree(folder / checkpoint_folder.name, ignore_errors=True)
                 checkpoint_folder.rename(folder / checkpoint_folder.name)
                 sync(folder)
         finally:
             if is_main:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(temporary_folder, ignore_errors=True)
     if is_main:
         existing = _checkpoints(folder)
         # Newer checkpoints are damaged or belong to an abandoned continuation.
-        later = [p for p in existing if step_of(p) > step]
+        later_checkpoints = [p for p in existing if step_of(p) > step]
         old = [p for p in existing if step_of(p) <= step][:-keep] if keep else []
-        for checkpoint in later + old:
+        for checkpoint in later_checkpoints + old:
             shutil.rmtree(checkpoint, ignore_errors=True)
     wait()
 

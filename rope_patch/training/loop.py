@@ -136,8 +136,8 @@ def train(run: TrainingRun, model: Any, optimizer: Any, scheduler: Any) -> None:
         if training.save_strategy != "no" and (
             step % training.save_steps == 0 or step == run.steps
         ):
-            with run.write_checkpoint(step) as aside:
-                checkpoint = aside / f"{checkpoints.PREFIX}{step}"
+            with run.write_checkpoint(step) as temporary_folder:
+                checkpoint = temporary_folder / f"{checkpoints.PREFIX}{step}"
                 accelerator.save_state(str(checkpoint))
                 run.write_data_state(checkpoint)
             run.progress.pause()

@@ -199,8 +199,10 @@ class PackedRows(IterableDataset):
         """
         now = self._row_settings()
         for key in sorted(now.keys() | state["settings"].keys()):
-            if now.get(key) != (was := state["settings"].get(key)):
-                raise ValueError(f"cannot resume: {key} was {was}, got {now.get(key)}: set it back")
+            if now.get(key) != (stored_value := state["settings"].get(key)):
+                raise ValueError(
+                    f"cannot resume: {key} was {stored_value}, got {now.get(key)}: set it back"
+                )
         if row < state["row"]:
             raise ValueError(f"cannot resume at row {row}: the state is of row {state['row']}")
         self._state, self._first_row = state, row
@@ -280,10 +282,10 @@ def _most_underserved(
     """Return the source furthest behind its share of the tokens; the first of equals."""
     weights = weights or [1.0] * len(sources)
     tokens_per_weight = sum(source.state["tokens"] for source in sources) / sum(weights)
-    behind = [
+    deficits = [
         w * tokens_per_weight - s.state["tokens"] for w, s in zip(weights, sources, strict=True)
     ]
-    return sources[behind.index(max(behind))]
+    return sources[deficits.index(max(deficits))]
 
 
 def collate(rows: list[dict[str, Any]], *, context_parallel: bool = False) -> dict[str, Any]:

@@ -135,8 +135,8 @@ class TrainingRun:
                 is_main=self.is_main,
                 wait=self.accelerator.wait_for_everyone,
                 keep=limit,
-            ) as aside:
-                yield aside
+            ) as temporary_folder:
+                yield temporary_folder
         except BaseException:
             self.progress.close()  # so that the error starts on a new line
             raise
@@ -170,18 +170,18 @@ class TrainingRun:
         target = self.folder / checkpoints.MODEL
         if weights is not None:  # rebuild the unsharded model
             # Only this process builds it, so probing a chunked loss would wait for the others.
-            untried = replace(self.settings.extension, loss="full")
-            self.prepared = prepare(replace(self.settings, extension=untried))
+            full_loss_extension = replace(self.settings.extension, loss="full")
+            self.prepared = prepare(replace(self.settings, extension=full_loss_extension))
             self.prepared.model.load_state_dict(weights)
         model_alone = self.prepared.finish()
         with checkpoints.explain_write_errors(self.folder, "the finished model"):
             if self.prepared.handle is None:
                 with tempfile.TemporaryDirectory(
                     prefix=f".{checkpoints.MODEL}-", dir=self.folder
-                ) as aside:
-                    model_alone.save_pretrained(aside)
+                ) as temporary_folder:
+                    model_alone.save_pretrained(temporary_folder)
                     target.mkdir(exist_ok=True)
-                    for file in Path(aside).iterdir():
+                    for file in Path(temporary_folder).iterdir():
                         file.replace(target / file.name)
             else:
                 save(model_alone, target)
@@ -210,8 +210,8 @@ class TrainingRun:
                     "the optimizer; give another --output_dir"
                 )
         for run_folder in dict.fromkeys(folders):
-            done = None if resume is None else checkpoints.step_of(resume)
-            identity.require_same_identity(run_folder, new_identity, self.settings, done)
+            steps_done = None if resume is None else checkpoints.step_of(resume)
+            identity.require_same_identity(run_folder, new_identity, self.settings, steps_done)
         self.folder.mkdir(parents=True, exist_ok=True)
         identity.write_identity(self.folder, new_identity)
 

@@ -106,13 +106,13 @@ class LongContextTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
-        with self.run.write_checkpoint(step) as aside:
-            self.checkpoint_folder = str(aside)
+        with self.run.write_checkpoint(step) as temporary_folder:
+            self.checkpoint_folder = str(temporary_folder)
             try:
                 super()._save_checkpoint(model, trial)
             finally:
                 self.checkpoint_folder = None
-            self.run.write_data_state(aside / f"{checkpoints.PREFIX}{step}")
+            self.run.write_data_state(temporary_folder / f"{checkpoints.PREFIX}{step}")
         self.run.progress.pause()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

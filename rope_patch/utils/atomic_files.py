@@ -138,8 +138,8 @@ def require_writable_folder(folder: str | os.PathLike[str], purpose: str) -> Non
     with explain_write_errors(folder, purpose):
         nearest = _nearest_existing(folder)
         if not nearest.is_dir():
-            made = ", made if it is missing" if nearest == folder else ""
-            raise ValueError(f"{nearest} is a file: expected a folder for {purpose}{made}")
+            hint = ", made if it is missing" if nearest == folder else ""
+            raise ValueError(f"{nearest} is a file: expected a folder for {purpose}{hint}")
         _probe_write(nearest)
 
 
@@ -203,9 +203,9 @@ def _as_not_written(error: Exception, folder: Path, name: str) -> NotWritten:
     else:
         reason = getattr(error, "strerror", None) or one_line(str(error))
         full, advice = getattr(error, "errno", None) in (None, *_DISK_FULL_CODES), ""
-    free = f", where {_free_bytes(folder) / 1e6:,.1f} MB are free" if full else ""
+    free_text = f", where {_free_bytes(folder) / 1e6:,.1f} MB are free" if full else ""
     where = folder.absolute() if str(folder) == "." else folder
-    what = f"{name} could not be written to {where}{free}"
+    what = f"{name} could not be written to {where}{free_text}"
     return NotWritten(what, reason, _MAKE_ROOM if full else "make it writable", advice)
 
 

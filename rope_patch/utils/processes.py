@@ -68,13 +68,13 @@ class Processes:
             items: All items, in the same order in every process.
             cost: Of one.
         """
-        total, before, mine = sum(map(cost, items)), 0.0, []
+        total, cost_before, own_items = sum(map(cost, items)), 0.0, []
         for item in items:
-            middle = before + cost(item) / 2
+            middle = cost_before + cost(item) / 2
             if min(int(self.size * middle / total), self.size - 1) == self.rank:
-                mine.append(item)
-            before += cost(item)
-        return mine
+                own_items.append(item)
+            cost_before += cost(item)
+        return own_items
 
     def broadcast(self, value: Item) -> Item:
         """Return the main process's value in every process."""
@@ -84,21 +84,21 @@ class Processes:
 
         return broadcast_object_list([value])[0]
 
-    def run_on_main(self, do: Callable[[], Item]) -> Item:
+    def run_on_main(self, task: Callable[[], Item]) -> Item:
         """Call a function in the main process; return what it returns in every process.
 
         Args:
-            do: The function; what it returns or raises must be picklable.
+            task: The function; what it returns or raises must be picklable.
 
         Raises:
             Exception: The function's own, in every process.
         """
         if self.size == 1:
-            return do()
+            return task()
         outcome: tuple[Any, Exception | None] = (None, None)
         if self.is_main:
             try:
-                outcome = (do(), None)
+                outcome = (task(), None)
             except Exception as error:
                 outcome = (None, error)
         value, problem = self.broadcast(outcome)

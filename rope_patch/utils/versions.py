@@ -22,5 +22,5 @@ def own_version() -> str:
     except metadata.PackageNotFoundError:
         project = Path(__file__).parents[2] / "pyproject.toml"
         text = project.read_text(encoding="utf-8") if project.is_file() else ""
-        stated = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
-        return stated[1] if stated else "unknown"
+        match = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
+        return match[1] if match else "unknown"

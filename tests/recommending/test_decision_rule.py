@@ -224,7 +224,7 @@ def test_a_plan_fits_into_its_time(left, within, searchable):
     while done < blocks:
         alive.append(budget.halve(alive[-1]))
         new = min(2 * done, blocks)
-        spent += (new - done) * (alive[-1] * costs.both + costs.within)
+        spent += (new - done) * (alive[-1] * costs.both + costs.short)
         done = new
     assert spent <= max(left, costs.long)
     assert plan.evaluations * plan.search_blocks * costs.long <= plan.search_seconds + 1e-9
@@ -246,15 +246,17 @@ def test_a_search_gets_the_time_that_samples_leave():
     costs, left = BlockCosts(5.0, 1.0), 10**4
     plan = budget.plan_budget(left, costs, rotations=4, max_blocks=2, max_search_blocks=4)
     first, comparison, control = 4 * costs.both, costs.both, costs.long
-    again = 4 * costs.both + costs.within  # the better half of seven, and the plain model
+    again = 4 * costs.both + costs.short  # the better half of seven, and the plain model
     assert plan.samples == 12
     assert plan.search_seconds + first + comparison + again + control == pytest.approx(left / 1.1)
     assert budget.plan_budget(left, costs, 4, max_blocks=2, max_search_blocks=0).search_seconds == 0
 
 
 def test_the_minimum_time_is_that_of_two_methods_and_two_controls():
-    costs = BlockCosts(long=10.0, within=3.0)
+    costs = BlockCosts(long=10.0, short=3.0)
     seconds = budget.minimum_seconds(costs, short=2.0) / 1.1
     assert seconds == pytest.approx(2 * (10 + 3) + 10 + 2)
-    assert budget.minimum_seconds(costs, short=2.0, done=1) / 1.1 == pytest.approx((10 + 3) + 10)
+    assert budget.minimum_seconds(costs, short=2.0, measured=1) / 1.1 == pytest.approx(
+        (10 + 3) + 10
+    )
     assert math.isfinite(seconds)

@@ -158,8 +158,10 @@ def _measure_problem(
     needed_bytes = (
         _SAMPLE_MULTIPLE * count + _WORKSPACE_MULTIPLE[problem.device.type]
     ) * problem.bytes
-    if needed_bytes > (free := _available_memory(problem.device)):
-        reason = f"it needs {needed_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    if needed_bytes > (available_bytes := _available_memory(problem.device)):
+        reason = (
+            f"it needs {needed_bytes / 1e9:.1f} GB, and {available_bytes / 1e9:.1f} GB are free"
+        )
         return {**case, "not_measured": reason, "rows": []}
     try:
         return {**case, "rows": _measure_implementations(problem, contenders, count, repeats)}
@@ -175,7 +177,7 @@ def _measure_implementations(
     samples = [problem.sample(seed) for seed in range(count)]
     copy: dict[str, Any] = {"contender": COPY, "times": {}}
     rows: list[dict[str, Any]] = [copy]
-    running: dict[str, TimedCalls] = {COPY: CopyBaseline(problem, count)}
+    implementations: dict[str, TimedCalls] = {COPY: CopyBaseline(problem, count)}
     for contender in contenders:
         row: dict[str, Any] = {"contender": contender.name, "times": {}, "failed": {}}
         rows.append(row)
@@ -185,12 +187,12 @@ def _measure_implementations(
         except Exception as error:  # measure the others whatever it is
             row["not_measured"] = describe_error(error)
         else:
-            running[contender.name] = worker
+            implementations[contender.name] = worker
         if "not_measured" in row:  # outside `except`, so that the error holds no tensors
             _free_after_failure()
     by_name = {row["contender"]: row for row in rows}
     for phase in _phases(problem):
-        seconds, failed = _time_phase(phase, running, repeats)
+        seconds, failed = _time_phase(phase, implementations, repeats)
         for name, times in seconds.items():
             by_name[name]["times"][phase] = _relative_to_copy(times, seconds[COPY])
         for name, reason in failed.items():
@@ -241,12 +243,12 @@ def _errors_and_memory(worker: ImplementationRun, problem: Problem) -> dict[str,
 
 
 def _time_phase(
-    phase: str, running: dict[str, TimedCalls], repeats: int
+    phase: str, implementations: dict[str, TimedCalls], repeats: int
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
     """Return the seconds of each implementation's calls, a list per repeat, and the failures."""
     clocks: dict[str, Callable[[], list[float]]] = {}
     failed: dict[str, str] = {}
-    for name, runner in running.items():
+    for name, runner in implementations.items():
         try:
             clock = runner.clock(phase)
             clock()  # warm up: the first call compiles and sets up

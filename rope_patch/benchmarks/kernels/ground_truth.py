@@ -33,14 +33,14 @@ def relative_errors(
     Returns:
         Errors of `q`, `k`, `dq`, `dk`, and of `dw` for both weights together.
     """
-    off: dict[str, float] = defaultdict(float)
+    squared_errors: dict[str, float] = defaultdict(float)
     size: dict[str, float] = defaultdict(float)
 
-    def compare(name: str, got: torch.Tensor, exact: torch.Tensor | None) -> None:
+    def compare(name: str, actual: torch.Tensor, exact: torch.Tensor | None) -> None:
         assert exact is not None  # backward has run
-        if got.shape != exact.shape:
-            raise ValueError(f"{name} is {list(got.shape)}, expected {list(exact.shape)}")
-        off[name] += float((got.double() - exact).square().sum())
+        if actual.shape != exact.shape:
+            raise ValueError(f"{name} is {list(actual.shape)}, expected {list(exact.shape)}")
+        squared_errors[name] += float((actual.double() - exact).square().sum())
         size[name] += float(exact.square().sum())
 
     weights = [weight.detach().double().requires_grad_() for weight in problem.weights]
@@ -48,11 +48,11 @@ def relative_errors(
         for i, name in enumerate("qk"):
             compare(name, rotated[i].detach()[:, :, tokens], out[i])
             compare(f"d{name}", gradients[i][:, tokens], heads[i].grad)
-    for got, weight in zip(
+    for gradient, weight in zip(
         gradients[2:], weights, strict=False
     ):  # frozen weights have no gradients
-        compare("dw", got, weight.grad)
-    return {name: (off[name] / size[name]) ** 0.5 for name in off}
+        compare("dw", gradient, weight.grad)
+    return {name: (squared_errors[name] / size[name]) ** 0.5 for name in squared_errors}
 
 
 def _exact_chunks(

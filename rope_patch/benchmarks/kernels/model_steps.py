@@ -96,13 +96,13 @@ def measure(
     rows: list[dict[str, Any]] = []
     for name in progress_bar(names, desc="model steps", unit="model"):
         try:
-            rows += _load_model(name, device, dtype, repeats)
+            rows += _measure_model(name, device, dtype, repeats)
         except Exception as error:  # keep the earlier measurements whatever it is
             rows.append({"model": name, "not_measured": describe_error(error)})
     return rows
 
 
-def _load_model(
+def _measure_model(
     name: str, device: torch.device, dtype: torch.dtype, repeats: int
 ) -> list[dict[str, Any]]:
     wide = device.type == "cuda"

@@ -129,10 +129,10 @@ def _content(results: dict[str, Any]) -> dict[str, Any]:
 def _verdict(results: dict[str, Any]) -> Iterator[str]:
     """Yield a sentence per shape, at the length nearest to `REFERENCE_LENGTH`."""
     for shape in results["shapes"]:
-        usual = default_layout_cases(results, shape)
-        cases = [case for case in usual if case["length"] > 1]
+        default_cases = default_layout_cases(results, shape)
+        cases = [case for case in default_cases if case["length"] > 1]
         if not cases:
-            yield from _decoding(results, shape, usual)
+            yield from _decoding(results, shape, default_cases)
             continue
         case = min(
             cases,

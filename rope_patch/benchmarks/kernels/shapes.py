@@ -49,8 +49,10 @@ class Shape:
     eps: float = 1e-6
 
     def __str__(self) -> str:
-        does = "norm and rotation" if self.norm else "rotation"
-        return f"{self.name}: {does} of {self.heads} + {self.key_heads} heads of {self.head_dim}"
+        operation = "norm and rotation" if self.norm else "rotation"
+        return (
+            f"{self.name}: {operation} of {self.heads} + {self.key_heads} heads of {self.head_dim}"
+        )
 
     def inv_freq(self) -> torch.Tensor:
         """Return radians per token, float32 `[D / 2]`."""
@@ -160,8 +162,8 @@ class Problem:
             return ()
         generator = torch.Generator().manual_seed(_SEED)
         size = (2, self.shape.head_dim)
-        around = 1 - self.shape.offset + _WEIGHT_STD * torch.randn(size, generator=generator)
-        rows = around.to(self.device, self.dtype).unbind()
+        values = 1 - self.shape.offset + _WEIGHT_STD * torch.randn(size, generator=generator)
+        rows = values.to(self.device, self.dtype).unbind()
         return tuple(torch.nn.Parameter(row.clone()) for row in rows)
 
     def sample(self, seed: int) -> Sample:

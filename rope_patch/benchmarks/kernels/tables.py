@@ -87,31 +87,31 @@ def _measured_cases(results: dict[str, Any], shape: str) -> list[Case]:
 
 
 def _speed_tables(results: dict[str, Any], shape: str) -> Iterator[Table]:
-    usual = default_layout_cases(results, shape)
+    default_cases = default_layout_cases(results, shape)
     for phase, title in PHASES.items():
         columns = [
             _Column(f"batch {case['batch']}", f"{case['length']:,}", case, phase)
-            for case in usual
+            for case in default_cases
             if case["length"] > 1
         ]
         yield _speed_table(results, f"{title}, by tokens", columns)
     columns = [
         _Column(f"batch {case['batch']}", title, case, phase)
-        for case in usual
+        for case in default_cases
         for phase, title in _CLOCKS.items()
         if phase in case["rows"][0]["times"]
     ]
     yield _speed_table(results, "Forward of one token", columns)
     other_cases = [case for case in _measured_cases(results, shape) if case["layout"] != VIEWS]
     sizes = {(case["batch"], case["length"]) for case in other_cases}
-    matching_cases = [case for case in usual if (case["batch"], case["length"]) in sizes]
+    matching_cases = [case for case in default_cases if (case["batch"], case["length"]) in sizes]
     columns = [
         _Column(case["layout"], phase, case, phase)
         for case in (matching_cases + other_cases if other_cases else [])
         for phase in (FORWARD, BACKWARD)
     ]
-    at = ", ".join(f"{length:,} tokens × {batch}" for batch, length in sizes)
-    yield _speed_table(results, f"Other layouts, {at}", columns)
+    size_text = ", ".join(f"{length:,} tokens × {batch}" for batch, length in sizes)
+    yield _speed_table(results, f"Other layouts, {size_text}", columns)
 
 
 def _speed_table(results: dict[str, Any], name: str, columns: list[_Column]) -> Table:

@@ -47,8 +47,8 @@ def _liger(problem: Problem) -> Call:
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
     shape, (cos, sin) = problem.shape, problem.cos_sin
-    of = LigerRMSNormForGemma3 if shape.offset else LigerRMSNorm
-    norms: list[Any] = [of(shape.head_dim, eps=shape.eps) for _ in problem.weights]
+    norm_class = LigerRMSNormForGemma3 if shape.offset else LigerRMSNorm
+    norms: list[Any] = [norm_class(shape.head_dim, eps=shape.eps) for _ in problem.weights]
     for module, weight in zip(norms, problem.weights, strict=True):
         module.weight = weight
 
@@ -94,13 +94,13 @@ def _unsloth(problem: Problem, folder: Path) -> Call:
     if shape.offset:
         raise Unavailable("its norm has no offset, which Gemma needs")
     _stub_unsloth()
-    inside = f"{_UNSLOTH}.kernels"
+    package = f"{_UNSLOTH}.kernels"
     rope = _load_module(
-        folder / "rope_embedding.py", f"{inside}.rope_embedding"
+        folder / "rope_embedding.py", f"{package}.rope_embedding"
     ).fast_rope_embedding
     if not problem.weights:
         return lambda q, k: rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    fused = _load_module(folder / "qk_norm_rope.py", f"{inside}.qk_norm_rope").Fast_QK_Norm_RoPE
+    fused = _load_module(folder / "qk_norm_rope.py", f"{package}.qk_norm_rope").Fast_QK_Norm_RoPE
     weights = [weight.detach() for weight in problem.weights]
     op_inputs = (cos[0], sin[0], cos.new_empty(1, dtype=torch.int32), shape.eps, shape.eps, False)
 

@@ -78,11 +78,11 @@ def graph_time(graph: Thunk) -> list[float]:
 
 def capture_graph(loop: Thunk) -> Thunk:
     """Capture a loop in a CUDA graph; return its replay."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # warm up outside of the graph: compilation, library setup
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # warm up outside of the graph: compilation, library setup
         loop()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loop()

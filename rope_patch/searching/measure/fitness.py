@@ -126,7 +126,7 @@ class Fitness:
             ValueError: The model was patched meanwhile.
         """
         self._require_unpatched()
-        started, before = time.monotonic(), self.scorer.tokens_read
+        started, tokens_before = time.monotonic(), self.scorer.tokens_read
         scores: dict[int, Score] = {}
         fitness = math.inf
         with self._patched(candidate) as error:
@@ -135,9 +135,9 @@ class Fitness:
                     scores, error = self._score_round(units, scores)
                 if error is not None or len(scores) == len(self.samples):
                     break
-                behind = None if against is None else self._predicted_deficit(scores, against)
-                if against is not None and behind is not None:
-                    fitness = against.fitness + behind
+                deficit = None if against is None else self._predicted_deficit(scores, against)
+                if against is not None and deficit is not None:
+                    fitness = against.fitness + deficit
                     break
         complete = error is None and len(scores) == len(self.samples)
         if complete:
@@ -147,7 +147,7 @@ class Fitness:
             nll=tuple(scores[i].nll if i in scores else None for i in order),
             hits=tuple(scores[i].hits if i in scores else () for i in order),
             fitness=fitness,
-            tokens=sum(self._gather(self.scorer.tokens_read - before)),
+            tokens=sum(self._gather(self.scorer.tokens_read - tokens_before)),
             seconds=time.monotonic() - started,
             complete=complete,
             error=error,
@@ -248,8 +248,8 @@ def make_space(model: Any, extension: Extension) -> SearchSpace:
     """
     factor, length = extension.factor, extension.length
     if (factor is None) == (length is None):
-        given = "neither" if factor is None else f"factor={factor} and length={length}"
-        raise ValueError(f"give exactly one of factor and length, got {given}")
+        received = "neither" if factor is None else f"factor={factor} and length={length}"
+        raise ValueError(f"give exactly one of factor and length, got {received}")
     try:
         plan = check(model, replace(extension, method="linear", options={}))
     except Refused as error:

@@ -109,17 +109,17 @@ def _choose_fitness(
     if text is not None:
         require_text_length(tokenizer, [text] if isinstance(text, str) else text, space.length)
     trained = space.geometry.trained_length
-    why = needles_refusal(tokenizer, trained)
-    if why is None:
+    reason = needles_refusal(tokenizer, trained)
+    if reason is None:
         return fitness or "needles"
     if fitness is not None or text is not None:
         raise ValueError(
-            f"{why}, and the model was trained on {trained:,}: search by recall (--fitness recall, "
-            "without a text), by documents, or with samples of your own (--samples)"
+            f"{reason}, and the model was trained on {trained:,}: search by recall (--fitness "
+            "recall, without a text), by documents, or with samples of your own (--samples)"
         )
     logger.warning(
         "%s, and the model was trained on %s: searching by recall of word pairs instead",
-        why,
+        reason,
         f"{trained:,}",
     )
     return "recall"
@@ -129,20 +129,21 @@ def _from_user(
     samples: SampleSource, held_out: SampleSource, short: SampleSource | None
 ) -> SampleSets:
     """Return the user's own samples, and controls for those within the trained length."""
-    search, others = _load_samples(samples), _load_samples(held_out)
-    both = {s.ids for s in search} & {s.ids for s in others}
-    if both:
+    search, held_out_samples = _load_samples(samples), _load_samples(held_out)
+    shared_ids = {s.ids for s in search} & {s.ids for s in held_out_samples}
+    if shared_ids:
         raise ValueError(
-            f"{len(both)} of the held-out samples are among those that are searched on: give others"
+            f"{len(shared_ids)} of the held-out samples are among those that are searched on: give "
+            "others"
         )
     if short is None:
-        return SampleSets(search, others, {}, {})
+        return SampleSets(search, held_out_samples, {}, {})
     sanity = _load_samples(short)
     controls = permuted_answers(sanity)
     if [s.answers for s in controls] == [s.answers for s in sanity]:
-        return SampleSets(search, others, {"answers": sanity}, {"answers": controls})
+        return SampleSets(search, held_out_samples, {"answers": sanity}, {"answers": controls})
     # Some answer has no other one of as many tokens: compare with token frequencies instead.
-    return SampleSets(search, others, {"documents": sanity}, {})
+    return SampleSets(search, held_out_samples, {"documents": sanity}, {})
 
 
 def _generate(
@@ -161,23 +162,23 @@ def _generate(
     sets = SampleSets([], [], {}, {})
     if fitness in ("needles", "both"):
         # Another seed makes other needles; novels are long, so it takes other excerpts, too.
-        for into, number, of in (
+        for samples, number, kind_seed in (
             (sets.search, count, seed),
             (sets.held_out, held_out_count, seed + 1),
         ):
-            into += needle_samples(tokenizer, space.length, number, of, texts)
-        for by_kind, planted in ((sets.sanity, True), (sets.controls, False)):
+            samples += needle_samples(tokenizer, space.length, number, kind_seed, texts)
+        for by_kind, with_answers in ((sets.sanity, True), (sets.controls, False)):
             by_kind["needles"] = needle_samples(
-                tokenizer, trained, sanity_count, seed, texts, planted
+                tokenizer, trained, sanity_count, seed, texts, with_answers
             )
     if fitness == "recall":
-        for into, number, of in (
+        for samples, number, kind_seed in (
             (sets.search, count, seed),
             (sets.held_out, held_out_count, seed + 1),
         ):
-            into += recall_samples(tokenizer, space.length, number, of)
-        for by_kind, planted in ((sets.sanity, True), (sets.controls, False)):
-            by_kind["recall"] = recall_samples(tokenizer, trained, sanity_count, seed, planted)
+            samples += recall_samples(tokenizer, space.length, number, kind_seed)
+        for by_kind, with_answers in ((sets.sanity, True), (sets.controls, False)):
+            by_kind["recall"] = recall_samples(tokenizer, trained, sanity_count, seed, with_answers)
     if fitness in ("documents", "both"):
         documents = document_samples(tokenizer, space.length, count + held_out_count, seed, texts)
         sets.search.extend(documents[:count])

@@ -75,11 +75,11 @@ def require_competence(sanity: dict[str, Any]) -> None:
         "answers": "wrong answers to the same questions",
         "documents": "how frequent each token is in these texts",
     }[sanity["kind"]]
-    what = {"documents": "predict documents", "recall": "recall word pairs"}.get(
+    task = {"documents": "predict documents", "recall": "recall word pairs"}.get(
         sanity["kind"], "find needles"
     )
     raise ValueError(
-        f"the model cannot {what} at its own trained length of {sanity['length']:,} tokens: a "
+        f"the model cannot {task} at its own trained length of {sanity['length']:,} tokens: a "
         f"token costs it {sanity['nll']:.3f} nats, and {sanity['control']:.3f} by {control}; "
         f"expected at most {MAX_LOSS_RATIO:g} of that. What is searched by would be noise: choose "
         "another fitness, or a model that can"

@@ -28,11 +28,11 @@ def compare(
         accuracies' difference `accuracy`, `accuracy interval` and `p` (McNemar's, by groups if
         samples share texts). With answers and prose, both have equal weight in all losses.
     """
-    table = {label: _summary(one, samples) for label, one in evaluations.items()}
+    table = {label: _summary(evaluation, samples) for label, evaluation in evaluations.items()}
     best = evaluations[FOUND]
-    for label, other in evaluations.items():
-        if label != FOUND and best.complete and other.complete:
-            table[f"against {label}"] = _paired_difference(best, other, samples)
+    for label, evaluation in evaluations.items():
+        if label != FOUND and best.complete and evaluation.complete:
+            table[f"against {label}"] = _paired_difference(best, evaluation, samples)
     return table
 
 
@@ -63,12 +63,12 @@ def _paired_difference(
     }
     pairs = [
         (float(a), float(b), sample.group)
-        for sample, mine, theirs in zip(samples, ours.hits, other.hits, strict=True)
-        for a, b in zip(mine, theirs, strict=True)
+        for sample, own_hits, other_hits in zip(samples, ours.hits, other.hits, strict=True)
+        for a, b in zip(own_hits, other_hits, strict=True)
     ]
     if pairs:
-        mine, theirs, groups = (list(column) for column in zip(*pairs, strict=True))
-        test = statistics.mcnemar(mine, theirs, groups)
+        own_hits, other_hits, groups = (list(column) for column in zip(*pairs, strict=True))
+        test = statistics.mcnemar(own_hits, other_hits, groups)
         difference = test.difference
         comparison |= {
             "accuracy": difference.estimate,

@@ -103,8 +103,8 @@ def _draw_stretches(axes: Axes, space: SearchSpace, best: Candidate | None) -> N
         if method == "ntk" and space.pairs == 1:
             continue  # a larger base leaves the first pair as it is
         stretch = _plotted_stretch(Candidate(name, method), space)
-        look: Any = {"color": PAPER[colour], "ls": dash, "lw": 1.4, "markersize": 4, "zorder": 3}
-        axes.plot(pairs, stretch, marker=marker, label=f" {name}", **look)
+        style: Any = {"color": PAPER[colour], "ls": dash, "lw": 1.4, "markersize": 4, "zorder": 3}
+        axes.plot(pairs, stretch, marker=marker, label=f" {name}", **style)
         highest = max(highest, *stretch)
     if best is not None:
         stretch = _plotted_stretch(best, space)
@@ -137,9 +137,9 @@ def _plotted_stretch(candidate: Candidate, space: SearchSpace) -> list[float]:
 
 def _add_legend(axes: Axes, height: float) -> None:
     """Put the legend below the axes, where it hides nothing."""
-    place = (-0.01, -48 / (height - _SPACE_BELOW - _SPACE_ABOVE))
-    look: Any = {"borderpad": 0, "handlelength": 2.4, "columnspacing": 1.4}
-    axes.legend(loc="upper left", bbox_to_anchor=place, ncols=5, **look)
+    anchor = (-0.01, -48 / (height - _SPACE_BELOW - _SPACE_ABOVE))
+    style: Any = {"borderpad": 0, "handlelength": 2.4, "columnspacing": 1.4}
+    axes.legend(loc="upper left", bbox_to_anchor=anchor, ncols=5, **style)
 
 
 def _mark_critical_dimension(axes: Axes, space: SearchSpace) -> None:
@@ -176,23 +176,23 @@ def _draw_history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
     yarn = next((float(e["fitness"]) for e in history if _is_default_yarn(e)), math.nan)
     if bottom <= yarn <= top:
         axes.axhline(yarn, color=PAPER["m1"], lw=1.4, ls=(0, (3, 1.2, 1, 1.2)), label=" YaRN")
-    shown = [
+    series = [
         ("measured whole", "o", "plain", [p for p in points if p[2] and p[1] <= top]),
         ("stopped early", "x", "plain", [p for p in points if not p[2] and p[1] <= top]),
     ]
-    for label, marker, colour, some in shown:
-        if some:
-            x, y = [p[0] for p in some], [p[1] for p in some]
-            look: Any = {"color": PAPER[colour], "markersize": 4.5, "ls": "none", "zorder": 3}
-            axes.plot(x, y, marker, label=f" {label}", **look)
-    if above := [x for x, y, _ in points if not y <= top]:
-        edge = [top - 0.04 * (top - bottom)] * len(above)
-        look = {"color": PAPER["m3"], "markersize": 6, "ls": "none", "zorder": 3}
-        axes.plot(above, edge, "^", label=" worse, or failed", **look)
+    for label, marker, colour, entries in series:
+        if entries:
+            x, y = [p[0] for p in entries], [p[1] for p in entries]
+            style: Any = {"color": PAPER[colour], "markersize": 4.5, "ls": "none", "zorder": 3}
+            axes.plot(x, y, marker, label=f" {label}", **style)
+    if beyond_top := [x for x, y, _ in points if not y <= top]:
+        edge = [top - 0.04 * (top - bottom)] * len(beyond_top)
+        style = {"color": PAPER["m3"], "markersize": 6, "ls": "none", "zorder": 3}
+        axes.plot(beyond_top, edge, "^", label=" worse, or failed", **style)
     best = [(x, y) for x, y in bests if math.isfinite(y)]
     if best:
         x, y = [x for x, _ in best], [y for _, y in best]
-        look = {"color": PAPER["m0"], "lw": 2.4, "zorder": 4, "drawstyle": "steps-post"}
+        style = {"color": PAPER["m0"], "lw": 2.4, "zorder": 4, "drawstyle": "steps-post"}
         axes.plot(
             x,
             y,
@@ -200,7 +200,7 @@ def _draw_history(axes: Axes, history: Sequence[Mapping[str, Any]]) -> None:
             label=" best so far",
             markevery=_improvement_indices(y),
             markersize=5,
-            **look,
+            **style,
         )
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
     axes.yaxis.get_major_formatter().set_useOffset(False)  # type: ignore[attr-defined]

@@ -285,15 +285,17 @@ def _restore_infinities(value: Any) -> Any:
     return float(value) if value in ("Infinity", "-Infinity", "NaN") else value
 
 
-def _nearly_equal(mine: Any, other: Any) -> bool:
+def _nearly_equal(first: Any, second: Any) -> bool:
     """Return whether arguments agree up to another machine's rounding."""
-    if isinstance(mine, dict):
-        return mine.keys() == other.keys() and all(
-            _nearly_equal(mine[key], other[key]) for key in mine
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(
+            _nearly_equal(first[key], second[key]) for key in first
         )
-    if isinstance(mine, list):
-        return len(mine) == len(other) and all(map(_nearly_equal, mine, other))
-    return math.isclose(mine, other, rel_tol=1e-9) if isinstance(mine, float) else mine == other
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(_nearly_equal, first, second))
+    return (
+        math.isclose(first, second, rel_tol=1e-9) if isinstance(first, float) else first == second
+    )
 
 
 def summary_text(result: SearchResult) -> str:
@@ -326,10 +328,10 @@ def summary_text(result: SearchResult) -> str:
 
 
 def _search_line(result: SearchResult) -> str:
-    stopped = sum(not entry.get("complete", True) for entry in result.history)
+    stopped_count = sum(not entry.get("complete", True) for entry in result.history)
     failed = sum(not math.isfinite(float(entry["fitness"])) for entry in result.history)
     parts = [f"{result.strategy}, {len(result.history)} evaluations"]
-    parts += [f"{stopped} of them stopped early"] if stopped else []
+    parts += [f"{stopped_count} of them stopped early"] if stopped_count else []
     parts += [f"{failed} failed"] if failed else []
     parts += (
         [f"{result.evaluations_per_minute:.3g} a minute"] if result.evaluations_per_minute else []

@@ -50,8 +50,8 @@ class FactorOperators(GenomeOperators[Genome]):
 
     def crossover(self, first: Genome, second: Genome, rng: random.Random) -> Genome | None:
         stretch = [
-            two if rng.random() < PROBABILITY else one
-            for one, two in zip(first[0], second[0], strict=True)
+            second_stretch if rng.random() < PROBABILITY else first_stretch
+            for first_stretch, second_stretch in zip(first[0], second[0], strict=True)
         ]
         start = second[1] if rng.random() < PROBABILITY else first[1]
         return (stretch, start) if is_monotone(stretch) else None

@@ -56,11 +56,11 @@ class TrustRegion(Generic[P]):
         """Add a point that was not asked for; numbers beyond the bounds are clamped."""
         self._point_class = type(point)
         numbers = asdict(point)  # type: ignore[call-overload]
-        inside = {
+        clamped_numbers = {
             name: min(max(float(numbers[name]), low), high)
             for name, (low, high) in self._bounds.items()
         }
-        self._points.append(inside)
+        self._points.append(clamped_numbers)
         self._fitnesses.append(fitness)
 
     def tell(self, point: P, fitness: float) -> None:
@@ -133,11 +133,11 @@ def _silence_optuna() -> Iterator[Any]:
     """Silence optuna's message for each trial; restore its settings afterwards."""
     import optuna
 
-    before = optuna.logging.get_verbosity()
+    verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             yield
     finally:
-        optuna.logging.set_verbosity(before)
+        optuna.logging.set_verbosity(verbosity)

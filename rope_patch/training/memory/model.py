@@ -56,15 +56,15 @@ class MemoryNeed:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "moment"}
 
 
-def memory_need(config: Any, *, length: int, **fields_of_setup: Any) -> MemoryNeed:
+def memory_need(config: Any, *, length: int, **setup_fields: Any) -> MemoryNeed:
     """Return the peak memory of a step on each device.
 
     Args:
         config: Config of a causal language model.
         length: Tokens per row.
-        **how: See `TrainingSetup`.
+        **setup_fields: See `TrainingSetup`.
     """
-    setup = TrainingSetup(**fields_of_setup)
+    setup = TrainingSetup(**setup_fields)
     if length < 1 or setup.rows < 1 or setup.shards < 1 or setup.context_parallel < 1:
         raise ValueError(
             "length, rows, shards and context_parallel must be at least 1, got "
@@ -77,23 +77,23 @@ def memory_need(config: Any, *, length: int, **fields_of_setup: Any) -> MemoryNe
     )
 
 
-def longest_row(config: Any, memory: int, **how: Any) -> int:
+def longest_row(config: Any, memory: int, **setup: Any) -> int:
     """Return the longest row that fits.
 
     Args:
         config: Config of a causal language model.
         memory: Bytes of a device, of which `RESERVE` stays free.
-        **how: See `TrainingSetup`.
+        **setup: See `TrainingSetup`.
 
     Returns:
         Tokens, a multiple of `LENGTH_STEP` and at most `MAX_LENGTH`; 0 if not even `LENGTH_STEP`
         tokens fit.
     """
-    usable = memory * (1 - RESERVE)
+    usable_bytes = memory * (1 - RESERVE)
     low, high = 0, MAX_LENGTH // LENGTH_STEP
     while low < high:
         middle = (low + high + 1) // 2
-        if memory_need(config, length=middle * LENGTH_STEP, **how).total <= usable:
+        if memory_need(config, length=middle * LENGTH_STEP, **setup).total <= usable_bytes:
             low = middle
         else:
             high = middle - 1

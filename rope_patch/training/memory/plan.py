@@ -80,8 +80,8 @@ def require_memory(need: MemoryNeed, available: int, suggestions: Sequence[str] 
     Raises:
         ValueError: The step does not fit; names the need by part, the memory, and the changes.
     """
-    usable = int(available * (1 - RESERVE))
-    if need.total <= usable:
+    usable_bytes = int(available * (1 - RESERVE))
+    if need.total <= usable_bytes:
         return
     parts = ", ".join(f"{name} {_format_gib(size)}" for name, size in need.parts().items() if size)
     advice = suggestions or (
@@ -95,7 +95,7 @@ def require_memory(need: MemoryNeed, available: int, suggestions: Sequence[str] 
     raise ValueError(
         f"a step needs {_format_gib(need.total)} on each device ({parts}; most in: "
         f"{need.moment}), but "
-        f"the device has {_format_gib(available)}, {_format_gib(usable)} of it to be planned "
+        f"the device has {_format_gib(available)}, {_format_gib(usable_bytes)} of it to be planned "
         "with; expected one "
         "of: " + "; ".join(advice) + " (ignore_plan: true starts anyway)"
     )
