@@ -3,8 +3,8 @@
 What: the tiny Llama of train_tiny.py, which recalls key-value pairs over 256 tokens, is fine-tuned
 to 2,048 by position interpolation, ABF, YaRN, mixed windows and DroPE, and, as a control, with its
 rotation as it is. Each sees the same number of tokens of the two tasks it was trained on, with the
-same learning rate. Before and after it is asked, at short and at long lengths, for the values of 8
-keys (recall), and for a segment that comes a second time (perplexity).
+same learning rate. Before and after, at short and at long lengths, it is asked for the values of 8
+keys (recall), and for a segment that occurs a second time (perplexity).
 
 How, from the repository root (deterministic, one thread; 8 to 15 minutes of a CPU core a recipe):
 

@@ -1,9 +1,9 @@
 """Measure what each method makes of the tiny models' recall: in one pass, and with cached keys.
 
 What: the models of train_tiny.py, trained on 256 tokens, are asked 8 keys a sequence at up to 1,024
-tokens. In one pass that shows what a method is worth at a length; decoded with a cache, what is
-left of it in use. Methods that follow the length are decoded once more with stale keys: cached keys
-stay as they were rotated when they came, which is what transformers does.
+tokens. One pass shows what a method is worth at a length; decoding with a cache shows how much of
+that is left in use. Methods that follow the length are decoded once more with stale keys: cached
+keys keep the rotation that they were cached with, as in transformers.
 
 How, from the repository root (deterministic on its one thread, 10 minutes of one CPU core):
 

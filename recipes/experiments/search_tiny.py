@@ -1,12 +1,13 @@
 """Measure what each strategy of search finds on the tiny models, and after how many evaluations.
 
 What: the models of train_tiny.py, trained on 256 tokens, are taken to 1,024 and 2,048 tokens by
-every strategy of `rope_patch.searching`. All are judged by the same recall sequences; what they
-found, and the methods that nobody has to search, are then asked others. It shows how many
-evaluations a strategy needs, and whether what it finds is worth anything beyond its own sequences.
+every strategy of `rope_patch.searching`. All strategies search on the same recall
+sequences. Their results, and the methods that need no search, are then measured on held-out
+sequences. This shows how many evaluations a strategy needs, and whether its result holds beyond the
+sequences that it searched on.
 
-Why 24 keys a sequence, where training had at most 8: with 8, YaRN answers nearly all, and little is
-left to be gained. More keys are harder to tell from each other, at every length.
+Why 24 keys a sequence, where training had at most 8: with 8, YaRN answers nearly all, and a
+search has little to gain. More keys are harder to tell from each other, at every length.
 
 How, from the repository root (deterministic on its one thread, about 90 minutes of a CPU core):
 
@@ -14,8 +15,8 @@ How, from the repository root (deterministic on its one thread, about 90 minutes
 
 writes eval/results/tiny-search/24-keys: README.md with tables and definitions, results.json,
 history.png. `--keys 8` asks for what the models were trained on. Every measurement is kept in
-out/search_tiny, a folder a search, so a killed run goes on where it was. `--models` and `--lengths`
-measure a part; `--report` writes what is there without measuring.
+out/search_tiny, a folder a search, so a killed run continues. `--models` and `--lengths` measure a
+part; `--report` writes the finished cases without measuring.
 """
 
 from __future__ import annotations

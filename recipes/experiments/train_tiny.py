@@ -11,7 +11,7 @@ Why two tasks: recall alone is not learned at this size, the loss just stays fla
 batch is therefore a segment repeated at a random distance, another one in each row, so that
 position alone is no shortcut and the model has to learn to look back for what it saw (induction).
 With a curriculum of lengths on top, recall then takes about a thousand steps. The learning rate
-falls to zero over the last 300, which makes what is left of a seed's luck small.
+falls to zero over the last 300, so that the seed matters little.
 
 How, from the repository root (deterministic on its one thread, 2 to 6 minutes of one CPU core):
 
@@ -70,10 +70,10 @@ class Architecture(NamedTuple):
     """The differences between the tiny models.
 
     Attributes:
-        title: the name in the model card.
+        title: The name in the model card.
         model_class: transformers' causal language model.
-        settings: of its config, over SETTINGS.
-        note: for the model card, below its table.
+        settings: Settings of its config, which override SETTINGS.
+        note: Text below the table of the model card.
     """
 
     title: str
@@ -164,10 +164,10 @@ def recall_batch(
     """Return sequences of filler with key-value pairs in it, and queries at the end.
 
     Args:
-        generator: torch.Generator that all random choices come from.
-        batch: number of sequences B.
-        length: tokens per sequence S, queries included.
-        pairs: pairs per sequence P; the last 2P tokens are the queries, key value key value ...
+        generator: The torch.Generator of all random choices.
+        batch: Number of sequences B.
+        length: Tokens per sequence S, queries included.
+        pairs: Pairs per sequence P; the last 2P tokens are the queries, key value key value ...
 
     Returns:
         `(input_ids [B, S], labels [B, S])`; labels are the value at each queried value's own
@@ -234,11 +234,11 @@ def recall_accuracy(
     """Return the share of values recalled, teacher forced.
 
     Args:
-        model: a causal language model on this vocabulary, on the CPU.
-        length: tokens per sequence, queries included.
-        sequences: number of sequences; `pairs` queries each.
-        pairs: key-value pairs per sequence.
-        seed: of the sequences; the same seed asks every model the same questions.
+        model: A causal language model on this vocabulary, on the CPU.
+        length: Tokens per sequence, queries included.
+        sequences: Number of sequences; `pairs` queries each.
+        pairs: Key-value pairs per sequence.
+        seed: Seed of the sequences; the same seed asks every model the same questions.
 
     Returns:
         Accuracy as a float in [0, 1].
@@ -257,9 +257,9 @@ def train(seed: int = SEED, max_steps: int = 2000, architecture: str = "llama") 
     """Train a model.
 
     Args:
-        seed: of the weights and of everything drawn; the same seed trains the same model.
-        max_steps: gives up after so many.
-        architecture: a key of ARCHITECTURES.
+        seed: Seed of the weights and of everything drawn; the same seed trains the same model.
+        max_steps: Steps after which training gives up.
+        architecture: A key of ARCHITECTURES.
 
     Raises:
         RuntimeError: Recall was not learned within `max_steps`.

@@ -67,7 +67,7 @@ class Command(TyperCommand):
         """Run the command.
 
         Raises:
-            ValueError: As the command raised it, with options for the library's parameters.
+            ValueError: The command's own error, with options in place of the library's parameters.
         """
         try:
             return super().invoke(ctx)
@@ -81,7 +81,7 @@ class Command(TyperCommand):
             raise ValueError(message) from error
 
     def _in_options(self, message: str) -> str:
-        """Return an error's message with options for the parameters that it is about."""
+        """Return an error's message with parameters of the library replaced by their options."""
         choice = re.search(r"exactly one of (\w+) and (\w+)", message)
         match = choice or re.match(r"(\w+) must ", message)
         for name in match.groups() if match else ():

@@ -101,7 +101,7 @@ def recommend(
         OSError: The folder is not writable, which is checked before the model is loaded; or a
             file could not be written, with how to go on.
     """
-    # A plain installation lacks packages that these import, as those of statistics.
+    # These import packages that a plain installation lacks, such as those for statistics.
     from rope_patch.recommending import variants
     from rope_patch.recommending.bench import Bench, earlier_usage
     from rope_patch.recommending.budget import TimeBudget

@@ -133,7 +133,7 @@ def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any
 
 
 def status(row: VariantScores, choice: Choice) -> str:
-    """Return what became of a method, in a few words."""
+    """Return a method's outcome in a few words."""
     name = row.variant.name
     if name == choice.name:
         return "recommended"
@@ -160,7 +160,7 @@ def _scores_to_dict(scores: Scores | None) -> dict[str, Any] | None:
 
 
 def _difference_to_dict(scores: Scores | None, other: Scores | None) -> dict[str, Any] | None:
-    """Return the differences on the samples that both have scores of."""
+    """Return the differences on the samples that both scores cover."""
     if scores is None or other is None:
         return None
     difference = score_difference(scores, other)

@@ -78,7 +78,7 @@ class ScoreDifference:
 
 
 def score_difference(first: Scores, second: Scores) -> ScoreDifference:
-    """Return how the first differs from the second, on the samples that both have scores of."""
+    """Return how the first differs from the second, on the samples that both scores cover."""
     count = min(len(first), len(second))
     first, second = first.first(count), second.first(count)
     differences = [a - b for a, b in zip(first.nll, second.nll, strict=True)]

@@ -58,7 +58,7 @@ def search_within(
 ) -> tuple[TimedResult | None, str]:
     """Search for the planned time, resuming where an earlier run ended.
 
-    YaRN's critical dimensions come first, then the curve if optuna is installed.
+    The search over YaRN's critical dimension comes first, then the curve if optuna is installed.
 
     Args:
         bench: Has the samples.
@@ -69,7 +69,7 @@ def search_within(
         reserve: Seconds that must be left.
 
     Returns:
-        The result, or None, and why there is none.
+        The result or None, and the reason if there is none.
     """
     stored_plan = journal.get(_PLAN_KEY)
     if stored_plan is None:

@@ -1,7 +1,7 @@
 """The variants that a recommendation chooses from, and the rotations to measure for each.
 
 A length-dependent method has no rotation of its own: at the target length it rotates as a static
-method, and within the trained length as the unpatched model. So measurements of those are used.
+method, and within the trained length as the unpatched model. So it shares their measurements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class VariantRotation:
     """The rotation of sequences of some length.
 
     Attributes:
-        candidate: The static method that rotates so; None for the unpatched model.
+        candidate: The static method with this rotation; None for the unpatched model.
         factor: The method's factor.
     """
 
@@ -60,7 +60,7 @@ class Variant:
         options: The method's options, without factor and length.
         long_rotation: The rotation of sequences of the target length.
         short_rotation: The rotation of sequences within the trained length.
-        dynamic: Whether these differ.
+        dynamic: Whether the two rotations differ.
         from_search: Whether it is the result of a search.
     """
 
@@ -94,8 +94,9 @@ def standard_variants(space: SearchSpace) -> list[Variant]:
 def search_variants(space: SearchSpace, strategy: str, candidate: Candidate) -> list[Variant]:
     """Return the variants of a search's best candidate.
 
-    One for all lengths alike; one for sequences beyond the trained length, which within it changes
-    only the attention factor; and a dynamic one for YaRN.
+    The first variant applies to all lengths alike. The second applies beyond the trained length;
+    within it, only the attention factor changes. A dynamic variant is added if the candidate is
+    YaRN.
 
     Args:
         space: The space of the search.
@@ -120,7 +121,7 @@ def search_variants(space: SearchSpace, strategy: str, candidate: Candidate) -> 
     )
     variants = [
         Variant(name, candidate.method, options, all_lengths, all_lengths, from_search=True),
-        # Its rotation beyond the trained length is the first one's, and measured with it.
+        # Beyond the trained length it rotates as the first variant, and is measured with it.
         Variant(
             f"{name}, short kept",
             "longrope",
@@ -137,7 +138,7 @@ def search_variants(space: SearchSpace, strategy: str, candidate: Candidate) -> 
 
 
 def rotation_key(space: SearchSpace, rotation: VariantRotation) -> tuple[object, ...]:
-    """Return what a model would tell rotations apart by, up to rounding."""
+    """Return a key that is equal for rotations that differ by rounding only."""
     if rotation.candidate is None:
         return ()
     return rotation.candidate.rotation_key(replace(space, factor=rotation.factor), KEY_DIGITS)
@@ -213,7 +214,7 @@ def _dynamic_variant(
     trained = space.geometry.trained_length
     factor = build(method).valid_until(space.length, trained) / trained
     if abs(factor / space.factor - 1) < 1e-3:
-        factor = space.factor  # a step that ends at the target, but for rounding it to tokens
+        factor = space.factor  # the step ends at the target, up to rounding to tokens
     rotation = VariantRotation(Candidate(name, name, options), factor)
     return Variant(
         display_name or method,

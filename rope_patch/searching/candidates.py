@@ -58,7 +58,7 @@ class Candidate:
         return float(self._frequencies(space).attention_factor)
 
     def rotation_key(self, space: SearchSpace, digits: int) -> tuple[object, ...]:
-        """Return what a model could tell candidates apart by.
+        """Return a key that is equal for candidates that no model can tell apart.
 
         Args:
             space: The space of the candidate.

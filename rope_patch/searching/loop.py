@@ -14,7 +14,7 @@ from rope_patch.searching.measure.fitness import Evaluation, Fitness
 from rope_patch.searching.progress import Progress
 from rope_patch.searching.strategies.base import Proposals
 
-_KEY_DIGITS = 9  # finer than what strategies tell apart, so that all they propose is measured
+_KEY_DIGITS = 9  # finer than the strategies' key, so that every proposal is measured
 
 
 def search_loop(
@@ -105,7 +105,7 @@ def next_candidate(proposals: Proposals, fitness: float | None) -> Candidate | N
 
 
 def _rotation_key(fitness: Fitness, candidate: Candidate) -> Hashable:
-    """Return what tells rotations apart; method and options if they give no rotation."""
+    """Return the rotation's key; method and options if they give no rotation."""
     try:
         return candidate.rotation_key(fitness.space, _KEY_DIGITS)
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""The model of a search: loaded if it is a name, and what measurements on it depend on."""
+"""The model of a search: how it is loaded, and the facts that measurements on it depend on."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def open_model(
 
 
 def run_identity(model: Any, space: SearchSpace) -> dict[str, Any]:
-    """Return what measurements depend on besides samples and candidates, as plain data."""
+    """Return the facts that measurements depend on, besides samples and candidates, as data."""
     geometry = space.geometry
     base = json.dumps(geometry.inv_freq().tolist()).encode()
     return {

@@ -292,7 +292,7 @@ def collate(rows: list[dict[str, Any]], *, context_parallel: bool = False) -> di
     """Stack rows into a batch.
 
     Args:
-        rows: PackedRows of `PackedRows`.
+        rows: Rows that `PackedRows` yielded.
         context_parallel: Add an `attention_mask` of ones. Without it transformers mistakes the
             gaps in a shard's positions for packed documents and makes an S x S mask.
 

@@ -17,7 +17,7 @@ from rope_patch.utils.errors import one_line
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON; what JSON has no form for is written as its text."""
+    """Write JSON; a value that JSON cannot express is written as its text."""
     atomic_write(path, json.dumps(data, indent=1, default=str) + "\n")
 
 
@@ -27,7 +27,7 @@ def safe_filename(name: str) -> str:
 
 
 _DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT) if hasattr(errno, "EDQUOT") else (errno.ENOSPC,)
-# What torch and safetensors say instead of raising an OSError.
+# Words of the errors that torch and safetensors raise instead of an OSError.
 _LIBRARY_WORDS = ("i/o error", "file write failed", "pytorchstreamwriter", "unexpected pos")
 _PROBE_BYTES = 4096  # bytes
 _MAKE_ROOM = "make room"
@@ -59,8 +59,8 @@ def explain_write_errors(
 ) -> Iterator[None]:
     """Raise an error that names the file if it cannot be written.
 
-    Where one of these is within another, the outer one gives the name and, if it has one, the
-    advice: it knows better what is written, and how to go on.
+    If these contexts are nested, the outer one gives the name and, if it has one, the advice,
+    because it knows more about the task.
 
     Args:
         folder: Where it is written.

@@ -1,7 +1,7 @@
 """Checksums of files that are read again, to detect damage and edits by hand.
 
-A digest beside the data tells that the data is what was written. It detects damage and changes by
-hand; it is no signature: whoever forges results can compute the digest of the forgery.
+A digest beside the data shows whether the data is as it was written. It detects damage and edits.
+It is no signature: whoever forges results can compute a new digest.
 `add_checksum` and `verify_checksum` are for `report.json`, `seal` and `unseal` for the files and
 lines that a run goes on from.
 """
@@ -81,21 +81,21 @@ def seal(body: dict[str, Any]) -> dict[str, Any]:
     """Return a copy as JSON gives it back, with the digest of the rest as `digest`.
 
     Args:
-        body: What is to be kept, and what tells it from others, such as its key.
+        body: The data to store, with what identifies it, such as its key.
     """
     plain = json.loads(json.dumps(body, default=str))
     return {**plain, "digest": json_digest(plain)}
 
 
 def unseal(text: str | bytes, **identity: Any) -> dict[str, Any]:
-    """Return what was sealed, without the digest.
+    """Return sealed data without its digest, if it is intact.
 
     Args:
         text: The JSON of what `seal` returned: a file, or a line of one.
         **identity: Entries that must be as given.
 
     Raises:
-        ValueError: It is damaged, or of something else; says what is wrong.
+        ValueError: The data is damaged, or identifies itself as other data; says which.
     """
     try:
         sealed = json.loads(text)

@@ -1,4 +1,4 @@
-"""Old names, which go on working for one version."""
+"""Deprecation of old names, which keep working for one version."""
 
 from __future__ import annotations
 

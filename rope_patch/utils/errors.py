@@ -13,10 +13,10 @@ _MAX_LENGTH = 300  # characters
 
 
 class Refused(ValueError):
-    """What was asked for cannot be done, for a reason that the message gives.
+    """A request cannot be met, for the reason in the message.
 
-    Code that tries something and takes a refusal for an answer catches this, so that a ValueError
-    of a defect passes through.
+    Code that tries a request and handles its refusal catches this class, so that a ValueError that
+    a bug raises passes through.
     """
 
 
@@ -73,6 +73,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_weights_file_error(error: BaseException) -> bool:
-    """Return whether an error came up while torch read a .bin file of weights."""
+    """Return whether torch raised an error while it read a .bin file of weights."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") in _READERS for frame, _ in frames)

@@ -13,15 +13,15 @@ Item = TypeVar("Item")
 class Processes:
     """The processes that `accelerate launch` or torchrun started, or a single one.
 
-    Each holds the whole model, and they share the work, not the results: what one finds out it
-    writes to a file that the others read.
+    Each process holds the whole model. The processes share the work, and each writes its results
+    to a file that the others read.
 
     Args:
-        alone: Whether this one does everything, whoever else there is.
+        alone: Whether this process does all the work, even if there are others.
 
     Attributes:
-        rank: Of this process.
-        size: How many there are.
+        rank: The rank of this process.
+        size: The number of processes.
     """
 
     def __init__(self, alone: bool = False) -> None:
@@ -35,8 +35,8 @@ class Processes:
             import torch
             from accelerate import PartialState
 
-            # Processes on CPUs are one each to accelerate unless it is told. One of them may be
-            # done hours before another.
+            # Without `cpu`, accelerate takes every process on a CPU for a separate run. One process
+            # may finish hours before another, so the timeout is long.
             on_cpu = not torch.cuda.is_available()
             self._state = PartialState(cpu=on_cpu, timeout=timedelta(days=7))
             if self._state.num_processes != self.size:
@@ -57,7 +57,7 @@ class Processes:
         return None if self._state is None else self._state.device
 
     def wait(self) -> None:
-        """Wait until all processes have come here."""
+        """Wait until all processes have called this."""
         if self._state is not None:
             self._state.wait_for_everyone()
 
@@ -66,7 +66,7 @@ class Processes:
 
         Args:
             items: All items, in the same order in every process.
-            cost: Of one.
+            cost: Returns the cost of an item.
         """
         total, cost_before, own_items = sum(map(cost, items)), 0.0, []
         for item in items:

@@ -39,9 +39,9 @@ class LogLines(tqdm):
     _latest = time.monotonic()  # when a line was written, or this module was imported
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        if style := options.get("bar_format"):  # its bar says in a log what the percentage says
+        if style := options.get("bar_format"):  # in a log the bar only repeats the percentage
             options["bar_format"] = style.replace("|{bar}| ", "")
-        # `gui` is how tqdm's subclasses say that they show progress by themselves.
+        # `gui` tells tqdm that this subclass shows the progress by itself.
         super().__init__(*args, **{**options, "gui": True})
 
     def display(self, *_: Any, **__: Any) -> None:

@@ -25,7 +25,7 @@ class Shape:
     """The heads of one model.
 
     Attributes:
-        name: What `--shapes` takes.
+        name: Name in `--shapes`.
         family: The model's folder in transformers.
         heads: Query heads, H.
         key_heads: Key heads, K.
@@ -126,38 +126,38 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Bytes of queries and keys, N; reading and writing them moves twice as many."""
+        """Return the bytes of queries and keys, N; reading and writing them moves twice as many."""
         heads = self.shape.heads + self.shape.key_heads
         return self.batch * self.length * heads * self.shape.head_dim * self.dtype.itemsize
 
     @cached_property
     def inv_freq(self) -> torch.Tensor:
-        """See `Shape.inv_freq`."""
+        """Return `Shape.inv_freq` on the device."""
         return self.shape.inv_freq().to(self.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """int64 `[1, S]`."""
+        """Return the positions, int64 `[1, S]`."""
         start = _DECODED_AT if self.length == 1 else 0
         return torch.arange(start, start + self.length, device=self.device)[None]
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, `[1, S, D]`, as transformers computes and rounds them."""
+        """Return cosines and sines, `[1, S, D]`, as transformers computes and rounds them."""
         angles = self.positions[..., None].float() * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     @cached_property
     def packed_freqs(self) -> torch.Tensor:
-        """Packed frequencies, which our ops take instead."""
+        """Return the packed frequencies, which our ops take instead."""
         from rope_patch.ops.angles import pack_frequencies
 
         return pack_frequencies(self.inv_freq)
 
     @cached_property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
-        """Weights of the query and key norms; empty without norms."""
+        """Return the weights of the query and key norms; empty without norms."""
         if self.shape.norm is None:
             return ()
         generator = torch.Generator().manual_seed(_SEED)
@@ -197,5 +197,5 @@ def _clone_layout(x: torch.Tensor) -> torch.Tensor:
 
 
 def samples_needed(problem: Problem, cache: int) -> int:
-    """Return the number of samples in rotation that keeps each one out of a cache of that size."""
+    """Return how many samples, used in turn, keep each one out of a cache of that size."""
     return min(max(math.ceil(4 * cache / problem.bytes), 1), 8)

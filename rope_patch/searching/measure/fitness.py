@@ -80,7 +80,8 @@ class Fitness:
         scorer: Scores samples, and counts the tokens that this process read.
 
     Raises:
-        ValueError: The model is patched, cannot be extended so, or has several rotations to search.
+        ValueError: The model is patched, cannot be extended as requested, or has several rotations
+            to search.
     """
 
     def __init__(

@@ -220,5 +220,5 @@ def _require_lengths(space: SearchSpace, sets: SampleSets) -> None:
 
 
 def identity(sets: SampleSets) -> dict[str, Any]:
-    """Return what of the samples the journal's measurements depend on."""
+    """Return the facts about the samples that stored measurements depend on."""
     return {"samples": samples_digest(sets.search), "sample_count": len(sets.search)}

@@ -30,7 +30,7 @@ def write_artifacts(result: SearchResult, folder: Path) -> None:
             config = merge_config(result.config, reference["config"])
             atomic_files.atomic_write(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         else:
-            (folder / CONFIG_FILE).unlink(missing_ok=True)  # it would be an earlier result's
+            (folder / CONFIG_FILE).unlink(missing_ok=True)  # the file of an earlier result
         atomic_files.write_json(folder / EXPORTS_FILE, exports)
     try:
         import matplotlib  # noqa: F401
@@ -40,7 +40,7 @@ def write_artifacts(result: SearchResult, folder: Path) -> None:
 
 
 def all_exports(result: SearchResult) -> dict[str, Any]:
-    """Return by engine its config and arguments, or under `refused` why it cannot rotate so.
+    """Return each engine's config and arguments, or under `refused` why it has no such rotation.
 
     transformers gets both sets of stretches. The other engines rotate sequences of all lengths
     alike: they get the candidate's method if they have it, else its stretches pair by pair.

@@ -221,7 +221,7 @@ def _improvement_indices(best: list[float]) -> list[int]:
 
 
 def _fitness_limits(values: list[float], best: list[float]) -> tuple[float, float]:
-    """Return limits that show how good candidates differ; much worse ones may lie outside."""
+    """Return limits that show the differences of good candidates; bad ones may lie outside."""
     ordered = sorted(values)
     low = min(ordered[0], *best) if best else ordered[0]
     middle = ordered[len(ordered) // 2]

@@ -35,7 +35,7 @@ class SearchResult(Mapping[str, Any]):
         strategy: The strategy, one of `STRATEGIES`.
         seed: The seed of the search and its samples.
         factor: Target length / trained length.
-        geometry: The unpatched rotation, of which the stretches are.
+        geometry: The unpatched rotation, to which the stretches apply.
         candidate: The best candidate, as it was proposed.
         history: One entry an evaluation, in order: `number`, `origin`, `method`, `options`,
             `fitness` (nats, smaller is better, infinite if it failed), `complete` (False if it was
@@ -94,7 +94,7 @@ class SearchResult(Mapping[str, Any]):
 
     @property
     def short_factor(self) -> list[float]:
-        """Return the same up to the trained length: all 1."""
+        """Return old / new frequency of each pair up to the trained length: all 1."""
         return [1.0] * self.space.pairs
 
     @property
@@ -178,7 +178,8 @@ class SearchResult(Mapping[str, Any]):
         """Write `found.json`, `config.json`, `exports.json` and `picture.svg`.
 
         `config.json` is the model's own with the stretches in it, for plain transformers.
-        `exports.json` has each engine's config and arguments, or why it cannot rotate so.
+        `exports.json` has each engine's config and arguments, or why it cannot express the
+        rotation.
         `picture.svg` needs matplotlib. Each file is replaced atomically.
 
         Args:

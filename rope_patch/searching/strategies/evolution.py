@@ -5,7 +5,7 @@ rounds in which the 32 best are parents of 16 mutations and 16 crossovers, 1,344
 all. A mutation redraws each number with probability 0.3. A crossover takes each number from the
 second parent with probability 0.3, and becomes a mutation after 20 attempts without a valid child.
 
-The sizes scale with the budget as by the authors' setting evo_scale: one number multiplies
+The sizes scale with the budget as with the authors' setting evo_scale: one number multiplies
 population, rounds, parents, mutations and crossovers so that the budget is spent. Evaluations that
 rounding leaves over go into further rounds.
 """
@@ -128,7 +128,7 @@ def evolve(operators: GenomeOperators[G], seen: SeenRotations, budget: int, seed
 def resample(
     stretch: list[float], low: float, high: float, rng: random.Random, start: int = 0
 ) -> list[float]:
-    """Return stretches of which each, from pair `start` on, is redrawn with probability 0.3.
+    """Return stretches; each one from pair `start` on is redrawn with probability 0.3.
 
     A new stretch lies between its neighbours', so that stretches stay non-decreasing, and within
     the bounds, on a grid of 0.01.

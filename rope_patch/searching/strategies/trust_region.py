@@ -5,8 +5,8 @@ only near the best one: over the whole space, the few evaluations of a search wo
 corners. The region is a box that grows after an improvement and shrinks after a few failures, as in
 TuRBO (Eriksson et al. 2019, arXiv:1910.01496).
 
-Each question gets a sampler of its own, seeded by the question's number. So the same answers lead
-to the same questions, however often a search was interrupted.
+Each point comes from a sampler of its own, seeded by the point's number. So the same fitnesses lead
+to the same points, however often a search was interrupted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TrustRegion(Generic[P]):
         self._side, self._failures = MAX_SIDE, 0
 
     def add(self, point: P, fitness: float) -> None:
-        """Add a point that was not asked for; numbers beyond the bounds are clamped."""
+        """Add a point that `ask` did not return; numbers beyond the bounds are clamped."""
         self._point_class = type(point)
         numbers = asdict(point)  # type: ignore[call-overload]
         clamped_numbers = {
@@ -64,7 +64,7 @@ class TrustRegion(Generic[P]):
         self._fitnesses.append(fitness)
 
     def tell(self, point: P, fitness: float) -> None:
-        """Add the point of a question with its fitness, and grow or shrink the box."""
+        """Add a point that `ask` returned with its fitness, and grow or shrink the box."""
         better = fitness < min(self._fitnesses)
         self.add(point, fitness)
         if better:
@@ -73,7 +73,7 @@ class TrustRegion(Generic[P]):
             self.record_failure()
 
     def record_failure(self) -> None:
-        """Count a question without an improvement, and shrink the box after a few."""
+        """Count a point without an improvement, and shrink the box after a few."""
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             self._side, self._failures = max(MIN_SIDE, self._side * SHRINKAGE), 0

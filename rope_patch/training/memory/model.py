@@ -48,7 +48,7 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """Return the sum of all parts."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:

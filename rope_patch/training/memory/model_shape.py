@@ -33,7 +33,7 @@ class ModelShape:
 
     @property
     def embedding_weights(self) -> int:
-        """Number of weights of the embeddings; an untied head has as many."""
+        """Return the number of weights of the embeddings; an untied head has as many."""
         return self.vocab * self.hidden
 
 
