@@ -168,13 +168,13 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         "|:--|" + "--:|" * len(columns),
     ]
     for name, result in results.items():
-        for when in ("before", "after"):
-            if when not in result:
+        for stage in ("before", "after"):
+            if stage not in result:
                 continue
             numbers = [
-                _short(measure_name, result[when][measure_name][n]) for measure_name, n in columns
+                _short(measure_name, result[stage][measure_name][n]) for measure_name, n in columns
             ]
-            lines.append(f"| {name}, {when} | " + " | ".join(numbers) + " |")
+            lines.append(f"| {name}, {stage} | " + " | ".join(numbers) + " |")
     return "\n".join(lines)
 
 

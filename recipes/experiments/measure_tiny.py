@@ -157,10 +157,11 @@ def comparison(results: dict[str, dict[str, Row]]) -> str:
     lines = []
     for limit, is_good in (("at least", True), ("less than", False)):
         gains = [gain for gain, cached, _ in cases if (cached >= GOOD) == is_good]
-        less, more = sum(gain < -0.02 for gain in gains), sum(gain > 0.02 for gain in gains)
+        worse_count = sum(gain < -0.02 for gain in gains)
+        better_count = sum(gain > 0.02 for gain in gains)
         lines.append(
             f"- Where right keys recall {limit} {GOOD}, {len(gains)} cases, stale keys recall less "
-            f"in {less} and more in {more}; the others are within 0.02."
+            f"in {worse_count} and more in {better_count}; the others are within 0.02."
         )
     for kind, (gain, cached, name) in (("loss", min(cases)), ("gain", max(cases))):
         lines.append(f"- The largest {kind}: {name}, from {cached:.3f} to {cached + gain:.3f}.")

@@ -146,12 +146,12 @@ class Bench:
 def earlier_usage(journal: SharedJournal) -> tuple[float, int]:
     """Return the seconds of earlier runs, and how many candidates their search has measured."""
     clock = journal.get(CLOCK_KEY) or {"spent": 0.0, "searched": 0}
-    spent, number = clock["spent"], 0
+    seconds, number = clock["spent"], 0
     while (entry := journal.get(f"search/{number}")) is not None:
         if number >= clock["searched"]:  # killed before the search's time was stored
-            spent += entry["evaluation"]["seconds"]
+            seconds += entry["evaluation"]["seconds"]
         number += 1
-    return spent, number
+    return seconds, number
 
 
 def _block_key(rotation: VariantRotation, kind: str, number: int) -> str:

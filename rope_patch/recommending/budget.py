@@ -23,16 +23,16 @@ class TimeBudget:
 
     Args:
         minutes: The budget, including earlier runs.
-        spent: Seconds of earlier runs.
+        earlier_seconds: Seconds of earlier runs.
         processes: All processes use the main process's clock.
         progress: Whether to show a bar on stderr.
     """
 
     def __init__(
-        self, minutes: float, spent: float, processes: Processes, progress: bool = True
+        self, minutes: float, earlier_seconds: float, processes: Processes, progress: bool = True
     ) -> None:
         self._total = 60 * minutes
-        self._started = time.monotonic() - spent
+        self._started = time.monotonic() - earlier_seconds
         self._processes = processes
         self._costs: dict[str, list[float]] = {}
         self._bar = progress_bar(

@@ -150,15 +150,15 @@ def from_user_samples(
     """
     long = [sample for sample in samples if len(sample.ids) > trained]
     short_samples = [sample for sample in samples if len(sample.ids) <= trained]
-    for name, some in (("more than", long), ("at most", short_samples)):
-        if len(some) < BLOCK_SIZE:
+    for name, group in (("more than", long), ("at most", short_samples)):
+        if len(group) < BLOCK_SIZE:
             raise ValueError(
-                f"{len(some)} of {len(samples)} samples have {name} the trained {trained:,} "
+                f"{len(group)} of {len(samples)} samples have {name} the trained {trained:,} "
                 f"tokens, at least {BLOCK_SIZE} are needed: what a method gains is measured on the "
                 "longer ones, what it costs on the others"
             )
     search_blocks = len(long) // BLOCK_SIZE // 3
-    long, for_search = (
+    long, search_samples = (
         long[: len(long) - search_blocks * BLOCK_SIZE],
         long[len(long) - search_blocks * BLOCK_SIZE :],
     )
@@ -175,7 +175,7 @@ def from_user_samples(
         CONTROL[SHORT]: _control_blocks(short_samples, most, seed),
     }
     if search_blocks:
-        by_kind[SEARCH] = _split_into_blocks(for_search, _SEARCH_BLOCKS * BLOCK_SIZE)
+        by_kind[SEARCH] = _split_into_blocks(search_samples, _SEARCH_BLOCKS * BLOCK_SIZE)
     if texts is None:
         not_measured.append("perplexity of documents: name a text to have it measured with samples")
     else:

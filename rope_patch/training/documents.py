@@ -204,9 +204,9 @@ def _file_part(path: Path, column: str) -> SourcePart:
     return partial(_json_lines if file_type == "lines" else _parquet, path, column)
 
 
-def _single_document(where: str, load: Callable[[], str], start: int) -> Iterator[DocumentRef]:
+def _single_document(location: str, load: Callable[[], str], start: int) -> Iterator[DocumentRef]:
     if start == 0:
-        yield DocumentRef(0, where, load)
+        yield DocumentRef(0, location, load)
 
 
 def _read_text(path: Path) -> str:
@@ -219,13 +219,13 @@ def _json_lines(path: Path, column: str, start: int) -> Iterator[DocumentRef]:
     with _open_file(path) as file:
         for number, line in enumerate(file):
             if number >= start and line.strip():
-                where = f"{path}:{number + 1}"
-                yield DocumentRef(number, where, partial(_parse_record, line, where, offset))
+                location = f"{path}:{number + 1}"
+                yield DocumentRef(number, location, partial(_parse_record, line, location, offset))
             offset += len(line)
 
 
-def _parse_record(line: bytes, where: str, offset: int) -> dict[str, Any]:
-    text = _decode(line, where, offset)
+def _parse_record(line: bytes, location: str, offset: int) -> dict[str, Any]:
+    text = _decode(line, location, offset)
     try:
         record = parse_json(text)
     except ValueError as error:
@@ -233,12 +233,12 @@ def _parse_record(line: bytes, where: str, offset: int) -> dict[str, Any]:
         if isinstance(error, json.JSONDecodeError):
             damage = f"{error.msg} at column {error.colno}"
         raise ValueError(
-            f"{where}: broken JSON: {damage}; expected one object a line: repair or remove it "
+            f"{location}: broken JSON: {damage}; expected one object a line: repair or remove it "
             "(`jq -c . FILE` rewrites an indented file)"
         ) from None
     if not isinstance(record, dict):
         raise ValueError(
-            f"{where}: expected an object with columns, got {type(record).__name__}; an array's "
+            f"{location}: expected an object with columns, got {type(record).__name__}; an array's "
             "elements are put on lines of their own by `jq -c '.[]' FILE`"
         )
     return record
@@ -276,8 +276,8 @@ def _saved_dataset(path: Path, column: str, start: int) -> Iterator[DocumentRef]
         raise _read_error(path, error) from error
     dataset = dataset.select_columns(_columns_to_read(dataset.column_names, column, str(path)))
     for number in range(start, len(dataset)):
-        where = f"{path}, row {number + 1}"
-        yield DocumentRef(number, where, partial(dataset.__getitem__, number))
+        location = f"{path}, row {number + 1}"
+        yield DocumentRef(number, location, partial(dataset.__getitem__, number))
 
 
 def _hub_dataset(source: str, column: str, start: int) -> Iterator[DocumentRef]:
@@ -294,61 +294,61 @@ def _hub_dataset(source: str, column: str, start: int) -> Iterator[DocumentRef]:
         yield DocumentRef(number, f"{source}, row {number + 1}", partial(dict, record))
 
 
-def _columns_to_read(names: Sequence[str], column: str, where: str) -> list[str]:
+def _columns_to_read(names: Sequence[str], column: str, location: str) -> list[str]:
     """Return the columns to read: the tokens if present, else the text."""
     if "input_ids" in names:
         return [name for name in ("input_ids", "labels") if name in names]
     if column in names:
         return [column]
     raise ValueError(
-        f"{where} has no column {column!r}{did_you_mean(column, names, 0.5)}: it has "
+        f"{location} has no column {column!r}{did_you_mean(column, names, 0.5)}: it has "
         f"{', '.join(map(repr, names)) or 'none'}; say text_column: NAME"
     )
 
 
-def _record_text(record: dict[str, Any], column: str, where: str) -> str:
-    text = record[_columns_to_read([n for n in record if n != "input_ids"], column, where)[0]]
+def _record_text(record: dict[str, Any], column: str, location: str) -> str:
+    text = record[_columns_to_read([n for n in record if n != "input_ids"], column, location)[0]]
     if not isinstance(text, str):
-        raise ValueError(f"{where}: expected text in {column!r}, got {type(text).__name__}")
+        raise ValueError(f"{location}: expected text in {column!r}, got {type(text).__name__}")
     return text
 
 
-def _to_int64(values: Any, column: str, where: str) -> torch.Tensor:
+def _to_int64(values: Any, column: str, location: str) -> torch.Tensor:
     try:
         tensor = torch.tensor(values)
         if tensor.numel() == 0 or (tensor.dim() == 1 and tensor.dtype == torch.int64):
             return tensor.long().flatten()
     except (TypeError, ValueError, RuntimeError, OverflowError):
         pass
-    raise ValueError(f"{where}: expected a list of whole numbers in {column!r}")
+    raise ValueError(f"{location}: expected a list of whole numbers in {column!r}")
 
 
-def _require_in_vocabulary(ids: torch.Tensor, size: int, where: str) -> None:
-    outside = ids[(ids < 0) | (ids >= size)]
-    if len(outside):
+def _require_in_vocabulary(ids: torch.Tensor, size: int, location: str) -> None:
+    invalid_ids = ids[(ids < 0) | (ids >= size)]
+    if len(invalid_ids):
         raise ValueError(
-            f"{where}: expected input_ids of 0 to {size - 1}, got {outside[0].item()}: they come "
-            "from another tokenizer; tokenise with the model's own"
+            f"{location}: expected input_ids of 0 to {size - 1}, got {invalid_ids[0].item()}: they "
+            "come from another tokenizer; tokenise with the model's own"
         )
 
 
-def _require_labels(labels: torch.Tensor, ids: torch.Tensor, size: int, where: str) -> None:
+def _require_labels(labels: torch.Tensor, ids: torch.Tensor, size: int, location: str) -> None:
     if len(labels) != len(ids):
         raise ValueError(
-            f"{where}: expected a label for each of {len(ids)} input_ids, got {len(labels)}; "
+            f"{location}: expected a label for each of {len(ids)} input_ids, got {len(labels)}; "
             f"{IGNORED} is for tokens without loss"
         )
-    _require_in_vocabulary(labels[labels != IGNORED], size, f"{where}, labels")
+    _require_in_vocabulary(labels[labels != IGNORED], size, f"{location}, labels")
 
 
-def _decode(raw: bytes, where: str, offset: int = 0) -> str:
+def _decode(raw: bytes, location: str, offset: int = 0) -> str:
     try:
         return raw.decode(
             "utf-8-sig" if offset == 0 else "utf-8"
         )  # Windows writes a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{where} is not UTF-8 at byte {offset + error.start:,} of the file: re-encode it, "
+            f"{location} is not UTF-8 at byte {offset + error.start:,} of the file: re-encode it, "
             "e.g. iconv -f latin1 -t utf-8 OLD > NEW"
         ) from None
 

@@ -197,12 +197,11 @@ class PackedRows(IterableDataset):
         Raises:
             ValueError: The state belongs to other settings, or is later than the row.
         """
-        now = self._row_settings()
-        for key in sorted(now.keys() | state["settings"].keys()):
-            if now.get(key) != (stored_value := state["settings"].get(key)):
-                raise ValueError(
-                    f"cannot resume: {key} was {stored_value}, got {now.get(key)}: set it back"
-                )
+        current_settings = self._row_settings()
+        for key in sorted(current_settings.keys() | state["settings"].keys()):
+            current, stored = current_settings.get(key), state["settings"].get(key)
+            if current != stored:
+                raise ValueError(f"cannot resume: {key} was {stored}, got {current}: set it back")
         if row < state["row"]:
             raise ValueError(f"cannot resume at row {row}: the state is of row {state['row']}")
         self._state, self._first_row = state, row

@@ -344,11 +344,11 @@ def _with_underscores(word: str) -> str:
     )
 
 
-def _require_known(key: str, where: str) -> None:
+def _require_known(key: str, location: str) -> None:
     valid_keys = known_keys()
     if key not in valid_keys:
         raise ValueError(
-            f"unknown key {key!r} {where}{did_you_mean(key, valid_keys)}; "
+            f"unknown key {key!r} {location}{did_you_mean(key, valid_keys)}; "
             "`rope-patch finetune --keys` lists all keys"
         )
 

@@ -39,18 +39,18 @@ class NotWritten(OSError):
     """A file could not be written.
 
     Args:
-        what: What could not be written, and where.
+        failure: What could not be written, and where.
         reason: Why not, as the system says it.
         remedy: What to do about the disk: "make room", or "make it writable".
         advice: What is left and how to go on.
     """
 
-    def __init__(self, what: str, reason: str, remedy: str, advice: str = "") -> None:
-        self.what, self.reason, self.remedy, self.advice = what, reason, remedy, advice
-        super().__init__(f"{what} ({reason})" + (f". {advice}" if advice else ""))
+    def __init__(self, failure: str, reason: str, remedy: str, advice: str = "") -> None:
+        self.failure, self.reason, self.remedy, self.advice = failure, reason, remedy, advice
+        super().__init__(f"{failure} ({reason})" + (f". {advice}" if advice else ""))
 
     def __reduce__(self) -> Any:  # other processes raise it, too
-        return NotWritten, (self.what, self.reason, self.remedy, self.advice)
+        return NotWritten, (self.failure, self.reason, self.remedy, self.advice)
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def add_write_advice(advice: Advice) -> Iterator[None]:
             raise
         text = advice if isinstance(advice, str) else advice()
         text = text.replace("REMEDY", error.remedy)
-        raise NotWritten(error.what, error.reason, error.remedy, text) from error.__cause__
+        raise NotWritten(error.failure, error.reason, error.remedy, text) from error.__cause__
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -199,14 +199,14 @@ def _is_about_disk(error: Exception) -> bool:
 
 def _as_not_written(error: Exception, folder: Path, name: str) -> NotWritten:
     if isinstance(error, NotWritten):
-        reason, full, advice = error.reason, error.remedy == _MAKE_ROOM, error.advice
+        reason, is_disk_full, advice = error.reason, error.remedy == _MAKE_ROOM, error.advice
     else:
         reason = getattr(error, "strerror", None) or one_line(str(error))
-        full, advice = getattr(error, "errno", None) in (None, *_DISK_FULL_CODES), ""
-    free_text = f", where {_free_bytes(folder) / 1e6:,.1f} MB are free" if full else ""
-    where = folder.absolute() if str(folder) == "." else folder
-    what = f"{name} could not be written to {where}{free_text}"
-    return NotWritten(what, reason, _MAKE_ROOM if full else "make it writable", advice)
+        is_disk_full, advice = getattr(error, "errno", None) in (None, *_DISK_FULL_CODES), ""
+    free_text = f", where {_free_bytes(folder) / 1e6:,.1f} MB are free" if is_disk_full else ""
+    location = folder.absolute() if str(folder) == "." else folder
+    failure = f"{name} could not be written to {location}{free_text}"
+    return NotWritten(failure, reason, _MAKE_ROOM if is_disk_full else "make it writable", advice)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -36,12 +36,12 @@ def add_checksum(results: Mapping[str, object]) -> dict[str, Any]:
     return {**body, "digest": json_digest(body)}
 
 
-def verify_checksum(loaded: Any, where: str) -> dict[str, Any]:
+def verify_checksum(loaded: Any, location: str) -> dict[str, Any]:
     """Return the results of a report's JSON, if it is intact.
 
     Args:
         loaded: The file's text or bytes, or what `json.loads` made of it.
-        where: The file's name, for errors.
+        location: The file's name, for errors.
 
     Returns:
         The results as `add_checksum` got them, infinities still as strings that `float()` reads.
@@ -54,16 +54,16 @@ def verify_checksum(loaded: Any, where: str) -> dict[str, Any]:
         try:
             loaded = parse_json(loaded)
         except ValueError as error:
-            raise ValueError(f"{where} is not JSON ({error}); expected a report.json") from error
+            raise ValueError(f"{location} is not JSON ({error}); expected a report.json") from error
     if not isinstance(loaded, dict) or not _is_own_report(loaded):
         actual = loaded.get("format") if isinstance(loaded, dict) else type(loaded).__name__
         raise ValueError(
-            f"{where} is not a report of rope-patch eval: expected format {FORMAT!r}, got "
+            f"{location} is not a report of rope-patch eval: expected format {FORMAT!r}, got "
             f"{actual!r}; give the report.json that an evaluation wrote"
         )
     if loaded.get("format") != FORMAT:
         raise ValueError(
-            f"{where} has the format {loaded.get('format', 'of before formats were named')!r}, "
+            f"{location} has the format {loaded.get('format', 'of before formats were named')!r}, "
             f"expected {FORMAT!r}: run the evaluation again with this version of rope-patch, or "
             f"read the file with the version that wrote it"
         )
@@ -71,8 +71,9 @@ def verify_checksum(loaded: Any, where: str) -> dict[str, Any]:
     expected = json_digest(body)
     if loaded.get("digest") != expected:
         raise ValueError(
-            f"{where} was changed after it was written: its contents have the digest {expected}, "
-            f"it says {loaded.get('digest')!r}; restore the file or run the evaluation again"
+            f"{location} was changed after it was written: its contents have the digest "
+            f"{expected}, it says {loaded.get('digest')!r}; restore the file or run the evaluation "
+            "again"
         )
     return {key: value for key, value in body.items() if key != "format"}
 
