@@ -129,14 +129,10 @@ def _base_geometries(subject: Subject, extension: Extension) -> dict[str | None,
     config, start = subject.config, extension.start
     all_geometries = read_geometries(config, extension.trained_length, start)
     geometries = select_layer_types(all_geometries, extension.layer_types, config)
-    unpatched_rotaries = [
-        (rotary, reference_frequencies(rotary, config)) for rotary in subject.rotaries
-    ]
-    layer_types = {
-        layer_type for _, frequencies in unpatched_rotaries for layer_type in frequencies
-    }
+    unpatched = [reference_frequencies(rotary, config) for rotary in subject.rotaries]
+    layer_types = {layer_type for frequencies in unpatched for layer_type in frequencies}
     return {
-        layer_type: resolve_base(geometry, unpatched_rotaries, config, start)
+        layer_type: resolve_base(geometry, unpatched, config, start)
         if layer_type in layer_types
         else geometry
         for layer_type, geometry in geometries.items()

@@ -12,9 +12,8 @@ from transformers import PreTrainedConfig
 from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.methods import Frequencies, Method
 from rope_patch.patching import Patch, current
-from rope_patch.patching.architecture.layout import is_interleaved
-from rope_patch.patching.architecture.probe import reference_frequencies
-from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_owner, find_rotaries
+from rope_patch.patching.architecture.rotary_modules import find_rotaries
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.mla_scale import SoftmaxScaled, find_mla_attentions
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained.loading import empty_model
@@ -42,7 +41,7 @@ class Target:
         is_length_dependent: Whether frequencies depend on the sequence length.
         is_mla: Whether the architecture has the attention factor in its softmax scale
             (`SoftmaxScaled`).
-        rotary: One of the model's rotary modules, with the config it is built from.
+        traits: Facts about one of the model's rotary modules.
         start_token_count: Number of first positions that keep the unextended rotation, which no
             config expresses.
     """
@@ -55,7 +54,7 @@ class Target:
     has_config_form: bool
     is_length_dependent: bool
     is_mla: bool
-    rotary: tuple[RotaryModule, Any]
+    traits: RotaryTraits
     start_token_count: int = 0
 
     @classmethod
@@ -87,22 +86,16 @@ class Target:
             plan: The plan from `rope_patch.patching.check`.
             config: The checkpoint's whole config.
         """
-        checkpoint_frequencies = {
-            layer_type: frequencies
-            for _, module_frequencies in plan.rotaries
-            for layer_type, frequencies in module_frequencies.items()
-        }
         return cls._from_method(
             plan.method,
             config=config,
             parameters=plan.rope_parameters(),
             frequencies=plan.frequencies(),
-            checkpoint_frequencies=checkpoint_frequencies,
+            rotaries=plan.rotaries,
             text_config=plan.config,
             length=plan.length or plan.trained_length,
             trained_length=plan.trained_length,
             is_mla=bool(plan.mla_attentions),
-            rotary=plan.rotaries[0][0],
         )
 
     @classmethod
@@ -115,12 +108,13 @@ class Target:
             config=_whole_config(model, patched, handle.original_config),
             parameters=patched.rope_parameters,
             frequencies=handle.frequencies,
-            checkpoint_frequencies=_unpatched_frequencies(rotaries, handle.original_config),
+            rotaries=[
+                RotaryTraits.of(model, rotary, handle.original_config) for rotary in rotaries
+            ],
             text_config=handle.original_config,
             length=handle.length or handle.trained_length,
             trained_length=handle.trained_length,
             is_mla=isinstance(method, SoftmaxScaled),
-            rotary=rotaries[0],
         )
 
     @classmethod
@@ -131,13 +125,13 @@ class Target:
         config: Any,
         parameters: dict[str, Any],
         frequencies: dict[str | None, Frequencies],
-        checkpoint_frequencies: dict[str | None, Frequencies],
+        rotaries: list[RotaryTraits],
         text_config: Any,
         length: int,
         trained_length: int,
         is_mla: bool,
-        rotary: RotaryModule,
     ) -> Target:
+        checkpoint_frequencies = _unpatched_frequencies(rotaries)
         checkpoint_parameters = by_layer_type(text_config.rope_parameters)
         rotations = {
             layer_type: LayerRotation(
@@ -175,22 +169,23 @@ class Target:
             has_config_form=has_config_form,
             is_length_dependent=is_length_dependent,
             is_mla=is_mla,
-            rotary=(rotary, text_config),
+            traits=rotaries[0],
             start_token_count=method.start_token_count,
         )
 
     @classmethod
     def _from_unpatched(cls, model: nn.Module) -> Target:
         """Return the target of an unpatched model with a scaling of its own."""
-        rotaries = find_rotaries(model)
-        text_config: Any = rotaries[0].module.config
-        frequencies = _unpatched_frequencies(rotaries, text_config)
+        modules = find_rotaries(model)
+        text_config: Any = modules[0].module.config
+        rotaries = [RotaryTraits.of(model, rotary, text_config) for rotary in modules]
+        frequencies = _unpatched_frequencies(rotaries)
         all_parameters = by_layer_type(text_config.rope_parameters)
         rope_types = dict.fromkeys(
             config_rope_type(parameters) for parameters in all_parameters.values()
         )
         scalings = [name for name in rope_types if name != "default"]
-        is_mla = any(find_mla_attentions(find_owner(model, rotary)) for rotary in rotaries)
+        is_mla = any(find_mla_attentions(traits.owner) for traits in rotaries)
         rotations = {
             layer_type: LayerRotation(
                 parameters=copy.deepcopy(parameters),
@@ -217,7 +212,7 @@ class Target:
                 for parameters in all_parameters.values()
             ),
             is_mla=is_mla,
-            rotary=(rotaries[0], text_config),
+            traits=rotaries[0],
         )
 
     @property
@@ -234,7 +229,7 @@ class Target:
     def is_half_layout(self) -> bool:
         """Whether pairs are known to be half a head apart, rather than neighbours."""
         try:
-            return not is_interleaved(*self.rotary)
+            return not self.traits.is_interleaved
         except Refused:
             return False
 
@@ -301,13 +296,11 @@ def nest_fields(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields}
 
 
-def _unpatched_frequencies(
-    rotaries: list[RotaryModule], text_config: Any
-) -> dict[str | None, Frequencies]:
+def _unpatched_frequencies(rotaries: list[RotaryTraits]) -> dict[str | None, Frequencies]:
     return {
         layer_type: frequencies
-        for rotary in rotaries
-        for layer_type, frequencies in reference_frequencies(rotary, text_config).items()
+        for traits in rotaries
+        for layer_type, frequencies in traits.frequencies.items()
     }
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
-from rope_patch.patching.architecture.rotary_modules import find_owner
 from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.assisted_decoding import limit_candidates
@@ -78,10 +77,10 @@ class Patch:
         self.softmax_mscale = plan.softmax_mscale
         self.mla_attentions = plan.mla_attentions
         self.original_frequencies = {
-            layer_type: frequencies[layer_type]
-            for _, frequencies in plan.rotaries
+            layer_type: traits.frequencies[layer_type]
+            for traits in plan.rotaries
             for layer_type in plan.geometries
-            if layer_type in frequencies
+            if layer_type in traits.frequencies
         }
         self._rotation_digest = rotation_digest(plan, self.frequencies)
         self._kernel_summary = summarize_kernels(plan.extension.kernels, plan.rotation_sites)
@@ -231,7 +230,7 @@ class Patch:
         """Change the model; restore it if any step fails."""
         self._model, self._plan = model, plan
         try:
-            rotaries = [rotary for rotary, _ in plan.rotaries]
+            rotaries = [traits.rotary for traits in plan.rotaries]
             self._position_guards = install_position_guards(model, rotaries, self._undo_log)
             if not plan.length_hooks:
                 install_cache_stamps(model, rotaries, self._rotation_digest, self._undo_log)
@@ -241,18 +240,11 @@ class Patch:
             warn_about_cast(rotaries)
             # Hooks replace these where frequencies depend on the length.
             initial = self.frequencies_at(1)
-            for rotary, before in plan.rotaries:
-                set_frequencies(rotary, before, initial, self._undo_log)
+            for traits in plan.rotaries:
+                rotary = traits.rotary
+                set_frequencies(rotary, traits.frequencies, initial, self._undo_log)
                 if start_token_count := plan.method.start_token_count:
-                    install_start_tokens(
-                        model,
-                        rotary,
-                        plan.geometries,
-                        before,
-                        plan.config,
-                        start_token_count,
-                        self._undo_log,
-                    )
+                    install_start_tokens(traits, plan.geometries, start_token_count, self._undo_log)
                 self._undo_log.set(rotary.module, "extra_repr", partial(str, str(self)))
                 self._undo_log.set(rotary.module, "_rope_patch", self)
             for attention in plan.mla_attentions:
@@ -270,12 +262,11 @@ class Patch:
                         hooks.kernels = plan.extension.kernels
             support_replicas(self._undo_log)
             ours = {id(r.rotary.module): r.problem is None for r in plan.rotation_sites}
-            for rotary in rotaries:
-                here = ours.get(id(rotary.module), False)
+            for traits in plan.rotaries:
                 warn_about_liger(
-                    find_owner(model, rotary),
-                    rotary,
-                    uses_our_kernels=here,
+                    traits.owner,
+                    traits.rotary,
+                    uses_our_kernels=ours.get(id(traits.rotary.module), False),
                     undo_log=self._undo_log,
                 )
             # transformers' own dynamic scaling reads max_position_embeddings as the trained length.

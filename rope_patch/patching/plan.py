@@ -13,13 +13,8 @@ from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.base import require_tokens
-from rope_patch.patching.architecture.probe import reference_frequencies, require_buffer_is_used
-from rope_patch.patching.architecture.rotary_modules import (
-    RotaryModule,
-    find_decoder,
-    find_owner,
-    find_rotaries,
-)
+from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.dynamic.hooks import LengthHooks
 from rope_patch.patching.kernels.eligibility import RotationSite, inspect_site, require_kernels
 from rope_patch.patching.method_wrappers import ContinuedScaling
@@ -72,7 +67,7 @@ class PatchPlan:
         geometries: The unextended rotation of each layer type that changes (None: all layers).
         unchanged_layer_types: The layer types that stay as they are.
         config: The text config of the unpatched model.
-        rotaries: The modules to change, each with its unpatched frequencies.
+        rotaries: Facts about the modules to change.
         length_hooks: For length-dependent frequencies: decoder, rotary module and their hooks.
         rotation_sites: The rotations that our kernels may compute.
         mla_attentions: The attentions with mscale in their softmax scale (`SoftmaxScaled`).
@@ -84,7 +79,7 @@ class PatchPlan:
     geometries: dict[str | None, Geometry]
     unchanged_layer_types: list[str]
     config: Any
-    rotaries: list[tuple[RotaryModule, dict[str | None, Frequencies]]]
+    rotaries: list[RotaryTraits]
     length_hooks: list[tuple[nn.Module, RotaryModule, LengthHooks]] = field(default_factory=list)
     rotation_sites: list[RotationSite] = field(default_factory=list)
     mla_attentions: list[nn.Module] = field(default_factory=list)
@@ -170,15 +165,16 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     """
     start = extension.start
     require_kernels(extension.kernels, [])
-    rotaries = find_rotaries(model)
-    config = config or rotaries[0].module.config
+    modules = find_rotaries(model)
+    config = config or modules[0].module.config
     if extension.trained_length is not None:
         require_tokens("trained_length", extension.trained_length)
     # First, for its error messages.
     all_geometries = read_geometries(config, extension.trained_length, start)
-    before = [(rotary, reference_frequencies(rotary, config)) for rotary in rotaries]
+    rotaries = [RotaryTraits.of(model, rotary, config) for rotary in modules]
+    unpatched = [traits.frequencies for traits in rotaries]
     geometries = {
-        layer_type: resolve_base(geometry, before, config, start)
+        layer_type: resolve_base(geometry, unpatched, config, start)
         for layer_type, geometry in select_layer_types(
             all_geometries, extension.layer_types, config
         ).items()
@@ -195,7 +191,7 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     resolved, target_length = extension.resolve(trained)
     own_parameters = by_layer_type(config.rope_parameters)
     resolved = ContinuedScaling.wrap_if_needed(resolved, geometries, own_parameters)
-    sharpened = [m for rotary in rotaries for m in find_mla_attentions(find_owner(model, rotary))]
+    sharpened = [module for traits in rotaries for module in find_mla_attentions(traits.owner)]
     sharpened = filter_by_layer_type(sharpened, config, geometries)
     if sharpened:
         running = any(geometry.base for geometry in geometries.values())
@@ -210,20 +206,19 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
             str(layer_type) for layer_type in all_geometries if layer_type not in geometries
         ],
         config=config,
-        rotaries=before,
+        rotaries=rotaries,
         mla_attentions=sharpened,
     )
-    for rotary, own_frequencies in before:
-        require_buffer_is_used(rotary, config, own_frequencies)
+    for traits in rotaries:
+        traits.require_buffer_is_used()
     _require_known_rotation(plan)
     _require_change(plan)
-    require_start_tokens_supported(model, resolved, target_length, geometries, before, config)
+    require_start_tokens_supported(resolved, target_length, geometries, rotaries)
     if plan.method.is_length_dependent(trained):
-        plan.length_hooks.extend(_make_length_hooks(model, plan))
+        plan.length_hooks.extend(_make_length_hooks(plan))
     if extension.kernels != "hf":
         plan.rotation_sites.extend(
-            inspect_site(model, rotary, config, _start_tokens_of(plan, rotary))
-            for rotary in rotaries
+            inspect_site(traits, _start_tokens_of(plan, traits)) for traits in rotaries
         )
         require_kernels(extension.kernels, plan.rotation_sites)
     return plan
@@ -254,7 +249,7 @@ def select_layer_types(
 
 def resolve_base(
     geometry: Geometry,
-    before: list[tuple[RotaryModule, dict[str | None, Frequencies]]],
+    unpatched: list[dict[str | None, Frequencies]],
     config: Any,
     start: str,
 ) -> Geometry:
@@ -264,7 +259,7 @@ def resolve_base(
     """
     layer_type = geometry.layer_type
     reference = next(
-        (frequencies[layer_type] for _, frequencies in before if layer_type in frequencies), None
+        (frequencies[layer_type] for frequencies in unpatched if layer_type in frequencies), None
     )
     if reference is None:
         raise Refused(f"{type(config).__name__} names {layer_type!r}, but no module rotates by it")
@@ -282,7 +277,8 @@ def resolve_base(
 
 def _require_known_rotation(plan: PatchPlan) -> None:
     """Raise if an architecture's plain rotation is not the one that its config describes."""
-    for rotary, before in plan.rotaries:
+    for traits in plan.rotaries:
+        before = traits.frequencies
         for layer_type in before.keys() & plan.geometries.keys():
             parameters = by_layer_type(plan.config.rope_parameters)[layer_type]
             if config_rope_type(parameters) != "default":
@@ -291,7 +287,7 @@ def _require_known_rotation(plan: PatchPlan) -> None:
             expected, got = geometry.inv_freq(), before[layer_type].inv_freq
             if expected.shape != got.shape or not torch.allclose(expected, got, rtol=1e-5, atol=0):
                 raise Refused(
-                    f"{type(rotary.module).__name__} does not rotate as its config says: expected "
+                    f"{traits.name} does not rotate as its config says: expected "
                     f"{geometry.rotary_dim} dimensions with theta {geometry.theta:g}; this "
                     "architecture is not supported yet"
                 )
@@ -302,8 +298,10 @@ def _require_change(plan: PatchPlan) -> None:
     lengths = (plan.trained_length, plan.trained_length + 1, plan.length)
     for frequencies in [plan.frequencies(length) for length in lengths]:
         for layer_type, after in frequencies.items():
-            if any(layer_type in b and not b[layer_type].close_to(after) for _, b in plan.rotaries):
-                return
+            for traits in plan.rotaries:
+                before = traits.frequencies.get(layer_type)
+                if before is not None and not before.close_to(after):
+                    return
     for attention in plan.mla_attentions:
         if abs(config_mscale(attention, plan.config) - plan.softmax_mscale) > 1e-6:
             return
@@ -313,27 +311,23 @@ def _require_change(plan: PatchPlan) -> None:
     )
 
 
-def _start_tokens_of(plan: PatchPlan, rotary: RotaryModule) -> int:
+def _start_tokens_of(plan: PatchPlan, traits: RotaryTraits) -> int:
     """Return how many first positions of a rotary module keep the base rotation."""
-    changes = rotary.prefixes.keys() & plan.geometries.keys()
+    changes = traits.frequencies.keys() & plan.geometries.keys()
     return plan.method.start_token_count if changes else 0
 
 
-def _make_length_hooks(
-    model: nn.Module, plan: PatchPlan
-) -> list[tuple[nn.Module, RotaryModule, LengthHooks]]:
+def _make_length_hooks(plan: PatchPlan) -> list[tuple[nn.Module, RotaryModule, LengthHooks]]:
     hooks: list[tuple[nn.Module, RotaryModule, LengthHooks]] = []
-    for rotary, before in plan.rotaries:
-        if not rotary.prefixes.keys() & plan.geometries.keys():
+    for traits in plan.rotaries:
+        if not traits.frequencies.keys() & plan.geometries.keys():
             continue
-        decoder = find_decoder(model, rotary)
+        decoder = traits.decoder
         if any(decoder is other for other, _, _ in hooks):
             raise Refused(
                 f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "
                 "followed in one cache yet: use a method whose frequencies stay, such as yarn"
             )
-        length_hooks = LengthHooks(
-            decoder, rotary, plan.method, plan.geometries, before, plan.config
-        )
-        hooks.append((decoder, rotary, length_hooks))
+        length_hooks = LengthHooks(traits, plan.method, plan.geometries)
+        hooks.append((decoder, traits.rotary, length_hooks))
     return hooks

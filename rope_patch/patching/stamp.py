@@ -184,10 +184,10 @@ def rotation_digest(plan: PatchPlan, after: dict[str | None, Frequencies]) -> st
         after: New frequencies of the layer types that change.
     """
     sets, start = set(), set()
-    for rotary, before in plan.rotaries:
+    for traits in plan.rotaries:
+        before = traits.frequencies
         sets |= {
-            (str(layer_type), _float32_hex((before | after)[layer_type]))
-            for layer_type in rotary.prefixes
+            (str(layer_type), _float32_hex((before | after)[layer_type])) for layer_type in before
         }
         if plan.method.start_token_count:
             start_tokens = start_frequencies(plan.geometries, before)

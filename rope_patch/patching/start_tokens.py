@@ -18,11 +18,9 @@ from torch import nn
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.patching.architecture.layout import is_mrope
-from rope_patch.patching.architecture.probe import make_probe
-from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_decoder
+from rope_patch.patching.architecture.rotary_modules import require_decoder
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.dynamic.sequence_lengths import mask_columns, require_document_positions
-from rope_patch.patching.frequency_buffers import set_frequencies
 from rope_patch.patching.kernels.attention_forward import forward_attribute
 from rope_patch.patching.method_wrappers import ContinuedScaling
 from rope_patch.patching.mla_scale import SoftmaxScaled
@@ -111,50 +109,29 @@ def _select_by_position(
 
 
 def install_start_tokens(
-    model: nn.Module,
-    rotary: RotaryModule,
+    traits: RotaryTraits,
     geometries: dict[str | None, Geometry],
-    before: dict[str | None, Frequencies],
-    config: Any,
     tokens: int,
     undo_log: UndoLog,
 ) -> None:
     """Let the first tokens rotate as before the extension.
 
     Args:
-        model: The model.
-        rotary: One of its rotary modules.
+        traits: Facts about one of the model's rotary modules.
         geometries: The layer types that change.
-        before: Frequencies of the unpatched module.
-        config: The text config of the unpatched model.
         tokens: Number of start tokens.
         undo_log: Log of the changes.
     """
-    frequencies = start_frequencies(geometries, before)
+    frequencies = start_frequencies(geometries, traits.frequencies)
     if not frequencies:
         return
-    attribute = forward_attribute(rotary.module)
-    forward = getattr(rotary.module, attribute)
-    undo_log.set(
-        rotary.module,
-        attribute,
-        _make_forward(rotary, forward, before, frequencies, config, tokens),
+    module: Any = traits.rotary.module
+    attribute = forward_attribute(module)
+    forward = StartTokenRotary(
+        getattr(module, attribute), traits.probe_with(frequencies), frequencies, tokens
     )
-    decoder = find_decoder(model, rotary)
-    undo_log.hook(decoder, before=PaddingAwarePositions(decoder))
-
-
-def _make_forward(
-    rotary: RotaryModule,
-    forward: Any,
-    before: dict[str | None, Frequencies],
-    frequencies: dict[str | None, Frequencies],
-    config: Any,
-    tokens: int,
-) -> StartTokenRotary:
-    start_module = make_probe(rotary, config)
-    set_frequencies(RotaryModule(start_module, rotary.prefixes), before, frequencies, UndoLog())
-    return StartTokenRotary(forward, start_module, frequencies, tokens)
+    undo_log.set(module, attribute, forward)
+    undo_log.hook(traits.decoder, before=PaddingAwarePositions(traits.decoder))
 
 
 class PaddingAwarePositions:
@@ -222,22 +199,18 @@ def preserve_start_keys(
 
 
 def require_start_tokens_supported(
-    model: nn.Module,
     method: Method,
     length: int | None,
     geometries: dict[str | None, Geometry],
-    rotaries: list[tuple[RotaryModule, dict[str | None, Frequencies]]],
-    config: Any,
+    rotaries: list[RotaryTraits],
 ) -> None:
     """Raise if start tokens would have no effect or are not possible.
 
     Args:
-        model: The model.
         method: The requested method.
         length: The target length in tokens, or None.
         geometries: The layer types that change.
-        rotaries: The rotary modules, each with its unpatched frequencies.
-        config: The text config of the unpatched model.
+        rotaries: Facts about the model's rotary modules.
 
     Raises:
         ValueError: Explains why.
@@ -269,40 +242,33 @@ def require_start_tokens_supported(
             "them, for short and for long sequences: leave start_tokens out, or pass "
             'start="unscaled"'
         )
-    for rotary, before in rotaries:
-        frequencies = start_frequencies(geometries, before)
+    for traits in rotaries:
+        frequencies = start_frequencies(geometries, traits.frequencies)
         if not frequencies:
             continue
-        name = type(rotary.module).__name__
-        if is_mrope(rotary.module, config):
+        if traits.is_mrope:
             raise Refused(
-                f"{type(config).__name__} gives a token several positions (M-RoPE), so {name} "
-                "knows no first tokens: leave start_tokens out"
+                f"{type(traits.config).__name__} gives a token several positions (M-RoPE), so "
+                f"{traits.name} knows no first tokens: leave start_tokens out"
             )
-        find_decoder(model, rotary)
-        if not _probe_start_tokens(rotary, before, frequencies, config, tokens):
+        require_decoder(traits.owner, traits.rotary)
+        if not _probe_start_tokens(traits, frequencies, tokens):
             raise Refused(
-                f"{name} does not hand out one rotation for each position in the way that others "
-                "do, so the first cannot be kept apart: leave start_tokens out"
+                f"{traits.name} does not hand out one rotation for each position in the way that "
+                "others do, so the first cannot be kept apart: leave start_tokens out"
             )
 
 
 def _probe_start_tokens(
-    rotary: RotaryModule,
-    before: dict[str | None, Frequencies],
-    frequencies: dict[str | None, Frequencies],
-    config: Any,
-    tokens: int,
+    traits: RotaryTraits, frequencies: dict[str | None, Frequencies], tokens: int
 ) -> bool:
     """Return whether start tokens work, by comparing a probe's rows with single rotations."""
-    changed = make_probe(rotary, config)
     halved = {
         k: Frequencies(f.inv_freq / 2, 2 * f.attention_factor) for k, f in frequencies.items()
     }
-    set_frequencies(RotaryModule(changed, rotary.prefixes), before, halved, UndoLog())
-    plain = make_probe(rotary, config)
-    set_frequencies(RotaryModule(plain, rotary.prefixes), before, frequencies, UndoLog())
-    combined = _make_forward(rotary, changed.forward, before, frequencies, config, tokens)
+    changed, plain = traits.probe_with(halved), traits.probe_with(frequencies)
+    start_module = traits.probe_with(frequencies)
+    combined = StartTokenRotary(changed.forward, start_module, frequencies, tokens)
     with torch.device("cpu"):
         x = torch.zeros(2, 3, 4)
         positions = torch.tensor([[tokens + 5, tokens - 1, tokens], [tokens, 2 * tokens, 0]])

@@ -203,7 +203,7 @@ def _rotation(model: Any) -> str:
     parameters = by_layer_type(plan.config.rope_parameters)[geometry.layer_type]
     if (scaling := config_rope_type(parameters)) != "default":
         features.append(f"own {scaling}, {'continued' if geometry.base else 'replaced'}")
-    if any(hasattr(rotary.module, "mrope_section") for rotary, _ in plan.rotaries):
+    if any(hasattr(traits.rotary.module, "mrope_section") for traits in plan.rotaries):
         features.append("M-RoPE")
     if any(site.interleaved for site in plan.rotation_sites):
         features.append("interleaved")

@@ -9,7 +9,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rope_patch.rope_config import by_layer_type
 from rope_patch.utils.errors import Refused
+
+CANNOT_FOLLOW_YET = (
+    "cannot be followed in a cache yet: use a method whose frequencies stay, such as yarn"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +70,12 @@ def find_owner(model: nn.Module, rotary: RotaryModule) -> nn.Module:
     return model
 
 
-def find_decoder(model: nn.Module, rotary: RotaryModule) -> nn.Module:
-    """Return the parent of a rotary module if its forward takes tokens, positions and a cache.
+def require_decoder(owner: nn.Module, rotary: RotaryModule) -> nn.Module:
+    """Return a rotary module's parent if its forward takes tokens, positions and a cache.
 
     Raises:
-        ValueError: There is none.
+        ValueError: It does not.
     """
-    owner = find_owner(model, rotary)
     names = inspect.signature(type(owner).forward).parameters
     if {"input_ids", "position_ids", "past_key_values"} <= names.keys():
         return owner
@@ -79,6 +83,17 @@ def find_decoder(model: nn.Module, rotary: RotaryModule) -> nn.Module:
         f"{type(rotary.module).__name__} does not belong to a decoder that is given positions and "
         "a cache, so no length can be followed: use a method whose frequencies stay, such as yarn"
     )
+
+
+def is_mrope(module: Any, config: Any) -> bool:
+    """Return whether a rotary module gives a token several positions (M-RoPE), each for some pairs.
+
+    Args:
+        module: A rotary module.
+        config: The text config.
+    """
+    rope_parameters = by_layer_type(config.rope_parameters).values()
+    return hasattr(module, "mrope_section") or any("mrope_section" in p for p in rope_parameters)
 
 
 def _text_config(model: nn.Module) -> type:

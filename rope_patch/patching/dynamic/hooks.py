@@ -50,12 +50,9 @@ from transformers import Cache
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.patching.architecture.layout import (
-    is_interleaved,
-    rotated_layer_types,
-    supports_per_row_frequencies,
-)
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits
+from rope_patch.patching.architecture.rotated_layers import rotated_layer_types
 from rope_patch.patching.dynamic import compile_op
 from rope_patch.patching.dynamic.batching_guard import require_no_paged_cache
 from rope_patch.patching.dynamic.cache_record import (
@@ -109,33 +106,29 @@ class LengthHooks:
     """
 
     def __init__(
-        self,
-        decoder: nn.Module,
-        rotary: RotaryModule,
-        method: Method,
-        geometries: dict[str | None, Geometry],
-        before: dict[str | None, Frequencies],
-        config: Any,
+        self, traits: RotaryTraits, method: Method, geometries: dict[str | None, Geometry]
     ) -> None:
         self.method = method
         # Attributes of the rotary module: frequencies and attention factor of each layer type.
         self.attribute_names = {
             layer_type: (f"{prefix}inv_freq", f"{prefix}attention_scaling")
-            for layer_type, prefix in rotary.prefixes.items()
+            for layer_type, prefix in traits.rotary.prefixes.items()
             if layer_type in geometries
         }
-        self.rotated_layer_types = rotated_layer_types(decoder, config)
-        self.interleaved = is_interleaved(rotary, config)
-        self.supports_per_row_frequencies = supports_per_row_frequencies(rotary, config)
+        self.rotated_layer_types = rotated_layer_types(traits.decoder, traits.config)
+        self.interleaved = traits.is_interleaved
+        self.supports_per_row_frequencies = traits.supports_per_row_frequencies
         self.fixed_length: float | None = None
         self.group: Any = None
         self.kernels: str | None = None  # which kernels take positions; None if none do
         self.patch_id = uuid.uuid4().hex
-        self.frequency_table = FrequencyTable(method, geometries, before, self.attribute_names)
+        self.frequency_table = FrequencyTable(
+            method, geometries, traits.frequencies, self.attribute_names
+        )
         self.slices = self.frequency_table.slices
         self.row_width = self.frequency_table.row_width
         self.record_layout = (tuple(self.slices.items()), method.start_token_count)
-        self._parameter_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+        self._parameter_names = list(inspect.signature(type(traits.decoder).forward).parameters)[1:]
         self.generation_loop = GenerationLoop()
         self._state = ForwardState()
         self._lock = threading.RLock()

@@ -15,13 +15,8 @@ from rope_patch.patching.architecture.attention_source import (
     inspect_forward,
     undecorated_forward,
 )
-from rope_patch.patching.architecture.layout import (
-    has_half_tables,
-    is_interleaved,
-    is_mrope,
-    repeats_interleaved,
-)
-from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_owner
+from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.kernels.attention_forward import (
     forward_attribute,
     has_foreign_forward,
@@ -60,18 +55,14 @@ class RotationSite:
         return self.problem is None and self.passthrough_problem is None
 
 
-def inspect_site(
-    model: nn.Module, rotary: RotaryModule, config: Any, start_tokens: int = 0
-) -> RotationSite:
+def inspect_site(traits: RotaryTraits, start_tokens: int = 0) -> RotationSite:
     """Inspect a rotary module and all modules beside and below it.
 
     Args:
-        model: The model.
-        rotary: One of its rotary modules.
-        config: The text config.
+        traits: Facts about one of the model's rotary modules.
         start_tokens: Number of start tokens; see `Method`.
     """
-    owner = find_owner(model, rotary)
+    rotary, owner = traits.rotary, traits.owner
     modules = [m for m in owner.modules() if m is not rotary.module]
     attentions = [m for m in modules if inspect_forward(type(m)).rotates]
     apply = getattr(sys.modules[type(rotary.module).__module__], APPLY, None)
@@ -87,20 +78,21 @@ def inspect_site(
     if problems:
         return RotationSite(rotary, problem=sorted(problems)[0])
     try:
-        interleaved = is_interleaved(rotary, config)
+        interleaved = traits.is_interleaved
     except Refused as error:
         return RotationSite(rotary, problem=str(error).split(", and other ways")[0])
-    if has_half_tables(rotary, config):
-        name = type(rotary.module).__name__
-        return RotationSite(rotary, problem=f"{name} hands out one number for each pair")
-    handing_problem = None
-    if is_mrope(rotary.module, config):
-        handing_problem = f"{type(config).__name__} gives a token several positions (M-RoPE)"
+    if traits.has_half_tables:
+        return RotationSite(rotary, problem=f"{traits.name} hands out one number for each pair")
+    passthrough_problem = None
+    if traits.is_mrope:
+        passthrough_problem = (
+            f"{type(traits.config).__name__} gives a token several positions (M-RoPE)"
+        )
     elif start_tokens:  # positions and one set of frequencies cannot express them
-        handing_problem = "start_tokens have a rotation of their own"
-    halved = interleaved and not repeats_interleaved(rotary, config)
+        passthrough_problem = "start_tokens have a rotation of their own"
+    halve_tables = interleaved and not traits.repeats_interleaved
     return RotationSite(
-        rotary, attentions, interleaved, halved, passthrough_problem=handing_problem
+        rotary, attentions, interleaved, halve_tables, passthrough_problem=passthrough_problem
     )
 
 
