@@ -35,22 +35,22 @@ class LayerRotation:
 
     @property
     def scaling(self) -> str:
-        """The rope_type of transformers; "default" is none."""
+        """Return the rope_type of transformers; "default" is none."""
         return config_rope_type(self.parameters)
 
     @property
     def theta(self) -> float:
-        """The rope base that `parameters` names."""
+        """Return the rope base that `parameters` names."""
         return float(self.parameters["rope_theta"])
 
     @property
     def attention_factor(self) -> float:
-        """The multiplier of cos and sin."""
+        """Return the multiplier of cos and sin."""
         return self.frequencies.attention_factor
 
     @property
     def stretch(self) -> list[float]:
-        """Ratio of each pair's wavelength to that of theta alone, `[R / 2]`."""
+        """Return the ratio of each pair's wavelength to that of theta alone, `[R / 2]`."""
         inv_freq = self.frequencies.inv_freq
         pair = torch.arange(len(inv_freq), dtype=torch.float64)
         stretch = self.theta ** (-pair / len(inv_freq)) / inv_freq
@@ -68,7 +68,7 @@ class LayerRotation:
             if key in self.checkpoint_parameters
         }
         if config_rope_type(self.checkpoint_parameters) == "proportional":
-            # There it is the share of pairs that rotate.
+            # For `proportional` it is the share of pairs that rotate.
             preserved.pop("partial_rotary_factor", None)
         return {
             "rope_type": "longrope",

@@ -217,17 +217,17 @@ class Target:
 
     @property
     def text(self) -> Any:
-        """The decoder's part of the config."""
+        """Return the decoder's part of the config."""
         return self.config.get_text_config(decoder=True)
 
     @property
     def model_type(self) -> str:
-        """The decoder's architecture."""
+        """Return the decoder's architecture."""
         return str(self.text.model_type)
 
     @property
     def is_half_layout(self) -> bool:
-        """Whether pairs are known to be half a head apart, rather than neighbours."""
+        """Return whether pairs are known to be half a head apart, rather than neighbours."""
         try:
             return not self.traits.is_interleaved
         except Refused:
@@ -235,7 +235,7 @@ class Target:
 
     @property
     def layers_differ(self) -> bool:
-        """Whether layer types have different rotations."""
+        """Return whether layer types have different rotations."""
         return None not in self.rotations
 
     def fields(self, all_parameters: dict[str | None, dict[str, Any]]) -> dict[str, Any]:

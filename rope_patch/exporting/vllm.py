@@ -6,8 +6,7 @@ vLLM would rotate transformers' own form differently, `longrope` expresses it wi
 each pair:
 
 - Older releases read neither attention_factor nor mscale for YaRN, newer ones no attn_factor. All
-of
-  them read short_mscale and long_mscale for longrope.
+  of them read short_mscale and long_mscale for longrope.
 - For YaRN they compute cos and sin for at most factor times the trained length.
 - Older releases lack `proportional`, and newer ones do not divide by its factor.
 """

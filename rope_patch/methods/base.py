@@ -85,12 +85,12 @@ class Method(ABC):
 
     @property
     def has_config_form(self) -> bool:
-        """Whether a transformers config can express the method."""
+        """Return whether a transformers config can express the method."""
         return True
 
     @property
     def start_token_count(self) -> int:
-        """Number of first positions that keep the unextended rotation instead of `frequencies`."""
+        """Return how many first positions keep the unextended rotation, not `frequencies`."""
         return 0
 
     @abstractmethod

@@ -47,8 +47,8 @@ class Llama3(Method):
         inv_freq = geometry.inv_freq()
         rotations = geometry.trained_length * inv_freq / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
-        kept_share = ((rotations - self.low_freq_factor) / span).clamp(0, 1)
-        return Frequencies(inv_freq * kept_share + inv_freq / self.factor * (1 - kept_share))
+        plain_share = ((rotations - self.low_freq_factor) / span).clamp(0, 1)
+        return Frequencies(inv_freq * plain_share + inv_freq / self.factor * (1 - plain_share))
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         return {

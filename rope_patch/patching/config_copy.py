@@ -51,7 +51,7 @@ class ConfigOverride:
         """Restore the fields, and the original objects if nothing else was changed.
 
         Returns:
-            The names of the fields that others have set since; those keep their values.
+            The names of the fields that other code has set since; those keep their values.
         """
         foreign = self._field_log.undo()
         if not foreign and all(_equal(own, unchanged) for own, unchanged in self._copies):
@@ -79,5 +79,5 @@ def _equal(one: Any, other: Any) -> bool:
         return _equal(vars(one), vars(other))
     try:
         return bool(one == other)
-    except (ValueError, RuntimeError):  # arrays have no single answer
+    except (ValueError, RuntimeError):  # arrays compare element by element
         return False

@@ -114,7 +114,7 @@ class Patch:
     def undo(self) -> None:
         """Restore the unpatched model, bit for bit; do nothing if the patch is not active.
 
-        Changes that others made since stay: settings in the config, and attributes of modules,
+        Changes that other code made since stay: settings in the config, and attributes of modules,
         which a warning names. The unpatched model cannot refuse caches: do not reuse caches that
         the patch filled, or managers of continuous batching.
         """
@@ -195,7 +195,7 @@ class Patch:
         model, before = self._model, self._previous
         self._entered = False
         self.undo()
-        if model is None:  # it was over when the block began
+        if model is None:  # the patch was over when the block began
             return
         if active_patch := current(model):
             active_patch.undo()

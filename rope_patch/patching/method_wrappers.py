@@ -165,7 +165,7 @@ class ContinuedScaling(MethodWrapper):
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """Return `longrope` with the stretch of both scalings.
 
-        Where that has no form in a config, return the config's own.
+        Return the config's own parameters if no config expresses the stretch.
         """
         if not geometry.base:  # a layer type without trained-in scaling
             return self.inner.rope_parameters(geometry)
@@ -207,7 +207,7 @@ class ContinuedScaling(MethodWrapper):
 
 
 def describe_start(config: Any, geometries: dict[str | None, Geometry]) -> list[str]:
-    """Return lines that say what became of the config's own scaling, for each layer type."""
+    """Return lines on the fate of the config's own scaling, for each layer type."""
     own_parameters = by_layer_type(config.rope_parameters)
     lines = []
     for layer_type, geometry in geometries.items():

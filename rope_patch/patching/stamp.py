@@ -1,8 +1,8 @@
 """Mark caches with the rotation of their keys, and refuse caches of another rotation.
 
-A static method never changes a cached key. It only has to know that the same rotation filled the
-cache. The mark is a digest of the rotation: an undone and repeated patch,
-copies of a model and other models of the same rotation accept each other's caches.
+A static method never changes a cached key, so the same rotation must have filled the cache. The
+mark is a digest of the rotation: an undone and repeated patch, copies of a model and other models
+of the same rotation accept each other's caches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StampHooks:
         """Mark the cache of a forward call, or refuse it (pre-hook of the decoder).
 
         Raises:
-            ValueError: The cache holds keys of another rotation. It is as it was.
+            ValueError: The cache holds keys of another rotation. The cache stays unchanged.
         """
         cache = self._cache_of_call(args, kwargs)
         if cache is None and (cache := kwargs.get("cache")) is None:  # a paged one
@@ -134,7 +134,7 @@ def stamp_cache(cache: Any, rotation: str) -> None:
 
 
 def _note_length(cache: Any) -> None:
-    """Note how many tokens a marked cache holds, where that takes no reading from a device."""
+    """Note how many tokens a marked cache holds, unless that needs a read from a device."""
     cache.rotated_tokens = None if torch.compiler.is_compiling() else _known_length(cache)
 
 
@@ -166,7 +166,7 @@ def require_static(method: object, length_hooks: list[Any]) -> None:
     """Raise if frequencies follow the sequence, so that only the model can record a rotation.
 
     Raises:
-        ValueError: They do; it says what to do instead.
+        ValueError: They do. The message says what to do instead.
     """
     if length_hooks:
         raise Refused(
@@ -180,7 +180,7 @@ def rotation_digest(plan: PatchPlan, after: dict[str | None, Frequencies]) -> st
     """Return a digest that two patches share if and only if they rotate alike.
 
     Args:
-        plan: What is patched.
+        plan: The patch.
         after: New frequencies of the layer types that change.
     """
     sets, start = set(), set()
@@ -205,7 +205,7 @@ def rotation_digest(plan: PatchPlan, after: dict[str | None, Frequencies]) -> st
 
 
 def cache_refusal(length: int | None, *, marked: bool) -> str:
-    """Say why a cache is refused, and what to do.
+    """Return the message that refuses a cache and says what to do.
 
     Args:
         length: Tokens in the cache, where known.

@@ -1,7 +1,7 @@
 """Start tokens (LongRoPE): the first positions of a sequence keep the base rotation.
 
-A start token is one at a low position, not at a low index: rows behind padding, cached tokens and
-every document of a packed row have start tokens of their own. Their keys never change their
+A start token is a token at a low position, not at a low index: padded rows, cached tokens and every
+document of a packed row have start tokens of their own. Their keys never change their
 rotation, so re-rotation leaves them as they are.
 """
 
@@ -137,8 +137,8 @@ def install_start_tokens(
 class PaddingAwarePositions:
     """Pre-hook on a decoder that counts positions from each row's first token.
 
-    The mask shows where that is. Models without position_ids count padding, too, which only matters
-    with start tokens: otherwise only distances count.
+    The mask shows which token is first. Models without position_ids also count padding, which
+    matters only with start tokens, because otherwise only distances count.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -213,7 +213,7 @@ def require_start_tokens_supported(
         rotaries: Facts about the model's rotary modules.
 
     Raises:
-        ValueError: Explains why.
+        ValueError: They would or are not. The message explains why.
     """
     tokens = method.start_token_count
     if not tokens:
@@ -288,5 +288,5 @@ def _probe_start_tokens(
     return True
 
 
-def _as_tuple(handed: Any) -> tuple[torch.Tensor, ...]:
-    return handed if isinstance(handed, tuple) else (handed,)
+def _as_tuple(output: Any) -> tuple[torch.Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)

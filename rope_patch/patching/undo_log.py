@@ -64,7 +64,7 @@ class UndoLog:
     def undo(self) -> list[str]:
         """Restore everything, the latest change first. Calling it again does nothing.
 
-        A value that others replaced since stays. Tensors are always restored, because forwards,
+        A value that other code replaced since stays. Tensors are always restored, because forwards,
         casts and moves of the model replace them, too.
 
         Returns:

@@ -42,7 +42,7 @@ def require_same_rotation(model: nn.Module, folder: str | os.PathLike[str]) -> E
         The request to patch it with, or None if it rotates so already.
 
     Raises:
-        ValueError: It rotates otherwise, or cannot be made to rotate so.
+        ValueError: The base rotates otherwise, or cannot be patched to rotate so.
     """
     sidecar = read_sidecar(folder)
     active_patch = current(model)
@@ -148,7 +148,7 @@ def _matches_sidecar(handle: Patch, sidecar: dict[str, Any]) -> bool:
 
 
 def _config_already_rotates_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
-    """Return whether the base's own config has the recorded rotation, e.g. saved with the patch."""
+    """Return whether the base's own config has the recorded rotation, as a saved patch's has."""
     expected = _sidecar_frequencies(sidecar)
     method, _ = extension_from_sidecar(sidecar).resolve(sidecar["trained_length"])
     if (

@@ -57,9 +57,11 @@ def register() -> None:
             _require_own_entries()
             return
         names = _names_to_register()
-        taken = {name: ROPE_INIT_FUNCTIONS[name] for name in names if name in ROPE_INIT_FUNCTIONS}
-        if taken:
-            raise _name_conflict(taken)
+        conflicts = {
+            name: ROPE_INIT_FUNCTIONS[name] for name in names if name in ROPE_INIT_FUNCTIONS
+        }
+        if conflicts:
+            raise _name_conflict(conflicts)
         for name in names:
             compute, validate = _make_compute(name), _make_validate(name)
             ROPE_INIT_FUNCTIONS[name] = compute

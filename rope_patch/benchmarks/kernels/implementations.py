@@ -118,9 +118,7 @@ def _compiled(problem: Problem) -> Call:
 def _ours(problem: Problem) -> Call:
     from rope_patch import ops
 
-    return _bind_op(
-        problem, ops.qk_norm_rope if problem.weights else ops.rope, kernels=_kernel_modules()
-    )
+    return _bind_op(problem, ops.qk_norm_rope if problem.weights else ops.rope, kernels=_kernels())
 
 
 def _ours_from_output(problem: Problem) -> Call:
@@ -128,10 +126,10 @@ def _ours_from_output(problem: Problem) -> Call:
 
     if not problem.weights:
         raise Unavailable("a rotation without a norm saves neither input nor output")
-    return _bind_op(problem, ops.qk_norm_rope, save="output", kernels=_kernel_modules())
+    return _bind_op(problem, ops.qk_norm_rope, save="output", kernels=_kernels())
 
 
-def _kernel_modules() -> str:
+def _kernels() -> str:
     """Return the `kernels` that a user gets; "triton" in Triton's interpreter, to check it."""
     from rope_patch.ops.dispatch import is_interpreted
 

@@ -16,7 +16,7 @@ from typing import Any
 APPLY = "apply_rotary_pos_emb"
 _ANGLES = ("cos", "sin")
 
-# Calls that change how a tensor is cut into dimensions, but none of its numbers.
+# Calls that change a tensor's shape, but none of its numbers.
 _SHAPING = {"view", "reshape", "transpose", "contiguous", "unflatten"}
 
 
@@ -39,7 +39,7 @@ class ForwardUsage:
 
 
 def inspect_forward(module_class: Any) -> ForwardUsage:
-    """Return the facts that the source of a module class's forward shows; parsed once a class."""
+    """Return the facts in the source of a module class's forward, parsed once for each class."""
     return _parse_forward(module_class)
 
 

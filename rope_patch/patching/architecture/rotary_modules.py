@@ -1,4 +1,4 @@
-"""The rotary modules of a live model, their owners and their decoders."""
+"""Rotary modules of a live model, their owners and their decoders."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def is_mrope(module: Any, config: Any) -> bool:
 
 
 def _text_config(model: nn.Module) -> type:
-    """Return the text decoder's config class, which tells its rotations from a vision tower's."""
+    """Return the text decoder's config class, which a vision tower's rotary modules lack."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):

@@ -1,4 +1,4 @@
-"""Which layers of a decoder rotate their keys, read from its config and its source code."""
+"""Layers of a decoder that rotate their keys, read from its config and its source code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _layers_that_rotate(
 ) -> list[bool]:
     if getattr(config, "no_rope_layers", None):  # SmolLM3, Llama 4: 1 where a layer rotates
         return [bool(rotates) for rotates in config.no_rope_layers]
-    if config.model_type in ("cohere2", "exaone4", "exaone_moe"):  # windows rotate, the rest not
+    if config.model_type in ("cohere2", "exaone4", "exaone_moe"):  # only windows rotate
         sliding = [layer_type == "sliding_attention" for layer_type in layer_types]
         whole = config.model_type != "cohere2" and getattr(config, "sliding_window", None) is None
         return [whole or window for window in sliding]

@@ -19,9 +19,8 @@ from rope_patch.patching.dynamic.cache_record import RotationRecord
 from rope_patch.patching.dynamic.sequence_lengths import first_and_last_positions
 from rope_patch.patching.undo_log import UndoLog
 
-_FACTORY_METHOD = (
-    "_get_candidate_generator"  # transformers' method which assisted decoding calls once
-)
+# transformers' method that assisted decoding calls once.
+_FACTORY_METHOD = "_get_candidate_generator"
 
 
 def limit_candidates(
@@ -31,7 +30,7 @@ def limit_candidates(
 
     Args:
         model: The patched model, or a wrapper of it.
-        length_hooks: Each decoder which follows lengths, its rotary module and its `LengthHooks`.
+        length_hooks: Each decoder that follows lengths, its rotary module and its `LengthHooks`.
         undo_log: Log of the changes.
     """
     for decoder, _, hooks in length_hooks:
@@ -67,7 +66,7 @@ class _SequencePositions:
     """Positions of the one sequence that assisted decoding extends.
 
     Attributes:
-        tokens: Ids which the sequence had when decoding began.
+        tokens: Number of ids in the sequence when decoding began.
         first: Its first position.
         largest: Its largest position then; not the last one's where positions start anew.
         last: The position of its last token then.

@@ -72,7 +72,7 @@ def require_no_paged_cache(arguments: dict[str, Any], method: object) -> None:
         method: The length-dependent method.
 
     Raises:
-        ValueError: They do; it says what to use instead.
+        ValueError: They do. The message names what to use instead.
     """
     if arguments.get("cache") is not None:
         raise Refused(paged_cache_refusal(method))
@@ -82,7 +82,7 @@ def require_no_batching_manager(model: nn.Module) -> None:
     """Raise if a model keeps a manager of continuous batching, whose cache may share old keys.
 
     Raises:
-        ValueError: It does; it says how to let go of it.
+        ValueError: It does. The message says how to remove the manager.
     """
     for module in model.modules():
         if vars(module).get(_MANAGER_ATTRIBUTE) is not None:
@@ -90,7 +90,7 @@ def require_no_batching_manager(model: nn.Module) -> None:
 
 
 def manager_refusal(module: nn.Module) -> str:
-    """Say why a kept manager is refused, and how to let go of it."""
+    """Return the message that refuses a manager and says how to remove it."""
     return (
         f"{type(module).__name__} keeps a manager of continuous batching "
         "(persistent_manager=True), whose paged cache holds keys of another rotation: call "
@@ -99,7 +99,7 @@ def manager_refusal(module: nn.Module) -> str:
 
 
 def paged_cache_refusal(method: object) -> str:
-    """Say why continuous batching is refused, and what to use instead."""
+    """Return the message that refuses continuous batching and names what to use instead."""
     return (
         f"{method} follows the length of each sequence, and keys in the paged cache of continuous "
         "batching cannot be rotated again: expected a method whose frequencies stay, such as yarn; "

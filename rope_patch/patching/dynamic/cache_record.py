@@ -37,11 +37,10 @@ _REROTATABLE_LAYERS = (
 class RotationRecord:
     """How the keys of a cache are rotated. B rows, S slots.
 
-    Spans and frequencies lie on the CPU, so that a decoding step need not wait for a device to find
-    that nothing changes.
+    Spans and frequencies lie on the CPU, so a decode step without a change waits for no device.
 
     Attributes:
-        patch_id: Which patch wrote `row_spans`; under another one they have to be read anew.
+        patch_id: The patch that wrote `row_spans`; another patch computes them from `positions`.
         positions: Position of each slot's key, -1 for slots without a token, `[B, S]`.
         row_spans: First position of each row, the largest that the last one can be, and the length
             that its frequencies serve (see `Method.valid_until`); `[B, 3]`, float64, on the CPU;
@@ -69,11 +68,11 @@ class RotationRecord:
         Args:
             patch_id: See above.
             positions: See above.
-            row_width: F, the numbers that a row's frequencies are.
+            row_width: F, the count of numbers in a row's frequencies.
             layout: See above.
         """
         rows = positions.shape[0]
-        with torch.inference_mode(False):  # a cache may be used outside of it later
+        with torch.inference_mode(False):  # later forwards may run outside it
             bounds = torch.full((rows, 3), UNKNOWN, dtype=torch.float64, device="cpu")
             sets = torch.full((rows, row_width), UNKNOWN, dtype=torch.float64, device="cpu")
         return cls(patch_id, positions, bounds, sets, positions.shape[1] > 0, layout)
@@ -94,7 +93,7 @@ class RotationRecord:
             self.positions = torch.cat([self.positions, new], dim=1)
             return
         slot = torch.arange(self.positions.shape[1], device=new.device)
-        self.positions.masked_fill_(slot >= past, -1)  # left over from a failed forward
+        self.positions.masked_fill_(slot >= past, -1)  # left by a failed forward
         at = torch.arange(new.shape[1], device=new.device) + past
         self.positions.index_copy_(1, at, new.to(self.positions.dtype))
 
@@ -149,8 +148,8 @@ def get_record(
         cache: Any of transformers' caches, or None.
         past: How many slots are filled.
         batch: Rows that are about to be added to it.
-        layout: See `RotationRecord`, of the patch that asks.
-        patch_id: The patch that asks.
+        layout: The current patch's layout; see `RotationRecord`.
+        patch_id: The current patch's id.
 
     Raises:
         ValueError: It is unknown how the cache's keys are rotated. The cache is as it was.
@@ -214,14 +213,14 @@ def cached_keys(
         past: How many slots are filled.
 
     Yields:
-        Index of a layer, its keys `[B, K, S, D]`, where they were rotated at `[B, S]`.
+        Index of a layer, its keys `[B, K, S, D]` and the positions they were rotated at, `[B, S]`.
 
     Raises:
         ValueError: The keys cannot be re-rotated, or not without losing gradients.
     """
     require_rerotatable_cache(cache)
     if getattr(cache, "offloading", False) and torch.cuda.is_available():
-        torch.cuda.synchronize()  # keys may still be on their way
+        torch.cuda.synchronize()  # a copy of keys to the device may still run
     for index, layer in enumerate([] if cache is None else cache.layers):
         keys = getattr(layer, "keys", None)
         if keys is None or keys.numel() == 0:

@@ -29,7 +29,7 @@ class FrequencyTable:
         method: Method,
         geometries: dict[str | None, Geometry],
         before: dict[str | None, Frequencies],
-        kinds: Iterable[str | None],
+        layer_types: Iterable[str | None],
     ) -> None:
         """Start with an empty table.
 
@@ -37,17 +37,17 @@ class FrequencyTable:
             method: The method.
             geometries: The layer types that change.
             before: Frequencies of the unpatched model.
-            kinds: The order of the layer types.
+            layer_types: The layer types that change, in order.
         """
         self.method = method
         self.geometries = geometries
         self.before = before
         self.trained_length = next(iter(geometries.values())).trained_length
-        kinds = list(kinds)
+        layer_types = list(layer_types)
         ends = list(
-            itertools.accumulate(len(before[layer_type].inv_freq) + 1 for layer_type in kinds)
+            itertools.accumulate(len(before[layer_type].inv_freq) + 1 for layer_type in layer_types)
         )
-        self.slices = {k: (s, e) for k, s, e in zip(kinds, [0, *ends], ends, strict=False)}
+        self.slices = {k: (s, e) for k, s, e in zip(layer_types, [0, *ends], ends, strict=False)}
         self.row_width = ends[-1]
         self._rows: dict[float, torch.Tensor] = {}
         self._rows_on_device: dict[Any, torch.Tensor] = {}

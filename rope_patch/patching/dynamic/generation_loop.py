@@ -3,7 +3,7 @@
 A new token may have any position, so its position has to be read, which waits for the GPU.
 transformers' own decoding loop extends its position_ids by the last one plus 1. So after the first
 read, positions are certain as long as each step's tensor is the one that transformers made from the
-tensor of the step before, and the decoder receives that very tensor. All other positions are read.
+previous step's tensor, and the decoder receives that very tensor. All other positions are read.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Step:
 
     Attributes:
         source: What the step's positions were made from; see `_position_source`.
-        position_ids: The positions which generate hands to the model, `[B, 1]`.
-        positions: The same as numbers, B of them, where they are known.
+        position_ids: The positions that generate passes to the model, `[B, 1]`.
+        positions: The same positions as B numbers, where they are known.
         done: Whether the decoder had its forward.
     """
 
@@ -118,7 +118,7 @@ def watch_generate(
 
     Args:
         model: The patched model, or a wrapper of it.
-        length_hooks: Each decoder which follows lengths, its rotary module and its `LengthHooks`.
+        length_hooks: Each decoder that follows lengths, its rotary module and its `LengthHooks`.
         undo_log: Log of the changes.
     """
     for decoder, _, hooks in length_hooks:
@@ -130,7 +130,7 @@ def watch_generate(
 
 
 def _is_stock(module: nn.Module, name: str) -> bool:
-    from transformers import GenerationMixin  # which takes seconds, and models have done it
+    from transformers import GenerationMixin  # a slow import, which models have done already
 
     own = getattr(type(module), name, None)
     return own is getattr(GenerationMixin, name) and name not in vars(module)
@@ -151,7 +151,8 @@ class _WrappedMethod:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original_method)  # generate tells by it what a model takes
+        # generate reads the arguments that the model accepts from it.
+        return inspect.signature(self.original_method)
 
 
 class _PrepareInputs(_WrappedMethod):

@@ -26,11 +26,11 @@ One decode step of a dynamic method, where `hooks` are the `LengthHooks` of the 
        |                  | after_decoder: attach_record to a cache made in this forward  |
        |<-----------------|                      |                    |                   |
 
-So every query meets keys under its own frequencies, whatever ran before and whoever shares the
-batch. Within torch.compile, `update_rows` runs behind an op (`compile_op`).
+So every query meets keys under its own frequencies, whatever ran before and whichever rows share
+the batch. Within torch.compile, `update_rows` runs behind an op (`compile_op`).
 
-Lengths are read from the device as seldom as possible. Of a single new token only its position is
-read, and not even that where it is certain: without position_ids, and in generate (see
+Lengths are read from the device as seldom as possible. For a single new token only its position is
+read. Nothing is read where the position is certain: without position_ids, and in generate (see
 `generation_loop`). All positions are read when the present frequencies do not serve the new
 position, or when several tokens come at once.
 """
@@ -101,7 +101,7 @@ class LengthHooks:
     per thread, and only one thread at a time runs the rotary module's forward.
 
     Attributes:
-        fixed_length: The length that every sequence is taken to have; None to measure each.
+        fixed_length: The length assumed for every sequence; None to measure each.
         group: The processes that hold parts of the same sequences (context parallelism).
     """
 
@@ -139,8 +139,8 @@ class LengthHooks:
         undo_log.hook(decoder, before=self.before_decoder, after=self.after_decoder)
         undo_log.hook(rotary.module, before=self.before_rotary, after=self.after_rotary)
         for _, scale_name in self.attribute_names.values():
-            # A tensor from the start: it keeps torch.compile from reusing a graph that was compiled
-            # without the hooks, which nothing else tells apart.
+            # A tensor from the start: by it alone torch.compile recognises that a graph compiled
+            # without the hooks does not fit.
             one = torch.ones((), device="cpu")
             undo_log.set(rotary.module, scale_name, one)
         if not self.supports_per_row_frequencies:
@@ -233,7 +233,7 @@ class LengthHooks:
         if layer_type not in self.attribute_names:
             return
         rows = self._state.rows
-        if rows is None:  # called by itself: its positions are all there is to know
+        if rows is None:  # called outside the decoder: only its positions are known
             positions = args[1] if len(args) > 1 else kwargs["position_ids"]
             record = RotationRecord.empty(
                 self.patch_id, positions, self.row_width, self.record_layout
@@ -244,7 +244,7 @@ class LengthHooks:
         x = args[0] if args else kwargs["x"]
         inv_freq, scale = self.frequency_table.per_layer_type(rows, layer_type, x.device)
         name, scale_name = self.attribute_names[layer_type]
-        if torch.compiler.is_compiling():  # the graph has them to itself
+        if torch.compiler.is_compiling():  # local to the graph: no lock
             self._state.saved_buffer = (name, module._buffers[name], False)
             setattr(module, name, inv_freq)
             setattr(module, scale_name, scale)
@@ -264,16 +264,16 @@ class LengthHooks:
         """
         if self._state.saved_buffer is None:
             return
-        name, resting, awaited = self._state.saved_buffer
+        name, original, is_locked = self._state.saved_buffer
         self._state.saved_buffer = None
         if torch.compiler.is_compiling():
-            setattr(module, name, resting)
+            setattr(module, name, original)
             return
-        module._buffers[name] = resting
-        if awaited:
+        module._buffers[name] = original
+        if is_locked:
             self._lock.release()
 
-    # -- what rows are rotated by ------------------------------------------------------------------
+    # -- frequencies of the rows -------------------------------------------------------------------
 
     def update_rows(
         self,
@@ -343,7 +343,7 @@ class LengthHooks:
         ):
             if position >= 0:  # not hidden by a mask
                 first, last = min(first, position), max(last, position)
-            if not last + 1 - first <= valid_until:  # False, too, where the span is unknown (NaN)
+            if not last + 1 - first <= valid_until:  # also False if the span is unknown (NaN)
                 return False
             spans.append((first, last))
         row_spans.numpy()[:, :2] = spans

@@ -13,7 +13,7 @@ from rope_patch.ops.reference import rerotate_as_transformers_
 from rope_patch.patching.kernels.position_passthrough import use_exact_positions
 from rope_patch.patching.start_tokens import preserve_start_keys
 
-# (keys [B, K, S, D], where they were rotated at [B, S], layer type)
+# (keys [B, K, S, D], the positions they were rotated at [B, S], layer type)
 CachedKeys = tuple[torch.Tensor, torch.Tensor, str | None]
 
 

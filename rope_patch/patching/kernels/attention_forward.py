@@ -46,13 +46,13 @@ class PatchedAttentionForward:
         self._bind()
 
     def _bind(self) -> None:
-        # Not type(), which is the proxy's for a replica.
+        # For a replica `self.module` is a proxy, whose type() is not the module's class.
         attention_class: Any = self.module.__class__
         function = undecorated_forward(attention_class)
         rotate = self.rotate_one if inspect_forward(attention_class).one_tensor else self.rotate
         self._original_apply = function.__globals__[APPLY]
         names = {**function.__globals__, APPLY: rotate}
-        # torch.compile would look names up in the module that __name__ names.
+        # torch.compile would look names up in the module of that name.
         del names["__name__"]
         self._function = types.FunctionType(
             function.__code__,
@@ -306,7 +306,7 @@ def forward_attribute(module: nn.Module) -> str:
 
 
 def has_foreign_forward(attention: nn.Module) -> bool:
-    """Return whether somebody replaced an attention's forward by one that is not this package's."""
+    """Return whether other code replaced an attention's forward."""
     forward = vars(attention).get(forward_attribute(attention))
     own = getattr(forward, "__func__", None) is type(attention).forward
     return not (forward is None or own or isinstance(forward, PatchedAttentionForward))
