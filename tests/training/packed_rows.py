@@ -1,13 +1,10 @@
-"""Packed rows of small documents, for tests."""
+"""Packed rows of small random documents."""
 
 import itertools
-import json
 import random
 from pathlib import Path
 
-import pytest
 import torch
-from transformers import AutoTokenizer
 
 from rope_patch.training.data_arguments import DataArguments
 from rope_patch.training.packing import PackedRows
@@ -19,31 +16,12 @@ SETTINGS = {"row_length": LENGTH, "trained_length": 16, "seed": 0}
 KEYS = ("input_ids", "labels", "position_ids")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture
-def source(tmp_path):
-    """Write a file of different documents of given lengths, end token included."""
-
-    def write(name, lengths):
-        made = random.Random(name)
-        lines = [[made.randrange(3, 512) for _ in range(n - 1)] + [END] for n in lengths]
-        path = tmp_path / name
-        path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in lines))
-        return str(path), lines
-
-    return write
-
-
 def lengths(name, count=9, most=130):
-    made = random.Random(f"lengths {name}")
-    return [made.randrange(2, most) for _ in range(count - 1)] + [LENGTH + 5]
+    rng = random.Random(f"lengths {name}")
+    return [rng.randrange(2, most) for _ in range(count - 1)] + [LENGTH + 5]
 
 
-def make(tokenizer, count, data, settings=SETTINGS, **arguments):
+def make_rows(tokenizer, count, data, settings=SETTINGS, **arguments):
     rows = PackedRows(DataArguments(data=data, **arguments), tokenizer, **settings)
     return list(itertools.islice(rows, count))
 
@@ -52,7 +30,7 @@ def tokens(rows):
     return [token for row in rows for token in row["input_ids"].tolist()]
 
 
-def same(rows, others):
+def require_equal_rows(rows, others):
     assert len(rows) == len(others)
     for row, other in zip(rows, others, strict=True):
         assert all(torch.equal(row[key], other[key]) for key in KEYS)
@@ -65,7 +43,7 @@ def segments(row):
     return [row["input_ids"][a:b] for a, b in zip(starts, [*starts[1:], LENGTH], strict=True)]
 
 
-class Counting:
+class CountingTokenizer:
     """A tokenizer that counts its calls."""
 
     def __init__(self, tokenizer):

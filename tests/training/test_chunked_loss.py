@@ -1,4 +1,4 @@
-"""The loss in chunks is the loss, and its gradients the gradients."""
+"""Test that the chunked loss and its gradients equal those of the full loss."""
 
 import copy
 
@@ -28,9 +28,9 @@ def batch(masked=True):
     return {"input_ids": ids, "labels": labels, "use_cache": False}
 
 
-def step(model, **given):
+def step(model, **inputs):
     model.zero_grad()
-    loss = model(**given).loss
+    loss = model(**inputs).loss
     loss.backward()
     return loss.detach(), {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
@@ -43,30 +43,32 @@ def step(model, **given):
     [{}, {"num_items_in_batch": 40}, {"num_items_in_batch": torch.tensor(40)}, {"shifted": True}],
     ids=["mean", "count", "counted", "shifted"],
 )
-def test_loss_and_gradients_are_those_of_all_logits(family, extra):
-    plain, given = make(family), batch()
+def test_loss_and_gradients_equal_those_of_all_logits(family, extra):
+    plain, inputs = make(family), batch()
     if extra.pop("shifted", False):
-        shifted = functional.pad(given["labels"], (0, 1), value=-100)[:, 1:]
-        given["shift_labels"] = shifted.contiguous()
+        shifted = functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+        inputs["shift_labels"] = shifted.contiguous()
         extra = {"num_items_in_batch": 7}
     chunked = copy.deepcopy(plain)
     assert chunked_loss.install_loss(chunked, "torch")[0] == "torch"
-    expected, wanted = step(plain, **given, **extra)
-    got, grads = step(chunked, **given, **extra)
+    expected, expected_grads = step(plain, **inputs, **extra)
+    got, grads = step(chunked, **inputs, **extra)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-    assert grads.keys() == wanted.keys()
-    for name in wanted:
-        torch.testing.assert_close(grads[name], wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert grads.keys() == expected_grads.keys()
+    for name in expected_grads:
+        torch.testing.assert_close(
+            grads[name], expected_grads[name], rtol=1e-4, atol=1e-6, msg=name
+        )
 
 
-def test_no_logits_are_made_in_training():
+def test_training_computes_no_logits():
     model = make("llama")
     chunked_loss.install_loss(model, "torch")
     hidden = model.config.hidden_size
-    assert model(**batch()).logits.shape == (2, 50, hidden)  # what goes into the head
+    assert model(**batch()).logits.shape == (2, 50, hidden)  # the head's input
 
 
-def test_evaluation_is_as_ever():
+def test_evaluation_is_unchanged():
     plain = make("llama").eval()
     chunked = copy.deepcopy(plain)
     chunked_loss.install_loss(chunked, "torch")
@@ -76,7 +78,7 @@ def test_evaluation_is_as_ever():
     torch.testing.assert_close(got.loss, expected.loss)
 
 
-def test_undone_it_is_the_model_as_it_was():
+def test_undo_restores_the_model():
     plain = make("llama")
     model = copy.deepcopy(plain)
     _, swaps = chunked_loss.install_loss(model, "torch")
@@ -86,7 +88,7 @@ def test_undone_it_is_the_model_as_it_was():
 
 
 def test_in_bfloat16_the_mean_is_not_rounded_to_bfloat16():
-    """torch's own sum would be: a loss curve in steps of 0.03."""
+    """torch's own sum would be rounded: the loss would move in steps of 0.03."""
     plain = make("llama")
     chunked = copy.deepcopy(plain)
     chunked_loss.install_loss(chunked, "torch")
@@ -100,23 +102,23 @@ def test_in_bfloat16_the_mean_is_not_rounded_to_bfloat16():
     assert reference == pytest.approx(expected, rel=2e-3)
 
 
-def test_a_model_that_caps_its_logits_keeps_all_of_them():
+def test_a_model_that_caps_its_logits_keeps_the_full_loss():
     model = make("gemma2")  # final_logit_softcapping
     model.config.final_logit_softcapping = 0.5
-    kind, _ = chunked_loss.install_loss(model, "auto")
-    assert kind == "full"
+    loss_name, _ = chunked_loss.install_loss(model, "auto")
+    assert loss_name == "full"
     assert model(**batch()).logits.shape[-1] == model.config.vocab_size
     with pytest.raises(ValueError, match=r"such as capping them.*loss: full"):
         chunked_loss.install_loss(model, "torch")
 
 
-def test_full_changes_nothing():
+def test_the_full_loss_leaves_the_model_unchanged():
     model = make("llama")
     assert chunked_loss.install_loss(model, "full")[0] == "full"
     assert model(**batch()).logits.shape[-1] == model.config.vocab_size
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
-def test_liger_says_that_it_needs_a_gpu():
+def test_liger_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match=r"loss: liger cannot be had: .*GPU"):
         chunked_loss.install_loss(make("llama"), "liger")

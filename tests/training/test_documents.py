@@ -1,46 +1,38 @@
-"""Reading documents: every kind of source, and what is said of damaged ones."""
+"""Test reading documents: every source format, and errors for damaged ones."""
 
 import gzip
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from rope_patch.tasks import texts
 from rope_patch.training.documents import find_source, tokenize
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 END = 1
 TORN = gzip.compress(b"split_words" * 99, mtime=0)[:-9]
 TEXTS = ["Emma was handsome.", "Mr. Weston rose — late.", "Nobody came."]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
 @pytest.fixture
 def read(tokenizer):
-    """Return a function that reads a source's documents, as (location, ids, labels)."""
+    """Read a source's documents as (location, ids, labels)."""
 
-    def of(source, column="text", start=0):
+    def read_source(source, column="text", start=0):
         entries = [entry for part in find_source(str(source), column) for entry in part(start)]
         documents = [tokenize(entry, tokenizer, column) for entry in entries]
         return [(d.location, d.ids.tolist(), d.labels.tolist()) for d in documents]
 
-    return of
+    return read_source
 
 
 @pytest.fixture
 def write(tmp_path):
     """Write a file, from bytes, text or the objects of its lines."""
 
-    def at(name, content):
+    def write_file(name, content):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, list):
@@ -48,7 +40,7 @@ def write(tmp_path):
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
-    return at
+    return write_file
 
 
 def records(column="text"):
@@ -59,7 +51,7 @@ def expected(tokenizer):
     return [[*tokenizer(text).input_ids, END] for text in TEXTS]
 
 
-def test_text_files(read, write, tokenizer):
+def test_text_files_are_read(read, write, tokenizer):
     for name, raw in (
         ("a.txt", TEXTS[1].encode()),
         ("b.MD", b"\xef\xbb\xbf" + TEXTS[1].encode()),
@@ -70,29 +62,31 @@ def test_text_files(read, write, tokenizer):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
-def test_lines(read, write, tokenizer, name):
+def test_json_lines_are_read_from_any_line_on(read, write, tokenizer, name):
     raw = "\n\n".join(map(json.dumps, records())).encode()  # blank lines, none at the end
     raw = b"\xef\xbb\xbf" + raw
     path = write(name, gzip.compress(raw, mtime=0) if name.endswith("gz") else raw)
-    found = read(path)
-    assert [where for where, *_ in found] == [f"{path}:{n}" for n in (1, 3, 5)]
-    assert [ids for _, ids, _ in found] == expected(tokenizer)
-    assert read(path, start=2) == found[1:]
+    documents = read(path)
+    assert [location for location, *_ in documents] == [f"{path}:{n}" for n in (1, 3, 5)]
+    assert [ids for _, ids, _ in documents] == expected(tokenizer)
+    assert read(path, start=2) == documents[1:]
 
 
-def test_parquet_from_any_row_on(read, tmp_path, tokenizer):
+def test_parquet_is_read_from_any_row_on(read, tmp_path, tokenizer):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     table = arrow.table({"other": [1] * 50, "body": [f"{n} {TEXTS[0]}" for n in range(50)]})
     parquet.write_table(table, path, row_group_size=20)
     ids = [[*tokenizer(f"{n} {TEXTS[0]}").input_ids, END] for n in range(50)]
     for start in (0, 1, 19, 20, 39, 47, 49, 50):
-        found = read(path, "body", start)
-        assert [ids for _, ids, _ in found] == ids[start:]
-        assert [where for where, *_ in found] == [f"{path}, row {n + 1}" for n in range(start, 50)]
+        documents = read(path, "body", start)
+        assert [ids for _, ids, _ in documents] == ids[start:]
+        assert [location for location, *_ in documents] == [
+            f"{path}, row {n + 1}" for n in range(start, 50)
+        ]
 
 
-def test_saved_dataset(read, tmp_path, tokenizer):
+def test_saved_datasets_are_read(read, tmp_path, tokenizer):
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_list(records("body"))
     dataset.save_to_disk(tmp_path / "all" / "one")
@@ -109,22 +103,22 @@ def test_saved_dataset(read, tmp_path, tokenizer):
 
 
 def test_hub_is_streamed(read, monkeypatch, tokenizer):
-    datasets, asked = pytest.importorskip("datasets"), []
+    datasets, requests = pytest.importorskip("datasets"), []
 
     def load(name, config, **options):
-        asked.append((name, config, options["split"]))
+        requests.append((name, config, options["split"]))
         assert options["streaming"]
         return datasets.Dataset.from_list(records()).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    found = read("hub:some/name")
-    assert [ids for _, ids, _ in found] == expected(tokenizer)
-    assert found[2][0] == "hub:some/name, row 3"
+    documents = read("hub:some/name")
+    assert [ids for _, ids, _ in documents] == expected(tokenizer)
+    assert documents[2][0] == "hub:some/name, row 3"
     assert read("hub:some/name,de@test", start=1)[0][0] == "hub:some/name,de@test, row 2"
-    assert asked == [("some/name", None, "train"), ("some/name", "de", "test")]
+    assert requests == [("some/name", None, "train"), ("some/name", "de", "test")]
 
 
-def test_hub_that_cannot_be_reached(read, monkeypatch):
+def test_an_unreachable_hub_is_an_error(read, monkeypatch):
     datasets = pytest.importorskip("datasets")
 
     def load(*_, **__):
@@ -135,9 +129,9 @@ def test_hub_that_cannot_be_reached(read, monkeypatch):
         read("hub:a/b")
 
 
-def test_novels_of_the_package(read, tokenizer):
-    ((where, ids, _),) = read("novels:persuasion")
-    assert where == "novels:persuasion"
+def test_novels_of_the_package_are_read_by_name(read, tokenizer):
+    ((location, ids, _),) = read("novels:persuasion")
+    assert location == "novels:persuasion"
     assert ids == [*tokenizer(texts.read_text("persuasion")).input_ids, END]
     with pytest.raises(ValueError, match=r"no novel 'ema' \(did you mean 'emma'\?\): .*persuasion"):
         read("novels:ema")
@@ -152,11 +146,11 @@ def test_folders_and_globs_are_sorted(read, write, tmp_path):
         "all/*.txt": ["b.txt"],
         "all/**/*.txt": ["a/z.txt", "b.txt"],
     }
-    for source, found in names.items():
-        assert [w for w, *_ in read(tmp_path / source)] == [f"{tmp_path}/all/{n}" for n in found]
+    for source, files in names.items():
+        assert [w for w, *_ in read(tmp_path / source)] == [f"{tmp_path}/all/{n}" for n in files]
 
 
-def test_tokenised_records(read, write):
+def test_tokenised_records_keep_their_labels(read, write):
     path = write(
         "a.jsonl",
         [
@@ -174,7 +168,7 @@ def test_tokenised_records(read, write):
     ]
 
 
-def test_tokenised_parquet(read, tmp_path):
+def test_tokenised_parquet_keeps_its_labels(read, tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"input_ids": [[5, 6], [7]], "labels": [[-100, 6], None], "text": ["", ""]})
     parquet.write_table(table, tmp_path / "a.parquet")
@@ -182,7 +176,7 @@ def test_tokenised_parquet(read, tmp_path):
     assert [row[1:] for row in read(tmp_path / "a.parquet")] == rows
 
 
-def test_what_is_not_there(read, write, tmp_path):
+def test_missing_sources_are_refused(read, write, tmp_path):
     path = write("novel.txt", "words")
     with pytest.raises(ValueError, match=rf"no data .*did you mean '{path.name}'.*hub:NAME"):
         read(tmp_path / "nowel.txt")
@@ -226,20 +220,20 @@ def test_what_is_not_there(read, write, tmp_path):
         ("a.parquet", "not parquet", r"cannot read .*a\.parquet: .*again"),
     ],
 )  # fmt: skip
-def test_damage_is_named_with_its_place(read, write, name, content, message):
-    with pytest.raises(ValueError, match=message) as caught:
+def test_damaged_documents_are_refused_with_their_location(read, write, name, content, message):
+    with pytest.raises(ValueError, match=message) as error:
         read(write(name, content))
-    assert "Traceback" not in str(caught.value)
+    assert "Traceback" not in str(error.value)
 
 
-def test_parquet_without_the_column(read, tmp_path):
+def test_parquet_without_the_column_is_refused(read, tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"content": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet has no column 'text'.*it has 'content'"):
         read(tmp_path / "a.parquet")
 
 
-def test_packages_that_are_missing(read, write, monkeypatch):
+def test_missing_packages_are_named(read, write, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=re.escape("pip install 'rope-patch[train]'")):
         read(write("a.parquet", "x"))
@@ -248,7 +242,7 @@ def test_packages_that_are_missing(read, write, monkeypatch):
         read("hub:some/name")
 
 
-def test_no_end_token(write):
+def test_documents_without_an_end_token_stay_as_they_are(write):
     class Bare:
         eos_token_id = None
 

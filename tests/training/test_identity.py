@@ -1,4 +1,4 @@
-"""A run goes on, or counts as finished, only as what it was; anything else changes no file."""
+"""Test a run's identity: only the same recipe resumes it; a refusal changes no file."""
 
 import json
 import re
@@ -9,8 +9,16 @@ import torch
 import training_runs as runs
 from helpers.commands import here
 from safetensors.torch import load_file, save_file
-from training_runs import ASSETS, STEPS, arguments, curve, equal_tensors, require_same, run, stopped
-from training_runs import truth as truth
+from training_runs import (
+    ASSETS,
+    STEPS,
+    arguments,
+    copy_stopped_run,
+    curve,
+    equal_tensors,
+    require_same,
+    run,
+)
 from transformers import get_scheduler
 
 from rope_patch.training import identity, schedule
@@ -49,38 +57,38 @@ def snapshot(folder):
 
 
 @pytest.fixture
-def interrupted(truth, tmp_path):
-    return stopped(truth("finetune"), tmp_path / "run", 2)
+def interrupted(reference_run, tmp_path):
+    return copy_stopped_run(reference_run("finetune"), tmp_path / "run", 2)
 
 
-def refused(folder, *more, **changed):
+def error_of_refused_run(folder, *words, **changes):
     """Return the command's error; fail if it changed the folder."""
     before = snapshot(folder)
-    given = [*arguments(folder, resume="auto", **changed), *more]
-    done = here("finetune", *given)
-    assert done.returncode == 1
+    command = [*arguments(folder, resume="auto", **changes), *words]
+    result = here("finetune", *command)
+    assert result.returncode == 1
     assert snapshot(folder) == before
-    assert done.stderr.count("error: ") == 1
-    return done.stderr
+    assert result.stderr.count("error: ") == 1
+    return result.stderr
 
 
 @pytest.mark.parametrize("state", ["finished", "interrupted"])
-def test_another_recipe_is_refused_and_nothing_changes(state, truth, tmp_path):
+def test_another_recipe_is_refused_and_nothing_changes(state, reference_run, tmp_path):
     folder = tmp_path / "run"
     if state == "finished":
-        shutil.copytree(truth("finetune"), folder)
+        shutil.copytree(reference_run("finetune"), folder)
     else:
-        stopped(truth("finetune"), folder, 2)
-    for changed, message in OTHERS.values():
-        error = refused(folder, **changed)
+        copy_stopped_run(reference_run("finetune"), folder, 2)
+    for changes, message in OTHERS.values():
+        error = error_of_refused_run(folder, **changes)
         assert f"cannot resume {folder}" in error
         assert re.search(message, error), error
         assert "Set that back, or give another --output_dir" in error
-    assert "loop was false, got true" in refused(folder, "--loop")
+    assert "loop was false, got true" in error_of_refused_run(folder, "--loop")
 
 
-def test_the_loop_refuses_another_recipe_too(truth, tmp_path):
-    folder = stopped(truth("loop"), tmp_path / "run", 2)
+def test_the_loop_refuses_another_recipe_too(reference_run, tmp_path):
+    folder = copy_stopped_run(reference_run("loop"), tmp_path / "run", 2)
     before = snapshot(folder)
     with pytest.raises(ValueError, match=r"cannot resume .*learning_rate was 0\.001, got 1e-05"):
         run("loop", folder, resume=folder / "checkpoint-2", learning_rate=1e-5)
@@ -88,59 +96,65 @@ def test_the_loop_refuses_another_recipe_too(truth, tmp_path):
 
 
 @pytest.mark.parametrize("loop", [[], ["--loop"]])
-def test_a_second_run_in_a_folder_is_refused(loop, truth, tmp_path):
-    folder = stopped(truth("loop" if loop else "finetune"), tmp_path / "run", 2)
+def test_a_second_run_in_a_folder_is_refused(loop, reference_run, tmp_path):
+    folder = copy_stopped_run(reference_run("loop" if loop else "finetune"), tmp_path / "run", 2)
     with lock_folder(folder, Processes()):
-        error = refused(folder, *loop)
+        error = error_of_refused_run(folder, *loop)
     assert f"error: another process works in {folder}: wait for it to end" in error
 
 
-def test_contents_count_and_places_do_not(interrupted, truth, tmp_path):
+def test_contents_decide_the_identity_and_paths_do_not(interrupted, reference_run, tmp_path):
     model, data = tmp_path / "moved", tmp_path / "moved.jsonl"
     shutil.copytree(ASSETS / "tiny-llama", model)
     shutil.copy(runs.documents(tmp_path), data)
     other = tmp_path / "other.jsonl"
     other.write_text(data.read_text().replace("11", "12", 1))
     assert other.stat().st_size == data.stat().st_size
-    assert "data was" in refused(interrupted, data=other)
+    assert "data was" in error_of_refused_run(interrupted, data=other)
 
     # Copies, since some releases of safetensors map the file that is written over below.
     weights = {n: tensor.clone() for n, tensor in load_file(model / "model.safetensors").items()}
-    changed = {name: tensor * (1.001 if "norm" in name else 1) for name, tensor in weights.items()}
-    save_file(changed, model / "model.safetensors", metadata={"format": "pt"})
-    assert "model was" in refused(interrupted, model=model)
+    changed_weights = {
+        name: tensor * (1.001 if "norm" in name else 1) for name, tensor in weights.items()
+    }
+    save_file(changed_weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert "model was" in error_of_refused_run(interrupted, model=model)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     config = (model / "config.json").read_text()
-    said = json.loads(config)
-    (model / "config.json").write_text(json.dumps(said | {"attention_dropout": 0.5}))
-    assert "config.attention_dropout was 0.0, got 0.5" in refused(interrupted, model=model)
+    config_values = json.loads(config)
+    (model / "config.json").write_text(json.dumps(config_values | {"attention_dropout": 0.5}))
+    assert "config.attention_dropout was 0.0, got 0.5" in error_of_refused_run(
+        interrupted, model=model
+    )
     (model / "config.json").write_text(config)
 
     allowed = {"save_steps": 3, "logging_steps": 2, "save_total_limit": 1, "log_level": "error"}
     allowed |= {"gradient_checkpointing": False, "run_name": "again"}
     run("finetune", interrupted, resume="auto", model=model, data=data, **allowed)
-    require_same(interrupted, truth("finetune"))
+    require_same(interrupted, reference_run("finetune"))
 
 
-def test_rows_of_a_step_may_be_shared_in_another_way(interrupted, truth):
+def test_batch_size_and_accumulation_may_change_together(interrupted, reference_run):
     shape = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     run("finetune", interrupted, resume="auto", **shape)
-    expected = torch.tensor(curve(truth("finetune")))
+    expected = torch.tensor(curve(reference_run("finetune")))
     torch.testing.assert_close(torch.tensor(curve(interrupted)), expected, rtol=1e-4, atol=0)
 
 
-def test_more_steps_go_on_at_a_constant_rate(truth, tmp_path):
+def test_more_steps_continue_a_constant_rate(reference_run, tmp_path):
     constant = {"lr_scheduler_type": "constant"}
-    whole = truth("finetune", "constant", **constant)
+    uninterrupted = reference_run("finetune", "constant", **constant)
     folder = tmp_path / "run"
     run("finetune", folder, max_steps=4, **constant)
-    assert "steps was 4, got 3 (4 are taken)" in refused(folder, max_steps=3, **constant)
+    assert "steps was 4, got 3 (4 are taken)" in error_of_refused_run(
+        folder, max_steps=3, **constant
+    )
     run("finetune", folder, resume="auto", **constant)
-    require_same(folder, whole)
+    require_same(folder, uninterrupted)
     assert json.loads((folder / identity.FILE).read_text())["identity"]["steps"] == STEPS
 
 
-def test_more_steps_of_a_schedule_that_follows_from_them_are_warned_of(interrupted, caplog):
+def test_more_steps_of_a_decaying_schedule_warn(interrupted, caplog):
     run("finetune", interrupted, resume="auto", max_steps=STEPS + 2)
     assert (
         f"was begun for {STEPS} steps and goes on for {STEPS + 2}: its 2 steps had" in caplog.text
@@ -151,13 +165,13 @@ def test_more_steps_of_a_schedule_that_follows_from_them_are_warned_of(interrupt
     for steps, part in ((STEPS, slice(0, 3)), (STEPS + 2, slice(3, STEPS + 2))):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
         warmup = training.get_warmup_steps(steps)
-        whole = get_scheduler(training.lr_scheduler_type, optimizer, warmup, steps)
-        expected = [training.learning_rate * whole.lr_lambdas[0](step) for step in range(steps)]
+        scheduler = get_scheduler(training.lr_scheduler_type, optimizer, warmup, steps)
+        expected = [training.learning_rate * scheduler.lr_lambdas[0](step) for step in range(steps)]
         assert rates[part] == pytest.approx(expected[part])
 
 
 @pytest.mark.parametrize("damage", ["cut", "edited", "deep", "missing", "another format"])
-def test_a_folder_that_does_not_say_what_it_holds_is_refused(damage, interrupted):
+def test_a_folder_with_a_damaged_or_missing_identity_is_refused(damage, interrupted):
     path = interrupted / identity.FILE
     text = path.read_text()
     if damage == "cut":
@@ -173,15 +187,15 @@ def test_a_folder_that_does_not_say_what_it_holds_is_refused(damage, interrupted
         del body["digest"]
         body["format"] = "rope_patch.recipes/0"
         path.write_text(json.dumps(checksums.seal(body)))
-    error = refused(interrupted)
+    error = error_of_refused_run(interrupted)
     expected = {"missing": "holds a run without identity.json", "another format": "expected format"}
     assert expected.get(damage, f"{path}: it is damaged") in error
     assert "give another --output_dir" in error
 
 
-def test_a_run_without_resume_leaves_a_finished_model_alone(tmp_path, truth):
-    folder = stopped(truth("finetune"), tmp_path / "run", 0)
-    shutil.copytree(truth("finetune") / "model", folder / "model")
+def test_a_run_without_resume_refuses_to_overwrite_a_finished_model(tmp_path, reference_run):
+    folder = copy_stopped_run(reference_run("finetune"), tmp_path / "run", 0)
+    shutil.copytree(reference_run("finetune") / "model", folder / "model")
     before = snapshot(folder)
     with pytest.raises(ValueError, match="holds the finished model of an earlier run"):
         run("finetune", folder)
@@ -190,39 +204,39 @@ def test_a_run_without_resume_leaves_a_finished_model_alone(tmp_path, truth):
     assert snapshot(folder) == before
 
 
-def test_what_an_earlier_run_logged_is_not_mixed_in(truth, tmp_path):
+def test_logs_of_an_earlier_run_are_discarded(reference_run, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "log.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
     (folder / "retrieval.jsonl").write_text('{"step": 2, "retrieval_hits": 1.0}\n{"st')
     run("finetune", folder, max_steps=1, lr_scheduler_type="constant")
-    assert curve(folder) == curve(truth("finetune"))[:1]
+    assert curve(folder) == curve(reference_run("finetune"))[:1]
     assert (folder / "retrieval.jsonl").read_text() == ""
     assert not equal_tensors(folder / "model", ASSETS / "tiny-llama")
 
 
-def test_checkpoints_without_an_optimizer_are_not_gone_on_from(tmp_path):
+def test_checkpoints_without_an_optimizer_are_refused(tmp_path):
     only = {"save_only_model": True, "max_steps": 1}
     run("finetune", tmp_path / "run", **only)
-    assert "it lacks the state of the optimizer" in refused(tmp_path / "run", **only)
+    assert "it lacks the state of the optimizer" in error_of_refused_run(tmp_path / "run", **only)
 
 
-def test_another_version_warns(truth, tmp_path, caplog):
-    folder = stopped(truth("finetune"), tmp_path / "run", STEPS)
+def test_another_version_warns(reference_run, tmp_path, caplog):
+    folder = copy_stopped_run(reference_run("finetune"), tmp_path / "run", STEPS)
     path = folder / identity.FILE
     body = json.loads(path.read_text())
     del body["digest"]
     body["versions"]["transformers"] = "4.0.0"
-    body["identity"]["group_by_length"] = False  # a key of that time
+    body["identity"]["group_by_length"] = False  # a key of that version
     path.write_text(json.dumps(checksums.seal(body)))
-    assert "method was yarn, got linear" in refused(folder, method="linear")
+    assert "method was yarn, got linear" in error_of_refused_run(folder, method="linear")
     run("finetune", folder, resume="auto")
     assert "began with" in caplog.text
     assert "transformers 4.0.0" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("words", "steps", "same"),
+    ("words", "steps", "agrees"),
     [
         (["--lr_scheduler_type", "constant"], 90, True),
         (["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", "5"], 90, True),
@@ -232,24 +246,24 @@ def test_another_version_warns(truth, tmp_path, caplog):
         (["--lr_scheduler_type", "constant"], 29, False),
     ],
 )
-def test_schedules_agree_where_all_rates_do(words, steps, same):
-    given = ["--model", "x", "--method", "yarn", "--data", "x", "--max_steps", "60"]
-    training = parse([*given, "--use_cpu", "true", *words])[0].training
-    assert schedule.same_rates(training, 60, steps, 30) is same
+def test_schedules_agree_if_all_rates_do(words, steps, agrees):
+    options = ["--model", "x", "--method", "yarn", "--data", "x", "--max_steps", "60"]
+    training = parse([*options, "--use_cpu", "true", *words])[0].training
+    assert schedule.same_rates(training, 60, steps, 30) is agrees
 
 
-def test_keys_that_may_change_are_keys_and_the_command_says_which():
-    others = {  # of other versions of transformers
+def test_keys_that_may_change_are_known_and_marked_in_the_list():
+    version_dependent = {  # of other versions of transformers
         "logging_dir", "activation_checkpointing", "dataloader_in_order", "ddp_static_graph",
         "dataloader_multiprocessing_context", "trackio_bucket_id", "trackio_static_space_id",
         "enable_jit_checkpoint",
     }  # fmt: skip
-    assert identity.MAY_CHANGE - others <= known_keys().keys()
-    listed = here("finetune", "--keys").stdout.splitlines()
-    marked = {
-        line.split()[0] for line in listed if line.endswith("(may change when a run goes on)")
+    assert identity.MAY_CHANGE - version_dependent <= known_keys().keys()
+    lines = here("finetune", "--keys").stdout.splitlines()
+    changeable_keys = {
+        line.split()[0] for line in lines if line.endswith("(may change when a run goes on)")
     }
-    assert marked == identity.MAY_CHANGE & {line.split()[0] for line in listed}
+    assert changeable_keys == identity.MAY_CHANGE & {line.split()[0] for line in lines}
 
 
 def test_fingerprints_are_of_contents(tmp_path):
@@ -261,7 +275,7 @@ def test_fingerprints_are_of_contents(tmp_path):
         (tmp_path / folder / "picture.png").write_text(folder)
     one, two = (str(tmp_path / folder) for folder in ("one", "two"))
     assert fingerprint(one) == fingerprint(two) == fingerprint(f"{two}/*.txt")
-    for changed in (large[:-1] + b"!", b"!" + large[1:], large + b"!"):
-        (tmp_path / "two" / "a.txt").write_bytes(changed)
+    for content in (large[:-1] + b"!", b"!" + large[1:], large + b"!"):
+        (tmp_path / "two" / "a.txt").write_bytes(content)
         assert fingerprint(one) != fingerprint(two)
     assert fingerprint("novels:emma") != fingerprint("novels:persuasion")

@@ -1,4 +1,4 @@
-"""The launch files for accelerate: valid keys, and what reaches each process."""
+"""Test the launch files for accelerate: valid keys, and the settings that reach each process."""
 
 import os
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_single_process_leaves_the_precision_to_the_recipe(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_cp8"])
-def test_fsdp2_reaches_the_processes(name, monkeypatch):
+def test_fsdp2_settings_reach_the_processes(name, monkeypatch):
     arguments, environment = launch(ROOT / f"recipes/accelerate/{name}.yaml", monkeypatch)
     assert arguments.num_processes == 8
     assert environment.ACCELERATE_USE_FSDP == "true"
@@ -72,7 +72,7 @@ def test_fsdp2_reaches_the_processes(name, monkeypatch):
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True
-    assert not plugin.activation_checkpointing  # gradient_checkpointing is the recipes'
+    assert not plugin.activation_checkpointing  # recipes set gradient_checkpointing
     assert not plugin.cpu_ram_efficient_loading
     assert plugin.state_dict_type.name == "FULL_STATE_DICT"
     model = LlamaForCausalLM.from_pretrained(TINY)
@@ -82,7 +82,7 @@ def test_fsdp2_reaches_the_processes(name, monkeypatch):
     }
 
 
-def test_context_parallelism_reaches_the_processes(monkeypatch):
+def test_context_parallel_settings_reach_the_processes(monkeypatch):
     arguments, environment = launch(ROOT / "recipes/accelerate/fsdp2_cp8.yaml", monkeypatch)
     assert environment.ACCELERATE_USE_PARALLELISM_CONFIG == "true"
     parallelism = ParallelismConfig()
@@ -90,7 +90,7 @@ def test_context_parallelism_reaches_the_processes(monkeypatch):
     assert parallelism.cp_handler.cp_comm_strategy == "allgather"
 
 
-def test_sequence_parallelism_reaches_the_processes(monkeypatch):
+def test_sequence_parallel_settings_reach_the_processes(monkeypatch):
     arguments, environment = launch(ROOT / "recipes/accelerate/deepspeed_sp8.yaml", monkeypatch)
     assert environment.ACCELERATE_USE_DEEPSPEED == "true"
     assert environment.ACCELERATE_DEEPSPEED_ZERO_STAGE == "3"

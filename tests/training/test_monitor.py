@@ -1,4 +1,4 @@
-"""The log of a run, its numbers, and what stops it."""
+"""Test a run's log and the guard that stops diverging runs."""
 
 import json
 import math
@@ -22,30 +22,30 @@ def guard(tmp_path):
     return DivergenceGuard(1.0, tmp_path)
 
 
-def _watch(folder, done=0, **changed):
+def _make_progress(folder, done=0, **changes):
     return TrainingProgress(
-        folder, **{"steps": 9, "steps_done": done, "tokens": 1024, "main": True, **changed}
+        folder, **{"steps": 9, "steps_done": done, "tokens": 1024, "main": True, **changes}
     )
 
 
-def _written(folder, *steps, rest=""):
+def _write_log(folder, *steps, rest=""):
     lines = [json.dumps({"step": step, "loss": float(step)}) + "\n" for step in steps]
     (folder / LOG).write_text("".join(lines) + rest)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_guard_stops_at_a_loss_that_is_no_number(guard, loss):
-    with pytest.raises(TrainingStopped) as stopped:
+def test_guard_stops_at_a_nan_or_infinite_loss(guard, loss):
+    with pytest.raises(TrainingStopped) as error:
         guard.check(3, loss, 1.0, ROWS)
-    said = str(stopped.value)
-    assert f"step 3 was not taken: the loss is {loss}" in said
-    assert "row 8 of a.txt, b.txt; row 9 of c.txt" in said
-    assert "There is no checkpoint yet" in said
+    message = str(error.value)
+    assert f"step 3 was not taken: the loss is {loss}" in message
+    assert "row 8 of a.txt, b.txt; row 9 of c.txt" in message
+    assert "There is no checkpoint yet" in message
     assert not guard.recent_losses
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_guard_stops_at_gradients_that_are_no_numbers(guard, norm):
+def test_guard_stops_at_nan_or_infinite_gradients(guard, norm):
     with pytest.raises(TrainingStopped, match=rf"norm is {norm} \(the loss 2\.5\)"):
         guard.check(1, 2.5, norm, [])
 
@@ -56,40 +56,40 @@ def test_guard_stops_at_a_risen_loss(guard):
     guard.check(6, 2.99, 1.0, ROWS)
     with pytest.raises(TrainingStopped, match=r"rose to 3\.5, from 2\.165 over the last 6"):
         guard.check(7, 3.5, 1.0, ROWS)
-    guard.check(7, 2.0, 1.0, ROWS)  # what was refused is not part of the mean
+    guard.check(7, 2.0, 1.0, ROWS)  # the mean excludes the refused loss
 
 
-def test_guard_waits_for_some_losses(guard):
+def test_guard_ignores_the_first_losses(guard):
     for step, loss in enumerate([12.0, 2.0, 9.0, 2.0], start=1):
         guard.check(step, loss, 1.0, ROWS)
 
 
-def test_guard_compares_to_the_last_losses_only(guard):
+def test_guard_compares_with_the_last_losses_only(guard):
     for step in range(1, 101):
         guard.check(step, 100.0 - step, 1.0, ROWS)
     with pytest.raises(TrainingStopped, match=r"from 9\.5 over the last 20 steps"):
         guard.check(101, 10.6, 1.0, ROWS)
 
 
-def test_watch_logs_every_step(tmp_path):
-    watch = _watch(tmp_path)
+def test_every_step_is_logged(tmp_path):
+    progress = _make_progress(tmp_path)
     for step in (1, 2):
-        logged = watch.record_step(step, loss=1 / 3, grad_norm=0.1, learning_rate=1e-5)
-    watch.close()
-    assert read_log(tmp_path)[-1] == logged
+        record = progress.record_step(step, loss=1 / 3, grad_norm=0.1, learning_rate=1e-5)
+    progress.close()
+    assert read_log(tmp_path)[-1] == record
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2]
-    assert logged["loss"] == 1 / 3
-    assert logged["tokens"] == 2048
-    assert logged["tokens_per_second"] > 0
-    assert logged["memory_gb"] > 0
+    assert record["loss"] == 1 / 3
+    assert record["tokens"] == 2048
+    assert record["tokens_per_second"] > 0
+    assert record["memory_gb"] > 0
 
 
-def test_watch_drops_lines_after_the_resumed_step(tmp_path):
-    _written(tmp_path, 1, 2, 3, 4, 5)
-    watch = _watch(tmp_path, done=3)
-    assert watch.bar.n == 3
-    watch.record_step(4, loss=0.5)
-    watch.close()
+def test_lines_after_the_resumed_step_are_dropped(tmp_path):
+    _write_log(tmp_path, 1, 2, 3, 4, 5)
+    progress = _make_progress(tmp_path, done=3)
+    assert progress.bar.n == 3
+    progress.record_step(4, loss=0.5)
+    progress.close()
     assert [(line["step"], line["loss"]) for line in read_log(tmp_path)] == [
         (1, 1.0),
         (2, 2.0),
@@ -98,41 +98,41 @@ def test_watch_drops_lines_after_the_resumed_step(tmp_path):
     ]
 
 
-def test_watch_starts_a_log_anew(tmp_path):
-    _written(tmp_path, 1, 2)
-    _watch(tmp_path).close()
+def test_a_new_run_starts_an_empty_log(tmp_path):
+    _write_log(tmp_path, 1, 2)
+    _make_progress(tmp_path).close()
     assert read_log(tmp_path) == []
 
 
 @pytest.mark.parametrize("rest", ['{"step": 3, "lo', '{"step": 3, "loss": 1.0', "\x00\x00"])
-def test_torn_last_line_is_left_out(tmp_path, rest):
-    _written(tmp_path, 1, 2, rest=rest)
+def test_a_partial_last_line_is_dropped(tmp_path, rest):
+    _write_log(tmp_path, 1, 2, rest=rest)
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2]
-    watch = _watch(tmp_path, done=2)
-    watch.record_step(3, loss=0.5)
-    watch.close()
+    progress = _make_progress(tmp_path, done=2)
+    progress.record_step(3, loss=0.5)
+    progress.close()
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2, 3]
 
 
-def test_only_the_main_process_writes(tmp_path):
-    watch = _watch(tmp_path, main=False)
-    watch.record_step(1, loss=0.5)
-    watch.close()
+def test_only_the_main_process_logs(tmp_path):
+    progress = _make_progress(tmp_path, main=False)
+    progress.record_step(1, loss=0.5)
+    progress.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_pause_is_not_part_of_the_speed(tmp_path, monkeypatch):
+def test_pauses_do_not_count_towards_the_speed(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    watch = _watch(tmp_path)
+    progress = _make_progress(tmp_path)
     now[0] = 100.0
-    watch.pause()
+    progress.pause()
     now[0] = 102.0
-    assert watch.record_step(1)["tokens_per_second"] == 512.0
+    assert progress.record_step(1)["tokens_per_second"] == 512.0
 
 
-def test_log_that_cannot_be_written_says_what_to_do(tmp_path):
-    watch = _watch(tmp_path)
+def test_a_log_that_cannot_be_written_is_an_error_with_advice(tmp_path):
+    progress = _make_progress(tmp_path)
     (tmp_path / LOG).unlink()
     try:
         (tmp_path / LOG).symlink_to("/dev/full")
@@ -140,12 +140,12 @@ def test_log_that_cannot_be_written_says_what_to_do(tmp_path):
     except OSError:
         pytest.skip("no /dev/full here")
     with pytest.raises(OSError, match=r"log.jsonl could not be .* MB are free .*No space"):
-        watch.record_step(1, loss=0.5)
-    watch.close()
+        progress.record_step(1, loss=0.5)
+    progress.close()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_log_of_a_run(recipe, tmp_path):
+def test_a_run_logs_tokens_memory_and_losses(recipe, tmp_path):
     run(recipe, tmp_path / "run", max_steps=2, save_strategy="no", retrieval_steps=0)
     log = read_log(tmp_path / "run")
     assert [line["tokens"] for line in log] == [1024, 2048]

@@ -1,4 +1,4 @@
-"""Packed rows: their tokens, their order, and what is refused."""
+"""Test packed rows: tokens, labels, order, shares and refusals."""
 
 import itertools
 import json
@@ -7,9 +7,18 @@ from collections import Counter
 
 import pytest
 import torch
-from packed_rows import END, KEYS, LENGTH, SETTINGS, TINY, Counting, lengths, make, segments, tokens
-from packed_rows import source as source
-from packed_rows import tokenizer as tokenizer
+from packed_rows import (
+    END,
+    KEYS,
+    LENGTH,
+    SETTINGS,
+    TINY,
+    CountingTokenizer,
+    lengths,
+    make_rows,
+    segments,
+    tokens,
+)
 from transformers import HfArgumentParser, LlamaForCausalLM
 
 from rope_patch.training.data_arguments import DataArguments, require_no_document_masks
@@ -24,7 +33,7 @@ def test_single_rows_are_slices_of_one_document(tokenizer, tmp_path):
     expected = [
         ids[i : i + LENGTH] for ids in long for i in range(0, len(ids) - LENGTH + 1, LENGTH)
     ]
-    rows = make(tokenizer, len(expected) + 1, [str(tmp_path)])
+    rows = make_rows(tokenizer, len(expected) + 1, [str(tmp_path)])
     assert len(expected) > 5
     assert [row["input_ids"].tolist() for row in rows] == [*expected, expected[0]]
     for row in rows:
@@ -49,7 +58,7 @@ def test_packed_rows_are_the_documents_one_after_another(tokenizer, tmp_path, pa
     documents = [[*tokenizer(text).input_ids, END] for text in texts]
     expected = [token for ids in documents for token in ids]
     count = len(expected) // LENGTH
-    rows = make(tokenizer, count, [str(path)], packing=packing, text_column="body")
+    rows = make_rows(tokenizer, count, [str(path)], packing=packing, text_column="body")
     assert tokens(rows) == expected[: count * LENGTH]
     starts = {sum(map(len, documents[:n])) for n in range(len(documents))}
     for row in rows:
@@ -67,33 +76,33 @@ def test_packed_rows_are_the_documents_one_after_another(tokenizer, tmp_path, pa
     assert rows[0]["row"]["documents"] == [f"{path}:1", f"{path}:2"]
 
 
-def test_min_document_length(tokenizer, source):
+def test_short_documents_are_left_out_by_min_document_length(tokenizer, source):
     path, documents = source("a.jsonl", [5, 30, 19, 20, 40, 90])
-    rows = make(tokenizer, 3, [path], packing="concatenate", min_document_length=20)
+    rows = make_rows(tokenizer, 3, [path], packing="concatenate", min_document_length=20)
     assert tokens(rows) == [t for ids in documents if len(ids) >= 20 for t in ids][: 3 * LENGTH]
     assert rows[-1]["row"]["counts"][path]["left_out"] == 2
 
 
-def test_labels_of_records(tokenizer, tmp_path):
+def test_labels_of_records_reach_the_rows(tokenizer, tmp_path):
     record = {"input_ids": list(range(3, 3 + LENGTH)), "labels": [-100] * 40 + list(range(43, 51))}
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
-    (row,) = make(tokenizer, 1, [str(tmp_path / "a.jsonl")])
+    (row,) = make_rows(tokenizer, 1, [str(tmp_path / "a.jsonl")])
     assert row["labels"].tolist() == record["labels"]
 
 
-def test_transformers_masks_masked_rows(tokenizer, source):
+def test_transformers_separates_the_documents_of_masked_rows(tokenizer, source):
     model = LlamaForCausalLM.from_pretrained(TINY).eval()
     path, _ = source("a.jsonl", [9, 2, 30, 3, 3, 60, 7, 25, 40])
-    rows = make(tokenizer, 4, [path], packing="masked")
+    rows = make_rows(tokenizer, 4, [path], packing="masked")
     batch = collate(rows)
     assert "attention_mask" not in batch
     inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
     with torch.no_grad():
-        together = model(**inputs, use_cache=False).logits
-        apart, losses = [], []
+        packed_logits = model(**inputs, use_cache=False).logits
+        separate_logits, losses = [], []
         for row in rows:
             logits = [model(input_ids=ids[None]).logits[0] for ids in segments(row)]
-            apart.append(torch.cat(logits))
+            separate_logits.append(torch.cat(logits))
             losses += [
                 torch.nn.functional.cross_entropy(x[:-1], ids[1:], reduction="none")
                 for x, ids in zip(logits, segments(row), strict=True)
@@ -101,16 +110,16 @@ def test_transformers_masks_masked_rows(tokenizer, source):
         loss = model(**inputs, labels=batch["labels"], use_cache=False).loss
         plain = model(input_ids=batch["input_ids"], use_cache=False).logits
     assert max(len(segments(row)) for row in rows) > 3
-    torch.testing.assert_close(together, torch.stack(apart), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed_logits, torch.stack(separate_logits), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(loss, torch.cat(losses).mean(), atol=1e-5, rtol=1e-5)
-    assert (plain - together).abs().max() > 0.1
+    assert (plain - packed_logits).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.29, 0.5, 0.7])
 def test_short_share_is_exact(tokenizer, source, share):
     long, _ = source("long.jsonl", [200, 300])
     short, _ = source("short.jsonl", [5, 9])
-    rows = make(tokenizer, 100, [long], short_data=[short], short_share=share)
+    rows = make_rows(tokenizer, 100, [long], short_data=[short], short_share=share)
     is_short = [row["row"]["documents"][0].startswith(short) for row in rows]
     percent = round(100 * share)
     for i in range(100):
@@ -121,14 +130,14 @@ def test_short_share_is_exact(tokenizer, source, share):
 def test_short_rows_are_packed_of_short_pieces(tokenizer, source):
     long, _ = source("long.jsonl", [200, 300])
     short, documents = source("short.jsonl", [5, 37, 9, 20, 48, 3, 60])
-    rows = make(tokenizer, 9, [long], short_data=[short], short_share=0.5, short_length=17)
-    brief = rows[1::2]
+    rows = make_rows(tokenizer, 9, [long], short_data=[short], short_share=0.5, short_length=17)
+    short_rows = rows[1::2]
     stream = [token for ids in documents for token in ids] * 2
-    assert tokens(brief) == stream[: 4 * LENGTH]
-    for row in brief:
+    assert tokens(short_rows) == stream[: 4 * LENGTH]
+    for row in short_rows:
         assert max(map(len, segments(row))) <= 17
         assert (row["labels"] == -100).equal(row["position_ids"] == 0)
-    assert [len(piece) for piece in segments(brief[0])] == [5, 17, 17, 3, 6]
+    assert [len(piece) for piece in segments(short_rows[0])] == [5, 17, 17, 3, 6]
     for row in rows[::2]:
         assert torch.equal(row["position_ids"], torch.arange(LENGTH))
     counts = rows[-1]["row"]["counts"]
@@ -138,21 +147,21 @@ def test_short_rows_are_packed_of_short_pieces(tokenizer, source):
 
 def test_short_rows_of_the_same_data_at_the_trained_length(tokenizer, source):
     path, documents = source("a.jsonl", [200, 300])
-    rows = make(tokenizer, 4, [path], short_share=0.5)
+    rows = make_rows(tokenizer, 4, [path], short_share=0.5)
     assert tokens(rows[::2]) == documents[0][: 2 * LENGTH] == tokens(rows[1::2])
     assert [len(piece) for piece in segments(rows[1])] == [16, 16, 16]
 
 
-def test_weights_hold_within_a_row(tokenizer, source):
+def test_data_weights_hold_to_within_a_row(tokenizer, source):
     paths = [source(f"{n}.jsonl", lengths(n, most=most))[0] for n, most in enumerate((9, 90, 400))]
     for weights, packing in itertools.product(([1, 2, 5], None), ("concatenate", "single")):
-        rows = make(tokenizer, 60, paths, data_weights=weights, packing=packing)
+        rows = make_rows(tokenizer, 60, paths, data_weights=weights, packing=packing)
         shares = [w / sum(weights) for w in weights] if weights else [1 / 3] * 3
         for row in rows:
             total = (row["row"]["index"] + 1) * LENGTH
             for path, share in zip(paths, shares, strict=True):
-                got = row["row"]["counts"][path]["tokens"]
-                assert abs(got - share * total) <= LENGTH
+                token_count = row["row"]["counts"][path]["tokens"]
+                assert abs(token_count - share * total) <= LENGTH
 
 
 def test_shuffling_changes_the_order_alone(tokenizer, source, tmp_path):
@@ -162,7 +171,7 @@ def test_shuffling_changes_the_order_alone(tokenizer, source, tmp_path):
     folder = str(tmp_path / "all")
 
     def epochs(seed, window=4, count=2):
-        rows = make(
+        rows = make_rows(
             tokenizer, count * 30, [folder], SETTINGS | {"seed": seed}, shuffle_window=window
         )
         order = [row["input_ids"].tolist() for row in rows]
@@ -176,65 +185,65 @@ def test_shuffling_changes_the_order_alone(tokenizer, source, tmp_path):
         assert sorted(order) == sorted(documents)
     assert len({str(order) for order in orders}) == len(orders)
     path, lines = names[0]
-    rows = make(tokenizer, 8, [path], shuffle_window=4)
+    rows = make_rows(tokenizer, 8, [path], shuffle_window=4)
     places = [lines.index(row["input_ids"].tolist()) for row in rows]
     assert sorted(places[:4]) == list(range(4))
-    assert [n + 4 for n in places[:4]] != places[4:]  # each block has an order of its own
-    near = epochs(0)[0]  # a window of 4: blocks of neighbours, which files may share
-    files = [next(n for n, (_, lines) in enumerate(names) if ids in lines) for ids in near]
+    assert [n + 4 for n in places[:4]] != places[4:]  # each block has a different order
+    epoch = epochs(0)[0]  # a window of 4: blocks of neighbours, which files may share
+    files = [next(n for n, (_, lines) in enumerate(names) if ids in lines) for ids in epoch]
     assert Counter(files) == dict.fromkeys(range(3), 10)
     assert len(list(itertools.groupby(files))) <= 7
 
 
-def test_collate(tokenizer, source):
+def test_collate_stacks_rows_and_masks_the_first_label(tokenizer, source):
     path, _ = source("a.jsonl", [200])
-    rows = make(tokenizer, 2, [path])
+    rows = make_rows(tokenizer, 2, [path])
     batch = collate(rows, context_parallel=True)
     assert batch["attention_mask"].equal(torch.ones(2, LENGTH, dtype=torch.int64))
     assert batch["rows"] == [row["row"] for row in rows]
     labels = torch.stack([row["labels"] for row in rows])
     assert batch["labels"][:, 1:].equal(labels[:, 1:])
-    assert batch["labels"][:, 0].eq(-100).all()  # nothing predicts it
+    assert batch["labels"][:, 0].eq(-100).all()  # no token precedes it
 
 
-def test_no_more_is_read_than_needed(tokenizer, tmp_path):
+def test_only_needed_documents_are_read(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": f"Number {n} came. " * 30}) for n in range(1000)]
     path.write_text("\n".join(lines) + "\nnot JSON, and never reached")
-    counting = Counting(tokenizer)
-    assert len(make(counting, 3, [str(path)])) == 3
-    assert counting.calls <= 3
+    counting_tokenizer = CountingTokenizer(tokenizer)
+    assert len(make_rows(counting_tokenizer, 3, [str(path)])) == 3
+    assert counting_tokenizer.calls <= 3
 
 
-def test_epochs_and_what_was_left_out_are_said_once(tokenizer, source, caplog):
+def test_epochs_and_left_out_documents_are_reported_once(tokenizer, source, caplog):
     caplog.set_level(logging.WARNING, logger="rope_patch")
     path, _ = source("a.jsonl", [5, 60, 7])
-    make(tokenizer, 1, [path])
+    make_rows(tokenizer, 1, [path])
     assert not caplog.messages
-    make(tokenizer, 5, [path])
+    make_rows(tokenizer, 5, [path])
     left_out, second = caplog.messages
     assert "2 of 3 documents were too short and left out" in left_out
     assert "packing: concatenate" in left_out
     assert second.startswith(path)
     assert "second epoch" in second
     caplog.clear()
-    make(tokenizer, 5, [path], settings=SETTINGS | {"rank": 1, "world": 2})
+    make_rows(tokenizer, 5, [path], settings=SETTINGS | {"rank": 1, "world": 2})
     assert not caplog.messages
 
 
-def test_no_document_is_long_enough(tokenizer, source):
+def test_data_without_a_long_enough_document_is_refused(tokenizer, source):
     path, _ = source("a.jsonl", [5, 47, 7])
     message = r"no row from .*shorter train_length.*concatenate.*longest has 47 tokens, expected 48"
     with pytest.raises(ValueError, match=message):
-        make(tokenizer, 1, [path])
-    good, _ = source("b.jsonl", [500])
+        make_rows(tokenizer, 1, [path])
+    long_path, _ = source("b.jsonl", [500])
     with pytest.raises(ValueError, match=message):
-        make(tokenizer, 9, [good, path])
+        make_rows(tokenizer, 9, [long_path, path])
     with pytest.raises(ValueError, match=r"min_document_length.*47 tokens, expected 100"):
-        make(tokenizer, 1, [path], packing="masked", min_document_length=100)
+        make_rows(tokenizer, 1, [path], packing="masked", min_document_length=100)
 
 
-def test_documents_that_shrink_while_they_are_read(tokenizer, source):
+def test_documents_that_shrink_during_reading_are_an_error(tokenizer, source):
     path, _ = source("a.jsonl", [60])
     rows = iter(PackedRows(DataArguments(data=[path]), tokenizer, **SETTINGS))
     next(rows)
@@ -243,10 +252,10 @@ def test_documents_that_shrink_while_they_are_read(tokenizer, source):
         next(rows)
 
 
-def test_a_file_of_blank_lines(tokenizer, tmp_path):
+def test_a_file_of_blank_lines_is_refused(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match=r"no documents in .*a\.jsonl"):
-        make(tokenizer, 1, [str(tmp_path / "a.jsonl")], packing="masked")
+        make_rows(tokenizer, 1, [str(tmp_path / "a.jsonl")], packing="masked")
 
 
 @pytest.mark.parametrize(
@@ -267,20 +276,20 @@ def test_a_file_of_blank_lines(tokenizer, tmp_path):
         ({"shuffle_window": -1}, "shuffle_window must be at least 0, got -1"),
     ],
 )
-def test_arguments_that_cannot_be(tokenizer, arguments, message):
+def test_bad_arguments_are_refused(tokenizer, arguments, message):
     with pytest.raises(ValueError, match=message):
         PackedRows(DataArguments(**{"data": ["novels:emma"]} | arguments), tokenizer, **SETTINGS)
 
 
 def test_concatenating_needs_an_end_token(tokenizer):
-    counting = Counting(tokenizer)
-    counting.eos_token_id = None
+    counting_tokenizer = CountingTokenizer(tokenizer)
+    counting_tokenizer.eos_token_id = None
     with pytest.raises(ValueError, match=r"needs an end token: set tokenizer\.eos_token"):
-        make(counting, 1, ["novels:emma"], packing="concatenate")
+        make_rows(counting_tokenizer, 1, ["novels:emma"], packing="concatenate")
 
 
 @pytest.mark.parametrize("arguments", [{"packing": "masked"}, {"short_share": 0.2}])
-def test_rows_that_need_a_mask(arguments):
+def test_packing_that_needs_a_mask_is_refused_without_masks(arguments):
     require_no_document_masks(DataArguments(packing="concatenate"))
     with pytest.raises(ValueError, match=r"takes no mask: expected .*; got packing"):
         require_no_document_masks(DataArguments(**arguments))
@@ -297,5 +306,5 @@ def test_transformers_parses_the_arguments():
 
 
 def test_novels_make_rows(tokenizer):
-    (row,) = make(tokenizer, 1, ["novels:persuasion"], settings=SETTINGS)
+    (row,) = make_rows(tokenizer, 1, ["novels:persuasion"], settings=SETTINGS)
     assert row["row"]["documents"] == ["novels:persuasion"]

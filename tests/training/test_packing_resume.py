@@ -1,4 +1,4 @@
-"""Packed rows resume exactly, and processes share them."""
+"""Test that packed rows resume exactly, and that processes and workers share them."""
 
 import itertools
 import json
@@ -7,9 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_rows import KEYS, LENGTH, SETTINGS, Counting, lengths, make, same, tokens
-from packed_rows import source as source
-from packed_rows import tokenizer as tokenizer
+from packed_rows import (
+    KEYS,
+    LENGTH,
+    SETTINGS,
+    CountingTokenizer,
+    lengths,
+    make_rows,
+    require_equal_rows,
+    tokens,
+)
 from torch.utils.data import DataLoader
 
 from rope_patch.training.data_arguments import DataArguments
@@ -19,51 +26,53 @@ from rope_patch.training.packing import PackedRows, collate
 @pytest.mark.parametrize("window", [0, 3, 100])
 @pytest.mark.parametrize("packing", ["single", "concatenate", "masked"])
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_resuming_at_every_row(tokenizer, source, tmp_path, packing, window, share):
+def test_rows_resume_exactly_at_every_row(tokenizer, source, tmp_path, packing, window, share):
     (tmp_path / "all").mkdir()
     for n in range(3):
         source(f"all/{n}.jsonl", lengths(n, 4, 80))
-    other, brief = source("other.jsonl", lengths("other"))[0], source("b.jsonl", [7, 40, 3])[0]
+    other, short = source("other.jsonl", lengths("other"))[0], source("b.jsonl", [7, 40, 3])[0]
     arguments = DataArguments(
         data=[str(tmp_path / "all"), other],
         data_weights=[1.0, 1.5],
-        short_data=[brief],
+        short_data=[short],
         short_share=share,
         packing=packing,
         min_document_length=10,
         shuffle_window=window,
     )
     count = 64
-    run = list(itertools.islice(PackedRows(arguments, tokenizer, **SETTINGS), count))
-    same(list(itertools.islice(PackedRows(arguments, tokenizer, **SETTINGS), count)), run)
-    assert min(c["epochs"] for c in run[-1]["row"]["counts"].values()) >= 1
-    for row in run[:-1]:
-        at = row["row"]["index"] + 1
+    expected = list(itertools.islice(PackedRows(arguments, tokenizer, **SETTINGS), count))
+    require_equal_rows(
+        list(itertools.islice(PackedRows(arguments, tokenizer, **SETTINGS), count)), expected
+    )
+    assert min(c["epochs"] for c in expected[-1]["row"]["counts"].values()) >= 1
+    for row in expected[:-1]:
+        next_index = row["row"]["index"] + 1
         state = json.loads(json.dumps(row["row"]["state"]))
-        for first in (at, min(at + 3, count - 1)):
-            again = PackedRows(arguments, tokenizer, **SETTINGS)
-            again.resume(state, first)
+        for first in (next_index, min(next_index + 3, count - 1)):
+            resumed = PackedRows(arguments, tokenizer, **SETTINGS)
+            resumed.resume(state, first)
             last = min(first + 4, count)
-            same(list(itertools.islice(again, last - first)), run[first:last])
+            require_equal_rows(list(itertools.islice(resumed, last - first)), expected[first:last])
 
 
 def test_resuming_tokenises_one_document(tokenizer, source, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"{n} came. " * 20}) + "\n" for n in range(1000)))
-    counting = Counting(tokenizer)
+    counting_tokenizer = CountingTokenizer(tokenizer)
     arguments = DataArguments(data=[str(path)], packing="concatenate", shuffle_window=10)
-    rows = list(itertools.islice(PackedRows(arguments, counting, **SETTINGS), 400))
-    assert counting.calls > 50
-    again = PackedRows(arguments, counting, **SETTINGS)
-    again.resume(rows[-2]["row"]["state"], 399)
-    counting.calls = 0
-    same([next(iter(again))], rows[-1:])
-    assert counting.calls <= 2
+    rows = list(itertools.islice(PackedRows(arguments, counting_tokenizer, **SETTINGS), 400))
+    assert counting_tokenizer.calls > 50
+    resumed = PackedRows(arguments, counting_tokenizer, **SETTINGS)
+    resumed.resume(rows[-2]["row"]["state"], 399)
+    counting_tokenizer.calls = 0
+    require_equal_rows([next(iter(resumed))], rows[-1:])
+    assert counting_tokenizer.calls <= 2
 
 
-def test_resuming_what_has_changed(tokenizer, source, tmp_path):
+def test_resuming_changed_data_or_settings_is_refused(tokenizer, source, tmp_path):
     path, _ = source("a.jsonl", [90, 200, 70])
-    rows = make(tokenizer, 2, [path])
+    rows = make_rows(tokenizer, 2, [path])
     state = rows[1]["row"]["state"]
     other = PackedRows(DataArguments(data=[path], packing="masked"), tokenizer, **SETTINGS)
     with pytest.raises(ValueError, match="packing was single, got masked: set it back"):
@@ -71,30 +80,30 @@ def test_resuming_what_has_changed(tokenizer, source, tmp_path):
     other = PackedRows(DataArguments(data=[path]), tokenizer, **SETTINGS | {"seed": 1})
     with pytest.raises(ValueError, match="seed was 0, got 1"):
         other.resume(state, 2)
-    again = PackedRows(DataArguments(data=[path]), tokenizer, **SETTINGS)
+    resumed = PackedRows(DataArguments(data=[path]), tokenizer, **SETTINGS)
     with pytest.raises(ValueError, match="cannot resume at row 1: the state is of row 2"):
-        again.resume(state, 1)
+        resumed.resume(state, 1)
     source("a.jsonl", [90, 201, 70])
-    again.resume(state, 2)
+    resumed.resume(state, 2)
     with pytest.raises(ValueError, match=r"jsonl:2 has 201 tokens, it had 200 .* bring back"):
-        next(iter(again))
+        next(iter(resumed))
 
 
-def test_resuming_data_that_has_moved(tokenizer, source):
+def test_data_that_has_moved_resumes(tokenizer, source):
     path, _ = source("a.jsonl", [90, 200, 70])
-    moved, rows = path.replace("a.jsonl", "b.jsonl"), make(tokenizer, 4, [path])
+    moved, rows = path.replace("a.jsonl", "b.jsonl"), make_rows(tokenizer, 4, [path])
     Path(path).rename(moved)
-    again = PackedRows(DataArguments(data=[moved]), tokenizer, **SETTINGS)
-    again.resume(rows[1]["row"]["state"], 2)
-    assert tokens(itertools.islice(again, 2)) == tokens(rows[2:])
+    resumed = PackedRows(DataArguments(data=[moved]), tokenizer, **SETTINGS)
+    resumed.resume(rows[1]["row"]["state"], 2)
+    assert tokens(itertools.islice(resumed, 2)) == tokens(rows[2:])
 
 
 @pytest.mark.parametrize(("batch", "world"), [(2, 2), (1, 3), (3, 1)])
 def test_ranks_share_the_rows(tokenizer, source, batch, world):
     path, _ = source("a.jsonl", lengths("a"))
-    run = make(tokenizer, 24, [path], packing="masked")
+    expected = make_rows(tokenizer, 24, [path], packing="masked")
     shares = [
-        make(
+        make_rows(
             tokenizer, 24 // world, [path], packing="masked",
             settings=SETTINGS | {"batch": batch, "world": world, "rank": rank},
         )
@@ -102,10 +111,12 @@ def test_ranks_share_the_rows(tokenizer, source, batch, world):
     ]  # fmt: skip
     for rank, share in enumerate(shares):
         assert all(r["row"]["index"] // batch % world == rank for r in share)
-    same(sorted(itertools.chain(*shares), key=lambda row: row["row"]["index"]), run)
+    require_equal_rows(
+        sorted(itertools.chain(*shares), key=lambda row: row["row"]["index"]), expected
+    )
 
 
-def test_one_worker_gives_what_none_gives(tokenizer, source):
+def test_one_worker_gives_the_same_batches_as_none(tokenizer, source):
     path, _ = source("a.jsonl", lengths("a"))
     rows = PackedRows(DataArguments(data=[path], packing="masked", shuffle_window=3), tokenizer,
                 **SETTINGS | {"batch": 2})  # fmt: skip
@@ -114,10 +125,10 @@ def test_one_worker_gives_what_none_gives(tokenizer, source):
         list(itertools.islice(DataLoader(rows, 2, collate_fn=collate, num_workers=n), 6))
         for n in (0, 1)
     ]
-    for mine, other in zip(*batches, strict=True):
-        assert mine["input_ids"].shape == (2, LENGTH)
-        assert all(torch.equal(mine[key], other[key]) for key in KEYS)
-        assert mine["rows"] == other["rows"]
+    for batch, other in zip(*batches, strict=True):
+        assert batch["input_ids"].shape == (2, LENGTH)
+        assert all(torch.equal(batch[key], other[key]) for key in KEYS)
+        assert batch["rows"] == other["rows"]
     assert batches[0][0]["rows"][0]["index"] == 4
 
 

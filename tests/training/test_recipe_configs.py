@@ -1,4 +1,4 @@
-"""The recipes that come along: they can be read, name their sources, and hold what those say."""
+"""Test the recipes of the package: readable, with sources, and with the published values."""
 
 import math
 import re
@@ -30,7 +30,7 @@ GEOMETRIES = {
     "meta-llama/Meta-Llama-3-8B-Instruct": LLAMA_3,
     "HuggingFaceTB/SmolLM-360M": Geometry(head_dim=64, theta=1e4, trained_length=2048),
     "demo": Geometry(head_dim=64, theta=1e5, trained_length=8192),
-    "out/yarn_64k/model": LLAMA_2,  # a second stage extends the original once more
+    "out/yarn_64k/model": LLAMA_2,  # a second stage extends the original model again
     "out/prolong_64k/model": LLAMA_3,
 }
 
@@ -42,7 +42,7 @@ PROLONG = ADAM | {
     "schedule": "cosine_with_min_lr", "floor": 0.1, "warmup_steps": 0.1, "weight_decay": 0.1,
     "max_grad_norm": 1.0,
 }  # fmt: skip
-# What the papers and their code say; whatever they leave open is not in here.
+# Values of the papers and their code. Keys that they leave open are missing here.
 PUBLISHED = {
     "pi_8k": ADAM
     | {
@@ -116,26 +116,25 @@ def header(name):
 def launcher(name):
     """Return the accelerate file that the launch line copies and names."""
     line = r"rope-patch recipes (\w+) > \1.yaml; accelerate launch --config_file \1.yaml -m "
-    found = re.search(line, header(name))
-    return ROOT / "recipes" / "accelerate" / f"{found[1] if found else 'single'}.yaml"
+    match = re.search(line, header(name))
+    return ROOT / "recipes" / "accelerate" / f"{match[1] if match else 'single'}.yaml"
 
 
 def method_of(settings):
     """Return a recipe's method on its model's geometry, and the target length."""
-    asked = settings.extension
-    geometry = GEOMETRIES[asked.model]
+    geometry = GEOMETRIES[settings.extension.model]
     method, target = settings.request().resolve(geometry.trained_length)
     return method, target or geometry.trained_length
 
 
-def said(name):
+def resolved_values(name):
     """Return a recipe's resolved values under the keys of PUBLISHED."""
     settings = read(name)
     extension, training, rows = settings.extension, settings.training, settings.data
     method, target = method_of(settings)
     launch = yaml.safe_load(launcher(name).read_text())
-    sharing = launch.get("parallelism_config", {}).get("parallelism_config_cp_size", 1)
-    replicas = launch["num_processes"] // sharing
+    cp_size = launch.get("parallelism_config", {}).get("parallelism_config_cp_size", 1)
+    replicas = launch["num_processes"] // cp_size
     return {
         "method": extension.method,
         "trained": GEOMETRIES[extension.model].trained_length,
@@ -168,7 +167,7 @@ def said(name):
     }
 
 
-def test_there_is_a_recipe_for_every_published_one_and_none_without_a_check():
+def test_every_recipe_has_published_values_to_check():
     assert set(NAMES) == set(PUBLISHED) | {"smoke_cpu"}
 
 
@@ -176,11 +175,13 @@ def test_there_is_a_recipe_for_every_published_one_and_none_without_a_check():
 def test_a_recipe_can_be_read_on_any_machine(name):
     settings = read(name)
     assert settings.training.output_dir == f"out/{name}"
-    assert settings.training.use_cpu is (name == "smoke_cpu")  # what it says, not what is here
+    assert settings.training.use_cpu is (
+        name == "smoke_cpu"
+    )  # the recipe's value, not this machine's
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_header_says_what_it_is_and_how_to_launch_it(name):
+def test_a_header_names_papers_hardware_tokens_and_launch_command(name):
     lines = header(name).splitlines()
     assert all(line.startswith("# ") for line in lines)
     for what in (r"Papers?: arXiv:\d{4}\.\d{5}", "Hardware: ", "Tokens: "):
@@ -194,7 +195,7 @@ def test_its_header_says_what_it_is_and_how_to_launch_it(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_tuned_number_has_its_source_beside_it(name):
+def test_every_tuned_number_has_a_comment_with_its_source(name):
     if name == "smoke_cpu":
         assert "all numbers are ours" in header(name)
         return
@@ -204,7 +205,7 @@ def test_every_tuned_number_has_its_source_beside_it(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_numbers_are_numbers_in_yaml_too(name):
+def test_numbers_are_numbers_in_yaml(name):
     def words(value):
         if isinstance(value, dict | list):
             parts = value.values() if isinstance(value, dict) else value
@@ -219,26 +220,26 @@ def test_its_numbers_are_numbers_in_yaml_too(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_it_holds_what_was_published(name):
-    ours = said(name)
+def test_values_are_the_published_ones(name):
+    ours = resolved_values(name)
     assert {key: ours[key] for key in PUBLISHED[name]} == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_tokens_are_those_of_its_header(name):
-    ours = said(name)
+def test_tokens_are_those_of_the_header(name):
+    ours = resolved_values(name)
     tokens = ours["tokens"] or ours["steps"] * ours["rows"] * ours["row_length"]
     line = next(line for line in header(name).splitlines() if line.startswith("# Tokens: "))
     units = {"billion": 1e9, "million": 1e6}
-    found = [
+    numbers = [
         float(number.replace(",", "")) * units.get(unit, 1)
         for number, unit in re.findall(r"(\d[\d,.]*\d|\d)(?: (billion|million))?", line)
     ]
-    assert any(math.isclose(tokens, number, rel_tol=0.1) for number in found), (tokens, line)
+    assert any(math.isclose(tokens, number, rel_tol=0.1) for number in numbers), (tokens, line)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_method_goes_with_its_model(name):
+def test_the_method_fits_the_model(name):
     settings = read(name)
     geometry = GEOMETRIES[settings.extension.model]
     method, target = method_of(settings)
@@ -251,18 +252,18 @@ def test_its_method_goes_with_its_model(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_rows_can_be_made_where_it_is_launched(name):
-    settings, ours = read(name), said(name)
+def test_the_launcher_supports_the_rows(name):
+    settings, ours = read(name), resolved_values(name)
     data_arguments.check_data_arguments(settings.data, ours["row_length"])
     launch = yaml.safe_load(launcher(name).read_text())
     parallelism = launch.get("parallelism_config", {})
-    if (shared := parallelism.get("parallelism_config_cp_size", 1)) > 1:
+    if (cp_size := parallelism.get("parallelism_config_cp_size", 1)) > 1:
         data_arguments.require_no_document_masks(settings.data)
         assert settings.extension.attention == "sdpa"
-        assert ours["row_length"] % (2 * shared) == 0
+        assert ours["row_length"] % (2 * cp_size) == 0
     if parallelism.get("parallelism_config_sp_size", 1) > 1:
-        spoken = parallelism["parallelism_config_sp_attn_implementation"]
-        assert settings.extension.attention == spoken
+        implementation = parallelism["parallelism_config_sp_attn_implementation"]
+        assert settings.extension.attention == implementation
     if (settings.data.packing == "masked") and ours["row_length"] > 32768:
         assert settings.extension.attention == "flash_attention_2"
 
@@ -284,13 +285,13 @@ def test_a_second_stage_replaces_the_rotation_of_the_first(tmp_path, method, fir
     stage_1 = rope_patch.load(TINY, method, **first)
     rope_patch.save(stage_1, tmp_path)
     stage_2 = rope_patch.load(tmp_path, method, **second)
-    at_once = rope_patch.load(TINY, method, **second)
-    assert rope_patch.current(stage_2).length == rope_patch.current(at_once).length
-    inv_freq = (model.model.rotary_emb.inv_freq for model in (stage_2, at_once))
+    single_stage = rope_patch.load(TINY, method, **second)
+    assert rope_patch.current(stage_2).length == rope_patch.current(single_stage).length
+    inv_freq = (model.model.rotary_emb.inv_freq for model in (stage_2, single_stage))
     torch.testing.assert_close(*inv_freq)
 
 
-def test_longropes_stretches_are_those_of_yarn_and_never_fall():
+def test_the_stretches_of_longrope_are_those_of_yarn_and_never_fall():
     stretch = read("longrope_128k").method_options["long_factor"]
     yarn = rope_patch.frequencies(
         "yarn", head_dim=128, theta=1e4, trained_length=4096, factor=32.0
@@ -301,13 +302,13 @@ def test_longropes_stretches_are_those_of_yarn_and_never_fall():
     assert stretch == sorted(stretch)
 
 
-def test_longrope2s_stretches_are_ntk_up_to_the_critical_pair_and_the_factor_behind():
+def test_the_stretches_of_longrope2_are_ntk_up_to_the_critical_dimension():
     options = read("longrope2_mixed").method_options
     expected = [16 ** (min(pair, 30) / 30) for pair in range(64)]
     assert options["long_factor"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_mixed_recipes_leave_short_sequences_their_original_rotation():
+def test_mixed_recipes_keep_the_original_rotation_of_short_sequences():
     for name in ("longrope2_mixed", "smollm2_32k_mixed"):
         settings = read(name)
         geometry = GEOMETRIES[settings.extension.model]
@@ -318,13 +319,13 @@ def test_the_mixed_recipes_leave_short_sequences_their_original_rotation():
         assert settings.data.short_share > 0
 
 
-def test_the_two_small_recipes_differ_in_nothing_but_the_mixing():
+def test_the_two_small_recipes_differ_only_in_the_mixing():
     yarn, mixed = (read(f"smollm2_32k_{kind}").resolved() for kind in ("yarn", "mixed"))
-    differing = {key for key in yarn.keys() | mixed.keys() if yarn.get(key) != mixed.get(key)}
-    assert differing - {"logging_dir"} == {"method", "short_share", "output_dir"}
+    different_keys = {key for key in yarn.keys() | mixed.keys() if yarn.get(key) != mixed.get(key)}
+    assert different_keys - {"logging_dir"} == {"method", "short_share", "output_dir"}
 
 
-def test_position_interpolations_warm_up_begins_at_a_tenth():
+def test_the_warmup_of_position_interpolation_starts_at_a_tenth():
     training = read("pi_8k").training
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
     scheduler = get_scheduler(

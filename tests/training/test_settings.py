@@ -1,4 +1,4 @@
-"""What a recipe can say, in a file and on the command line, and what is refused with a reason."""
+"""Test a recipe's settings from a file and the command line, and the refusal of bad ones."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from helpers.commands import here
 from rope_patch.training import recipe_files, settings
 from rope_patch.training.settings import known_keys, parse
 
-LEAST = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
+MINIMAL = {"model": "demo", "method": "yarn", "factor": 2, "data": ["novels:emma"], "max_steps": 3}
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def recipe(tmp_path):
 
     def write(text="", **keys):
         path = tmp_path / "mine.yaml"
-        path.write_text(yaml.safe_dump({**LEAST, **keys}) + text)
+        path.write_text(yaml.safe_dump({**MINIMAL, **keys}) + text)
         return str(path)
 
     return write
@@ -40,7 +40,7 @@ def test_a_file_is_read(recipe):
     assert settings.training.learning_rate == 1e-5
     assert settings.training.bf16 is True
     assert settings.explicit == {
-        **LEAST, "learning_rate": 1.0e-5, "packing": "masked", "bf16": True
+        **MINIMAL, "learning_rate": 1.0e-5, "packing": "masked", "bf16": True
     }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_defaults_are_for_long_contexts(recipe):
 
 
 def test_a_recipe_needs_no_file():
-    words = [w for key in LEAST for w in (f"--{key}", str(LEAST[key]))]
+    words = [w for key in MINIMAL for w in (f"--{key}", str(MINIMAL[key]))]
     words[words.index("--data") + 1] = "novels:emma"
     settings = parse(words)[0]
     assert settings.extension.method == "yarn"
@@ -87,7 +87,7 @@ def test_lists_on_the_command_line(recipe):
     assert settings.data.data_weights == [0.5, 2.0]
 
 
-def test_switches_say_true_or_false(recipe):
+def test_boolean_options_may_have_a_value(recipe):
     path = recipe(gradient_checkpointing=True, offload_activations=False)
     settings = read(path, "--gradient_checkpointing", "false", "--offload_activations")
     assert settings.training.gradient_checkpointing is False
@@ -97,14 +97,14 @@ def test_switches_say_true_or_false(recipe):
 @pytest.mark.parametrize(
     "words", [[], ["--plan"], ["--loop"], ["--plan", "--json"], ["--max_steps", "7", "--loop"]]
 )
-def test_what_else_is_asked_for_is_told(recipe, words):
-    asked = parse(["--config", recipe(), *words])[1]
-    assert (asked.plan, asked.loop, asked.json) == tuple(
-        f"--{flag}" in words for flag in ("plan", "loop", "json")
+def test_command_flags_are_returned(recipe, words):
+    flags = parse(["--config", recipe(), *words])[1]
+    assert (flags.plan, flags.loop, flags.json) == tuple(
+        f"--{name}" in words for name in ("plan", "loop", "json")
     )
 
 
-def test_numbers_that_yaml_takes_for_text_are_numbers(recipe):
+def test_numbers_that_yaml_reads_as_text_become_numbers(recipe):
     settings = read(recipe("learning_rate: 2e-5\ndata_weights: [1e-1]\nadam_epsilon: 1e-6\n"))
     assert settings.training.learning_rate == 2e-5
     assert settings.training.adam_epsilon == 1e-6
@@ -114,15 +114,15 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(recipe):
 @pytest.mark.parametrize("key", ["data", "short_data", "lora_targets", "lora_trains"])
 def test_a_list_of_one_needs_no_brackets(recipe, key):
     settings = read(recipe(**{key: "norms"}))
-    holder = settings.data if "data" in key else settings.extension
-    assert getattr(holder, key) == ["norms"]
+    group = settings.data if "data" in key else settings.extension
+    assert getattr(group, key) == ["norms"]
 
 
-def test_an_empty_list_is_one(recipe):
+def test_an_empty_list_stays_empty(recipe):
     assert read(recipe(lora_trains=[])).extension.lora_trains == []
 
 
-def test_a_key_without_a_value_takes_away_a_limit(recipe):
+def test_a_key_without_a_value_removes_a_limit(recipe):
     assert read(recipe("save_total_limit:\n")).training.save_total_limit is None
 
 
@@ -157,12 +157,12 @@ def test_keyword_arguments_are_a_mapping_or_json(recipe):
         ({"short_share": 0.25, "short_data": ["a.txt"], "data_weights": [1]}, ["--seed", "3"]),
     ],
 )
-def test_what_was_resolved_is_a_recipe_that_says_the_same(recipe, tmp_path, keys, words):
+def test_resolved_settings_are_a_recipe_with_the_same_settings(recipe, tmp_path, keys, words):
     settings = read(recipe(**keys), *words)
-    again = tmp_path / "recipe.yaml"
-    again.write_text(yaml.safe_dump(settings.resolved(), sort_keys=False))
-    assert read(str(again)).resolved() == settings.resolved()
-    assert read(str(again)).method_options == settings.method_options
+    resolved_file = tmp_path / "recipe.yaml"
+    resolved_file.write_text(yaml.safe_dump(settings.resolved(), sort_keys=False))
+    assert read(str(resolved_file)).resolved() == settings.resolved()
+    assert read(str(resolved_file)).method_options == settings.method_options
 
 
 def test_a_recipe_for_gpus_is_read_without_any(recipe):
@@ -171,7 +171,7 @@ def test_a_recipe_for_gpus_is_read_without_any(recipe):
     assert settings.resolved()["use_cpu"] is False
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,13 @@ def test_a_recipe_for_gpus_is_read_without_any(recipe):
         ({"report_to": ["a_tracker"]}, [], "report_to: a_tracker is not installed"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said(recipe, keys, words, message):
+def test_bad_values_are_refused_with_a_reason(recipe, keys, words, message):
     with pytest.raises(ValueError, match=message):
         read(recipe(**keys), *words)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "why"),
+    ("key", "value", "reason"),
     [
         ("num_train_epochs", 3, "max_steps or tokens"),
         ("load_best_model_at_end", True, "retrieval_steps"),
@@ -229,14 +229,14 @@ def test_what_is_wrong_is_said(recipe, keys, words, message):
         ("logging_nan_inf_filter", True, "stops the training"),
     ],
 )
-def test_keys_of_the_trainer_that_are_not_for_this_say_what_is(recipe, key, value, why):
-    with pytest.raises(ValueError, match=f"{key} is not for this: .*{why}"):
+def test_trainer_keys_that_do_not_apply_are_refused_with_an_alternative(recipe, key, value, reason):
+    with pytest.raises(ValueError, match=f"{key} is not for this: .*{reason}"):
         read(recipe(**{key: value}))
-    with pytest.raises(ValueError, match=f"{key} is not for this: .*{why}"):
+    with pytest.raises(ValueError, match=f"{key} is not for this: .*{reason}"):
         read(recipe(), f"--{key}", str(value))
 
 
-def test_a_file_that_is_not_there_names_those_beside_it(recipe, tmp_path):
+def test_a_missing_file_is_refused_with_the_files_beside_it(recipe, tmp_path):
     recipe()
     with pytest.raises(ValueError, match=r"no recipe .*yarn_64k.yaml; .* has mine.yaml"):
         read(str(tmp_path / "yarn_64k.yaml"))
@@ -263,7 +263,7 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path, content, message):
         read(str(path))
 
 
-def test_every_key_says_what_it_is():
+def test_every_key_has_a_description():
     ours = dict(list(known_keys().items())[:40])
     assert list(ours)[:3] == ["model", "method", "factor"]
     assert all(known_keys()[key] for key in ours)
@@ -273,18 +273,18 @@ def test_every_key_says_what_it_is():
 
 
 def test_the_command_lists_its_keys():
-    done = here("finetune", "--keys")
-    assert done.returncode == 0
-    listed = [line.split()[0] for line in done.stdout.splitlines() if line[:1].strip()]
-    assert listed[0] == "model"
-    assert {"learning_rate", "packing", "resume"} <= set(listed)
+    result = here("finetune", "--keys")
+    assert result.returncode == 0
+    keys = [line.split()[0] for line in result.stdout.splitlines() if line[:1].strip()]
+    assert keys[0] == "model"
+    assert {"learning_rate", "packing", "resume"} <= set(keys)
 
 
-def test_the_command_explains_itself():
-    done = here("finetune", "--help")
-    assert done.returncode == 0
-    assert "--config" in done.stdout
-    assert "--config smoke_cpu" in done.stdout
+def test_the_command_has_help():
+    result = here("finetune", "--help")
+    assert result.returncode == 0
+    assert "--config" in result.stdout
+    assert "--config smoke_cpu" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -296,16 +296,16 @@ def test_the_command_explains_itself():
         (["--max_steps", "many"], "invalid int value: 'many'"),
     ],
 )
-def test_an_error_is_one_line(words, message):
-    done = here("finetune", *words)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+def test_a_bad_command_is_one_error_line(words, message):
+    result = here("finetune", *words)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert message in line
 
 
-def test_recipes_that_come_along_go_by_name(tmp_path, monkeypatch):
+def test_recipes_of_the_package_are_loaded_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pi_8k").mkdir()  # a folder is no recipe
     for name, path in recipe_files.recipes().items():
@@ -318,11 +318,11 @@ def test_recipes_that_come_along_go_by_name(tmp_path, monkeypatch):
     (tmp_path / "yarn_64k.yaml").write_text("method: linear\n")
     assert settings.read_recipe(Path("yarn_64k.yaml")) == {
         "method": "linear"
-    }  # one's own comes first
+    }  # the user's file comes first
 
 
 @pytest.mark.parametrize("spelling", ["yarn_65k", "yarn_65k.yaml", "recipes/configs/yarn_65k.yaml"])
-def test_a_name_that_no_recipe_has_is_refused_with_the_closest(spelling, tmp_path, monkeypatch):
+def test_an_unknown_recipe_name_is_refused_with_the_closest_one(spelling, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = f"no recipe {spelling} (did you mean 'yarn_64k'?): no such file, and the package has"
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -333,10 +333,10 @@ def test_a_name_that_no_recipe_has_is_refused_with_the_closest(spelling, tmp_pat
         settings.read_recipe(Path("mine/yarn_64k.yaml"))
 
 
-def test_recipes_and_launch_files_are_listed_with_what_they_do():
-    listed = here("recipes").stdout
+def test_recipes_and_launch_files_are_listed_with_their_descriptions():
+    output = here("recipes").stdout
     for name, path in (recipe_files.recipes() | recipe_files.launches()).items():
-        line = next(line for line in listed.splitlines() if line.split()[0] == name)
+        line = next(line for line in output.splitlines() if line.split()[0] == name)
         assert line.split(None, 1)[1] in " ".join(path.read_text().replace("\n# ", " ").split())
     assert not recipe_files.recipes().keys() & recipe_files.launches().keys()  # one name, one file
     assert "did you mean 'fsdp2'?" in here("recipes", "fsdp3").stderr

@@ -1,4 +1,4 @@
-"""Both recipes, as users run them: the same losses, a model that loads, a card, trackers."""
+"""Test the trainer and the loop: equal losses, saved models, model cards and trackers."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from rope_patch.training.settings import parse
 from rope_patch.training.trainer import finetune
 
 ASSETS = Path(__file__).parents[1] / "assets"
-BY = {"finetune": finetune, "loop": loop}
+RUNNERS = {"finetune": finetune, "loop": loop}
 RECIPE = {
     "model": ASSETS / "tiny-llama",
     "method": "yarn",
@@ -42,14 +42,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def run(by, folder, **changes):
-    said = {**RECIPE, "output_dir": folder, **changes}
+def run(recipe, folder, **changes):
+    options = {**RECIPE, "output_dir": folder, **changes}
     words = [
         word
-        for key, value in said.items()
+        for key, value in options.items()
         for word in (f"--{key}", *(map(str, value) if isinstance(value, list) else [str(value)]))
     ]
-    return BY[by](parse(words)[0])
+    return RUNNERS[recipe](parse(words)[0])
 
 
 def curve(folder):
@@ -78,32 +78,32 @@ def documents(tmp_path_factory):
     return path
 
 
-SLOW = ("decay", "control")  # what these change, other cases pass through as well
+SLOW = ("decay", "control")  # other cases run the same code
 
 
 @pytest.fixture(
     scope="module",
     params=[pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES],
 )
-def both(request, tmp_path_factory, documents):
-    """Run a recipe with both; return its name and the two folders."""
+def runs(request, tmp_path_factory, documents):
+    """Run a case with the trainer and the loop; return its name and the two folders."""
     changes = {k: v for k, v in CASES[request.param].items() if v is not None}
     if "data" in changes:
         changes["data"] = documents
-    dropped = [k for k, v in CASES[request.param].items() if v is None]
+    removed_keys = [k for k, v in CASES[request.param].items() if v is None]
     folders = {}
-    standing = {key: RECIPE.pop(key) for key in dropped}
+    removed_options = {key: RECIPE.pop(key) for key in removed_keys}
     try:
-        for by in BY:
-            folders[by] = tmp_path_factory.mktemp(f"{request.param}-{by}") / "out"
-            run(by, folders[by], **changes)
+        for recipe in RUNNERS:
+            folders[recipe] = tmp_path_factory.mktemp(f"{request.param}-{recipe}") / "out"
+            run(recipe, folders[recipe], **changes)
     finally:
-        RECIPE.update(standing)
+        RECIPE.update(removed_options)
     return request.param, folders
 
 
-def test_trainer_and_loop_take_the_same_steps(both):
-    _, folders = both
+def test_trainer_and_loop_take_the_same_steps(runs):
+    _, folders = runs
     expected = curve(folders["finetune"])
     assert len(expected) == 3
     assert expected[0][0] != expected[-1][0]
@@ -114,13 +114,15 @@ def test_trainer_and_loop_take_the_same_steps(both):
 
 
 @torch.no_grad()
-def test_the_model_loads_and_is_the_one_that_was_trained(both):
-    name, folders = both
+def test_the_saved_model_has_the_logits_of_the_patched_one(runs):
+    name, folders = runs
     folder = folders["loop"] / "model"
     sidecar = folder / "rope_patch.json"
-    native = not sidecar.is_file() or json.loads(sidecar.read_text())["native"]
-    assert native == (name not in ("mixed",))
-    model = AutoModelForCausalLM.from_pretrained(folder) if native else rope_patch.load(folder)
+    has_native_form = not sidecar.is_file() or json.loads(sidecar.read_text())["native"]
+    assert has_native_form == (name not in ("mixed",))
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder) if has_native_form else rope_patch.load(folder)
+    )
     ids = AutoTokenizer.from_pretrained(folder)("It is a truth " * 60, return_tensors="pt")
     base = AutoModelForCausalLM.from_pretrained(CASES[name].get("model", RECIPE["model"]))
     if name != "control":
@@ -131,8 +133,8 @@ def test_the_model_loads_and_is_the_one_that_was_trained(both):
     torch.testing.assert_close(model(**ids).logits, base(**ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_the_card_states_method_lengths_and_tokens(both):
-    name, folders = both
+def test_the_card_states_method_lengths_and_tokens(runs):
+    name, folders = runs
     card = (folders["finetune"] / "model" / "README.md").read_text()
     tokens = 3 * 4 * int(CASES[name].get("train_length", 256))
     assert f"{tokens:,} tokens: 3 steps" in card
@@ -145,7 +147,7 @@ def test_the_card_states_method_lengths_and_tokens(both):
     assert header["library_name"] == "transformers"
 
 
-def test_lora_leaves_the_base_alone_but_for_what_it_trains(tmp_path):
+def test_lora_changes_only_the_weights_that_it_trains(tmp_path):
     run("finetune", tmp_path / "out", lora_rank=4, lora_trains=["norms"], lora_targets=["q_proj"])
     before = load_file(ASSETS / "tiny-llama" / "model.safetensors")
     after = load_file(tmp_path / "out" / "model" / "model.safetensors")
@@ -153,68 +155,68 @@ def test_lora_leaves_the_base_alone_but_for_what_it_trains(tmp_path):
     assert changed == {"q_proj", "norm", "input_layernorm", "post_attention_layernorm"}
 
 
-def test_a_lora_target_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+def test_an_unknown_lora_target_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match=r"no layer 'c_attn'; it has .*q_proj"):
         run("loop", tmp_path, lora_rank=4, lora_targets=["c_attn"])
 
 
-@pytest.mark.parametrize("by", BY)
-def test_needles_are_looked_for_while_training(by, tmp_path):
-    run(by, tmp_path, retrieval_steps=2, retrieval_length=400, retrieval_samples=3)
+@pytest.mark.parametrize("recipe", RUNNERS)
+def test_retrieval_is_measured_during_training(recipe, tmp_path):
+    run(recipe, tmp_path, retrieval_steps=2, retrieval_length=400, retrieval_samples=3)
     lines = [json.loads(x) for x in (tmp_path / "retrieval.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2, 3]
     for line in lines:
         assert (line["length"], line["samples"]) == (400, 3)
         assert 0 < line["retrieval_probability"] < 1
-    # It is the training model that was asked: the scores move.
+    # The scores change, so they are those of the model in training.
     assert lines[0]["retrieval_probability"] != lines[2]["retrieval_probability"]
     card = (tmp_path / "model" / "README.md").read_text()
     assert f"| 3 | {lines[2]['retrieval_hits']:.2f} |" in card
 
 
-def test_looking_for_needles_does_not_disturb_training(tmp_path):
+def test_measuring_retrieval_leaves_training_unchanged(tmp_path):
     run("finetune", tmp_path / "with", retrieval_steps=1, retrieval_length=400)
     run("finetune", tmp_path / "without")
     assert curve(tmp_path / "with") == curve(tmp_path / "without")
 
 
-@pytest.mark.parametrize("by", BY)
-def test_numbers_go_to_tensorboard_by_name(by, tmp_path):
+@pytest.mark.parametrize("recipe", RUNNERS)
+def test_tensorboard_gets_the_logged_numbers(recipe, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(by, tmp_path, report_to=["tensorboard"])
+    run(recipe, tmp_path, report_to=["tensorboard"])
     events, *_ = tmp_path.rglob("events.out.tfevents*")
     board = EventAccumulator(str(events.parent)).Reload()
     tags = {tag.split("/")[-1]: tag for tag in board.Tags()["scalars"]}
     for name in ("loss", "tokens_per_second", "memory_gb", "tokens"):
         assert [event.step for event in board.Scalars(tags[name])] == [1, 2, 3], name
-    logged = [event.value for event in board.Scalars(tags["loss"])]
-    assert logged == pytest.approx([line["loss"] for line in read_log(tmp_path)])
+    values = [event.value for event in board.Scalars(tags["loss"])]
+    assert values == pytest.approx([line["loss"] for line in read_log(tmp_path)])
 
 
 @pytest.mark.parametrize(("key", "value"), [("optim", "adafactor"), ("torch_compile", True)])
-def test_the_loop_refuses_what_only_the_trainer_does(tmp_path, key, value):
+def test_the_loop_refuses_options_of_the_trainer_alone(tmp_path, key, value):
     with pytest.raises(ValueError, match=f"{key}: .* means nothing to the plain loop"):
         run("loop", tmp_path, **{key: value})
 
 
-def test_what_the_trainer_resolved_runs_in_the_loop(tmp_path):
+def test_the_loop_runs_the_resolved_recipe_of_the_trainer(tmp_path):
     run("finetune", tmp_path / "trainer")
     words = ["--config", str(tmp_path / "trainer" / "recipe.yaml"), "--output_dir"]
     loop(parse([*words, str(tmp_path / "loop")])[0])
     assert curve(tmp_path / "loop") == curve(tmp_path / "trainer")
 
 
-def test_tokens_say_how_many_steps(tmp_path):
-    said = {**RECIPE, "tokens": 2000, "output_dir": tmp_path}
-    del said["max_steps"]
-    words = [word for key, value in said.items() for word in (f"--{key}", str(value))]
+def test_tokens_determine_the_number_of_steps(tmp_path):
+    options = {**RECIPE, "tokens": 2000, "output_dir": tmp_path}
+    del options["max_steps"]
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     loop(parse(words)[0])
     assert len(read_log(tmp_path)) == 2  # of 1,024 each
 
 
-def test_ligers_rotation_stays_off_with_a_message(caplog):
+def test_the_rotation_kernel_of_liger_stays_off_with_a_message(caplog):
     with caplog.at_level("WARNING", logger="rope_patch"):
         config = model_setup.liger_kernels_without_conflicts({"rope": True, "rms_norm": True})
     assert config == {
@@ -226,26 +228,26 @@ def test_ligers_rotation_stays_off_with_a_message(caplog):
     assert "Liger's own rotation stays off" in caplog.text
 
 
-def test_bfloat16_and_checkpointing_compute_the_same_within_rounding(tmp_path):
+def test_bfloat16_and_checkpointing_give_the_same_losses_within_rounding(tmp_path):
     run("loop", tmp_path / "plain", gradient_checkpointing=False)
     run("loop", tmp_path / "again", gradient_checkpointing=True)
     run("loop", tmp_path / "bf16", bf16=True)
-    plain, again, bf16 = (curve(tmp_path / name) for name in ("plain", "again", "bf16"))
-    assert again == plain
+    plain, checkpointed, bf16 = (curve(tmp_path / name) for name in ("plain", "again", "bf16"))
+    assert checkpointed == plain
     for (loss, *_), (expected, *_) in zip(bf16, plain, strict=True):
         assert loss == pytest.approx(expected, rel=0.01)
         assert loss != expected
 
 
-def test_the_command_line_runs_a_file_with_changes(tmp_path, monkeypatch, capsys):
+def test_the_command_line_overrides_a_recipe_file(tmp_path, monkeypatch, capsys):
     path = tmp_path / "recipe.yaml"
-    said = {k: str(v) if isinstance(v, Path) else v for k, v in RECIPE.items()}
-    path.write_text(yaml.safe_dump({**said, "output_dir": str(tmp_path / "out")}))
+    options = {k: str(v) if isinstance(v, Path) else v for k, v in RECIPE.items()}
+    path.write_text(yaml.safe_dump({**options, "output_dir": str(tmp_path / "out")}))
     command = ["rope-patch", "finetune", "--config", str(path), "--max-steps", "2", "--loop"]
     monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    assert not ended.value.code
+    assert not exit_info.value.code
     assert len(read_log(tmp_path / "out")) == 2
     resolved = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
     assert resolved["max_steps"] == 2
@@ -255,10 +257,10 @@ def test_the_command_line_runs_a_file_with_changes(tmp_path, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_the_smoke_recipe_runs_on_real_weights(tmp_path):
-    made = finetune(parse(["--config", "smoke_cpu", "--output_dir", str(tmp_path)])[0])
+    folder = finetune(parse(["--config", "smoke_cpu", "--output_dir", str(tmp_path)])[0])
     log = read_log(tmp_path)
     assert len(log) == 6
     assert log[-1]["loss"] < log[0]["loss"] + 0.5
-    model = AutoModelForCausalLM.from_pretrained(made)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.rope_parameters["rope_type"] == "yarn"
     assert model.config.max_position_embeddings == 2 * 8192

@@ -1,4 +1,4 @@
-"""Tiny runs of the recipes, in this process or in one that can be killed."""
+"""Tiny runs of the recipes, in this process or in a child that can be killed."""
 
 import importlib
 import json
@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from random import Random
 
-import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import load_file
@@ -35,7 +34,7 @@ TINY = {
     "ignore_plan": True,
     "use_cpu": True,
 }
-# Changes to TINY under which a run has to go on exactly.
+# Changes to TINY under which a run has to resume exactly.
 VARIANTS = {
     "plain": {},
     "lora": {"lora_rank": 4},
@@ -48,11 +47,11 @@ VARIANTS = {
 }
 
 
-def arguments(folder, config=None, **changed):
+def arguments(folder, config=None, **changes):
     """Return a recipe's command line: TINY or a config file, with changes."""
-    said = TINY | {"data": documents(folder.parent)} if config is None else {"config": config}
-    said |= {"output_dir": folder, **changed}
-    return [f"--{key}={value}" for key, value in said.items() if value is not None]
+    options = TINY | {"data": documents(folder.parent)} if config is None else {"config": config}
+    options |= {"output_dir": folder, **changes}
+    return [f"--{key}={value}" for key, value in options.items() if value is not None]
 
 
 def documents(folder):
@@ -66,10 +65,10 @@ def documents(folder):
     return path
 
 
-def run(recipe, folder, **changed):
+def run(recipe, folder, **changes):
     """Run `finetune` or `loop` in this process; return the finished model's folder."""
     module = importlib.import_module(RECIPES[recipe])
-    return getattr(module, recipe)(settings.parse(arguments(folder, **changed))[0])
+    return getattr(module, recipe)(settings.parse(arguments(folder, **changes))[0])
 
 
 class Child:
@@ -77,31 +76,31 @@ class Child:
 
     Args:
         recipe: finetune or loop.
-        folder: Of the run; what it says on stderr is put beside it.
-        trap: Called in the process before it starts.
-        **changed: Changes to TINY.
+        folder: The run's folder; its stderr is written beside it.
+        trap: Called in the process before the run starts.
+        **changes: Changes to TINY.
     """
 
-    def __init__(self, recipe, folder, trap=None, **changed):
+    def __init__(self, recipe, folder, trap=None, **changes):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(RECIPES.values()))
-        self.said_to = folder.parent / f"{folder.name}.stderr"
+        self.stderr_path = folder.parent / f"{folder.name}.stderr"
         self.process = context.Process(
-            target=_in_child, args=(recipe, arguments(folder, **changed), trap, self.said_to)
+            target=_in_child, args=(recipe, arguments(folder, **changes), trap, self.stderr_path)
         )
         self.process.start()
 
-    def ended(self):
+    def wait(self):
         """Wait for the end; return the exit code and the stderr lines without progress."""
         self.process.join(120)
-        said = self.said_to.read_text().replace("\r", "\n").splitlines()
-        return self.process.exitcode, [line for line in said if "step/s" not in line]
+        lines = self.stderr_path.read_text().replace("\r", "\n").splitlines()
+        return self.process.exitcode, [line for line in lines if "step/s" not in line]
 
-    def killed_when(self, ready):
+    def kill_when(self, ready):
         """Kill the process as soon as `ready()`."""
         limit = time.monotonic() + 120
         while not ready():
-            assert self.process.is_alive(), self.said_to.read_text()
+            assert self.process.is_alive(), self.stderr_path.read_text()
             assert time.monotonic() < limit
             time.sleep(0.005)
         self.process.kill()
@@ -109,14 +108,14 @@ class Child:
         assert self.process.exitcode == -signal.SIGKILL
 
 
-def _in_child(recipe, given, trap, said_to):
-    with said_to.open("w") as said:
-        os.dup2(said.fileno(), 2)
+def _in_child(recipe, command, trap, stderr_path):
+    with stderr_path.open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
     torch.set_num_threads(1)
     if trap is not None:
         trap()
     module = importlib.import_module(RECIPES[recipe])
-    cli.run(lambda: module.main(given))
+    cli.run(lambda: module.main(command))
 
 
 class Hang:
@@ -125,7 +124,7 @@ class Hang:
     Args:
         moment: See MOMENTS.
         checkpoint: The checkpoint's name.
-        flag: A file that appears then.
+        flag: A file that appears at that moment.
     """
 
     MOMENTS = (
@@ -146,21 +145,21 @@ class Hang:
 
         def serialize_file(tensors, filename, *args, **kwargs):
             serialize(tensors, filename, *args, **kwargs)
-            self.cut("weights", filename)
+            self.hang_in_file("weights", filename)
 
-        def torch_save(what, path, *args, **kwargs):
-            save(what, path, *args, **kwargs)
+        def torch_save(obj, path, *args, **kwargs):
+            save(obj, path, *args, **kwargs)
             if "optimizer" in str(getattr(path, "name", path)):
-                self.cut("optimizer", path)
+                self.hang_in_file("optimizer", path)
 
         def write_text(path, text, *args, **kwargs):
             if path.name == "whole.json":
-                self.reached("before the manifest", path)
+                self.hang_at("before the manifest", path)
             return write(path, text, *args, **kwargs)
 
         def move(path, target):
             if path.name == self.checkpoint:
-                self.reached("before the move", path)
+                self.hang_at("before the move", path)
             return rename(path, target)
 
         def rmtree(path, *args, **kwargs):
@@ -179,7 +178,7 @@ class Hang:
             rmtree,
         )
 
-    def cut(self, moment, path):
+    def hang_in_file(self, moment, path):
         """Hang with half of a file, at the right moment and checkpoint."""
         path = Path(path if isinstance(path, str | Path) else path.name)
         if self.moment == moment and self.checkpoint in str(path):
@@ -187,7 +186,7 @@ class Hang:
             self.flag.touch()
             time.sleep(600)
 
-    def reached(self, moment, path):
+    def hang_at(self, moment, path):
         """Hang at the right moment and checkpoint."""
         if self.moment == moment and self.checkpoint in str(path):
             self.flag.touch()
@@ -211,45 +210,27 @@ def equal_tensors(one, other):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def require_same(folder, truth, steps=STEPS):
+def require_same(folder, reference, steps=STEPS):
     """Fail unless two runs have the same losses, norms and finished weights."""
     assert [step for step, *_ in curve(folder)] == list(range(1, steps + 1))
-    assert curve(folder) == curve(truth)
-    assert equal_tensors(folder / "model", truth / "model")
+    assert curve(folder) == curve(reference)
+    assert equal_tensors(folder / "model", reference / "model")
 
 
-def stopped(truth, folder, after):
+def copy_stopped_run(reference, folder, after):
     """Copy a run as if it was killed some steps after its last checkpoint."""
-    shutil.copytree(truth, folder)
+    shutil.copytree(reference, folder)
     shutil.rmtree(folder / "model")
     for step in range(after + 1, STEPS + 1):
         shutil.rmtree(folder / f"checkpoint-{step}", ignore_errors=True)
     return folder
 
 
-_made = {}
-
-
-@pytest.fixture
-def truth(tmp_path_factory):
-    """Return `truth(recipe, variant)`: an uninterrupted run's folder, run once a session."""
-
-    def make(recipe, variant="plain", **changed):
-        key = (recipe, variant)
-        if key not in _made:
-            folder = tmp_path_factory.mktemp(f"{recipe}-{variant}") / "run"
-            run(recipe, folder, **VARIANTS.get(variant, {}), **changed)
-            _made[key] = folder
-        return _made[key]
-
-    return make
-
-
 class Poison:
     """Make a model's embedding of a token NaN.
 
     Args:
-        recipe: The recipe that is to get it.
+        recipe: The recipe whose model is poisoned.
         token: The token's id.
     """
 
@@ -264,9 +245,9 @@ class Poison:
         def hook(embedding, inputs, output):
             return output.masked_fill((inputs[0] == self.token)[..., None], float("nan"))
 
-        def poisoned(settings):
+        def prepare_poisoned(settings):
             prepared = prepare(settings)
             prepared.model.get_input_embeddings().register_forward_hook(hook)
             return prepared
 
-        module.prepare = poisoned
+        module.prepare = prepare_poisoned

@@ -1,4 +1,4 @@
-"""Planned memory: beside measured peaks, and what a recipe hears of it."""
+"""Test memory plans against measured peaks, and the refusal of recipes that do not fit."""
 
 import json
 from dataclasses import asdict
@@ -30,7 +30,7 @@ BF16 = {"compute_dtype": torch.bfloat16}
 
 @pytest.fixture
 def settings(tmp_path):
-    """Make a recipe's settings for an 8B model's shape."""
+    """Make a recipe's settings for an 8B model."""
 
     def make(model=LLAMA_8B, data=None, accumulation=1, **extension):
         training = TrainArguments(
@@ -40,9 +40,9 @@ def settings(tmp_path):
             use_cpu=True,
             gradient_accumulation_steps=accumulation,
         )
-        said = {"model": str(model), "method": "yarn", "factor": 4.0} | extension
+        options = {"model": str(model), "method": "yarn", "factor": 4.0} | extension
         arguments = DataArguments(**{"data": ["novels:emma"], **(data or {})})
-        return Settings(ExtensionArguments(**said), arguments, training, {})
+        return Settings(ExtensionArguments(**options), arguments, training, {})
 
     return make
 
@@ -52,19 +52,19 @@ def assert_close(cases):
         assert 0.99 <= need.total / peak <= 1.1, (name, need, peak)
 
 
-def test_plans_are_what_steps_take():
+def test_plans_match_the_peaks_of_steps():
     cases = check_memory_plan.small_cases()
     assert_close({name: cases[name] for name in QUICK})
 
 
 @pytest.mark.slow
-def test_plans_are_what_other_steps_take():
+def test_plans_match_the_peaks_of_other_steps():
     cases = check_memory_plan.small_cases()
     assert_close({name: case for name, case in cases.items() if name not in QUICK})
 
 
 @pytest.mark.slow
-def test_plans_are_what_long_steps_take():
+def test_plans_match_the_peaks_of_long_steps():
     assert_close(check_memory_plan.large_cases())
 
 
@@ -94,9 +94,9 @@ def test_plans_are_what_long_steps_take():
     ids=["qwen3", "gemma3"],
 )
 def test_plans_of_other_architectures_are_near(config):
-    how = {"length": 512, "checkpointing": False, "loss": "full"}
-    peak = check_memory_plan.measured_peak(config, **how)
-    assert 0.9 <= memory_need(config, **how).total / peak <= 1.2
+    setup = {"length": 512, "checkpointing": False, "loss": "full"}
+    peak = check_memory_plan.measured_peak(config, **setup)
+    assert 0.9 <= memory_need(config, **setup).total / peak <= 1.2
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not():
     assert memory_need(config, length=length + 1024, **BF16).total > memory * (1 - RESERVE)
 
 
-def test_nothing_fits_where_the_weights_do_not():
+def test_no_row_fits_if_the_weights_do_not():
     assert longest_row(read_config(LLAMA_8B), planning.DEVICES["24 GB"]) == 0
 
 
@@ -141,7 +141,7 @@ def test_nothing_fits_where_the_weights_do_not():
     ],
     ids=str,
 )
-def test_what_saves_memory_is_planned_to(less, more):
+def test_settings_that_save_memory_are_planned_with_less(less, more):
     config, length = read_config(LLAMA_8B), {"length": 131072, **BF16}
     assert memory_need(config, **length, **less).total < memory_need(config, **length, **more).total
 
@@ -154,7 +154,7 @@ def test_arguments_are_checked():
         memory_need(config, length=1024, loss="auto")
 
 
-def test_too_small_a_device_is_refused_with_what_is_needed():
+def test_a_device_that_is_too_small_is_refused_with_the_need():
     need = MemoryNeed(5 * GIB, 4 * GIB, 3 * GIB, 2 * GIB, 0, GIB, "loss")
     require_memory(need, 20 * GIB)
     with pytest.raises(ValueError, match=r"needs 15\.00 GiB .*parameters 5\.00 GiB.*12\.00 GiB"):
@@ -163,7 +163,7 @@ def test_too_small_a_device_is_refused_with_what_is_needed():
         require_memory(need, 12 * GIB, ["train_length: 5"])
 
 
-def test_a_device_that_is_too_small_is_told_what_would_fit(settings, monkeypatch):
+def test_a_device_that_is_too_small_is_refused_with_remedies(settings, monkeypatch):
     monkeypatch.setattr(planning, "_device_memory", lambda _: 80 * GIB)
     with pytest.raises(ValueError, match=r"lora_rank: 8 \(.*8 GPUs with FSDP \("):
         planning.require_device(settings(loss="torch"))
@@ -174,15 +174,15 @@ def test_a_device_that_is_too_small_is_told_what_would_fit(settings, monkeypatch
     planning.require_device(settings())
 
 
-def test_every_remedy_is_one(settings):
+def test_every_remedy_makes_the_recipe_fit(settings):
     recipe = settings(train_length=65536, loss="full", dtype="bfloat16")
     config = planning._read_config(recipe)
-    how = planning._training_setup(recipe, config, environment={})
-    said = planning._suggestions(config, 65536, how, 100 * GIB)
-    assert any("loss: torch" in remedy for remedy in said)
+    setup = planning._training_setup(recipe, config, environment={})
+    remedies = planning._suggestions(config, 65536, setup, 100 * GIB)
+    assert any("loss: torch" in remedy for remedy in remedies)
     for name, change in {"loss: torch": {"loss": "torch"}, "lora_rank": {"lora_rank": 8}}.items():
-        total = memory_need(config, length=65536, **(vars(how) | change)).total
-        assert any(name in r and " with " not in r for r in said) == (
+        total = memory_need(config, length=65536, **(vars(setup) | change)).total
+        assert any(name in r and " with " not in r for r in remedies) == (
             total <= 100 * GIB * (1 - RESERVE)
         )
 
@@ -197,13 +197,13 @@ def test_a_recipe_s_row_has_the_target_length(settings):
         assert planning.to_dict(recipe)["length"] == expected
 
 
-def test_devices_share_as_accelerate_was_told(settings):
+def test_the_environment_of_accelerate_decides_the_sharding(settings):
     recipe = settings(train_length=65536)
     fsdp = {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "8"}
     context = {**fsdp, "PARALLELISM_CONFIG_CP_SIZE": "8"}
     config = planning._read_config(recipe)
-    found = [planning._training_setup(recipe, config, environment=e) for e in ({}, fsdp, context)]
-    assert [(how.shards, how.context_parallel) for how in found] == [(1, 1), (8, 1), (8, 8)]
+    setups = [planning._training_setup(recipe, config, environment=e) for e in ({}, fsdp, context)]
+    assert [(setup.shards, setup.context_parallel) for setup in setups] == [(1, 1), (8, 1), (8, 8)]
     ddp = planning._training_setup(recipe, config, environment={"WORLD_SIZE": "2"})
     assert ddp.replicated
     assert ddp.shards == 1
@@ -213,9 +213,9 @@ def test_devices_share_as_accelerate_was_told(settings):
     assert eight.total == totals[1]
 
 
-def test_what_a_recipe_asks_for_is_planned(settings):
+def test_a_plan_follows_the_recipe(settings):
     recipe = settings(data={"packing": "masked"}, accumulation=2, lora_rank=4, loss="full")
-    how = asdict(planning._training_setup(recipe, planning._read_config(recipe), environment={}))
+    setup = asdict(planning._training_setup(recipe, planning._read_config(recipe), environment={}))
     expected = {
         "dtype": torch.float32,
         "compute_dtype": torch.bfloat16,
@@ -225,41 +225,41 @@ def test_what_a_recipe_asks_for_is_planned(settings):
         "loss": "full",
         "checkpointing": True,
     }
-    assert {name: how[name] for name in expected} == expected
+    assert {name: setup[name] for name in expected} == expected
 
 
-def test_soft_caps_take_all_logits():
+def test_soft_caps_need_the_full_loss():
     capped = SimpleNamespace(final_logit_softcapping=30.0)
     config = SimpleNamespace(get_text_config=lambda decoder: capped)
     assert planning._resolved_loss("auto", config) == "full"
     assert planning._resolved_loss("torch", config) == "torch"
 
 
-def test_pages_say_the_same_in_words_and_numbers(settings):
+def test_text_and_json_have_the_same_numbers(settings):
     recipe = settings(model=LLAMA_1B, train_length=4096)
-    said = json.loads(planning.format_plan(recipe, as_json=True))
-    assert said["tokens"] == 10 * 4096
-    assert said["need"]["total"] == sum(v for k, v in said["need"].items() if k != "total")
+    record = json.loads(planning.format_plan(recipe, as_json=True))
+    assert record["tokens"] == 10 * 4096
+    assert record["need"]["total"] == sum(v for k, v in record["need"].items() if k != "total")
     text = planning.format_plan(recipe)
-    assert f"{said['need']['total'] / GIB:,.2f} GiB" in text
-    for longest in said["longest"].values():
+    assert f"{record['need']['total'] / GIB:,.2f} GiB" in text
+    for longest in record["longest"].values():
         assert all(f"{tokens:,}" in text for tokens in longest.values())
 
 
-def test_the_table_has_a_line_for_every_way():
+def test_the_table_has_a_line_for_every_setup():
     lines = planning.lengths_table().splitlines()
     assert len(lines) == 2 + 2 * 3 * 3
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_empty_models_are_not_changed_by_planning():
+def test_planning_leaves_the_config_unchanged():
     config = read_config(LLAMA_1B)
     before = config.to_json_string()
     memory_need(config, length=1024)
     assert config.to_json_string() == before
 
 
-def test_the_readme_shows_the_table_as_it_is():
+def test_the_readme_has_the_current_table():
     assert planning.lengths_table() in (planning.SHAPES.parent / "README.md").read_text(
         encoding="utf-8"
     )
