@@ -1,7 +1,7 @@
-"""Tasks whose answer is one of several: what may be chosen, and how lm-eval scores it."""
+"""Test choice tasks: their choices, lm-eval's requests and the scores."""
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from rope_patch import tasks
 from rope_patch.evaluation.language_model import LongContextLM
@@ -13,38 +13,33 @@ TINY = "tests/assets/tiny-llama"
 LENGTH = 1536
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
 def build(name, tokenizer, **kwargs):
-    given = {"samples": 4, "depths": [10, 50, 90], "per_text": 4, **kwargs}
-    return lm_eval_tasks.build(name, tokenizer, [LENGTH], **given)[0]
+    options = {"samples": 4, "depths": [10, 50, 90], "per_text": 4, **kwargs}
+    return lm_eval_tasks.build(name, tokenizer, [LENGTH], **options)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_choices_are_answers_that_the_text_holds_and_one_is_right(name, tokenizer):
+def test_choices_are_answers_in_the_text_and_one_is_right(name, tokenizer):
     rows = build(name, tokenizer).dataset["test"].to_list()
     likelihood = build(name.replace("_mc", "_ll"), tokenizer).dataset["test"].to_list()
     assert len(rows) == 4
-    for row, same in zip(rows, likelihood, strict=True):
-        assert (row["input"], row["target"]) == (same["input"], same["target"])
+    for row, likelihood_row in zip(rows, likelihood, strict=True):
+        assert (row["input"], row["target"]) == (likelihood_row["input"], likelihood_row["target"])
         assert row["choices"][row["gold"]] == row["target"]
         assert len(set(row["choices"])) == len(row["choices"]) >= 4
         assert all(choice in row["input"] for choice in row["choices"])
-    assert len({row["target"] for row in rows}) == 4  # each question has an answer of its own
+    assert len({row["target"] for row in rows}) == 4  # each question has a different answer
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lm_eval_asks_for_each_choice_as_it_asks_for_the_target(name, tokenizer):
-    asked = []
+def test_requests_for_choices_include_those_for_the_target(name, tokenizer):
+    requests = []
     for task in (build(name, tokenizer), build(name.replace("_mc", "_ll"), tokenizer)):
         task.build_all_requests(rank=0, world_size=1)
-        asked.append([instance.args for instance in task.instances])
-    choices, targets = asked
+        requests.append([instance.args for instance in task.instances])
+    choices, targets = requests
     assert len(targets) == 4
-    assert set(targets) <= set(choices)  # to the blank, so that answers serve both
+    assert set(targets) <= set(choices)  # identical to the blank, so that stored answers serve both
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,28 +48,33 @@ def test_the_text_of_the_control_lacks_the_right_choice(name, tokenizer):
         assert row["target"] not in row["input"]
 
 
-def test_the_place_of_the_right_choice_says_nothing(tokenizer):
+def test_the_right_choice_is_equally_often_in_every_place(tokenizer):
     rows = build("rp_niah_multikey_1_mc", tokenizer, samples=40).dataset["test"].to_list()
     counts = [sum(row["gold"] == place for row in rows) for place in range(4)]
-    assert counts == [10, 10, 10, 10]  # every answer of a text is right once, and they are sorted
+    assert counts == [
+        10,
+        10,
+        10,
+        10,
+    ]  # the choices are sorted, and each answer of a text is right once
 
 
-def test_one_question_of_a_text_leaves_nothing_to_choose(tokenizer):
+def test_a_single_question_a_text_is_refused(tokenizer):
     with pytest.raises(ValueError, match="per_text of at least 2"):
         build("rp_json_kv_mc", tokenizer, per_text=1)
 
 
 @pytest.mark.parametrize(
-    ("found", "score"),
+    ("likelihoods", "score"),
     [((-3.0, -1.0, -2.0), 1.0), ((-1.0, -3.0, -2.0), 0.0), ((-1.0, -1.0, -2.0), 0.0)],
 )
-def test_the_likeliest_choice_counts_and_a_tie_does_not(found, score):
-    results = [(log_likelihood, False) for log_likelihood in found]
+def test_the_likeliest_choice_scores_and_a_tie_does_not(likelihoods, score):
+    results = [(log_likelihood, False) for log_likelihood in likelihoods]
     scored = scoring.choice({"gold": 1}, results)
-    assert scored == {"score": score, "target_log_likelihood": found[1]}
+    assert scored == {"score": score, "target_log_likelihood": likelihoods[1]}
 
 
-def test_a_choice_costs_one_reading_of_the_prompt_and_knows_the_likelihood(tokenizer):
+def test_a_choice_task_reads_a_prompt_once_and_reports_the_likelihood(tokenizer):
     model = AutoModelForCausalLM.from_pretrained(TINY)
     answers = {}
     for name in ("rp_niah_multikey_1_mc", "rp_niah_multikey_1_ll"):
@@ -83,12 +83,12 @@ def test_a_choice_costs_one_reading_of_the_prompt_and_knows_the_likelihood(token
         rows = lm_eval_tasks.scores(results, lm.failures)
         answers[name] = [row["log_likelihood"] for row in rows]
         assert lm.computed_tokens < 2 * LENGTH  # of four prompts, and four choices each
-    chosen, scored = answers.values()
-    assert chosen == scored
+    choice_likelihoods, target_likelihoods = answers.values()
+    assert choice_likelihoods == target_likelihoods
     assert not any("chance" in row for row in rows)
 
 
-def test_chance_is_said_with_the_scores(tokenizer):
+def test_scores_include_chance(tokenizer):
     model = AutoModelForCausalLM.from_pretrained(TINY)
     lm = LongContextLM(model, tokenizer, LENGTH, {})
     results = lm_eval_tasks.evaluate(lm, [build("rp_niah_multikey_1_mc", tokenizer)])

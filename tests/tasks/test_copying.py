@@ -1,81 +1,72 @@
-"""Copying, checked by searching the prompt for the quotation."""
+"""Test the copying task by searching its prompts for the quotation."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from rope_patch.tasks import copying, texts
-
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 def rows(tokenizer, length=3000, **kwargs):
     return copying.build(tokenizer=tokenizer, length=length, **kwargs)["test"].to_list()
 
 
-def places(words, wanted):
-    """Where some words stand in a list, by trying every place."""
-    n = len(wanted)
-    return [i for i in range(len(words) - n + 1) if words[i : i + n] == wanted]
+def places(words, phrase):
+    """Return the indices at which a phrase begins in a list of words."""
+    n = len(phrase)
+    return [i for i in range(len(words) - n + 1) if words[i : i + n] == phrase]
 
 
-def listed(row):
+def words_of(row):
     return row["input"].splitlines()[1].split()
 
 
 @pytest.mark.parametrize(("per_text", "span"), [(1, 32), (4, 32), (2, 12)])
-def test_the_target_is_what_follows_the_only_place_of_the_quotation(tokenizer, per_text, span):
+def test_the_target_follows_the_only_place_of_the_quotation(tokenizer, per_text, span):
     for row in rows(tokenizer, samples=8, per_text=per_text, span=span):
-        words, cue, target = listed(row), row["gen_prefix"].split(), row["target"].split()
+        words, cue, target = words_of(row), row["gen_prefix"].split(), row["target"].split()
         (at,) = places(words, cue)
         assert words[at + len(cue) : at + span] == target
         assert len(cue) + len(target) == span
         assert row["answers"] == [row["target"]]
 
 
-def test_the_default_is_eight_words_quoted_and_two_dozen_wanted(tokenizer):
+def test_the_default_is_eight_quoted_words_and_24_target_words(tokenizer):
     (row, *_) = rows(tokenizer)
     assert (len(row["gen_prefix"].split()), len(row["target"].split())) == (8, 24)
 
 
 @pytest.mark.parametrize("per_text", [1, 5])
-def test_the_passage_stands_at_its_depth_among_the_words_outside_of_passages(tokenizer, per_text):
-    found = rows(tokenizer, 6000, depths=(100, 25, 0, 75, 50), samples=5, per_text=per_text)
-    for row in found:
-        words = listed(row)
+def test_the_passage_is_at_its_depth_among_the_words_outside_passages(tokenizer, per_text):
+    built = rows(tokenizer, 6000, depths=(100, 25, 0, 75, 50), samples=5, per_text=per_text)
+    for row in built:
+        words = words_of(row)
         (at,) = places(words, row["gen_prefix"].split())
-        starts = [places(words, other["gen_prefix"].split()) for other in found]
-        before = 32 * sum(start < at for found_at in starts for start in found_at)
+        starts = [places(words, other["gen_prefix"].split()) for other in built]
+        before = 32 * sum(start < at for places_of_cue in starts for start in places_of_cue)
         outside = len(words) - 32 * per_text
         assert at - before == round(row["depth"] * outside / 100)
 
 
-def test_the_words_are_those_of_a_text_in_no_order_of_it(tokenizer):
+def test_the_words_are_those_of_a_text_in_another_order(tokenizer):
     novel = texts.split_words("emma")
     (row, *_) = rows(tokenizer, 6000, text="emma")
-    words = listed(row)
+    words = words_of(row)
     assert set(words) <= set(novel)
     neighbours = set(pairwise(novel))
     pairs = list(pairwise(words))
     assert sum(pair in neighbours for pair in pairs) < 0.05 * len(pairs)
 
 
-def test_the_control_quotes_what_does_not_stand_in_the_text(tokenizer):
+def test_the_control_quotes_words_that_are_not_in_the_text(tokenizer):
     planted, control = (rows(tokenizer, planted=planted) for planted in (True, False))
     for with_it, without in zip(planted, control, strict=True):
         assert (without["gen_prefix"], without["target"]) == (
             with_it["gen_prefix"],
             with_it["target"],
         )
-        assert places(listed(without), without["gen_prefix"].split()[:3]) == []
-        assert places(listed(without), without["target"].split()[:3]) == []
+        assert places(words_of(without), without["gen_prefix"].split()[:3]) == []
+        assert places(words_of(without), without["target"].split()[:3]) == []
 
 
 @pytest.mark.parametrize(
@@ -96,7 +87,7 @@ def test_the_score_is_the_share_of_words_up_to_the_first_mistake(written, score)
     assert copying.copied(doc, [written]) == {"score": score}
 
 
-def test_the_targets_likelihood_is_reported_where_the_model_tells_it():
+def test_the_likelihood_of_the_target_is_reported_if_the_model_gives_it():
     class Response(str):
         target_log_likelihood = -2.5
 
@@ -106,7 +97,7 @@ def test_the_targets_likelihood_is_reported_where_the_model_tells_it():
 
 
 @pytest.mark.parametrize("span", [8, 41])
-def test_a_span_that_leaves_nothing_or_more_than_the_room_is_refused(tokenizer, span):
+def test_a_span_that_is_too_short_or_too_long_is_refused(tokenizer, span):
     with pytest.raises(ValueError, match=f"9 to 40 words, got {span}"):
         rows(tokenizer, span=span)
 

@@ -1,58 +1,50 @@
-"""Counting: as many sentences as the answer says, all over the text, and exact scoring."""
+"""Test the counting task: the number of sentences, their spread, and scores."""
 
 import random
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from rope_patch.tasks import counting, samples, scoring
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 WORDS = dict(zip(scoring.NUMBERS, range(20), strict=True))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 def rows(tokenizer, length=1500, **kwargs):
     return counting.build(tokenizer=tokenizer, length=length, **kwargs)["test"].to_list()
 
 
-def asked(row):
+def kind_in_question(row):
     return re.search(r"How many (\w+ \w+)s were left", row["input"]).group(1)
 
 
-def left(row):
-    """How many things of each kind were left, read from the sentences."""
+def count_kinds(row):
+    """Return the number of sentences about each kind of thing."""
     return Counter(re.findall(r"A (\w+ \w+) was left [^.]*\.", row["input"]))
 
 
 @pytest.mark.parametrize("per_text", [1, 3])
 def test_the_answer_is_the_number_of_sentences_of_the_kind_in_question(tokenizer, per_text):
     for row in rows(tokenizer, samples=9, per_text=per_text):
-        found = left(row)
-        assert row["answers"] == [str(found[asked(row)])]
-        assert WORDS[row["target"]] == found[asked(row)]
+        counts = count_kinds(row)
+        assert row["answers"] == [str(counts[kind_in_question(row)])]
+        assert WORDS[row["target"]] == counts[kind_in_question(row)]
         assert row["depth"] is None
-        assert len(found) == per_text + 1  # and a kind that nobody asks for
+        assert len(counts) == per_text + 1  # and a kind that no question is about
 
 
 def test_sentences_of_a_kind_differ_and_spread_over_the_text(tokenizer):
     for row in rows(tokenizer, length=6000, samples=6):
-        found = list(re.finditer(rf"A {asked(row)} was left ([^.]*)\.", row["input"]))
-        assert len({match.group(1) for match in found}) == len(found)
-        part = len(row["input"]) / len(found)
-        for i, match in enumerate(found):  # one in each part, give or take a sentence
+        matches = list(re.finditer(rf"A {kind_in_question(row)} was left ([^.]*)\.", row["input"]))
+        assert len({match.group(1) for match in matches}) == len(matches)
+        part = len(row["input"]) / len(matches)
+        for i, match in enumerate(matches):  # one in each part, give or take a sentence
             assert match.start() == pytest.approx((i + 0.5) * part, abs=0.5 * part + 900)
 
 
 @pytest.mark.parametrize("length", [1_000, 100_000])
-def test_numbers_from_2_to_12_are_as_likely_at_every_length(length):
+def test_numbers_from_2_to_12_are_equally_likely_at_every_length(length):
     counts = []
     for i in range(150):
         text = samples.TextContext(
@@ -69,12 +61,14 @@ def test_numbers_from_2_to_12_are_as_likely_at_every_length(length):
     assert sum(counts) / len(counts) == pytest.approx(7, abs=0.7)
 
 
-def test_the_control_asks_the_same_of_a_text_without_the_things(tokenizer):
+def test_the_control_asks_the_same_question_about_a_text_without_the_kind(tokenizer):
     planted, control = (rows(tokenizer, samples=6, planted=planted) for planted in (True, False))
     for with_them, without in zip(planted, control, strict=True):
-        assert asked(without) == asked(with_them)
+        assert kind_in_question(without) == kind_in_question(with_them)
         assert without["target"] == with_them["target"]
-        assert left(without) == left(with_them) - Counter({asked(with_them): 100})
+        assert count_kinds(without) == count_kinds(with_them) - Counter(
+            {kind_in_question(with_them): 100}
+        )
 
 
 def test_more_questions_than_kinds_are_refused(tokenizer):
@@ -102,5 +96,5 @@ def test_more_questions_than_kinds_are_refused(tokenizer):
         ("3", "", 0),
     ],
 )
-def test_the_first_number_must_be_the_answer_exactly(answer, written, score):
+def test_the_first_number_must_equal_the_answer(answer, written, score):
     assert scoring.first_number({"answers": [answer]}, [written]) == {"score": score}

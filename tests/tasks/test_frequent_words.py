@@ -1,27 +1,19 @@
-"""Common and frequent words: counts, lengths and wording, against RULER's and a plain count."""
+"""Test common and frequent words: counts, lengths, wording and scores, against RULER."""
 
 import random
 import re
 from collections import Counter
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.special import zeta
-from transformers import AutoTokenizer
 
 from rope_patch.tasks import frequent_words, scoring
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 BUILDERS = {"rp_cwe": frequent_words.common_words, "rp_fwe": frequent_words.frequent_words}
 ROOMS = {"rp_cwe": frequent_words.COMMON_ROOM, "rp_fwe": frequent_words.FREQUENT_ROOM}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 def rows(tokenizer, task, length=2048, **kwargs):
@@ -29,7 +21,7 @@ def rows(tokenizer, task, length=2048, **kwargs):
 
 
 def entries(numbered):
-    """Words of "1. one 2. two"; some words of the list are two."""
+    """Return the entries of "1. one 2. two"; an entry may be two words."""
     return re.split(r" ?\b\d+\. ", numbered)[1:]
 
 
@@ -45,15 +37,15 @@ def test_prompt_prefix_and_room_fill_the_length_to_a_word(tokenizer, task, lengt
 
 @pytest.mark.parametrize("task", BUILDERS)
 @pytest.mark.parametrize("length", [64, 300, 512, 900, 1024, 1200, 1400])
-def test_a_short_length_gives_good_samples_or_an_error(tokenizer, task, length):
-    found, error = attempt(tokenizer, task, length)
-    assert found or f"a length of {length} tokens is too short for {task}" in error
-    for row in found:
+def test_a_short_length_gives_complete_samples_or_an_error(tokenizer, task, length):
+    built, error = rows_or_error(tokenizer, task, length)
+    assert built or f"a length of {length} tokens is too short for {task}" in error
+    for row in built:
         assert len(row["answers"]) == {"rp_cwe": 10, "rp_fwe": 3}[task]
         assert row["tokens"] <= length
 
 
-def attempt(tokenizer, task, length):
+def rows_or_error(tokenizer, task, length):
     try:
         return rows(tokenizer, task, length), ""
     except ValueError as error:
@@ -63,9 +55,9 @@ def attempt(tokenizer, task, length):
 @pytest.mark.parametrize(("length", "seldom", "often"), [(2048, 1, 6), (6144, 3, 30)])
 def test_common_words_are_counted_as_in_ruler(tokenizer, length, seldom, often):
     for row in rows(tokenizer, "rp_cwe", length, samples=4):
-        _, _, asked = row["input"].split("Below is a numbered list")
-        words = entries(asked.split("\n")[1])
-        (*first, (_, fewest)), rest = parted(words, 10)
+        _, _, question = row["input"].split("Below is a numbered list")
+        words = entries(question.split("\n")[1])
+        (*first, (_, fewest)), rest = split_by_frequency(words, 10)
         assert {count for _, count in first} == {fewest} == {often}
         assert {word for word, _ in Counter(words).most_common(10)} == set(row["answers"])
         assert len(rest) >= 10
@@ -74,7 +66,7 @@ def test_common_words_are_counted_as_in_ruler(tokenizer, length, seldom, often):
         assert sum(c != seldom for _, c in rest) <= 1
 
 
-def parted(words, count):
+def split_by_frequency(words, count):
     ordered = Counter(words).most_common()
     return ordered[:count], ordered[count:]
 
@@ -88,30 +80,30 @@ def test_targets_name_common_words_as_they_first_appear(tokenizer):
 @pytest.mark.parametrize(
     ("length", "seldom", "often", "others"), [(2048, 1, 3, 10), (6144, 3, 10, 30)]
 )
-def test_the_example_is_in_the_prompt_as_ruler_has_it(tokenizer, length, seldom, often, others):
+def test_the_prompt_has_the_example_of_ruler(tokenizer, length, seldom, often, others):
     (row,) = rows(tokenizer, "rp_cwe", length, samples=1)
-    _, example, asked = row["input"].split("Below is a numbered list")
-    first, rest = parted(entries(example.split("\n")[1]), 10)
+    _, example, question = row["input"].split("Below is a numbered list")
+    first, rest = split_by_frequency(entries(example.split("\n")[1]), 10)
     assert {count for _, count in first} == {often}
     assert [count for _, count in rest] == [seldom] * others
-    shown = entries(example.strip().split("often in the list are: ")[1])
-    assert set(shown) == {word for word, _ in first}
-    assert not set(shown) & set(entries(asked.split("\n")[1]))
+    example_answers = entries(example.strip().split("often in the list are: ")[1])
+    assert set(example_answers) == {word for word, _ in first}
+    assert not set(example_answers) & set(entries(question.split("\n")[1]))
 
 
 @pytest.mark.parametrize(("length", "words"), [(2048, 60), (6144, 40)])
 def test_common_words_have_the_prompt_of_ruler(tokenizer, length, words):
     cwe = import_module("lm_eval.tasks.ruler.cwe_utils")
     (row,) = rows(tokenizer, "rp_cwe", length, samples=1)
-    example, asked, _ = cwe.generate_input_output(words, length)
+    example, question, _ = cwe.generate_input_output(words, length)
     ours = re.sub(r"\d+\. .*?(?=\n|$)", "LIST", f"{row['input']} {row['gen_prefix']}")
-    assert re.sub(r"\d+\. .*?(?=\n|$)", "LIST", f"{example}\n{asked}") == ours.replace(
+    assert re.sub(r"\d+\. .*?(?=\n|$)", "LIST", f"{example}\n{question}") == ours.replace(
         "are: LIST", "are:LIST"
     )
     assert frequent_words._vocabulary() == sorted(cwe.WORDS)
 
 
-def test_no_length_runs_out_of_words():
+def test_the_words_never_run_out():
     words = [frequent_words._other(["a", "b", "c"], i) for i in range(9)]
     assert words[:3] == ["a", "b", "c"]
     assert len(set(words)) == 9
@@ -128,11 +120,11 @@ def test_frequent_words_are_counted(tokenizer):
 
 
 @pytest.mark.parametrize("number", [300, 1000, 5000])
-def test_frequencies_are_those_of_rulers_zeta_distribution(number):
+def test_frequencies_follow_the_zeta_distribution_of_ruler(number):
     ranks = np.arange(1, 101)
     expected = (number * ranks**-2.0 / zeta(2.0)).astype(int)
-    found = Counter(islice(frequent_words._zeta(100), int(expected.sum())))
-    assert [found[rank] for rank in ranks] == expected.tolist()
+    counts = Counter(islice(frequent_words._zeta(100), int(expected.sum())))
+    assert [counts[rank] for rank in ranks] == expected.tolist()
 
 
 def test_three_words_lead_clearly_at_every_length():
@@ -147,20 +139,20 @@ def test_three_words_lead_clearly_at_every_length():
 def test_frequent_words_have_the_prompt_of_ruler_and_room_for_the_answer(tokenizer):
     fwe = import_module("lm_eval.tasks.ruler.fwe_utils")
     random.seed(0)
-    theirs, _, _ = fwe.generate_input_output(2048, tokenizer, num_words=300, vocab_size=40)
+    ruler_prompt, _, _ = fwe.generate_input_output(2048, tokenizer, num_words=300, vocab_size=40)
     (row,) = rows(tokenizer, "rp_fwe", samples=1)
     ours = f"{row['input']} {row['gen_prefix']}"
 
     def blank(text):
         return re.sub(r"(?<=coded words\. )[a-z. ]+(?=\n)", "", text)
 
-    assert blank(ours) == blank(theirs)
+    assert blank(ours) == blank(ruler_prompt)
     used = len(tokenizer(ours).input_ids)
     assert used <= 2048 - 50
 
 
 @pytest.mark.parametrize("task", BUILDERS)
-def test_samples_are_the_same_in_any_number_and_share_no_text(tokenizer, task):
+def test_samples_do_not_depend_on_their_number_and_share_no_text(tokenizer, task):
     random.seed(7)
     state = random.getstate()
     some = rows(tokenizer, task, samples=2)
@@ -171,13 +163,13 @@ def test_samples_are_the_same_in_any_number_and_share_no_text(tokenizer, task):
 
 
 @pytest.mark.parametrize("task", BUILDERS)
-def test_there_is_no_control(tokenizer, task):
+def test_a_control_is_refused(tokenizer, task):
     with pytest.raises(ValueError, match=f"{task} has no control"):
         rows(tokenizer, task, planted=False)
 
 
 @pytest.mark.parametrize("task", BUILDERS)
-def test_scores_are_those_of_ruler(tokenizer, task):
+def test_scores_equal_those_of_ruler(tokenizer, task):
     from lm_eval.tasks.ruler.common_utils import string_match_all
 
     (row,) = rows(tokenizer, task, samples=1)

@@ -1,4 +1,4 @@
-"""RULER's needle tasks: its prompts of exact lengths, the same every time."""
+"""Test the needle tasks: prompts equal to RULER's, lengths, depths, controls and scores."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
 
 from rope_patch import tasks
 from rope_patch.tasks import needles, scoring
@@ -26,13 +25,8 @@ NEEDLE = re.compile(r"One of the special magic (?:number|uuid)s for (.+?) is: ([
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="module")
 def ruler():
-    """lm-eval's own builders; importing them downloads, and lists six million keys."""
+    """Return lm-eval's RULER modules, imported without downloads and without six million keys."""
     words = SimpleNamespace(_categories={"nouns": ["dog"], "adjectives": ["big"], "verbs": []})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pytest.importorskip("nltk"), "download", lambda *_, **__: True)
@@ -42,7 +36,7 @@ def ruler():
             modules = [importlib.import_module(f"lm_eval.tasks.ruler.{name}") for name in names]
         except ImportError as error:
             pytest.skip(f"lm-eval's RULER does not import: {error}")
-    for name in names:  # nobody else is to find those six million keys missing
+    for name in names:  # later imports get all keys
         sys.modules.pop(f"lm_eval.tasks.ruler.{name}", None)
     return SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
@@ -53,51 +47,57 @@ def rows(tokenizer, task, length=1024, **kwargs):
 
 
 def haystack(row):
-    """What stands between the prompt's first line and its last."""
+    """Return the text between the prompt's first and last line."""
     return row["input"].partition("\n")[2].rpartition("\n")[0]
 
 
 def pieces(row):
-    """What stands around the needles that are not the haystack's own, and those needles."""
+    """Return the texts around the planted needles, and these needles."""
     text = haystack(row)
-    found = [m for m in NEEDLE.finditer(text) if row["task"][8:] in PROSE or m[2] in row["answers"]]
-    edges = [0, *itertools.chain.from_iterable(m.span() for m in found), len(text)]
+    matches = [
+        m for m in NEEDLE.finditer(text) if row["task"][8:] in PROSE or m[2] in row["answers"]
+    ]
+    edges = [0, *itertools.chain.from_iterable(m.span() for m in matches), len(text)]
     around = [text[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
-    return around, [(m[1], m[2]) for m in found]
+    return around, [(m[1], m[2]) for m in matches]
 
 
-def by_ruler(ruler, monkeypatch, row):
-    """The row as RULER's builder makes it of the same words, needles, places and questions."""
+def build_by_ruler(ruler, monkeypatch, row):
+    """Return what RULER's builder makes of the row's words, needles, places and questions."""
     niah, name = ruler.prepare_niah, row["task"].removeprefix("rp_")
-    asked: dict = {}
+    generator_arguments: dict = {}
     monkeypatch.setattr(ruler.niah_utils, "get_tokenizer", lambda _: None)
     monkeypatch.setattr(ruler.niah_utils, "get_haystack", lambda type_haystack: type_haystack)
     monkeypatch.setattr(
-        ruler.niah_utils, "generate_samples", lambda _, **k: asked.update(k) or [{"row": 0}]
+        ruler.niah_utils,
+        "generate_samples",
+        lambda _, **k: generator_arguments.update(k) or [{"row": 0}],
     )
     getattr(ruler.niah_utils, name)()
     names = ("type_haystack", "type_needle_k", "type_needle_v", "template")
-    parameters = {key: asked[key] for key in names}
-    parameters["num_needle_v"] = asked.get("num_needle_v", 1)
-    parameters["num_needle_q"] = asked.get("num_needle_q", 1)
-    parameters["num_needle_k"] = max(asked.get("num_needle_k", 1), parameters["num_needle_q"])
+    parameters = {key: generator_arguments[key] for key in names}
+    parameters["num_needle_v"] = generator_arguments.get("num_needle_v", 1)
+    parameters["num_needle_q"] = generator_arguments.get("num_needle_q", 1)
+    parameters["num_needle_k"] = max(
+        generator_arguments.get("num_needle_k", 1), parameters["num_needle_q"]
+    )
 
-    around, found = pieces(row)
-    keys = list(dict.fromkeys(key for key, _ in found))
-    drawn = []
+    around, needles_found = pieces(row)
+    keys = list(dict.fromkeys(key for key, _ in needles_found))
+    draw_values = []
     for key in keys:
-        drawn += [key, *(value for k, value in found if k == key)]
-    places = [100 * (i + 1) / len(around) + 0.01 for i in range(len(found))]
+        draw_values += [key, *(value for k, value in needles_found if k == key)]
+    places = [100 * (i + 1) / len(around) + 0.01 for i in range(len(needles_found))]
     units, source = len(around), around
     if parameters["type_haystack"] != "essay":
         lines = [line for piece in around for line in piece.split("\n")]
-        drawn += itertools.chain.from_iterable(NEEDLE.findall("\n".join(lines)))
+        draw_values += itertools.chain.from_iterable(NEEDLE.findall("\n".join(lines)))
         places = [around[0].count("\n") + 1]
         units, source = len(lines), niah.get_haystack(parameters["type_haystack"])
-    owners = {value: keys.index(key) for key, value in found}
+    owners = {value: keys.index(key) for key, value in needles_found}
     questions = list(dict.fromkeys(owners[answer] for answer in row["answers"]))
 
-    draws, samples = iter(drawn), iter([places, questions])
+    draws, samples = iter(draw_values), iter([places, questions])
     fixed = SimpleNamespace(
         sample=lambda _, __: next(samples),
         Random=lambda _: SimpleNamespace(shuffle=lambda __: None),
@@ -106,27 +106,29 @@ def by_ruler(ruler, monkeypatch, row):
     monkeypatch.setattr(niah, "generate_random", lambda _: next(draws))
     monkeypatch.setattr(niah, "cached_sent_tokenize", lambda _: around)
     text, answers, query = niah.generate_input_output(units, source, **parameters)
-    assert next(draws, None) is None  # it wanted as many keys and values as there are
+    assert next(draws, None) is None  # it used all keys and values
 
     monkeypatch.setattr(niah, "generate_input_output", lambda *_, **__: (text, answers, query))
     nothing = SimpleNamespace(input_ids=[])
-    asked |= {"TOKENIZER": lambda _: nothing, "num_samples": 1, "max_seq_length": 0}
-    (whole,) = niah.generate_samples(source, **(asked | {"tokens_to_generate": 0}))
+    generator_arguments |= {"TOKENIZER": lambda _: nothing, "num_samples": 1, "max_seq_length": 0}
+    (whole,) = niah.generate_samples(source, **(generator_arguments | {"tokens_to_generate": 0}))
     return {"input": text, "answers": answers, "gen_prefix": whole["gen_prefix"]}
 
 
 @pytest.mark.parametrize("task", ALL)
-def test_samples_are_what_ruler_builds_of_the_same_parts(tokenizer, ruler, monkeypatch, task):
+def test_samples_equal_those_that_ruler_builds_from_the_same_parts(
+    tokenizer, ruler, monkeypatch, task
+):
     (row,) = rows(tokenizer, task, 2048, depths=(40,), seed=3)
     around, _ = pieces(row)
     assert all(around)  # no two needles in one place, where RULER would write two spaces
-    theirs = by_ruler(ruler, monkeypatch, row)
+    theirs = build_by_ruler(ruler, monkeypatch, row)
     assert {key: row[key] for key in theirs} == theirs
 
 
 @pytest.mark.parametrize("length", [512, 1024, 4096])
 @pytest.mark.parametrize("task", ALL)
-def test_a_sample_has_its_length_to_the_unit_and_no_token_more(tokenizer, task, length):
+def test_a_sample_fills_its_length_to_a_unit(tokenizer, task, length):
     if (task, length) == ("multiquery", 512):
         with pytest.raises(ValueError, match="too short for rp_niah_multiquery"):
             rows(tokenizer, task, length)
@@ -142,7 +144,7 @@ def test_a_sample_has_its_length_to_the_unit_and_no_token_more(tokenizer, task, 
 
 
 @pytest.mark.parametrize("task", ALL)
-def test_samples_are_the_same_however_many_are_built_and_whatever_came_before(tokenizer, task):
+def test_samples_depend_neither_on_their_number_nor_on_global_random_state(tokenizer, task):
     random.seed(7)
     some = rows(tokenizer, task, samples=2, per_text=2)
     random.seed(8)
@@ -155,13 +157,13 @@ def test_samples_are_the_same_however_many_are_built_and_whatever_came_before(to
 
 @pytest.mark.parametrize("per_text", [1, 3])
 @pytest.mark.parametrize("task", ALL)
-def test_the_needle_stands_at_its_depth_after_a_sentence(tokenizer, task, per_text):
+def test_the_needle_is_at_its_depth_after_a_sentence(tokenizer, task, per_text):
     depths = (0, 35, 100)
     built = rows(tokenizer, task, 8192, depths=depths, per_text=per_text)
     assert [row["depth"] for row in built] == list(depths)
     for row in built:
         text = haystack(row)
-        # Of several values that are asked for, the one at the sample's depth.
+        # If the question is about several values, one of them is at the sample's depth.
         answers = row["answers"] if task == "multivalue" else row["answers"][:1]
         spans = [m.span() for m in NEEDLE.finditer(text) if m[2] in answers]
         assert len(spans) == len(answers)
@@ -177,7 +179,7 @@ def row_distance(row):
 
 
 @pytest.mark.parametrize("task", SAME_TEXT)
-def test_samples_of_one_text_differ_only_in_what_they_ask(tokenizer, task):
+def test_samples_of_one_text_differ_only_in_the_question(tokenizer, task):
     built = rows(tokenizer, task, 2048, per_text=3)
     assert {row["text"] for row in built} == {0}
     assert len({haystack(row) for row in built}) == 1
@@ -190,16 +192,19 @@ def test_samples_of_one_text_differ_only_in_what_they_ask(tokenizer, task):
 @pytest.mark.parametrize("task", sorted({*ALL} - {*SAME_TEXT}))
 def test_samples_of_one_text_are_the_same_up_to_the_shallower_needle(tokenizer, task):
     built = rows(tokenizer, task, 2048, per_text=3, seed=5)
-    own = [{*row["answers"]} for row in built]
-    own = [mine - {*itertools.chain(*(o for o in own if o is not mine))} for mine in own]
-    assert [len(mine) for mine in own] == [1, 1, 1]
+    own_answers = [{*row["answers"]} for row in built]
+    own_answers = [
+        answers - {*itertools.chain(*(o for o in own_answers if o is not answers))}
+        for answers in own_answers
+    ]
+    assert [len(answers) for answers in own_answers] == [1, 1, 1]
     assert len({NEEDLE.sub("", haystack(row)).replace("  ", " ") for row in built}) == (
         3 if task == "single_1" else 1  # its lines leave an empty one where the needle was
     )
     for a, b in itertools.combinations(range(3), 2):
         one, other = built[a]["input"], built[b]["input"]
-        first = one.index(next(m[0] for m in NEEDLE.finditer(one) if m[2] in own[a]))
-        second = other.index(next(m[0] for m in NEEDLE.finditer(other) if m[2] in own[b]))
+        first = one.index(next(m[0] for m in NEEDLE.finditer(one) if m[2] in own_answers[a]))
+        second = other.index(next(m[0] for m in NEEDLE.finditer(other) if m[2] in own_answers[b]))
         # "One" begins the needle, so the token before it is whole.
         shared = tokenizer(one[: min(first, second)].rstrip()).input_ids
         assert tokenizer(one).input_ids[: len(shared)] == shared
@@ -207,7 +212,7 @@ def test_samples_of_one_text_are_the_same_up_to_the_shallower_needle(tokenizer, 
 
 
 @pytest.mark.parametrize("task", ALL)
-def test_no_two_samples_of_a_text_ask_the_same_even_where_depths_recur(tokenizer, task):
+def test_samples_of_a_text_ask_different_questions_even_at_equal_depths(tokenizer, task):
     built = rows(tokenizer, task, 4096, per_text=6, samples=6)
     assert len({row["target"] for row in built}) == 6
     count = len(NEEDLE.findall(haystack(built[0])))
@@ -217,31 +222,36 @@ def test_no_two_samples_of_a_text_ask_the_same_even_where_depths_recur(tokenizer
 
 
 @pytest.mark.parametrize("task", ALL)
-def test_a_text_has_no_key_and_no_value_twice(tokenizer, task):
+def test_keys_and_values_of_a_text_are_unique(tokenizer, task):
     (row,) = rows(tokenizer, task, 8192, samples=1)
     keys, values = zip(*NEEDLE.findall(haystack(row)), strict=True)
     assert len({*values}) == len(values)
     assert len({*keys}) == (1 if task == "multivalue" else len(keys))
 
 
-def test_keys_are_an_adjective_and_a_noun_in_words_and_uuids_are_of_version_4(tokenizer):
+def test_keys_are_an_adjective_and_a_noun_or_version_4_uuids(tokenizer):
     from wonderwords import RandomWord
 
-    known = RandomWord()
-    pairs = {"adjectives": known._categories["adjectives"], "nouns": known._categories["nouns"]}
+    random_word = RandomWord()
+    pairs = {
+        "adjectives": random_word._categories["adjectives"],
+        "nouns": random_word._categories["nouns"],
+    }
     (row,) = rows(tokenizer, "multikey_2", 4096, samples=1)
     for key, value in NEEDLE.findall(haystack(row)):
         cuts = [(key[:i], key[i + 1 :]) for i, letter in enumerate(key) if letter == "-"]
         assert any(a in pairs["adjectives"] and b in pairs["nouns"] for a, b in cuts), key
         assert re.fullmatch(r"[1-9]\d{6}", value)
     (row,) = rows(tokenizer, "multikey_3", 4096, samples=1)
-    for found in itertools.chain(*NEEDLE.findall(haystack(row))):
-        assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-\w{12}", found)
+    for uuid in itertools.chain(*NEEDLE.findall(haystack(row))):
+        assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-\w{12}", uuid)
 
 
 @pytest.mark.parametrize("per_text", [1, 3])
 @pytest.mark.parametrize("task", ALL)
-def test_the_control_asks_the_same_of_a_text_without_the_answers(tokenizer, task, per_text):
+def test_the_control_asks_the_same_question_about_a_text_without_the_answers(
+    tokenizer, task, per_text
+):
     planted = rows(tokenizer, task, 2048, per_text=per_text)
     control = rows(tokenizer, task, 2048, per_text=per_text, planted=False)
     for row, without in zip(planted, control, strict=True):
@@ -249,21 +259,23 @@ def test_the_control_asks_the_same_of_a_text_without_the_answers(tokenizer, task
             assert without[same] == row[same]
         assert without["input"].rpartition("\n")[2] == row["input"].rpartition("\n")[2]
         assert not any(answer in without["input"] for answer in row["answers"])
-        left = len(NEEDLE.findall(without["input"]))
+        needle_count = len(NEEDLE.findall(without["input"]))
         if task == "multikey_1":
-            assert left == 4 - per_text  # the further needles stay
+            assert needle_count == 4 - per_text  # the further needles stay
         else:
-            assert (left > 10) if task in ("multikey_2", "multikey_3") else (left == 0)
+            assert (
+                (needle_count > 10) if task in ("multikey_2", "multikey_3") else (needle_count == 0)
+            )
 
 
-def test_titles_do_not_end_sentences(tokenizer, tmp_path):
+def test_needles_do_not_follow_titles(tokenizer, tmp_path):
     file = tmp_path / "titles.txt"
     file.write_text("Mr. Hurst met Mrs. Long and Dr. Grant of St. Mary there!")
     for row in rows(tokenizer, "single_2", depths=range(5, 96, 10), text=str(file)):
         assert NEEDLE.split(haystack(row))[0].endswith("there! ")
 
 
-def test_text_that_is_too_short_is_repeated(tokenizer, tmp_path):
+def test_a_short_text_is_repeated(tokenizer, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("A few words only. They are soon over.")
     (row,) = rows(tokenizer, "single_2", 1024, samples=1, text=str(short))
@@ -272,17 +284,17 @@ def test_text_that_is_too_short_is_repeated(tokenizer, tmp_path):
 
 
 def test_few_tokenisations_find_the_length(tokenizer):
-    """They are what building takes time for; few more than six do for a long sample."""
+    """Tokenisation takes most of the building time; a long sample needs about six."""
     calls = []
 
-    def counting(text, **kwargs):
+    def counting_tokenizer(text, **kwargs):
         calls.append(text)
         return tokenizer(text, **kwargs)
 
     for task, length in itertools.product(("single_2", "multikey_2", "multivalue"), (4096, 9999)):
         for per_text, most in ((1, 12), (3, 8)):
             calls.clear()
-            rows(counting, task, length, samples=3, per_text=per_text)
+            rows(counting_tokenizer, task, length, samples=3, per_text=per_text)
             assert len(calls) < most * 3, (task, length, per_text)
 
 
@@ -298,7 +310,7 @@ GENERATIONS = [
 
 @pytest.mark.parametrize("answers", [["1234567"], ["1234567", "7654321"], ["abcdef01-AA", "0"]])
 @pytest.mark.parametrize("generated", GENERATIONS)
-def test_generations_score_as_ruler_scores_them(ruler, generated, answers):
+def test_scores_equal_those_of_ruler(ruler, generated, answers):
     theirs = ruler.common_utils.process_results(
         {"max_length": 4096, "outputs": answers}, [generated]
     )
@@ -307,7 +319,7 @@ def test_generations_score_as_ruler_scores_them(ruler, generated, answers):
 
 @pytest.mark.parametrize("ending", ["", "_ll"])
 @pytest.mark.parametrize("task", ALL)
-def test_lm_eval_asks_what_was_built(tokenizer, task, ending):
+def test_lm_eval_requests_the_built_samples(tokenizer, task, ending):
     from lm_eval.tasks import TaskManager
 
     name = f"rp_niah_{task}{ending}"
@@ -322,8 +334,8 @@ def test_lm_eval_asks_what_was_built(tokenizer, task, ending):
     loaded.build_all_requests(rank=0, world_size=1)
     assert len(loaded.instances) == 2
     for instance, row in zip(loaded.instances, expected, strict=True):
-        asked = f"{row['input']} {row['gen_prefix']}"
-        assert instance.args[0] == asked
+        prompt = f"{row['input']} {row['gen_prefix']}"
+        assert instance.args[0] == prompt
         if ending:
             assert instance.args[1] == f" {row['target']}"
         else:
@@ -341,10 +353,10 @@ def test_plain_lm_eval_runs_a_task_from_the_folder(tmp_path):
     command += ["--tasks", "rp_niah_single_2", "--metadata", metadata, "--model", "hf"]
     command += ["--model_args", f"pretrained={TINY},max_length=512", "--device", "cpu"]
     command += ["--output_path", str(tmp_path), "--log_samples"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
     (results,) = tmp_path.rglob("results_*.json")
-    # The tiny model knows no English, and lm-eval's own model gives no likelihood besides.
+    # The tiny model knows no English, and lm-eval's own model reports no likelihood.
     assert json.loads(results.read_text())["results"]["rp_niah_single_2"]["score,none"] == 0
     (log,) = tmp_path.rglob("samples_*.jsonl")
     (sample,) = [json.loads(line) for line in log.read_text().splitlines()]
@@ -352,8 +364,8 @@ def test_plain_lm_eval_runs_a_task_from_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("group", ["rp_ruler", "rp_ruler_ll"])
-def test_the_group_has_rulers_thirteen_tasks(group):
-    """As lm-eval's own group of them, which names six of them otherwise."""
+def test_the_group_has_the_13_tasks_of_ruler(group):
+    """The reference is lm-eval's group, in which two tasks have other names."""
     import yaml
 
     (folder,) = importlib.util.find_spec("lm_eval.tasks.ruler").submodule_search_locations

@@ -1,26 +1,18 @@
-"""Questions over documents: one right answer, in its place, and files of the user's own."""
+"""Test questions about documents: answers, depths, wording, scores and users' files."""
 
 import json
 import random
 import re
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from rope_patch.tasks import questions, scoring
 from rope_patch.tasks.synthetic_documents import Encyclopaedia
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 BUILDERS = {"rp_qa_1": questions.one_hop, "rp_qa_2": questions.two_hops}
-both = pytest.mark.parametrize("task", BUILDERS)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
+both_tasks = pytest.mark.parametrize("task", BUILDERS)
 
 
 def rows(tokenizer, task, length=2048, **kwargs):
@@ -36,21 +28,21 @@ def person(row):
     return re.search(r"[A-Z]\w+ [A-Z]\w+ [A-Z]\w+", row["input"].rsplit("Question: ", 1)[1])[0]
 
 
-@both
+@both_tasks
 @pytest.mark.parametrize("length", [777, 1024, 2048, 4096])
 def test_prompt_prefix_and_room_fill_the_length_to_a_word(tokenizer, task, length):
     for row in rows(tokenizer, task, length):
         used = len(tokenizer(f"{row['input']} {row['gen_prefix']}").input_ids) + questions.ROOM
         assert used == row["tokens"]
-        # One word more, which begins another document at worst.
+        # One more word may begin another document.
         assert length - 24 <= used <= length
 
 
-def test_one_document_and_no_other_answers_the_question(tokenizer):
+def test_exactly_one_document_answers_the_question(tokenizer):
     for row in rows(tokenizer, "rp_qa_1", samples=20):
-        about = [document for document in documents(row) if person(row) in document]
-        assert len(about) == 1
-        assert row["answers"][0] in about[0]
+        documents_with_name = [document for document in documents(row) if person(row) in document]
+        assert len(documents_with_name) == 1
+        assert row["answers"][0] in documents_with_name[0]
         assert row["target"] == row["answers"][0]
 
 
@@ -64,8 +56,8 @@ def test_two_documents_lead_to_the_one_answer(tokenizer):
         assert answer not in life
 
 
-@both
-def test_the_answering_document_stands_at_its_depth(tokenizer, task):
+@both_tasks
+def test_the_document_with_the_answer_is_at_its_depth(tokenizer, task):
     for row in rows(tokenizer, task, 8192, depths=(0, 25, 50, 100)):
         texts = documents(row)
         holds = [person(row) in text for text in texts]
@@ -75,18 +67,18 @@ def test_the_answering_document_stands_at_its_depth(tokenizer, task):
         assert 100 * holds.index(True) / (len(texts) - 1) == pytest.approx(row["depth"], abs=6)
 
 
-@both
-def test_samples_of_one_text_differ_in_the_question_alone(tokenizer, task):
-    found = rows(tokenizer, task, per_text=3, samples=6)
-    heads = [row["input"].rsplit("Question: ", 1)[0] for row in found]
+@both_tasks
+def test_samples_of_one_text_differ_only_in_the_question(tokenizer, task):
+    built = rows(tokenizer, task, per_text=3, samples=6)
+    heads = [row["input"].rsplit("Question: ", 1)[0] for row in built]
     assert heads == [heads[0]] * 3 + [heads[3]] * 3
     assert heads[0] != heads[3]
-    assert len({row["input"] for row in found}) == 6
-    assert [row["depth"] for row in found] == [10, 50, 90] * 2
+    assert len({row["input"] for row in built}) == 6
+    assert [row["depth"] for row in built] == [10, 50, 90] * 2
 
 
-@both
-def test_the_control_leaves_out_the_answer_and_asks_the_same(tokenizer, task):
+@both_tasks
+def test_the_control_asks_the_same_question_without_its_document(tokenizer, task):
     planted, control = rows(tokenizer, task), rows(tokenizer, task, planted=False)
     for with_it, without in zip(planted, control, strict=True):
         assert with_it["answers"] == without["answers"]
@@ -95,8 +87,8 @@ def test_the_control_leaves_out_the_answer_and_asks_the_same(tokenizer, task):
         assert without["input"].rsplit("\n", 1)[1] == with_it["input"].rsplit("\n", 1)[1]
 
 
-@both
-def test_samples_are_the_same_in_any_number(tokenizer, task):
+@both_tasks
+def test_samples_do_not_depend_on_their_number(tokenizer, task):
     random.seed(7)
     state = random.getstate()
     some = rows(tokenizer, task, samples=2)
@@ -105,13 +97,13 @@ def test_samples_are_the_same_in_any_number(tokenizer, task):
     assert rows(tokenizer, task, samples=2, seed=1) != some
 
 
-def test_the_wording_is_that_of_the_ruler_tasks_in_lm_eval(tokenizer):
+def test_the_wording_is_that_of_ruler(tokenizer):
     qa = import_module("lm_eval.tasks.ruler.qa_utils")
     (row,) = rows(tokenizer, "rp_qa_1", 900, samples=1)
     texts = documents(row)
-    asked = row["input"].rsplit("Question: ", 1)[1]
+    question = row["input"].rsplit("Question: ", 1)[1]
     numbered = [qa.DOCUMENT_PROMPT.format(i=i + 1, document=d) for i, d in enumerate(texts)]
-    assert qa.TEMPLATE.format(context="\n\n".join(numbered), query=asked) == row["input"]
+    assert qa.TEMPLATE.format(context="\n\n".join(numbered), query=question) == row["input"]
     assert qa.CONFIG["answer_prefix"] == row["gen_prefix"]
     assert qa.CONFIG["tokens_to_generate"] == questions.ROOM
 
@@ -129,15 +121,15 @@ def test_any_of_the_answers_scores_in_full_where_lm_eval_divides():
     assert string_match_part(["It is France."], [alternatives]) == pytest.approx(1 / 3)
 
 
-def test_articles_are_of_the_promised_size_and_all_different():
+def test_articles_have_40_to_100_words_and_are_all_different():
     articles = list(islice(Encyclopaedia(random.Random(1)).distractors(), 4000))
     sizes = [len(article.split()) for article in articles]
     assert min(sizes) >= 40
     assert max(sizes) <= 100
     assert len(set(articles)) == 4000
-    born = [re.search(r"[A-Z]\w+ [A-Z]\w+ [A-Z]\w+", article)[0] for article in articles[::2]]
+    people = [re.search(r"[A-Z]\w+ [A-Z]\w+ [A-Z]\w+", article)[0] for article in articles[::2]]
     towns = [article.removeprefix("The town of ").split()[0] for article in articles[1::2]]
-    assert len(set(born)) == 2000
+    assert len(set(people)) == 2000
     assert len(set(towns)) == 2000
 
 
@@ -168,8 +160,8 @@ def lines(entries):
     return "\n".join(json.dumps(entry) for entry in entries) + "\n"
 
 
-@pytest.mark.parametrize("kind", ["squad", "lines"])
-def test_a_file_of_the_users_gives_questions_and_documents(tokenizer, tmp_path, kind):
+@pytest.mark.parametrize("file_format", ["squad", "lines"])
+def test_a_file_of_the_users_gives_questions_and_documents(tokenizer, tmp_path, file_format):
     file = tmp_path / "own"
     paragraphs = squad()["data"][0]["paragraphs"]
     entries = [
@@ -180,16 +172,16 @@ def test_a_file_of_the_users_gives_questions_and_documents(tokenizer, tmp_path, 
         }
         for p in paragraphs
     ]
-    file.write_text(json.dumps(squad()) if kind == "squad" else lines(entries))
+    file.write_text(json.dumps(squad()) if file_format == "squad" else lines(entries))
     contexts = {p["context"] for p in paragraphs}
-    found = rows(tokenizer, "rp_qa_1", 1024, questions=str(file), per_text=3, samples=3)
-    for row in found:
-        asked = row["input"].rsplit("Question: ", 1)[1]
-        (entry,) = (e for e in entries if e["question"] == asked)
+    built = rows(tokenizer, "rp_qa_1", 1024, questions=str(file), per_text=3, samples=3)
+    for row in built:
+        question = row["input"].rsplit("Question: ", 1)[1]
+        (entry,) = (e for e in entries if e["question"] == question)
         assert row["answers"] == entry["answers"]
         assert documents(row).count(entry["context"]) == 1
-        assert sum(text not in contexts for text in documents(row)) <= 1  # the one that is cut
-        assert 1000 <= row["tokens"] <= 1024  # others are repeated, as six are too few
+        assert sum(text not in contexts for text in documents(row)) <= 1  # the truncated one
+        assert 1000 <= row["tokens"] <= 1024  # six documents are too few, so they are repeated
     (row,) = rows(tokenizer, "rp_qa_1", questions=str(file), samples=1, planted=False)
     (entry,) = (e for e in entries if e["question"] in row["input"])
     assert entry["context"] not in row["input"]
@@ -234,14 +226,14 @@ GOOD = {"question": "Q?", "answers": ["A"], "context": "The A."}
         (lines([GOOD]), "give a file with other contexts"),
     ],
 )
-def test_a_malformed_file_is_refused_with_its_place(tokenizer, tmp_path, content, message):
+def test_a_malformed_file_is_refused_with_the_location(tokenizer, tmp_path, content, message):
     file = tmp_path / "bad"
     file.write_text(content)
     with pytest.raises(ValueError, match=message):
         rows(tokenizer, "rp_qa_1", questions=str(file))
 
 
-def test_impossible_wishes_are_refused(tokenizer, tmp_path):
+def test_impossible_options_are_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="cannot read questions from"):
         rows(tokenizer, "rp_qa_1", questions=str(tmp_path / "none"))
     file = tmp_path / "own"

@@ -1,4 +1,4 @@
-"""Recall of word pairs: what stands in a sample, who is asked, and what tiny models answer."""
+"""Test recall of word pairs: samples, tiny models' answers, and its use for short models."""
 
 import json
 import logging
@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.commands import here
 from helpers.search_fixtures import ASSETS, load
-from transformers import AutoTokenizer
 
 import rope_patch
 from rope_patch import tasks
@@ -24,17 +23,12 @@ LENGTH, TRAINED = 1024, 256
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(scope="module")
 def model():
     return load()
 
 
 def accuracy(model, samples):
-    """By transformers' own forward and the argmax."""
+    """Return the share of right answers by transformers' forward and the argmax."""
     right = []
     for sample in samples:
         ids = torch.tensor(sample.ids)
@@ -57,17 +51,17 @@ def test_a_sample_holds_its_pairs_and_asks_for_them(tokenizer):
     assert TRAINED - 8 < len(sample.ids) <= TRAINED
     text = tokenizer.decode(sample.ids)
     words = re.findall("[a-z]+", text)
-    body, asked = words[:-16], words[-16:]
+    body, question_words = words[:-16], words[-16:]
     pairs = dict(zip(body[::2], body[1::2], strict=True))
     assert len(pairs) == 8
-    assert dict(zip(asked[::2], asked[1::2], strict=True)) == pairs
+    assert dict(zip(question_words[::2], question_words[1::2], strict=True)) == pairs
     answers = [tokenizer.decode(sample.ids[slice(*span)]).strip() for span in sample.answers]
-    assert answers == asked[1::2]
+    assert answers == question_words[1::2]
     assert recall_samples(tokenizer, TRAINED, 1, seed=3) == [sample]
     (control,) = recall_samples(tokenizer, TRAINED, 1, seed=3, planted=False)
-    without = re.findall("[a-z]+", tokenizer.decode(control.ids))
-    assert without[-16:] == asked
-    assert not {*without[:-16]} & {*asked}
+    control_words = re.findall("[a-z]+", tokenizer.decode(control.ids))
+    assert control_words[-16:] == question_words
+    assert not {*control_words[:-16]} & {*question_words}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
@@ -92,7 +86,7 @@ def test_choices_are_the_values_of_the_text(tokenizer):
 
 
 @pytest.mark.parametrize("name", [n for n in tasks.names() if not n.endswith(("_ll", "_mc"))])
-def test_generation_takes_the_room_that_samples_leave(name, tokenizer):
+def test_prompt_and_generation_fit_the_length(name, tokenizer):
     (task,) = lm_eval_tasks.build(name, tokenizer, [8192], 1, [50])
     (doc,) = task.eval_docs
     prompt = len(tokenizer(f"{doc['input']} {doc['gen_prefix']}").input_ids)
@@ -101,8 +95,8 @@ def test_generation_takes_the_room_that_samples_leave(name, tokenizer):
 
 def test_values_are_generated_within_the_trained_length_and_not_beyond(tmp_path):
     words = ["--method", "none", "--tasks", "rp_recall", "--lengths", f"128,{LENGTH}"]
-    done = here("eval", TINY, *words, "--samples", "10", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    result = here("eval", TINY, *words, "--samples", "10", "--out", tmp_path)
+    assert result.returncode == 0, result.stderr
     (entry,) = json.loads((tmp_path / "report.json").read_text())["retrieval"]
     rows = entry["samples"]["none"]
     assert entry["task"] == "rp_recall"
@@ -112,72 +106,74 @@ def test_values_are_generated_within_the_trained_length_and_not_beyond(tmp_path)
     assert within > 7
 
 
-def test_a_search_for_a_short_model_goes_by_recall(model, tokenizer, caplog):
-    given = {"length": LENGTH, "budget": 1, "count": 2, "progress": False}
+def test_a_search_for_a_short_model_uses_recall(model, tokenizer, caplog):
+    options = {"length": LENGTH, "budget": 1, "count": 2, "progress": False}
     with caplog.at_level(logging.WARNING, logger="rope_patch"):
-        found = rope_patch.search(model, tokenizer, **given)
+        search_result = rope_patch.search(model, tokenizer, **options)
     assert "needles in prose take 547 tokens" in caplog.text
-    assert found.held_out["found"]["accuracy"] > 0.8
-    assert found.held_out["none"]["accuracy"] < 0.6
+    assert search_result.held_out["found"]["accuracy"] > 0.8
+    assert search_result.held_out["none"]["accuracy"] < 0.6
     with pytest.raises(ValueError, match=r"--fitness recall.*--samples"):
-        rope_patch.search(model, tokenizer, fitness="needles", **given)
+        rope_patch.search(model, tokenizer, fitness="needles", **options)
     with pytest.raises(ValueError, match="leave the text out"):
-        rope_patch.search(model, tokenizer, fitness="recall", text="emma", **given)
+        rope_patch.search(model, tokenizer, fitness="recall", text="emma", **options)
 
 
-def test_a_recommendation_for_a_short_model_goes_by_recall_and_without_prose(
+def test_a_recommendation_for_a_short_model_uses_recall_without_prose(
     model, tokenizer, monkeypatch
 ):
-    known = variants.standard_variants
-    few = ("plain", "linear", "yarn")
+    all_variants = variants.standard_variants
+    names = ("plain", "linear", "yarn")
     monkeypatch.setattr(texts, "names", lambda: ["persuasion"])  # six novels take seconds
     monkeypatch.setattr(
-        variants, "standard_variants", lambda s: [e for e in known(s) if e.name in few]
+        variants, "standard_variants", lambda s: [e for e in all_variants(s) if e.name in names]
     )
-    found = recommend(model, tokenizer, length=512, budget=30, most=6, search=False, progress=False)
-    assert found.outcome == "use"
-    rows = {row["name"]: row for row in found.rows}
+    recommendation = recommend(
+        model, tokenizer, length=512, budget=30, most=6, search=False, progress=False
+    )
+    assert recommendation.outcome == "use"
+    rows = {row["name"]: row for row in recommendation.rows}
     assert rows["yarn"]["long"]["accuracy"][0] > rows["linear"]["long"]["accuracy"][0]
-    assert all(row["prose"] is None for row in found.rows)
-    said = " ".join(found.not_measured)
-    assert "do not fit into 128 tokens" in said
-    assert "perplexity of documents: a token of prose costs the plain model" in said
+    assert all(row["prose"] is None for row in recommendation.rows)
+    reasons = " ".join(recommendation.not_measured)
+    assert "do not fit into 128 tokens" in reasons
+    assert "perplexity of documents: a token of prose costs the plain model" in reasons
     with pytest.raises(ValueError, match=r"--short-length.*--samples.*no text"):
         recommend(model, tokenizer, length=512, budget=30, text="emma")
 
 
-def test_a_comparison_takes_what_has_room(caplog):
+def test_tasks_of_a_profile_are_limited_to_those_that_fit(caplog):
     logging.getLogger("lm_eval").setLevel(logging.NOTSET)  # as in a new process
-    chosen = profiles.PROFILES["quick"].tasks
+    profile_tasks = profiles.PROFILES["quick"].tasks
     expected = ("rp_recall_ll", "rp_recall_mc", "perplexity", "rp_short", "speed")
-    assert profiles.fit_tasks(chosen, TINY, None, 128) == expected
+    assert profiles.fit_tasks(profile_tasks, TINY, None, 128) == expected
     assert "rp_niah_multikey_1_ll" in caplog.text
-    assert {record.name for record in caplog.records} == {"rope_patch"}  # nothing of lm-eval's
-    assert profiles.fit_tasks(chosen, TINY, None, 2048) == chosen
+    assert {record.name for record in caplog.records} == {"rope_patch"}  # no messages of lm-eval
+    assert profiles.fit_tasks(profile_tasks, TINY, None, 2048) == profile_tasks
 
 
-def test_a_model_that_reads_no_prose_is_said_to_in_the_report(tmp_path):
+def test_the_report_cautions_about_a_model_that_reads_no_prose(tmp_path):
     words = ["--method", "none", "--lengths", "128", "--tasks", "rp_recall_ll,perplexity"]
-    done = here("eval", TINY, *words, "--control-context", "100", "--out", tmp_path)
-    assert done.returncode == 0
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("caution: ")]
+    result = here("eval", TINY, *words, "--control-context", "100", "--out", tmp_path)
+    assert result.returncode == 0
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("caution: ")]
     assert "reads these documents no better than chance" in line
     results = json.loads((tmp_path / "report.json").read_text())
     assert results["run"]["cautions"] == [line.removeprefix("caution: ")]
     assert "reads these documents no better than chance" in (tmp_path / "report.md").read_text()
-    again = here("report", tmp_path)
-    both = here("report", tmp_path, tmp_path, "--out", tmp_path / "both")
-    assert again.stdout.splitlines().count(line) == done.stdout.splitlines().count(line) == 1
-    assert again.stdout == done.stdout
-    assert line.removeprefix("caution: ") in both.stdout
+    repeated = here("report", tmp_path)
+    combined = here("report", tmp_path, tmp_path, "--out", tmp_path / "both")
+    assert repeated.stdout.splitlines().count(line) == result.stdout.splitlines().count(line) == 1
+    assert repeated.stdout == result.stdout
+    assert line.removeprefix("caution: ") in combined.stdout
 
 
-def test_a_length_without_room_names_options_before_weights_are_read(tmp_path):
-    done = here("eval", TINY, "--method", "none", "--lengths", "256", "--out", tmp_path / "new")
-    assert done.returncode == 1
-    assert "give --lengths of at least 329 each" in done.stderr
-    assert "rp_recall_ll" in done.stderr
-    assert "Loading weights" not in done.stderr
+def test_a_short_length_is_refused_with_advice_before_weights_are_read(tmp_path):
+    result = here("eval", TINY, "--method", "none", "--lengths", "256", "--out", tmp_path / "new")
+    assert result.returncode == 1
+    assert "give --lengths of at least 329 each" in result.stderr
+    assert "rp_recall_ll" in result.stderr
+    assert "Loading weights" not in result.stderr
 
 
 def test_cautions_compare_with_chance():

@@ -1,4 +1,4 @@
-"""What all retrieval tasks have in common: lengths, depths, texts that samples share."""
+"""Test the samples of all retrieval tasks: lengths, depths, shared texts and seeds."""
 
 import random
 from pathlib import Path
@@ -13,18 +13,18 @@ TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
 
 class Letters:
-    """A tokenizer of one token a character, that remembers what it was asked."""
+    """A tokenizer with one token per character that records its texts."""
 
     def __init__(self):
-        self.asked = []
+        self.texts = []
 
     def __call__(self, text, add_special_tokens=True, verbose=True):
-        self.asked.append(text)
+        self.texts.append(text)
         return type("Encoding", (), {"input_ids": [*text]})
 
 
 def drafts(unit, head="Q", prefix="A"):
-    """Draws samples of `unit(i)`s, each with an own key before them."""
+    """Return a draft function of samples: a unique key, then `unit(0)`, `unit(1)`, ..."""
 
     def draw(text):
         keys = [str(text.rng.randint(10, 99)) for _ in text.depths]
@@ -62,8 +62,8 @@ UNITS = {
 
 @pytest.mark.parametrize("length", [10, 11, 12, 64, 777, 2048, 4096])
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
-def test_as_many_units_as_fit(unit, length):
-    """The longest that fits, found by trying every number of them."""
+def test_a_sample_has_as_many_units_as_fit(unit, length):
+    """The reference tries every number of units."""
     (row,) = build(drafts(unit), length=length, samples=1)
     sizes = [5 + len("Q12 A")]
     while sizes[-1] <= length:
@@ -77,12 +77,12 @@ def test_as_many_units_as_fit(unit, length):
 def test_the_number_of_units_is_found_in_few_guesses(unit, length):
     tokenizer = Letters()
     build(drafts(unit), tokenizer, length=length, samples=1)
-    # Even units need five or six; what no rule fits is halved after a dozen.
+    # Even units need five or six guesses; a bisection starts after a dozen.
     even = unit in (UNITS["one token"], UNITS["three tokens"])
-    assert len(tokenizer.asked) <= (8 if even else 12 + 17 + 3)
+    assert len(tokenizer.texts) <= (8 if even else 12 + 17 + 3)
 
 
-def test_a_text_that_does_not_fit_is_refused():
+def test_a_length_that_is_too_short_is_refused():
     build(drafts(UNITS["one token"]), length=10, samples=1)
     with pytest.raises(ValueError, match=r"9 tokens is too short for toy: .* take 10"):
         build(drafts(UNITS["one token"]), length=9, samples=1)
@@ -102,7 +102,7 @@ def test_impossible_samples_are_refused(kwargs, message):
         build(drafts(UNITS["one token"]), **kwargs)
 
 
-def test_depths_take_turns_over_texts_that_samples_share():
+def test_samples_cycle_through_depths_and_share_texts():
     built = build(drafts(UNITS["one token"]), length=99, depths=(0, 50, 100), samples=8, per_text=2)
     assert [row["depth"] for row in built] == [0, 50, 100, 0, 50, 100, 0, 50]
     assert [row["text"] for row in built] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -110,7 +110,7 @@ def test_depths_take_turns_over_texts_that_samples_share():
     assert len(build(drafts(UNITS["one token"]), length=99, depths=(0, 50))) == 2
 
 
-def test_samples_of_one_text_get_the_filler_of_the_longest():
+def test_samples_of_one_text_have_the_filler_of_the_longest():
     def draw(text):
         return [
             SampleDraft(prompt=lambda n, q=q: q + "x" * n, prefix="A", answers=[q], target=q)
@@ -131,34 +131,34 @@ def test_a_sample_depends_on_seed_task_length_and_its_number_alone():
 
     random.seed(1)
     before = random.getstate()
-    all_of_them = build_toy(per_text=2)
+    six_rows = build_toy(per_text=2)
     assert random.getstate() == before
     random.seed(2)
-    assert build_toy(per_text=2, samples=3) == all_of_them[:3]
+    assert build_toy(per_text=2, samples=3) == six_rows[:3]
     for change in ({"seed": 1}, {"length": 301}):
         assert [r["target"] for r in build_toy(per_text=2, **change)] != [
-            row["target"] for row in all_of_them
+            row["target"] for row in six_rows
         ]
 
 
-def test_what_a_draft_function_gets():
-    seen = []
+def test_a_draft_function_gets_length_depths_texts_and_options():
+    contexts = []
 
     def draw(text):
-        seen.append(text)
+        contexts.append(text)
         return drafts(UNITS["one token"])(text)
 
     build(
         draw, length=100, samples=3, depths=(5, 6), per_text=3, planted=False, hops=4, text="emma"
     )
-    (text,) = seen
+    (text,) = contexts
     assert (text.length, text.depths, text.planted) == (100, [5, 6, 5], False)
     assert (text.texts, text.options) == (("emma",), {"hops": 4})
     build(draw, length=100, samples=1)
-    assert seen[-1].texts == tuple(texts.names())
+    assert contexts[-1].texts == tuple(texts.names())
 
 
-def test_words_go_on_from_anywhere_and_begin_again_at_the_end(tmp_path):
+def test_words_start_anywhere_and_wrap_around(tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("one two\nthree  four")
     text = samples.TextContext(
@@ -168,23 +168,23 @@ def test_words_go_on_from_anywhere_and_begin_again_at_the_end(tmp_path):
     starts = set()
     for _ in range(30):
         words = text.word_source()
-        found = words(11)
-        start = circle.index(found[0])
+        excerpt = words(11)
+        start = circle.index(excerpt[0])
         starts.add(start)
-        assert found == [circle[(start + i) % 4] for i in range(11)]
-        assert words(2) == found[:2]
+        assert excerpt == [circle[(start + i) % 4] for i in range(11)]
+        assert words(2) == excerpt[:2]
         assert words(0) == []
     assert starts == {0, 1, 2, 3}
 
 
-def test_the_tokenizer_may_be_named_as_such_or_as_the_model():
+def test_the_tokenizer_may_be_an_object_or_a_name():
     by_object = build(drafts(UNITS["one token"]), AutoTokenizer.from_pretrained(TINY), length=200)
     draw = drafts(UNITS["one token"])
-    for named in ({"tokenizer": str(TINY)}, {"pretrained": str(TINY)}):
-        assert samples.build(draw, "toy", 5, length=200, **named)["test"].to_list() == by_object
+    for names in ({"tokenizer": str(TINY)}, {"pretrained": str(TINY)}):
+        assert samples.build(draw, "toy", 5, length=200, **names)["test"].to_list() == by_object
 
 
-def test_the_target_is_counted_as_it_follows_the_prefix():
+def test_target_tokens_are_those_after_the_prefix():
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     for row in build(drafts(UNITS["three tokens"]), tokenizer, length=100):
         ids = tokenizer(f" {row['target']}", add_special_tokens=False).input_ids

@@ -1,4 +1,4 @@
-"""The short tasks: right choices are right, wrong ones wrong, by rules of this file."""
+"""Test the short tasks: right and wrong choices by independent rules, chance and prompts."""
 
 import random
 import re
@@ -11,18 +11,11 @@ from helpers.tiny_models import make_model
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import AutoTokenizer
 
 from rope_patch.tasks import short, texts
 from rope_patch.tasks.short import tables
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 NAMES = short.names()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 @cache
@@ -31,19 +24,19 @@ def rows(name, **metadata):
     return config["custom_dataset"](**config["metadata"] | metadata)["test"].to_list()
 
 
-def right(row):
+def right_choice(row):
     return row["choices"][row["gold"]]
 
 
-def wrong(row):
+def wrong_choices(row):
     return [choice for i, choice in enumerate(row["choices"]) if i != row["gold"]]
 
 
-def test_the_group_has_every_task_that_has_a_file():
+def test_the_group_has_every_task_file():
     assert sorted({f.stem for f in short.FOLDER.glob("*.yaml")} - {short.GROUP}) == NAMES
 
 
-def test_an_unknown_task_is_refused_with_the_names_of_those_there_are():
+def test_an_unknown_task_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"no short task 'rp_short_poems': expected .*cloze"):
         short.config("rp_short_poems")
 
@@ -60,17 +53,17 @@ def test_choices_are_distinct_and_chance_is_what_the_metadata_says(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_choice_begins_another_nor_does_a_question_come_twice(name):
+def test_questions_are_unique_and_no_choice_is_a_prefix_of_another(name):
     built = rows(name.removeprefix("rp_short_"))
-    assert len({(row["input"], right(row)) for row in built}) == len(built)
-    if name != "rp_short_arithmetic":  # numbers end where they end: 5 and 52 are as they are
+    assert len({(row["input"], right_choice(row)) for row in built}) == len(built)
+    if name != "rp_short_arithmetic":  # 5 is a prefix of 52
         for row in built:
             for choice in row["choices"]:
                 assert not any(c != choice and c.startswith(choice) for c in row["choices"])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_questions_are_the_same_in_any_number_and_whatever_came_before(name):
+def test_questions_depend_neither_on_their_number_nor_on_global_random_state(name):
     task = name.removeprefix("rp_short_")
     random.seed(7)
     some = rows(task, samples=9)
@@ -82,30 +75,30 @@ def test_questions_are_the_same_in_any_number_and_whatever_came_before(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prompts_are_short_ones(tokenizer, name):
-    """The tiny tokenizer cuts words in many more tokens than a real one does."""
+def test_prompts_are_short(tokenizer, name):
+    """The tiny tokenizer splits words into many more tokens than a real one."""
     for row in rows(name.removeprefix("rp_short_")):
         words = len(row["input"].split())
         assert 10 <= words <= 200
         assert 30 <= len(tokenizer(row["input"]).input_ids) <= 512
 
 
-def test_sums_and_differences_are_right_and_misses_near():
+def test_sums_are_right_and_wrong_choices_are_near():
     for row in rows("arithmetic"):
-        *solved, asked = row["input"].splitlines()
+        *solved, question = row["input"].splitlines()
         for line in solved:
             problem, result = line.split(" = ")
             assert eval(problem) == int(result)
-        problem = asked.removesuffix(" =")
+        problem = question.removesuffix(" =")
         assert problem not in "\n".join(solved)
-        assert eval(problem) == int(right(row))
-        assert all(0 < abs(int(miss) - int(right(row))) <= 10 for miss in wrong(row))
+        assert eval(problem) == int(right_choice(row))
+        assert all(0 < abs(int(miss) - int(right_choice(row))) <= 10 for miss in wrong_choices(row))
 
 
-def test_the_last_word_and_its_decoys_stand_earlier_in_the_passage_which_is_the_novels():
+def test_cloze_choices_are_words_of_a_passage_from_a_novel():
     novels = [" ".join(texts.split_words(name)) for name in texts.names()]
     for row in rows("cloze", samples=40):
-        passage, answer = row["input"], right(row)
+        passage, answer = row["input"], right_choice(row)
         assert any(f"{passage} {answer} " in novel for novel in novels)
         for choice in row["choices"]:
             assert re.search(rf"(?<!\w){choice[:-1]}(?!\w)", passage)
@@ -119,7 +112,7 @@ def is_many(noun):
     return noun.endswith("s")
 
 
-# How each kind of sentence is known, and what holds for its words where it is right.
+# A pattern for each kind of sentence, and the condition on its words that makes it grammatical.
 GRAMMAR = {
     r"The (\w+) that belonged .* (was|were) very": lambda n, v: is_many(n) == (v == "were"),
     r"The (\w+) that the .* (is|are) always": lambda n, v: is_many(n) == (v == "are"),
@@ -133,33 +126,37 @@ GRAMMAR = {
 }
 
 
-def kind(sentence):
+def sentence_pattern(sentence):
     return next(pattern for pattern in GRAMMAR if re.match(pattern, sentence))
 
 
 def is_grammatical(sentence):
-    return GRAMMAR[kind(sentence)](*re.match(kind(sentence), sentence).groups())
+    return GRAMMAR[sentence_pattern(sentence)](
+        *re.match(sentence_pattern(sentence), sentence).groups()
+    )
 
 
 def test_the_right_sentence_is_grammatical_and_the_other_is_not():
     built = rows("grammar")
-    assert {kind(right(row)) for row in built} == set(GRAMMAR)
+    assert {sentence_pattern(right_choice(row)) for row in built} == set(GRAMMAR)
     for row in built:
-        (error,) = wrong(row)
-        assert is_grammatical(right(row))
+        (error,) = wrong_choices(row)
+        assert is_grammatical(right_choice(row))
         assert not is_grammatical(error)
-        assert sum(a != b for a, b in zip(right(row).split(), error.split(), strict=True)) == 1
+        assert (
+            sum(a != b for a, b in zip(right_choice(row).split(), error.split(), strict=True)) == 1
+        )
         assert all(map(is_grammatical, re.findall(r"[A-Z].*?\.", row["input"])))
 
 
 def test_an_attractor_has_the_other_number_than_the_subject():
     for row in rows("grammar"):
-        if found := re.match(r"The (\w+) that .*?the (\w+)", right(row)):
-            assert is_many(found[1]) != is_many(found[2])
+        if match := re.match(r"The (\w+) that .*?the (\w+)", right_choice(row)):
+            assert is_many(match[1]) != is_many(match[2])
 
 
 @pytest.mark.parametrize(("name", "least"), [("facts", 150), ("induction", 100)])
-def test_tables_state_nothing_twice(name, least):
+def test_tables_have_no_duplicates(name, least):
     _, *lines = (
         Path(tables.__file__).with_name(f"{name}.csv").read_text(encoding="utf-8").splitlines()
     )
@@ -168,40 +165,42 @@ def test_tables_state_nothing_twice(name, least):
     assert all(value == value.strip() and value for line in lines for value in line.split(","))
 
 
-def test_every_fact_is_asked_before_any_comes_again_and_no_other_answer_is_right():
+def test_every_fact_is_asked_once_before_any_repeats_and_has_one_answer():
     table = tables.read_table("facts")
     count = sum(map(len, table.values()))
-    asked = set()
+    questions = set()
     for row in rows("facts", samples=count):
-        *shown, question = row["input"].splitlines()
+        *examples, question = row["input"].splitlines()
         answers = {choice.removesuffix(".") for choice in row["choices"]}
         (relation,) = [pairs for pairs in table.values() if answers <= set(pairs.values())]
         (subject,) = [s for s in relation if f" {s} " in f" {question} "]
-        assert right(row) == f"{relation[subject]}."  # one answer a subject: no other is right
-        assert not any(line.startswith(question) for line in shown)
-        asked.add(question)
-    assert len(asked) == count
+        assert (
+            right_choice(row) == f"{relation[subject]}."
+        )  # one answer a subject: no other is right
+        assert not any(line.startswith(question) for line in examples)
+        questions.add(question)
+    assert len(questions) == count
 
 
-def test_no_pair_of_a_relation_has_the_answer_of_another_one_or_its_own_word():
+def test_answers_of_a_relation_are_unique_and_differ_from_its_words():
     for pairs in tables.read_table("induction").values():
         assert len(set(pairs.values())) == len(pairs)
         assert not set(pairs.values()) & set(pairs)
 
 
-def test_wrong_ways_on_are_the_word_itself_what_was_shown_and_what_was_not():
+def test_wrong_inductions_are_the_word_a_shown_answer_and_an_unseen_one():
     for row in rows("induction", samples=161):
-        *shown, asked = [line.split(" ->") for line in row["input"].splitlines()]
-        shown = {cue: answer.strip(" .") for cue, answer in shown}
-        cue = asked[0]
+        *examples, question = [line.split(" ->") for line in row["input"].splitlines()]
+        examples = {cue: answer.strip(" .") for cue, answer in examples}
+        cue = question[0]
         (pairs,) = [
-            p for p in tables.read_table("induction").values() if shown.items() <= p.items()
+            p for p in tables.read_table("induction").values() if examples.items() <= p.items()
         ]
-        assert right(row) == f"{pairs[cue]}."
-        copied, repeated, unseen = (choice.removesuffix(".") for choice in wrong(row))
+        assert right_choice(row) == f"{pairs[cue]}."
+        copied, repeated, unseen = (choice.removesuffix(".") for choice in wrong_choices(row))
         assert copied == cue
-        assert repeated in shown.values()
-        assert unseen in set(pairs.values()) - set(shown.values()) - {pairs[cue]}
+        assert repeated in examples.values()
+        assert unseen in set(pairs.values()) - set(examples.values()) - {pairs[cue]}
 
 
 def manager(**metadata):
@@ -216,18 +215,18 @@ def test_plain_lm_eval_loads_the_group_and_builds_the_same_questions():
 
 
 def test_lm_eval_scores_the_likeliest_choice(tokenizer):
-    """Against the log-likelihoods computed here, one choice at a time."""
+    """The reference is log-likelihoods computed here, one choice at a time."""
     model = make_model("llama", vocab_size=512)
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, max_length=1024)
     configs = [short.config(name) for name in NAMES]
     for config in configs:
         config["metadata"]["samples"] = 4
-    found = simple_evaluate(
+    results = simple_evaluate(
         lm, tasks=configs, task_manager=manager(), bootstrap_iters=0, verbosity="ERROR"
     )
     for name in NAMES:
-        assert len(found["samples"][name]) == 4
-        for sample in found["samples"][name]:
+        assert len(results["samples"][name]) == 4
+        for sample in results["samples"][name]:
             row = sample["doc"]
             scores = [likelihood(model, tokenizer, row["input"], c) for c in row["choices"]]
             assert sample["acc"] == float(scores.index(max(scores)) == row["gold"])

@@ -1,4 +1,4 @@
-"""The novels that come with the package, and texts of the user's."""
+"""Test the package's novels, users' texts, and documents made of both."""
 
 import lzma
 from pathlib import Path
@@ -12,21 +12,21 @@ from rope_patch.tasks import texts
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 
 
-def test_the_novels_are_whole():
+def test_the_novels_are_complete():
     assert len(texts.names()) == 6
     assert texts.read_text("emma").count("Mr. Knightley") > 200
     assert all(300_000 < len(texts.read_text(name)) < 1_000_000 for name in texts.names())
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.xz"])
-def test_a_file_of_the_users_is_read_plain_or_compressed(tmp_path, suffix):
+def test_a_users_file_is_read_plain_or_compressed(tmp_path, suffix):
     path = tmp_path / f"book{suffix}"
     raw = "Straße".encode()
     path.write_bytes(lzma.compress(raw) if suffix.endswith("xz") else raw)
     assert texts.read_text(str(path)) == "Straße"
 
 
-def test_what_is_no_text_is_refused(tmp_path):
+def test_unknown_and_undecodable_texts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="did you mean 'emma'"):
         texts.read_text("ema")
     path = tmp_path / "book.txt"
@@ -35,7 +35,7 @@ def test_what_is_no_text_is_refused(tmp_path):
         texts.read_text(str(path))
 
 
-def test_words_keep_their_punctuation(tmp_path):
+def test_words_keep_their_punctuation_and_an_empty_text_is_refused(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("Only a\n\nfew words.")
     assert texts.split_words(str(path)) == ["Only", "a", "few", "words."]
@@ -45,13 +45,8 @@ def test_words_keep_their_punctuation(tmp_path):
         texts.split_words(str(path))
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
 def with_bos():
-    """The same, with a beginning-of-sequence token before every text and an end behind it."""
+    """Return the tokenizer with two special tokens before every text and one after it."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     eos = tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -62,14 +57,14 @@ def with_bos():
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory):
-    """Paths of a longer and a shorter book, of about 4,200 and 2,100 tokens."""
+    """Return the paths of two books of about 4,200 and 2,100 tokens."""
     folder = tmp_path_factory.mktemp("books")
     for name, novel, characters in (("long", "emma", 9000), ("short", "persuasion", 4000)):
         (folder / name).write_text(texts.read_text(novel)[:characters])
     return [str(folder / "long"), str(folder / "short")]
 
 
-def test_documents_are_starts_of_texts_then_excerpts_that_follow(tokenizer, books):
+def test_documents_are_text_beginnings_then_later_excerpts(tokenizer, books):
     long, short = books
     whole = {path: tokenizer(Path(path).read_text()).input_ids for path in books}
     got = texts.documents(books, tokenizer, 700, count=5)
@@ -86,19 +81,19 @@ def test_documents_are_starts_of_texts_then_excerpts_that_follow(tokenizer, book
     assert texts.documents(books, tokenizer, 700, count=1) == got[:1]
 
 
-def test_a_novel_is_named_as_it_is(tokenizer):
+def test_a_novel_document_has_the_name_of_the_novel(tokenizer):
     (document,) = texts.documents(["emma"], tokenizer, 50)
     assert document.name == "emma"
     assert tokenizer.decode(document.tokens).startswith("EMMA\n\nBy Jane Austen\n")
 
 
-def test_a_longer_text_gives_what_a_shorter_one_lacks(tokenizer, books):
+def test_a_longer_text_replaces_excerpts_that_a_shorter_one_lacks(tokenizer, books):
     long, short = books
     got = texts.documents([short, long], tokenizer, 1100, count=4)
     assert [document.name for document in got] == [short, long, f"{long} 2", f"{long} 3"]
 
 
-def test_every_excerpt_starts_as_the_tokenizer_starts_texts(tokenizer, books):
+def test_every_excerpt_starts_with_the_special_tokens(tokenizer, books):
     plain = tokenizer(Path(books[0]).read_text()).input_ids
     first, second = texts.documents(books[:1], with_bos(), 500, count=2)
     assert first.head == second.head == 2
@@ -106,7 +101,7 @@ def test_every_excerpt_starts_as_the_tokenizer_starts_texts(tokenizer, books):
     assert second.tokens == [tokenizer.eos_token_id] * 2 + plain[498:996]
 
 
-def test_texts_too_short_are_refused(tokenizer, books, tmp_path):
+def test_texts_that_are_too_short_are_refused(tokenizer, books, tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("Only a few words.")
     with pytest.raises(ValueError, match=r"has \d+ tokens, 1,000 are needed"):

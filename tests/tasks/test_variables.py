@@ -1,30 +1,22 @@
-"""Variable tracking: RULER's prompt, to the token, and one chain that can be followed."""
+"""Test variable tracking: RULER's prompt, its length, and the chain of assignments."""
 
 import random
 import re
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from rope_patch.tasks import scoring, variables
 
-TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
 NOISE = variables.NOISE
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
 def rows(tokenizer, length=2048, **kwargs):
-    found = variables.variable_tracking(tokenizer=tokenizer, length=length, **kwargs)
-    return found["test"].to_list()
+    dataset = variables.variable_tracking(tokenizer=tokenizer, length=length, **kwargs)
+    return dataset["test"].to_list()
 
 
 @pytest.mark.parametrize("length", [1280, 1777, 2048, 4096])
-def test_example_prompt_prefix_and_room_fill_the_length_and_never_exceed_it(tokenizer, length):
+def test_example_prompt_prefix_and_room_fill_the_length(tokenizer, length):
     unit = max(len(tokenizer(f" {s}\n", add_special_tokens=False).input_ids) for s in NOISE)
     for row in rows(tokenizer, length):
         used = len(tokenizer(f"{row['input']} {row['gen_prefix']}").input_ids) + variables.ROOM
@@ -35,36 +27,38 @@ def test_example_prompt_prefix_and_room_fill_the_length_and_never_exceed_it(toke
 @pytest.mark.parametrize("length", [2048, 4096])
 def test_following_the_chain_from_the_value_gives_the_answers(tokenizer, length):
     for row in rows(tokenizer, length, samples=5):
-        example, asked = row["input"].split("\n\nMemorize")
-        value = re.search(r"assigned the value (\d+) in the text", asked)[1]
-        follows = dict(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", asked))
-        found, source = [], value
+        example, question = row["input"].split("\n\nMemorize")
+        value = re.search(r"assigned the value (\d+) in the text", question)[1]
+        follows = dict(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", question))
+        chain, source = [], value
         while source in follows.values():
-            (source,) = (name for name, of in follows.items() if of == source)
-            found.append(source)
-        assert found == row["answers"] == row["target"].split()
-        assert len(set(found)) == len(follows) == 5
+            (source,) = (name for name, origin in follows.items() if origin == source)
+            chain.append(source)
+        assert chain == row["answers"] == row["target"].split()
+        assert len(set(chain)) == len(follows) == 5
         assert f"5 variables are assigned the value {value}" in row["gen_prefix"]
-        assert not any(name in example for name in found)
+        assert not any(name in example for name in chain)
 
 
-def test_prompts_are_those_of_ruler_but_for_its_names_places_and_spelling(tokenizer):
+def test_prompts_equal_those_of_ruler_except_names_places_and_spelling(tokenizer):
     from lm_eval.tasks.ruler import vt_utils
 
     (row,) = rows(tokenizer, samples=1)
     random.seed(0)
-    taught, names = vt_utils.generate_input_output(10, 1, 4, is_icl=True)
+    example, names = vt_utils.generate_input_output(10, 1, 4, is_icl=True)
     noises = row["input"].split("\n\nMemorize")[1].count("There and back again")
-    asked, _ = vt_utils.generate_input_output(noises, 1, 4)
+    question, _ = vt_utils.generate_input_output(noises, 1, 4)
     cut = row["input"].index("Question:", row["input"].rindex("Memorize"))
     tail = re.search(r"(?<=There and back again\.\n)((?! VAR)(?!VAR)[^\n]*)\n$", row["input"][:cut])
     ours = f"{row['input']} {row['gen_prefix']}"
-    assert normal(f"{taught} {' '.join(names)}\n\n{asked}") == normal(ours, but=tail and tail[1])
+    assert normalised(f"{example} {' '.join(names)}\n\n{question}") == normalised(
+        ours, but=tail and tail[1]
+    )
 
 
-def normal(prompt, but=None):
-    """Without what differs by chance: names, values and where assignments stand."""
-    prompt = prompt.replace("assgined", "assigned")  # mended by RULER since
+def normalised(prompt, but=None):
+    """Return the prompt without random parts: names, values and places of assignments."""
+    prompt = prompt.replace("assgined", "assigned")  # RULER has fixed this since
     if but and but.strip():
         prompt = "".join(prompt.rsplit(but, 1))
     assignments = re.findall(r"VAR (\w+) = (VAR )?", prompt)
@@ -74,17 +68,17 @@ def normal(prompt, but=None):
     return shape, text.split()
 
 
-def test_the_spelling_is_right(tokenizer):
+def test_prompts_lack_the_misspelling_of_ruler(tokenizer):
     assert "assgined" not in str(rows(tokenizer))
 
 
 @pytest.mark.parametrize("length", [64, 512])
-def test_a_length_that_is_too_short_ends_in_an_error(tokenizer, length):
+def test_a_length_that_is_too_short_is_refused(tokenizer, length):
     with pytest.raises(ValueError, match=f"a length of {length} tokens is too short for rp_vt"):
         rows(tokenizer, length)
 
 
-def test_samples_are_the_same_in_any_number_and_share_no_text(tokenizer):
+def test_samples_do_not_depend_on_their_number_and_share_no_text(tokenizer):
     random.seed(7)
     state = random.getstate()
     some = rows(tokenizer, samples=2)
@@ -95,12 +89,12 @@ def test_samples_are_the_same_in_any_number_and_share_no_text(tokenizer):
     assert [row["depth"] for row in some] == [None, None]
 
 
-def test_there_is_no_control(tokenizer):
+def test_a_control_is_refused(tokenizer):
     with pytest.raises(ValueError, match="rp_vt has no control"):
         rows(tokenizer, planted=False)
 
 
-def test_scores_are_those_of_ruler(tokenizer):
+def test_scores_equal_those_of_ruler(tokenizer):
     from lm_eval.tasks.ruler.common_utils import string_match_all
 
     (row,) = rows(tokenizer, samples=1)
