@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what is printed, and the exit code."""
+"""Test the command line as users run it: output, error lines and exit status."""
 
 import json
 import logging
@@ -14,63 +14,63 @@ import rope_patch
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 
-def test_methods_are_listed_with_paper_and_need_for_training():
+def test_methods_are_listed_with_options_paper_and_need_for_fine_tuning():
     rows = json.loads(here("methods", "--json").stdout)
     assert [row["name"] for row in rows] == list(rope_patch.list_methods())
-    *listed, blank, hint = here("methods").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == list(rope_patch.list_methods())
-    assert all(line.endswith(row["description"]) for line, row in zip(listed, rows, strict=True))
+    *lines, blank, hint = here("methods").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(rope_patch.list_methods())
+    assert all(line.endswith(row["description"]) for line, row in zip(lines, rows, strict=True))
     assert (blank, "NAME" in hint) == ("", True)
-    printed = here("methods", "yarn").stdout
-    assert "beta_fast (default: 32.0)" in printed
-    assert "YaRN, arXiv:2309.00071; fine-tuning: not needed, but helps" in printed
+    output = here("methods", "yarn").stdout
+    assert "beta_fast (default: 32.0)" in output
+    assert "YaRN, arXiv:2309.00071; fine-tuning: not needed, but helps" in output
 
 
 def test_diagnose_prints_a_row_for_every_pair():
-    printed = here("diagnose", TINY, "--method", "yarn", "--factor", "4").stdout
-    assert "critical dimension" in printed
-    rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
+    output = here("diagnose", TINY, "--method", "yarn", "--factor", "4").stdout
+    assert "critical dimension" in output
+    rows = [line.split() for line in output.splitlines() if line[:4].strip().isdigit()]
     assert [row[0] for row in rows] == [str(pair) for pair in range(16)]
     assert all(row[3].startswith("×") for row in rows)
     data = json.loads(here("diagnose", TINY, "--length", "1024", "--json").stdout)
     assert len(data["rotations"]["all"]["pairs"]) == 16
 
 
-def test_eval_writes_a_report_and_says_where(tmp_path):
-    done = typed(
+def test_eval_writes_a_report_and_prints_its_path(tmp_path):
+    result = typed(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
         *("--depths", "50", "--out", "out"),
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    title, verdict, _ = done.stdout.split("\n", 2)
+    assert result.returncode == 0, result.stderr
+    title, verdict, _ = result.stdout.split("\n", 2)
     page = (tmp_path / "out" / "report.md").read_text()
     assert title in page
     assert verdict in page.replace("\\", "")
-    summary = {line.split("  ")[1]: line for line in done.stdout.splitlines() if line[:2] == "  "}
+    summary = {line.split("  ")[1]: line for line in result.stdout.splitlines() if line[:2] == "  "}
     assert summary.keys() == {"method", "plain model", "yarn ×4"}
     assert "accuracy beyond 256" in summary["method"]
     cells = next(line for line in page.splitlines() if line.startswith("| yarn ×4 |")).split(" | ")
     assert all(cell.strip(" |") in summary["yarn ×4"] for cell in cells)
-    assert done.stdout.endswith("\n\nout/report.html\n")
-    assert "yarn ×4, 256 → 1,024 tokens" in done.stderr
-    assert "\r" not in done.stderr  # no progress bars in a log, neither ours nor the libraries'
-    assert all(done.stderr.splitlines())
-    again = typed(
+    assert result.stdout.endswith("\n\nout/report.html\n")
+    assert "yarn ×4, 256 → 1,024 tokens" in result.stderr
+    assert "\r" not in result.stderr  # no progress bars in a log, neither ours nor the libraries'
+    assert all(result.stderr.splitlines())
+    repeated = typed(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
         *("--depths", "50", "--report", "out", "--json", "-q"),
         cwd=tmp_path,
     )
-    assert json.loads(again.stdout) == json.loads((tmp_path / "out" / "report.json").read_text())
-    assert again.stderr == ""
+    assert json.loads(repeated.stdout) == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert repeated.stderr == ""
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("command", [(), ("methods",), ("diagnose",), ("eval",), ("env",)])
-def test_help_teaches(command):
-    done = here(*command, "--help")
-    assert done.returncode == 0
-    assert "Examples:" in done.stdout or not command
+def test_help_has_examples(command):
+    result = here(*command, "--help")
+    assert result.returncode == 0
+    assert "Examples:" in result.stdout or not command
 
 
 @pytest.mark.parametrize(
@@ -103,25 +103,25 @@ def test_help_teaches(command):
         ),
     ],
 )
-def test_failures_are_one_clear_line_and_a_non_zero_exit(arguments, message, tmp_path, monkeypatch):
+def test_failures_are_one_error_line_and_exit_status_1(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = here(*arguments)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert message in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    result = here(*arguments)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_a_process_fails_as_quietly(tmp_path):
-    done = typed("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
+def test_a_failing_process_prints_one_error_line(tmp_path):
+    result = typed("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
     assert line.startswith("error: --factor must be at least 1")
 
 
-def test_other_names_of_options_go_on_working():
+def test_aliases_of_options_work():
     for words, message in [
         (("eval", "x", "--methods", "none", "--report", "o", "--lengths", "many"), "whole numbers"),
         (("compare", "x", "--methods=none", "--report=o", "--lengths", "many"), "whole numbers"),
@@ -130,18 +130,18 @@ def test_other_names_of_options_go_on_working():
         (("search", "x", "--folder", __file__), f"--out {__file__} is a file"),
         (("recommend", "x", "--length", "9", "--folder", "o", "--budget", "many"), "'--minutes'"),
     ]:
-        done = here(*words)
-        assert done.returncode
-        assert message in done.stderr.replace("\n", " ")
+        result = here(*words)
+        assert result.returncode
+        assert message in result.stderr.replace("\n", " ")
 
 
-def test_out_is_where_a_recipe_writes(monkeypatch):
+def test_out_sets_the_output_folder_of_a_recipe(monkeypatch):
     from rope_patch.training import trainer
 
-    given = []
-    monkeypatch.setattr(trainer, "main", given.extend)
+    arguments = []
+    monkeypatch.setattr(trainer, "main", arguments.extend)
     assert here("finetune", "--config", "smoke_cpu", "--out", "here", "--seed", "1").returncode == 0
-    assert given == ["--config", "smoke_cpu", "--output_dir", "here", "--seed", "1"]
+    assert arguments == ["--config", "smoke_cpu", "--output_dir", "here", "--seed", "1"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_out_is_where_a_recipe_writes(monkeypatch):
         (("methods", "--json", "yarn", "-q"), logging.ERROR),
     ],
 )
-def test_verbosity_is_said_before_or_after_the_command(words, level, monkeypatch):
+def test_verbosity_options_work_before_and_after_the_command(words, level, monkeypatch):
     logger, levels = logging.getLogger("rope_patch"), []
     before = logger.level
     monkeypatch.setattr(json, "dumps", lambda *_, **__: levels.append(logger.level))
@@ -162,18 +162,18 @@ def test_verbosity_is_said_before_or_after_the_command(words, level, monkeypatch
     assert (levels, logger.level) == ([level], before)
 
 
-def test_the_version_and_the_environment_are_told():
+def test_the_version_and_the_environment_are_printed():
     version = rope_patch.__version__
     assert here("--version").stdout == f"rope-patch {version}\n"
     facts = json.loads(here("env", "--json").stdout)
     assert (facts["rope-patch"], facts["torch"]) == (version, metadata.version("torch"))
-    printed = here("env").stdout
-    assert all(f"{name} " in printed and value in printed for name, value in facts.items())
+    output = here("env").stdout
+    assert all(f"{name} " in output and value in output for name, value in facts.items())
 
 
 def test_the_package_runs_as_a_module(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["rope-patch", "methods", "yarn"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         runpy.run_module("rope_patch", run_name="__main__")
-    assert not ended.value.code
+    assert not exit_info.value.code
     assert capsys.readouterr().out.startswith("yarn ")

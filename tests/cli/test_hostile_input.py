@@ -1,4 +1,4 @@
-"""Hostile command lines and damaged files: one clear line each, and no traceback."""
+"""Test hostile command lines and damaged files: one error line each, and no traceback."""
 
 import json
 import os
@@ -20,10 +20,10 @@ DEEP = "[" * 3000 + "]" * 3000
 
 
 @pytest.fixture
-def damaged(tmp_path):
+def damaged_model(tmp_path):
     """Copy the tiny Llama with other files in it; None omits a file."""
 
-    def make(**files):
+    def copy_with(**files):
         shutil.copytree(TINY, tmp_path / "model")
         for name, content in files.items():
             path = tmp_path / "model" / name.replace("__", ".")
@@ -32,18 +32,18 @@ def damaged(tmp_path):
                 path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return tmp_path / "model"
 
-    return make
+    return copy_with
 
 
 def config(**changes):
     return json.dumps(json.loads((TINY / "config.json").read_text()) | changes)
 
 
-def refused(*words):
+def error_line(*words):
     """Return the single error line of a command."""
-    done = here(*words)
-    assert done.returncode == 1
-    (line,) = [line for line in done.stderr.splitlines() if line.strip()]
+    result = here(*words)
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.strip()]
     assert line.startswith("error: ")
     return line
 
@@ -62,8 +62,8 @@ def refused(*words):
         (["--factor", "4", "--option", "beta_fast=2020-13-45"], "month must be in 1..12"),
     ],
 )
-def test_numbers_and_options(words, message):
-    assert message in refused("diagnose", TINY, "--method", "yarn", *words)
+def test_bad_numbers_and_options_are_refused(words, message):
+    assert message in error_line("diagnose", TINY, "--method", "yarn", *words)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,19 @@ def test_numbers_and_options(words, message):
     ],
 )
 @pytest.mark.parametrize("command", ["diagnose", "export"])
-def test_configs(damaged, command, content, message):
-    folder = damaged(config__json=content)
-    rest = ["--engine", "vllm", "--method", "yarn", "--factor", "4"] if command == "export" else []
-    line = refused(command, folder, *rest)
+def test_damaged_configs_are_refused(damaged_model, command, content, message):
+    folder = damaged_model(config__json=content)
+    options = (
+        ["--engine", "vllm", "--method", "yarn", "--factor", "4"] if command == "export" else []
+    )
+    line = error_line(command, folder, *options)
     assert message in line
     assert str(folder) in line
 
 
-def test_a_trained_length_beyond_all_numbers(damaged):
-    folder = damaged(config__json=config(max_position_embeddings=10**400))
-    assert "does not say on how many tokens the model was trained" in refused("diagnose", folder)
+def test_a_trained_length_beyond_all_floats_is_refused(damaged_model):
+    folder = damaged_model(config__json=config(max_position_embeddings=10**400))
+    assert "does not say on how many tokens the model was trained" in error_line("diagnose", folder)
 
 
 @pytest.mark.parametrize(
@@ -107,17 +109,17 @@ def test_a_trained_length_beyond_all_numbers(damaged):
         ),
     ],
 )
-def test_sidecars(damaged, content, message):
-    folder = damaged(rope_patch__json=content)
-    line = refused("export", folder, "--engine", "vllm", "--method", "yarn", "--factor", "4")
+def test_damaged_sidecars_are_refused(damaged_model, content, message):
+    folder = damaged_model(rope_patch__json=content)
+    line = error_line("export", folder, "--engine", "vllm", "--method", "yarn", "--factor", "4")
     assert f"{folder / 'rope_patch.json'} is damaged" in line
     assert message in line
 
 
-def test_a_report_of_lists_in_lists(tmp_path):
+def test_a_deeply_nested_report_is_refused(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("[" * 100_000)
-    assert f"{path} is not JSON (its lists or objects are nested" in refused("report", path)
+    assert f"{path} is not JSON (its lists or objects are nested" in error_line("report", path)
 
 
 class Hostile:
@@ -126,8 +128,8 @@ class Hostile:
 
 
 @pytest.mark.parametrize("content", [b"junkjunkjunk", b"", pickle.dumps(Hostile())])
-def test_weights_in_pickles(damaged, monkeypatch, tmp_path, content):
-    folder = damaged(model__safetensors=None, pytorch_model__bin=content)
+def test_pickled_code_is_refused_and_never_runs(damaged_model, monkeypatch, tmp_path, content):
+    folder = damaged_model(model__safetensors=None, pytorch_model__bin=content)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"its \.bin file of weights is damaged, or holds code"):
         read_model(folder)
@@ -144,55 +146,55 @@ def test_weights_in_pickles(damaged, monkeypatch, tmp_path, content):
         ({"model__safetensors": b"\2\0\0\0\0\0\0\0{}"}, "lack 21 tensors"),
     ],
 )
-def test_weights_that_do_not_fit(damaged, files, message):
-    folder = damaged(**files)
+def test_weights_that_do_not_fit_the_config_are_refused(damaged_model, files, message):
+    folder = damaged_model(**files)
     with pytest.raises(ValueError, match=message) as refusal:
         read_model(folder)
     assert str(folder) in str(refusal.value)
 
 
 @pytest.mark.parametrize("content", ["{}", "junk", "[]"])
-def test_tokenizers(damaged, content):
-    folder = damaged(tokenizer__json=content)
+def test_damaged_tokenizers_are_refused(damaged_model, content):
+    folder = damaged_model(tokenizer__json=content)
     with pytest.raises(ValueError, match="its files are damaged or of no known kind") as refusal:
         read_tokenizer(folder)
     assert f"cannot load the tokenizer of {folder}" in str(refusal.value)
 
 
-def test_a_missing_tokenizer_says_how_to_save_one(damaged):
-    folder = damaged(tokenizer__json=None, tokenizer_config__json=None)
-    line = refused("search", folder, "--length", 512)
+def test_a_missing_tokenizer_is_refused_with_advice(damaged_model):
+    folder = damaged_model(tokenizer__json=None, tokenizer_config__json=None)
+    line = error_line("search", folder, "--length", 512)
     assert line.endswith(f"save the model's there with tokenizer.save_pretrained('{folder}')")
 
 
-@pytest.mark.parametrize("place", ["xpu", "nonsense", "mps:0", {"": "xpu:1"}])
-def test_devices_that_are_not_there(place):
+@pytest.mark.parametrize("device_map", ["xpu", "nonsense", "mps:0", {"": "xpu:1"}])
+def test_unknown_devices_are_refused(device_map):
     with pytest.raises(ValueError, match=r"device_map (names|must be)"):
-        require_device(place)
-    for there in (None, "auto", "cpu", {"model": "cpu", "lm_head": "disk"}):
-        require_device(there)
+        require_device(device_map)
+    for valid_map in (None, "auto", "cpu", {"model": "cpu", "lm_head": "disk"}):
+        require_device(valid_map)
 
 
-def test_a_device_is_asked_for_before_anything_is_read():
-    line = refused("search", TINY, "--length", 512, "--device-map", "xpu:0")
+def test_an_unavailable_device_is_refused_before_the_model_is_read():
+    line = error_line("search", TINY, "--length", 512, "--device-map", "xpu:0")
     assert "device_map names 'xpu:0'" in line
 
 
-def test_a_vision_language_model_gets_a_sentence(damaged):
-    folder = damaged(config__json='{"model_type": "qwen2_5_vl"}')
-    line = refused("export", folder, "--engine", "vllm", "--method", "yarn", "--factor", "4")
+def test_a_vision_language_model_is_refused_with_advice(damaged_model):
+    folder = damaged_model(config__json='{"model_type": "qwen2_5_vl"}')
+    line = error_line("export", folder, "--engine", "vllm", "--method", "yarn", "--factor", "4")
     assert "no plain causal language model of the type 'qwen2_5_vl'" in line
     assert "rope-patch diagnose" in line
     assert len(line) < 500
 
 
-def test_demo_is_a_name_in_python_too(monkeypatch):
+def test_demo_is_a_model_name_in_python_too(monkeypatch):
     monkeypatch.setattr(demo, "demo_folder", lambda: TINY)
     model = rope_patch.load("demo", "yarn", factor=2)
     assert rope_patch.current(model).length == 512
 
 
-def test_reasons_are_one_whole_line():
+def test_error_descriptions_are_one_line():
     error = OSError("one of: (1) a file,\n(2) a folder,\n  or (3) nothing")
     assert describe_error(error) == "OSError: one of: (1) a file, (2) a folder, or (3) nothing"
     assert describe_error(KeyError()) == "KeyError"

@@ -1,4 +1,4 @@
-"""Ctrl-C is one line and exit code 130, whatever a command does at that moment."""
+"""Test that Ctrl-C prints one line and exits with status 130 at any moment of a command."""
 
 import signal
 import subprocess
@@ -33,7 +33,7 @@ main()
 
 
 @pytest.fixture(autouse=True)
-def heard():
+def foreground_sigint():
     """Handle SIGINT as in a shell's foreground; background processes ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -44,12 +44,12 @@ def interrupt(*_, **__):
     signal.raise_signal(signal.SIGINT)
 
 
-def test_during_imports():
+def test_interrupt_during_imports_is_one_line():
     words = ["eval", TINY, "--method", "none", "--lengths", "128"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", DURING_IMPORTS, *words], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "stopped\n")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_during_imports():
         ("rope_patch.cli.methods.json.dumps", ["methods", "--json"]),
     ],
 )
-def test_while_a_command_works(target, words, tmp_path, monkeypatch):
+def test_interrupt_during_a_command_is_one_line(target, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(target, interrupt)
     status, out, err = here(*words)

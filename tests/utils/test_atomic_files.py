@@ -1,4 +1,4 @@
-"""Disks that are full or read-only, and paths that cannot be written to."""
+"""Test atomic writes on full and read-only disks, and outputs that cannot be written."""
 
 import errno
 import json
@@ -26,10 +26,10 @@ from rope_patch.utils.atomic_files import (
 )
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
-NONE = "/no/such/model"  # what says so has looked for the model already
+MISSING_MODEL = "/no/such/model"  # an error about it shows that the model was looked up
 
 
-def test_a_full_disk_is_named_with_what_is_free_and_leaves_no_half_file(disk):
+def test_a_full_disk_is_an_error_and_leaves_the_old_file(disk):
     path = disk(0.1) / "results.json"
     atomic_files.atomic_write(path, "before")
     with pytest.raises(NotWritten) as error, add_write_advice("All is kept: REMEDY, and try again"):
@@ -42,11 +42,11 @@ def test_a_full_disk_is_named_with_what_is_free_and_leaves_no_half_file(disk):
     assert [each.name for each in path.parent.iterdir()] == ["results.json"]
 
 
-def test_a_read_only_disk_is_to_be_made_writable(disk):
+def test_a_read_only_disk_is_an_error_with_advice(disk):
     folder = disk(1)
     disk(1, read_only=True)
-    told = pytest.raises(NotWritten, match=r"\(Read-only file system\)\. Now make it writable$")
-    with told, add_write_advice("Now REMEDY"):
+    refusal = pytest.raises(NotWritten, match=r"\(Read-only file system\)\. Now make it writable$")
+    with refusal, add_write_advice("Now REMEDY"):
         atomic_files.atomic_write(folder / "x" / "y.json", "text")
     with pytest.raises(NotWritten, match=f"the report could not be written to {folder}/new"):
         require_writable_folder(folder / "new", "the report")
@@ -54,7 +54,7 @@ def test_a_read_only_disk_is_to_be_made_writable(disk):
         require_writable_file(folder / "x.svg", "the picture", folder_exists=True)
 
 
-def test_a_disk_without_room_for_a_small_file_is_refused_first(disk):
+def test_the_check_refuses_a_disk_without_room_for_a_small_file(disk):
     folder = disk(0.1)
     with pytest.raises(OSError, match="No space"):
         (folder / "full").write_bytes(b"x" * 200_000)
@@ -62,39 +62,41 @@ def test_a_disk_without_room_for_a_small_file_is_refused_first(disk):
         require_writable_folder(folder / "new", "the report")
 
 
-def test_what_libraries_say_of_a_full_disk_counts_as_such(tmp_path):
+def test_errors_of_libraries_on_a_full_disk_are_explained(tmp_path):
     for words in ("SafetensorError: I/O error: No space", "PyTorchStreamWriter failed"):
-        told = pytest.raises(NotWritten, match=r"the model could not be written to .* MB are free")
-        with told, explain_write_errors(tmp_path, "the model"):
+        refusal = pytest.raises(
+            NotWritten, match=r"the model could not be written to .* MB are free"
+        )
+        with refusal, explain_write_errors(tmp_path, "the model"):
             raise RuntimeError(words)
     with pytest.raises(RuntimeError, match="boom"), explain_write_errors(tmp_path, "the model"):
         raise RuntimeError("boom")
 
 
-def test_what_is_not_about_the_disk_stays_as_it_is(tmp_path, monkeypatch):
+def test_errors_unrelated_to_the_disk_pass_unchanged(tmp_path, monkeypatch):
     for error in (OSError("config.json is not a valid JSON file"), KeyError("I"), ValueError("no")):
         with (
-            pytest.raises(type(error)) as raised,
+            pytest.raises(type(error)) as error_info,
             explain_write_errors(tmp_path, "the model", "REMEDY"),
         ):
             raise error
-        assert raised.value is error
+        assert error_info.value is error
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(OSError, match="cannot be locked") as raised:
+    with pytest.raises(OSError, match="cannot be locked") as error_info:
         SearchJournal(tmp_path, {"seed": 1}).put("a", {})
-    assert not isinstance(raised.value, NotWritten)
+    assert not isinstance(error_info.value, NotWritten)
 
 
-def test_the_outermost_gives_the_name_and_the_advice():
-    whole = explain_write_errors("x", "the model", "Most is kept: REMEDY")
+def test_the_outermost_context_sets_the_name_and_the_advice():
+    inner = explain_write_errors("x", "the model", "Most is kept: REMEDY")
     with (
         pytest.raises(NotWritten) as error,
         add_write_advice("Now REMEDY"),
-        whole,
+        inner,
         explain_write_errors("x", "y", "No"),
     ):
         raise OSError(errno.EACCES, "Permission denied")
@@ -125,9 +127,9 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch,
     with pytest.raises(NotWritten) as error, add_write_advice("All is kept: REMEDY, and try again"):
         atomic_files.atomic_write(path, "after")
     monkeypatch.undo()
-    full = number == errno.ENOSPC
-    words = r", where [\d,.]+ MB are free" if full else ""
-    remedy = "make room" if full else "make it writable"
+    is_full = number == errno.ENOSPC
+    words = r", where [\d,.]+ MB are free" if is_full else ""
+    remedy = "make room" if is_full else "make it writable"
     message = (
         rf"results\.json could not be written to {re.escape(str(tmp_path))}{words} "
         rf"\({os.strerror(number)}\)\. All is kept: {remedy}, and try again"
@@ -135,15 +137,15 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch,
     assert re.fullmatch(message, str(error.value))
     assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
     assert path.read_text() == "before"
-    # Other processes get it by pickle, without its cause.
+    # Other processes get the error by pickle, without its cause.
     with (
-        pytest.raises(NotWritten) as sent,
+        pytest.raises(NotWritten) as outer_error,
         explain_write_errors(tmp_path, "the model", "Now REMEDY"),
     ):
         raise pickle.loads(pickle.dumps(error.value))
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
-    assert str(sent.value).startswith("the model could not be written to ")
-    assert str(sent.value).endswith(f" ({os.strerror(number)}). Now {remedy}")
+    assert str(outer_error.value).startswith("the model could not be written to ")
+    assert str(outer_error.value).endswith(f" ({os.strerror(number)}). Now {remedy}")
 
 
 def test_checks_leave_nothing_behind(tmp_path):
@@ -156,37 +158,55 @@ def test_checks_leave_nothing_behind(tmp_path):
         require_writable_file(tmp_path, "the picture", folder_exists=True)
 
 
-FILED = "is a file: expected a folder for"
+IS_A_FILE = "is a file: expected a folder for"
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["eval", NONE, "--method", "none", "--out", "file"], FILED),
-        (["eval", NONE, "--method", "none", "--out", "file/in"], f"file {FILED}"),
-        (["search", NONE, "--length", "512", "--out", "file/in"], f"file {FILED}"),
-        (["search", NONE, "--length", "512", "--picture", "file/x.svg"], "file is a file"),
-        (["recommend", NONE, "--length", "512", "--minutes", "1", "--out", "file"], FILED),
-        (["bench", NONE, "--method", "yarn", "--out", "file/x.json"], "folder of file/x.json"),
-        (["bench", "--out", "file"], FILED),
-        (["diagnose", NONE, "--picture", "no/dir/x.svg"], "there is no folder no/dir for x.svg"),
-        (["diagnose", NONE, "--picture", "file/x.svg"], "file is a file"),
+        (["eval", MISSING_MODEL, "--method", "none", "--out", "file"], IS_A_FILE),
+        (["eval", MISSING_MODEL, "--method", "none", "--out", "file/in"], f"file {IS_A_FILE}"),
+        (["search", MISSING_MODEL, "--length", "512", "--out", "file/in"], f"file {IS_A_FILE}"),
+        (["search", MISSING_MODEL, "--length", "512", "--picture", "file/x.svg"], "file is a file"),
         (
-            ["export", NONE, "--engine", "llama.cpp", "--method", "yarn", "--write", "file/in"],
-            f"file {FILED}",
+            ["recommend", MISSING_MODEL, "--length", "512", "--minutes", "1", "--out", "file"],
+            IS_A_FILE,
+        ),
+        (
+            ["bench", MISSING_MODEL, "--method", "yarn", "--out", "file/x.json"],
+            "folder of file/x.json",
+        ),
+        (["bench", "--out", "file"], IS_A_FILE),
+        (
+            ["diagnose", MISSING_MODEL, "--picture", "no/dir/x.svg"],
+            "there is no folder no/dir for x.svg",
+        ),
+        (["diagnose", MISSING_MODEL, "--picture", "file/x.svg"], "file is a file"),
+        (
+            [
+                "export",
+                MISSING_MODEL,
+                "--engine",
+                "llama.cpp",
+                "--method",
+                "yarn",
+                "--write",
+                "file/in",
+            ],
+            f"file {IS_A_FILE}",
         ),
         (
             [
-                *("finetune", "--model", NONE, "--method", "yarn", "--factor", "2"),
+                *("finetune", "--model", MISSING_MODEL, "--method", "yarn", "--factor", "2"),
                 *("--data", "novels", "--train_length", "64", "--max_steps", "1"),
                 *("--output_dir", "file"),
             ],
-            f"file {FILED}",
+            f"file {IS_A_FILE}",
         ),
     ],
     ids=lambda value: " ".join([value[0], *value[-2:]]) if isinstance(value, list) else "",
 )
-def test_where_nothing_can_be_written_is_said_before_the_model_is_looked_for(
+def test_unwritable_outputs_are_refused_before_the_model_is_looked_up(
     tmp_path, monkeypatch, command, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -199,14 +219,14 @@ def test_where_nothing_can_be_written_is_said_before_the_model_is_looked_for(
     assert (tmp_path / "file").read_text() == "precious"
 
 
-def test_a_picture_makes_no_folders(tmp_path):
+def test_a_picture_in_a_missing_folder_is_refused(tmp_path):
     diagnosis = rope_patch.diagnose(TINY)
     with pytest.raises(ValueError, match="there is no folder"):
         diagnosis.plot(tmp_path / "no" / "x.svg")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_report_on_a_full_disk_is_finished_by_the_same_command_once_there_is_room(disk):
+def test_the_same_command_finishes_a_report_once_the_disk_has_room(disk):
     folder = disk(0.1)
     command = ["eval", TINY, "--method", "none", "--lengths", "288", "--tasks", "perplexity"]
     command += ["--control-context", "256", "--window", "32", "--out", folder]
@@ -217,52 +237,52 @@ def test_a_report_on_a_full_disk_is_finished_by_the_same_command_once_there_is_r
     assert "MB are free (No space left on device). What was measured is kept in" in line
     assert line.endswith(f"{folder}/cache: make room, and the same command goes on from there")
     assert [path.name for path in folder.rglob(".*")] == [".lock"]
-    kept = {path: path.read_bytes() for path in (folder / "cache").iterdir()}
-    assert kept
+    pieces = {path: path.read_bytes() for path in (folder / "cache").iterdir()}
+    assert pieces
     disk(20)
     status, out, _ = here(*command)
     assert (status, out.splitlines()[-1]) == (0, f"{folder}/report.html")
-    assert {path: path.read_bytes() for path in kept} == kept
+    assert {path: path.read_bytes() for path in pieces} == pieces
     assert json.loads((folder / "report.json").read_text())["run"]["not_run"] == []
 
 
-@pytest.mark.parametrize("kind", ["answers", "state"])
-def test_lines_on_a_full_disk_name_the_file_and_go_on(disk, kind):
+@pytest.mark.parametrize("store_type", ["answers", "state"])
+def test_answers_and_journals_continue_after_a_full_disk(disk, store_type):
     folder = disk(0.1)
     reopen = {
         "answers": lambda: AnswerStore(folder),
         "state": lambda: SearchJournal(folder, {"seed": 1}),
-    }[kind]
-    name = {"answers": "answers-0.jsonl", "state": JOURNAL_FILE}[kind]
-    store, written = reopen(), 0
-    told = ""
-    while not told:
+    }[store_type]
+    name = {"answers": "answers-0.jsonl", "state": JOURNAL_FILE}[store_type]
+    store, count = reopen(), 0
+    message = ""
+    while not message:
         try:
-            store.put(str(written), {"text": "x" * 5000})
-            written += 1
+            store.put(str(count), {"text": "x" * 5000})
+            count += 1
         except NotWritten as error:
-            told = str(error)
-    assert told.startswith(f"{name} could not be written to {folder}, where")
-    if kind == "state":
+            message = str(error)
+    assert message.startswith(f"{name} could not be written to {folder}, where")
+    if store_type == "state":
         store.close()
-    assert written > 5
+    assert count > 5
     disk(5)
-    again = reopen()
-    assert len(again) == written
-    again.put(str(written), {"text": "y"})
-    if kind == "state":
-        again.close()
-    assert len(reopen()) == written + 1
+    reopened = reopen()
+    assert len(reopened) == count
+    reopened.put(str(count), {"text": "y"})
+    if store_type == "state":
+        reopened.close()
+    assert len(reopen()) == count + 1
 
 
-def test_a_save_on_a_full_disk_leaves_what_was_there(disk):
+def test_a_save_on_a_full_disk_leaves_the_old_model(disk):
     model = make_model()
     rope_patch.patch(model, "yarn", factor=4)
     folder = disk(5) / "model"
     rope_patch.save(model, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     size = sum(map(len, before.values()))
-    disk(1.3 * size / 2**20)  # not twice as much
+    disk(1.3 * size / 2**20)  # less than two copies of the model
     with torch.no_grad():
         next(model.parameters()).mul_(2)
     with pytest.raises(

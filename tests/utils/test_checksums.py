@@ -1,4 +1,4 @@
-"""A report's JSON tells what it is, and whether it is what was written."""
+"""Test the checksum of a report's JSON: edits, other formats and damaged text are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS: dict[str, Any] = {
 }
 
 
-def test_what_was_signed_comes_back() -> None:
+def test_verified_results_are_the_signed_ones() -> None:
     signed = add_checksum(RESULTS)
     assert signed["format"] == FORMAT
     for loaded in (signed, json.dumps(signed), json.dumps(signed, indent=3).encode()):
@@ -34,12 +34,12 @@ def test_order_of_keys_does_not_matter() -> None:
     assert verify_checksum(dict(reversed(signed.items())), "report.json") == RESULTS
 
 
-def test_infinities_survive_as_what_float_reads() -> None:
+def test_infinities_survive_as_text_that_float_reads() -> None:
     losses = [math.inf, -math.inf, math.nan]
     text = json.dumps(add_checksum({**RESULTS, "losses": losses}), allow_nan=False)
-    again = [float(x) for x in verify_checksum(text, "report.json")["losses"]]
-    assert again[:2] == losses[:2]
-    assert math.isnan(again[2])
+    losses_read = [float(x) for x in verify_checksum(text, "report.json")["losses"]]
+    assert losses_read[:2] == losses[:2]
+    assert math.isnan(losses_read[2])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_infinities_survive_as_what_float_reads() -> None:
         lambda r: r.update(digest="0" * 64),
     ],
 )
-def test_an_edit_is_found(edit: Any) -> None:
+def test_an_edit_is_refused(edit: Any) -> None:
     loaded = json.loads(json.dumps(add_checksum(RESULTS)))
     edit(loaded)
     with pytest.raises(ValueError, match=r"here\.json was changed after it was written"):
@@ -62,19 +62,19 @@ def test_an_edit_is_found(edit: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", b"\xff\xfe", "<html>"])
-def test_what_is_not_json_is_refused(text: Any) -> None:
+def test_text_that_is_no_json_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match=r"here\.json is not JSON"):
         verify_checksum(text, "here.json")
 
 
 @pytest.mark.parametrize("loaded", [[], 3, None, {}, {"format": "other/1"}, {"results": {}}])
-def test_what_another_program_wrote_is_refused(loaded: Any) -> None:
+def test_json_of_another_program_is_refused(loaded: Any) -> None:
     with pytest.raises(ValueError, match=r"here\.json is not a report of rope-patch eval"):
         verify_checksum(loaded, "here.json")
 
 
 @pytest.mark.parametrize("change", [{"format": "rope_patch.eval/1"}, {"format": None}])
-def test_another_version_is_refused_with_what_to_do(change: dict[str, Any]) -> None:
+def test_another_format_version_is_refused_with_advice(change: dict[str, Any]) -> None:
     loaded = {k: v for k, v in (add_checksum(RESULTS) | change).items() if v is not None}
     with pytest.raises(ValueError, match="run the evaluation again"):
         verify_checksum(loaded, "here.json")

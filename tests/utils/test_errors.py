@@ -1,4 +1,4 @@
-"""Reasons are one printable line, and keep what they can of a long one."""
+"""Test descriptions of errors: one printable line of limited length, and suggestions of names."""
 
 import pickle
 
@@ -9,7 +9,7 @@ from rope_patch.utils.atomic_files import NotWritten
 from rope_patch.utils.errors import describe_error, did_you_mean, one_line
 
 
-def test_a_long_text_ends_at_a_word_if_it_has_words():
+def test_a_long_text_is_cut_at_a_word_if_it_has_words():
     assert one_line("one two three four", 14) == "one two ..."
     assert one_line("one\ntwo\t\x1b[31mthree") == "one two [31mthree"
     assert one_line("x" * 500, None) == "x" * 500
@@ -19,7 +19,7 @@ def test_a_long_text_ends_at_a_word_if_it_has_words():
         assert line == text[:56] + " ..."
 
 
-def test_an_error_without_words_is_its_kind():
+def test_an_error_without_a_message_is_described_by_its_class():
     assert describe_error(KeyError()) == "KeyError"
     assert describe_error(ValueError("a\nb")) == "ValueError: a b"
 
@@ -27,10 +27,10 @@ def test_an_error_without_words_is_its_kind():
 @pytest.mark.parametrize(
     "error", [TooShort(100, "rp_vt", 300), NotWritten("x was not written", "make room", "REMEDY")]
 )
-def test_errors_pass_from_one_process_to_another(error):
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is type(error)
-    assert str(again) == str(error)
+def test_errors_survive_pickling(error):
+    unpickled = pickle.loads(pickle.dumps(error))
+    assert type(unpickled) is type(error)
+    assert str(unpickled) == str(error)
 
 
 def test_the_closest_name_is_suggested_if_it_is_close_enough():

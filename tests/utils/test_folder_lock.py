@@ -1,4 +1,4 @@
-"""One run at a time works in a folder, and a run that was killed is none."""
+"""Test the folder lock: one run at a time, and no lock after a kill or an error."""
 
 import errno
 import time
@@ -39,8 +39,8 @@ def test_a_second_evaluation_is_refused_before_it_writes(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_all_processes_of_a_second_run_end_and_all_of_a_single_one_work(tmp_path):
-    def work():
+def test_all_processes_of_a_run_get_the_lock_or_none(tmp_path):
+    def try_lock():
         try:
             with lock_folder(tmp_path, Processes()):
                 return "works"
@@ -48,24 +48,24 @@ def test_all_processes_of_a_second_run_end_and_all_of_a_single_one_work(tmp_path
             return str(error)
 
     with lock_folder(tmp_path, Processes()):
-        first, second = together(work)
+        first, second = together(try_lock)
     assert "another process works in" in first
     assert second == first
-    assert together(work) == ["works", "works"]
+    assert together(try_lock) == ["works", "works"]
 
 
-def test_the_lock_is_let_go_after_an_error(tmp_path):
+def test_the_lock_is_released_after_an_error(tmp_path):
     with pytest.raises(KeyError), lock_folder(tmp_path, Processes()):
         raise KeyError
     FolderLock(tmp_path).acquire()
 
 
-def test_a_folder_that_cannot_be_locked_is_an_error_with_its_name(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_locked_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"file cannot be locked .*give another folder"):
         FolderLock(tmp_path / "file").acquire()
 
-    def no_locks(*_):  # as network file systems have it
+    def no_locks(*_):  # as on some network file systems
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)

@@ -1,4 +1,4 @@
-"""Progress: bars on a terminal, a line a minute in a log, nothing where the logger is quiet."""
+"""Test progress: bars on a terminal, a line a minute in a log, nothing if the logger is quiet."""
 
 import io
 import logging
@@ -48,7 +48,7 @@ def test_a_log_gets_a_line_a_minute_over_all_bars(stderr, clock):
     assert "\r" not in log.getvalue()
 
 
-def test_bars_that_are_set_by_hand_are_lines_too(stderr, clock):
+def test_a_bar_that_is_refreshed_by_hand_becomes_a_line(stderr, clock):
     log = stderr(io.StringIO())
     bar = progress_bar(total=10, bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}")
     bar.set_description_str("measuring", refresh=False)
@@ -70,9 +70,9 @@ def test_a_terminal_gets_a_bar(stderr):
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_quiet_is_silent(stderr, stream, caplog):
-    written = stderr(stream())
+def test_disabled_bars_and_quiet_loggers_write_nothing(stderr, stream, caplog):
+    output = stderr(stream())
     assert list(progress_bar(range(3), disable=True)) == [0, 1, 2]
     with caplog.at_level(logging.ERROR, "rope_patch"):
         assert list(progress_bar(range(3))) == [0, 1, 2]
-    assert written.getvalue() == ""
+    assert output.getvalue() == ""
