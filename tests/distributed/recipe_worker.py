@@ -1,8 +1,7 @@
-"""One of the processes that run recipes: takes one after another, and writes down what it saw.
+"""Run recipes one after another in one of several processes, and report observations.
 
 Run as `recipe_worker.py FOLDER` with the variables that torchrun and accelerate's launcher set;
-takes `FOLDER/jobs.json` and leaves `FOLDER/RANK.json`. What must hold is said in
-test_shared_recipes.py.
+reads `FOLDER/jobs.json` and writes `FOLDER/RANK.json`, which test_shared_recipes.py checks.
 """
 
 import contextlib
@@ -53,18 +52,18 @@ class Observed:
             self.lengths.add(args[0].shape[1])
 
     def see_model(self, model):
-        self.wrapped = [kind.__name__ for kind in type(model).__mro__]
+        self.wrapped = [base_class.__name__ for base_class in type(model).__mro__]
         for parameter in model.parameters():
-            pieces = isinstance(parameter, DTensor)
+            is_sharded = isinstance(parameter, DTensor)
             self.elements += parameter.numel()
-            self.here += (parameter.to_local() if pieces else parameter).numel()
-            self.sharded += pieces
+            self.here += (parameter.to_local() if is_sharded else parameter).numel()
+            self.sharded += is_sharded
 
 
-def take(job, folder):
+def run_job(job, folder):
     """Run a recipe; return its exit code, its output and the observations."""
     if job["resumes"] is not None and RANK == 0:
-        # As if it had been stopped on its way to the last step.
+        # Restore the state of a run that was stopped before its last step.
         shutil.copytree(folder / job["resumes"], folder / job["name"])
         shutil.rmtree(folder / job["name"] / "checkpoint-4")
         shutil.rmtree(folder / job["name"] / "model")
@@ -75,17 +74,17 @@ def take(job, folder):
         *("--output_dir", str(folder / job["name"])),
         *("--resume", "no" if job["resumes"] is None else "auto"),
     ]
-    said, code = io.StringIO(), 0
-    with Observed() as observed, contextlib.redirect_stderr(said):
+    stderr, code = io.StringIO(), 0
+    with Observed() as observed, contextlib.redirect_stderr(stderr):
         try:
             cli.run(lambda: RECIPES[job["recipe"]](parse(command)[0]))
-        except SystemExit as ended:
-            code = ended.code
-    print(f"---- {job['name']}: {code}", said.getvalue(), sep="\n", flush=True)
+        except SystemExit as exit_info:
+            code = exit_info.code
+    print(f"---- {job['name']}: {code}", stderr.getvalue(), sep="\n", flush=True)
     wait()
     return {
         "code": code,
-        "said": said.getvalue(),
+        "said": stderr.getvalue(),
         "lengths": sorted(observed.lengths),
         "wrapped": observed.wrapped,
         "elements": observed.elements,
@@ -105,7 +104,7 @@ def wait():
 def main(folder):
     torch.set_num_threads(1)
     size = int(os.environ.get("WORLD_SIZE", 1))
-    # accelerate takes a process group that is there; one recipe is not to end it for the next.
+    # All recipes share this process group, so none of them may destroy it.
     PartialState.destroy_process_group = lambda *_: None
     if size > 1:
         dist.init_process_group(
@@ -119,8 +118,8 @@ def main(folder):
         shims.allow_fsdp2_on_cpu()
         shims.allow_ring_attention_on_cpu()
     jobs = json.loads((folder / "jobs.json").read_text())
-    found = {job["name"]: take(job, folder) for job in jobs}
-    (folder / f"{RANK}.json").write_text(json.dumps(found))
+    observations = {job["name"]: run_job(job, folder) for job in jobs}
+    (folder / f"{RANK}.json").write_text(json.dumps(observations))
     if size > 1:
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""One of the processes that share a model's weights or its sequences, under accelerate.
+"""Measure logits in one of several processes that share weights or sequences under accelerate.
 
-Run as `sharded_worker.py FOLDER` with the variables that torchrun sets; leaves `FOLDER/RANK.json`.
-What must hold is said in test_sharded_logits.py.
+Run as `sharded_worker.py FOLDER` with the variables that torchrun sets; writes `FOLDER/RANK.json`,
+which test_sharded_logits.py checks.
 """
 
 import json
@@ -23,7 +23,9 @@ from torch.distributed.tensor.experimental import context_parallel
 import rope_patch
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-LENGTH = 2 * TRAINED  # of two processes one sees more than the trained length, the other does not
+LENGTH = (
+    2 * TRAINED
+)  # one of two processes gets positions beyond the trained length, the other does not
 
 METHODS = {
     "linear": {"factor": 4},
@@ -33,23 +35,23 @@ METHODS = {
 }
 
 
-def patched(method, family="llama"):
+def make_patched(method, family="llama"):
     model = make_model(family)
     rope_patch.patch(model, method, **METHODS[method])
     return model
 
 
-def logits(model, ids, **given):
+def logits(model, ids, **inputs):
     with torch.no_grad():
-        found = model(input_ids=ids, use_cache=False, **given).logits
-    return found.full_tensor() if isinstance(found, DTensor) else found
+        model_logits = model(input_ids=ids, use_cache=False, **inputs).logits
+    return model_logits.full_tensor() if isinstance(model_logits, DTensor) else model_logits
 
 
-def apart(got, expected):
+def max_difference(got, expected):
     return (got - expected).abs().max().item()
 
 
-def complaint(call):
+def error_of(call):
     """Return the error of a call, or None."""
     try:
         call()
@@ -57,7 +59,7 @@ def complaint(call):
         return str(error)
 
 
-def forget():
+def reset_accelerate():
     """Reset accelerate's state."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -65,7 +67,7 @@ def forget():
 
 def share(**sizes):
     """Return an accelerator that splits weights, and optionally sequences, over all processes."""
-    forget()
+    reset_accelerate()
     shims.allow_fsdp2_on_cpu()
     return Accelerator(
         parallelism_config=ParallelismConfig(**sizes),
@@ -81,7 +83,7 @@ def prepare(accelerator, model):
     return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0].eval()
 
 
-# -- weights in pieces -----------------------------------------------------------------------------
+# -- sharded weights -------------------------------------------------------------------------------
 
 
 def measure_weights(method):
@@ -89,42 +91,44 @@ def measure_weights(method):
 
     Each process has a sequence of its own, one on either side of the trained length.
     """
-    forget()
+    reset_accelerate()
     ids = tokens((TRAINED // 2, LENGTH)[RANK], seed=RANK)
-    plain, whole = logits(make_model(), ids), logits(patched(method), ids)
+    plain, whole = logits(make_model(), ids), logits(make_patched(method), ids)
     accelerator = share(dp_shard_size=SIZE)
-    before = prepare(accelerator, patched(method))
+    before = prepare(accelerator, make_patched(method))
     after = prepare(accelerator, make_model())
     names = [name for name, _ in after.named_parameters()]
-    unpatched = apart(logits(after, ids), plain)
+    unpatched = max_difference(logits(after, ids), plain)
     rope_patch.patch(after, method, **METHODS[method])
-    found = {
+    differences = {
         "unpatched": unpatched,
-        "before": apart(logits(before, ids), whole),
-        "after": apart(logits(after, ids), whole),
-        "moved": apart(whole, plain),
+        "before": max_difference(logits(before, ids), whole),
+        "after": max_difference(logits(after, ids), whole),
+        "moved": max_difference(whole, plain),
         "sharded": sum(isinstance(p, DTensor) for p in before.parameters()),
         "same names": names == [name for name, _ in after.named_parameters()],
     }
     for name, model in (("before", before), ("after", after)):
         rope_patch.unpatch(model)
-        found[f"{name}, undone"] = apart(logits(model, ids), plain)
-    return found
+        differences[f"{name}, undone"] = max_difference(logits(model, ids), plain)
+    return differences
 
 
-# -- sequences in pieces ---------------------------------------------------------------------------
+# -- split sequences -------------------------------------------------------------------------------
 
 
-def split(batch, into):
+def split(batch, context):
     buffers = list(batch.values())
-    return into(buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers})
+    return context(
+        buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers}
+    )
 
 
 def make_batch():
     return {"ids": tokens(LENGTH), "position_ids": torch.arange(LENGTH)[None]}
 
 
-def gathered(part, positions):
+def gather_logits(part, positions):
     """Gather the whole `[1, S, V]` from each process's part at its positions."""
     parts = [torch.empty_like(part) for _ in range(SIZE)]
     places = [torch.empty_like(positions) for _ in parts]
@@ -138,47 +142,47 @@ def gathered(part, positions):
 
 def measure_sequences(method):
     """Return differences of split from whole logits, and the error without positions."""
-    forget()
-    whole = logits(patched(method), tokens(LENGTH))
+    reset_accelerate()
+    whole = logits(make_patched(method), tokens(LENGTH))
     accelerator = share(cp_size=SIZE)
-    into = accelerator.maybe_context_parallel
-    model = prepare(accelerator, patched(method))
+    context = accelerator.maybe_context_parallel
+    model = prepare(accelerator, make_patched(method))
     batch = make_batch()
-    with split(batch, into):
+    with split(batch, context):
         part = logits(model, **batch)
-    found = {"apart": apart(gathered(part, batch["position_ids"]), whole)}
+    report = {"apart": max_difference(gather_logits(part, batch["position_ids"]), whole)}
 
     batch = make_batch()
-    with split(batch, into):
+    with split(batch, context):
         ids, positions = batch.values()
-        found["complaints"] = {
-            "nothing": complaint(lambda: logits(model, ids)),
-            "None": complaint(lambda: logits(model, ids, position_ids=None)),
-            "by position": complaint(lambda: model(ids, None, None)),
-            "decoder": complaint(lambda: model.model(ids)),
-            "training": complaint(lambda: model.train()(input_ids=ids, labels=ids)),
+        report["complaints"] = {
+            "nothing": error_of(lambda: logits(model, ids)),
+            "None": error_of(lambda: logits(model, ids, position_ids=None)),
+            "by position": error_of(lambda: model(ids, None, None)),
+            "decoder": error_of(lambda: model.model(ids)),
+            "training": error_of(lambda: model.train()(input_ids=ids, labels=ids)),
         }
         model.eval()
         with torch.no_grad():
-            found["accepted"] = complaint(lambda: model(ids, None, positions, use_cache=False))
+            report["accepted"] = error_of(lambda: model(ids, None, positions, use_cache=False))
         rope_patch.unpatch(model)
-        found["unpatched"] = complaint(lambda: logits(model, ids))
-    return found
+        report["unpatched"] = error_of(lambda: logits(model, ids))
+    return report
 
 
-def measure_torchs_own(method):
-    """Measure the same without accelerate, with an explicit group."""
-    forget()
+def measure_explicit_group(method):
+    """Return the errors without positions, without accelerate, before, with and after a group."""
+    reset_accelerate()
     mesh = dist.init_device_mesh("cpu", (SIZE,))
-    model = patched(method)
+    model = make_patched(method)
     handle = rope_patch.current(model)
-    said = {}
-    for how, group in (("unknown", None), ("shared", mesh.get_group()), ("ended", None)):
+    errors = {}
+    for state, group in (("unknown", None), ("shared", mesh.get_group()), ("ended", None)):
         handle.share_length(group)
         batch = make_batch()
-        with split(batch, lambda **given: context_parallel(mesh, **given)):
-            said[how] = complaint(lambda ids=batch["ids"]: logits(model, ids))
-    return said
+        with split(batch, lambda **buffers: context_parallel(mesh, **buffers)):
+            errors[state] = error_of(lambda ids=batch["ids"]: logits(model, ids))
+    return errors
 
 
 def main(folder):
@@ -192,12 +196,12 @@ def main(folder):
         timeout=timedelta(seconds=60),
     )
     shims.allow_ring_attention_on_cpu()
-    found = {
-        "torch": {method: measure_torchs_own(method) for method in ("yarn", "dynamic-yarn")},
+    report = {
+        "torch": {method: measure_explicit_group(method) for method in ("yarn", "dynamic-yarn")},
         "weights": {method: measure_weights(method) for method in METHODS},
         "sequences": {method: measure_sequences(method) for method in METHODS},
     }
-    (folder / f"{RANK}.json").write_text(json.dumps(found))
+    (folder / f"{RANK}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 

@@ -1,8 +1,7 @@
-"""What lets context parallelism run without a GPU: torch's ring attention and accelerate's FSDP2.
+"""Let torch's ring attention and accelerate's FSDP2 run without a GPU.
 
-Both are meant for GPUs, and stop on a CPU for want of a few lines. They are here, and reach into
-private parts of torch and accelerate: on other versions than `WRITTEN_FOR` the tests are skipped.
-Made for processes that do nothing else; nothing is put back.
+The shims replace private parts of torch and accelerate, so the tests are skipped on other versions
+than `WRITTEN_FOR`. They are for worker processes only, since nothing is restored.
 """
 
 import accelerate
@@ -15,24 +14,24 @@ from packaging.version import Version
 WRITTEN_FOR = {torch: "2.13", accelerate: "1.15"}
 
 
-def why_not():
+def unsupported_reason():
     """Return why the shims cannot be used here, or None."""
     if not dist.is_available() or not dist.is_gloo_available():
         return "processes on CPUs talk by gloo, which this torch was built without"
-    for package, known in WRITTEN_FOR.items():
-        if Version(package.__version__).release[:2] != Version(known).release:
+    for package, version in WRITTEN_FOR.items():
+        if Version(package.__version__).release[:2] != Version(version).release:
             return (
-                f"private parts of {package.__name__} {known} are needed, and this is "
+                f"private parts of {package.__name__} {version} are needed, and this is "
                 f"{package.__name__} {package.__version__}"
             )
     return None
 
 
 def allow_ring_attention_on_cpu():
-    """Register the CPU's fused attention with `context_parallel`, which knows the GPUs' only.
+    """Register the CPU's fused attention with `context_parallel`, which has only the GPUs'.
 
-    The operators are handed over as DTensors whose sequence (dimension 2) lies in shards over the
-    mesh; torch's own templates pass the keys around the ring and merge what comes of them.
+    The operators get DTensors whose sequence (dimension 2) is sharded over the mesh. torch's
+    templates pass the keys around the ring and merge the results.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
@@ -45,9 +44,9 @@ def allow_ring_attention_on_cpu():
 
     def ring_call(template, operator, sharded, names, args, kwargs):
         """Call a template on the local shards; shard its results like `sharded`."""
-        given = {name: local(value) for name, value in zip(names, args, strict=False)} | kwargs
+        inputs = {name: local(value) for name, value in zip(names, args, strict=False)} | kwargs
         mesh = sharded.device_mesh
-        results = template(mesh.get_group(), 2, operator, **given)
+        results = template(mesh.get_group(), 2, operator, **inputs)
         return tuple(DTensor.from_local(r, mesh, sharded.placements) for r in results)
 
     def forward(_, args, kwargs):
@@ -64,16 +63,16 @@ def allow_ring_attention_on_cpu():
 
 
 def allow_fsdp2_on_cpu():
-    """Make accelerate take these CPU processes for GPUs, over which it shards models.
+    """Make accelerate treat CPU processes as GPU processes, over which it shards models.
 
-    Whenever it looks, since transformers' Trainer makes it forget what it saw before.
+    This holds for every new state, since transformers' Trainer resets the state.
     """
-    look = PartialState.__init__
+    original_init = PartialState.__init__
 
-    def looks_like_gpus(state, cpu=False, **kwargs):
-        look(state, cpu=True, **kwargs)
+    def init_as_gpus(state, cpu=False, **kwargs):
+        original_init(state, cpu=True, **kwargs)
         if state.distributed_type == DistributedType.MULTI_CPU:
             state.distributed_type = DistributedType.MULTI_GPU
 
-    PartialState.__init__ = looks_like_gpus
+    PartialState.__init__ = init_as_gpus
     PartialState()

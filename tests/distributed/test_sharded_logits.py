@@ -1,6 +1,6 @@
-"""Patched models on two processes that share weights (FSDP2) or sequences (context parallelism).
+"""Test patched models on two processes with sharded weights (FSDP2) or split sequences.
 
-The processes are started once, on the CPU, and measure for all tests; see sharded_worker.py.
+Two CPU processes are started once and measure for all tests; see sharded_worker.py.
 """
 
 import json
@@ -13,23 +13,25 @@ PROCESSES = 2
 METHODS = ["linear", "yarn", "dynamic-yarn", "longrope"]
 ROUNDING = 1e-5
 
-pytestmark = pytest.mark.skipif(shims.why_not() is not None, reason=str(shims.why_not()))
+pytestmark = pytest.mark.skipif(
+    shims.unsupported_reason() is not None, reason=str(shims.unsupported_reason())
+)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def reports(tmp_path_factory):
     """Return each process's report by rank; the first xdist worker to ask starts them."""
     with shared_folder(tmp_path_factory, "sharded_logits") as folder:
-        reports = [folder / f"{rank}.json" for rank in range(PROCESSES)]
-        if not all(report.exists() for report in reports):
+        paths = [folder / f"{rank}.json" for rank in range(PROCESSES)]
+        if not all(report.exists() for report in paths):
             launch("sharded_worker.py", folder, processes=PROCESSES)
-        return [json.loads(report.read_text()) for report in reports]
+        return [json.loads(report.read_text()) for report in paths]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_sharded_model_is_patched_before_or_after_that(found, method, when):
-    for report in found:
+def test_a_model_may_be_patched_before_or_after_sharding(reports, method, when):
+    for report in reports:
         weights = report["weights"][method]
         assert weights["sharded"] > 0
         assert weights["same names"]
@@ -39,39 +41,37 @@ def test_a_sharded_model_is_patched_before_or_after_that(found, method, when):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_patch_moves_what_is_compared(found, method):
-    short, long = (report["weights"][method]["moved"] for report in found)
+def test_the_patch_changes_the_compared_logits(reports, method):
+    short, long = (report["weights"][method]["moved"] for report in reports)
     assert long > 0.1
     assert (short == 0) == (method == "dynamic-yarn")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_shared_sequence_gives_the_logits_of_one_process(found, method):
-    for report in found:
+def test_a_split_sequence_has_the_logits_of_one_process(reports, method):
+    for report in reports:
         assert report["sequences"][method]["apart"] < ROUNDING
 
 
-@pytest.mark.parametrize("way", ["nothing", "None", "by position", "decoder", "training"])
+@pytest.mark.parametrize("call", ["nothing", "None", "by position", "decoder", "training"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_part_of_a_sequence_without_its_place_is_refused(found, method, way):
-    for report in found:
-        said = report["sequences"][method]["complaints"][way]
-        assert said is not None
-        assert "expected position_ids" in said
+def test_a_part_of_a_sequence_without_positions_is_refused(reports, method, call):
+    for report in reports:
+        error = report["sequences"][method]["complaints"][call]
+        assert error is not None
+        assert "expected position_ids" in error
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_positions_may_come_by_name_or_not_and_an_unpatched_model_is_transformers_own(
-    found, method
-):
-    for report in found:
+def test_positional_position_ids_and_unpatched_models_are_accepted(reports, method):
+    for report in reports:
         assert report["sequences"][method]["accepted"] is None
         assert report["sequences"][method]["unpatched"] is None
 
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
-def test_without_accelerate_it_takes_a_named_group(found, method):
-    for report in found:
-        said = report["torch"][method]
-        assert (said["unknown"], said["ended"]) == (None, None)
-        assert "expected position_ids" in said["shared"]
+def test_positions_are_required_only_while_a_group_is_set(reports, method):
+    for report in reports:
+        errors = report["torch"][method]
+        assert (errors["unknown"], errors["ended"]) == (None, None)
+        assert "expected position_ids" in errors["shared"]

@@ -1,7 +1,7 @@
-"""Recipes on several processes: what one process would have learned, and nothing else.
+"""Test that recipes on several processes train the same model as one process.
 
-For each way to share the work two processes are started once, on the CPU, and take one recipe after
-another; see recipe_worker.py. One process that takes the same recipes is the truth.
+For each kind of parallelism, two CPU processes are started once and run all recipes; see
+recipe_worker.py. The reference is one process that runs the same recipes.
 """
 
 import json
@@ -31,9 +31,11 @@ CONFIGS = Path(__file__).parent.parent.parent / "recipes" / "accelerate"
 LENGTH = 256
 STEPS = 4
 CLOSE = 1e-4
-PATIENCE = 600  # seconds; it takes 20 to 40 where nothing else is going on
+PATIENCE = 600  # seconds; a run takes 20 to 40 on an idle machine
 
-pytestmark = pytest.mark.skipif(shims.why_not() is not None, reason=str(shims.why_not()))
+pytestmark = pytest.mark.skipif(
+    shims.unsupported_reason() is not None, reason=str(shims.unsupported_reason())
+)
 
 RECIPE = {
     "model": str(ASSETS / "tiny-llama"),
@@ -41,7 +43,7 @@ RECIPE = {
     "factor": 2,
     "train_length": LENGTH,
     "max_steps": STEPS,
-    "loss": "torch",  # in chunks, of a head that lies in shards
+    "loss": "torch",  # in chunks, with a sharded head
     "learning_rate": 1e-3,
     "gradient_accumulation_steps": 2,
     "save_steps": 2,
@@ -52,7 +54,7 @@ NEEDLES = {"retrieval_steps": 2, "retrieval_samples": 2, "retrieval_length": 400
 KINDS = {
     "full": {},
     "lora": {"lora_rank": 4, **NEEDLES},
-    # The length that a process sees by itself is within the trained one.
+    # The length of a single process's part is within the trained length.
     "following": {
         "method": "dynamic-yarn",
         "factor": None,
@@ -82,19 +84,19 @@ def jobs_of(mode):
     if mode == "one":
         return {kind: ("finetune", kind, changes, None) for kind, changes in KINDS.items()}
     kinds = ["full", "lora"]
-    more = {"data parallel": "masked", "FSDP2": "bfloat16", "context parallel": "following"}
-    kinds.append(more[mode])
-    found = {}
+    mode_kinds = {"data parallel": "masked", "FSDP2": "bfloat16", "context parallel": "following"}
+    kinds.append(mode_kinds[mode])
+    jobs = {}
     for recipe in RECIPES:
         for kind in kinds:
-            found[f"{recipe} {kind}"] = (recipe, kind, KINDS.get(kind, {}), None)
+            jobs[f"{recipe} {kind}"] = (recipe, kind, KINDS.get(kind, {}), None)
         for kind in ("full", "lora"):
             name = f"{recipe} {kind}"
-            found[f"{name} resumed"] = (recipe, kind, KINDS[kind], name)
+            jobs[f"{name} resumed"] = (recipe, kind, KINDS[kind], name)
         if mode == "context parallel":
-            for why, changes in REFUSED.items():
-                found[f"{recipe} {why}"] = (recipe, why, changes, None)
-    return found
+            for problem, changes in REFUSED.items():
+                jobs[f"{recipe} {problem}"] = (recipe, problem, changes, None)
+    return jobs
 
 
 def variables(mode):
@@ -102,13 +104,13 @@ def variables(mode):
     if mode in ("one", "data parallel"):
         return {}
     config = {"FSDP2": "fsdp2.yaml", "context parallel": "fsdp2_cp8.yaml"}[mode]
-    given = ["--config_file", str(CONFIGS / config), "--num_processes", "2"]
-    given += ["--main_process_port", "0"]
+    options = ["--config_file", str(CONFIGS / config), "--num_processes", "2"]
+    options += ["--main_process_port", "0"]
     if mode == "context parallel":
-        given += ["--parallelism_config_cp_size", "2"]
-    parsed = launch_command_parser().parse_args([*given, "recipe_worker.py"])
-    found = prepare_multi_gpu_env(_validate_launch_command(parsed)[0])
-    return {name: value for name, value in found.items() if os.environ.get(name) != value}
+        options += ["--parallelism_config_cp_size", "2"]
+    parsed = launch_command_parser().parse_args([*options, "recipe_worker.py"])
+    environment = prepare_multi_gpu_env(_validate_launch_command(parsed)[0])
+    return {name: value for name, value in environment.items() if os.environ.get(name) != value}
 
 
 def run(mode, tmp_path_factory):
@@ -116,13 +118,17 @@ def run(mode, tmp_path_factory):
     processes = 1 if mode == "one" else 2
     rows = 2 if mode in ("one", "context parallel") else 1
     with shared_folder(tmp_path_factory, "recipes_" + mode.replace(" ", "_")) as folder:
-        reports = [folder / f"{rank}.json" for rank in range(processes)]
-        if not all(report.exists() for report in reports):
+        paths = [folder / f"{rank}.json" for rank in range(processes)]
+        if not all(report.exists() for report in paths):
             jobs, documents = [], str(write_documents(folder))
             for name, (recipe, _, changes, resumes) in jobs_of(mode).items():
-                said = RECIPE | {"data": [documents], "per_device_train_batch_size": rows} | changes
-                said = {key: value for key, value in said.items() if value is not None}
-                (folder / f"{name}.yaml").write_text(yaml.safe_dump(said))
+                recipe_keys = (
+                    RECIPE | {"data": [documents], "per_device_train_batch_size": rows} | changes
+                )
+                recipe_keys = {
+                    key: value for key, value in recipe_keys.items() if value is not None
+                }
+                (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe_keys))
                 jobs.append({"name": name, "recipe": recipe, "resumes": resumes})
                 jobs[-1]["precision"] = "bf16" if "bfloat16" in name else "no"
             (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -133,7 +139,7 @@ def run(mode, tmp_path_factory):
                 patience=PATIENCE,
                 **variables(mode),
             )
-        return folder, [json.loads(report.read_text()) for report in reports]
+        return folder, [json.loads(report.read_text()) for report in paths]
 
 
 def write_documents(folder):
@@ -173,7 +179,7 @@ def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def apart(model, other):
+def max_difference(model, other):
     assert model.keys() == other.keys()
     return max((model[name] - other[name]).abs().max() for name in model)
 
@@ -183,26 +189,28 @@ def distance(model, other):
 
 
 @pytest.mark.parametrize(("mode", "recipe", "kind"), CASES)
-def test_losses_and_gradients_are_those_of_one_process(runs, mode, recipe, kind):
-    folder, found = runs(mode)
-    truth, _ = runs("one")
-    assert [report[f"{recipe} {kind}"]["code"] for report in found] == [0, 0]
+def test_losses_and_gradients_equal_those_of_one_process(runs, mode, recipe, kind):
+    folder, reports = runs(mode)
+    reference, _ = runs("one")
+    assert [report[f"{recipe} {kind}"]["code"] for report in reports] == [0, 0]
     torch.testing.assert_close(
-        curve(folder / f"{recipe} {kind}"), curve(truth / kind), rtol=0, atol=CLOSE
+        curve(folder / f"{recipe} {kind}"), curve(reference / kind), rtol=0, atol=CLOSE
     )
 
 
 @pytest.mark.parametrize(("mode", "recipe", "kind"), CASES)
-def test_the_finished_model_is_that_of_one_process(runs, mode, recipe, kind):
+def test_the_finished_model_equals_that_of_one_process(runs, mode, recipe, kind):
     folder, _ = runs(mode)
-    truth, _ = runs("one")
-    made, expected = (weights(f / "model") for f in (folder / f"{recipe} {kind}", truth / kind))
-    # Adam moves a weight as far for a small gradient as for a large one, so rounding decides over
-    # single weights whose gradient is near 0: all of them are held against what training changed.
+    reference, _ = runs("one")
+    trained, expected = (
+        weights(f / "model") for f in (folder / f"{recipe} {kind}", reference / kind)
+    )
+    # Adam's steps hardly depend on a gradient's size, so rounding decides over single weights whose
+    # gradient is near 0. Hence the distance over all weights is compared with the trained change.
     before = weights(RECIPE["model"])
-    assert distance(made, expected) < 5 * CLOSE * distance(expected, before)
-    assert apart(made, expected) < RECIPE["learning_rate"]
-    assert apart(expected, before) > 10 * CLOSE
+    assert distance(trained, expected) < 5 * CLOSE * distance(expected, before)
+    assert max_difference(trained, expected) < RECIPE["learning_rate"]
+    assert max_difference(expected, before) > 10 * CLOSE
 
 
 @pytest.mark.parametrize("mode", ["one", *MODES])
@@ -210,35 +218,35 @@ def test_transformers_rotates_the_finished_model_as_it_was_trained(runs, mode):
     folder, _ = runs(mode)
     ids = tokens(2 * LENGTH)
     for kind in ("full", "lora"):
-        made = AutoModelForCausalLM.from_pretrained(
+        trained = AutoModelForCausalLM.from_pretrained(
             folder / (kind if mode == "one" else f"loop {kind}") / "model"
         )
         base = AutoModelForCausalLM.from_pretrained(RECIPE["model"])
-        base.load_state_dict(made.state_dict())
+        base.load_state_dict(trained.state_dict())
         plain = forward(base, ids)
         rope_patch.patch(base, "yarn", factor=2)
         # Logits are up to 20, and transformers rounds frequencies earlier.
-        torch.testing.assert_close(forward(made, ids), forward(base, ids), rtol=0, atol=1e-3)
-        assert (forward(made, ids) - plain).abs().mean() > 1
+        torch.testing.assert_close(forward(trained, ids), forward(base, ids), rtol=0, atol=1e-3)
+        assert (forward(trained, ids) - plain).abs().mean() > 1
 
 
 @pytest.mark.parametrize(
     ("mode", "recipe", "kind"),
     [case for case in CASES if "retrieval_steps" in KINDS.get(case[2], {})],
 )
-def test_needles_found_on_the_way_are_those_of_one_process(runs, mode, recipe, kind):
+def test_retrieval_scores_equal_those_of_one_process(runs, mode, recipe, kind):
     folder, _ = runs(mode)
-    truth, _ = runs("one")
-    expected, got = read_scores(truth / kind), read_scores(folder / f"{recipe} {kind}")
-    assert [said["step"] for said in got] == [0, 2, 4]
-    for there, here in zip(expected, got, strict=True):
-        assert here["retrieval_hits"] == there["retrieval_hits"]
-        assert here["retrieval_probability"] == pytest.approx(
-            there["retrieval_probability"], rel=1e-3
+    reference, _ = runs("one")
+    expected, got = read_scores(reference / kind), read_scores(folder / f"{recipe} {kind}")
+    assert [scores["step"] for scores in got] == [0, 2, 4]
+    for expected_scores, got_scores in zip(expected, got, strict=True):
+        assert got_scores["retrieval_hits"] == expected_scores["retrieval_hits"]
+        assert got_scores["retrieval_probability"] == pytest.approx(
+            expected_scores["retrieval_probability"], rel=1e-3
         )
 
 
-def test_both_recipes_compute_in_the_precision_of_accelerates_config(runs):
+def test_both_recipes_compute_in_the_precision_of_the_launch_file(runs):
     folder, _ = runs("FSDP2")
     trainer, loop, exact = (
         curve(folder / name) for name in ("finetune bfloat16", "loop bfloat16", "loop full")
@@ -246,10 +254,10 @@ def test_both_recipes_compute_in_the_precision_of_accelerates_config(runs):
     torch.testing.assert_close(trainer, loop, rtol=0, atol=CLOSE)
     assert 10 * CLOSE < (trainer - exact).abs().max() < 0.1
     losses = trainer[:, 0]
-    assert not losses.equal(losses.bfloat16().float())  # which would have three digits
+    assert not losses.equal(losses.bfloat16().float())  # bfloat16 losses would have three digits
 
 
-def test_following_rows_would_show_a_process_that_goes_by_its_part():
+def test_losses_differ_if_a_process_uses_the_length_of_its_part():
     model = AutoModelForCausalLM.from_pretrained(RECIPE["model"])
     handle = rope_patch.patch(model, "dynamic-yarn", trained_length=LENGTH // 2)
     losses = []
@@ -261,8 +269,8 @@ def test_following_rows_would_show_a_process_that_goes_by_its_part():
 
 
 def test_each_data_parallel_process_has_all_weights(runs):
-    _, found = runs("data parallel")
-    for observed in (report[f"{recipe} full"] for report in found for recipe in RECIPES):
+    _, reports = runs("data parallel")
+    for observed in (report[f"{recipe} full"] for report in reports for recipe in RECIPES):
         assert observed["wrapped"][0] == "DistributedDataParallel"
         assert observed["here"] == observed["elements"]
         assert observed["sharded"] == 0
@@ -272,8 +280,8 @@ def test_each_data_parallel_process_has_all_weights(runs):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_sharded(runs, mode, recipe, kind):
-    _, found = runs(mode)
-    for observed in (report[f"{recipe} {kind}"] for report in found):
+    _, reports = runs(mode)
+    for observed in (report[f"{recipe} {kind}"] for report in reports):
         assert observed["wrapped"][0].startswith("FSDP")
         assert "FSDPModule" in observed["wrapped"]
         assert observed["sharded"] > 0
@@ -293,24 +301,24 @@ def test_checkpoints_are_whole(runs, mode, recipe, kind):
     for step in (2, 4):
         checkpoint = folder / f"{recipe} {kind}" / f"checkpoint-{step}"
         assert find_damage(checkpoint) is None
-        there = {str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()}
-        assert there - {MANIFEST} == json.loads((checkpoint / MANIFEST).read_text()).keys()
+        names = {str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()}
+        assert names - {MANIFEST} == json.loads((checkpoint / MANIFEST).read_text()).keys()
 
 
 @pytest.mark.parametrize(("mode", "recipe", "kind"), RESUMED)
-def test_a_resumed_run_goes_on_as_if_it_had_not_been_stopped(runs, mode, recipe, kind):
-    folder, found = runs(mode)
-    whole, resumed = folder / f"{recipe} {kind}", folder / f"{recipe} {kind} resumed"
-    assert [report[resumed.name]["code"] for report in found] == [0, 0]
-    torch.testing.assert_close(curve(resumed), curve(whole), rtol=0, atol=CLOSE)
-    assert apart(weights(resumed / "model"), weights(whole / "model")) < CLOSE
-    # Steps before the checkpoint were not taken again, those after it were.
-    again = zip(read_log(whole), read_log(resumed), strict=True)
-    assert [before == after for before, after in again] == [True, True, False, False]
+def test_a_resumed_run_equals_an_uninterrupted_one(runs, mode, recipe, kind):
+    folder, reports = runs(mode)
+    uninterrupted, resumed = folder / f"{recipe} {kind}", folder / f"{recipe} {kind} resumed"
+    assert [report[resumed.name]["code"] for report in reports] == [0, 0]
+    torch.testing.assert_close(curve(resumed), curve(uninterrupted), rtol=0, atol=CLOSE)
+    assert max_difference(weights(resumed / "model"), weights(uninterrupted / "model")) < CLOSE
+    # Only the steps after the checkpoint were repeated.
+    line_pairs = zip(read_log(uninterrupted), read_log(resumed), strict=True)
+    assert [before == after for before, after in line_pairs] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
-    ("why", "said"),
+    ("problem", "message"),
     [
         ("packed", "no mask: expected packing single or concatenate and short_share 0"),
         ("short", "no mask: expected packing single or concatenate and short_share 0"),
@@ -319,10 +327,10 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_been_stopped(runs, mode, recipe,
     ],
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_context_parallelism_refuses_what_it_would_get_wrong(runs, recipe, why, said):
+def test_context_parallelism_refuses_unsupported_recipes(runs, recipe, problem, message):
     for report in runs("context parallel")[1]:
-        refused = report[f"{recipe} {why}"]
-        assert refused["code"] == 1
-        assert re.search(f"error: .*{said}", refused["said"])
-        assert "Traceback" not in refused["said"]
-        assert refused["lengths"] == []
+        observation = report[f"{recipe} {problem}"]
+        assert observation["code"] == 1
+        assert re.search(f"error: .*{message}", observation["said"])
+        assert "Traceback" not in observation["said"]
+        assert observation["lengths"] == []

@@ -1,8 +1,7 @@
-"""One of the processes that share sequences: measures, and writes down what it found.
+"""Measure context parallelism in one of several processes that share sequences.
 
-Run as `worker.py FOLDER` with the variables that torchrun sets; leaves `FOLDER/RANK.json`. It is
-all measured in one go, since starting processes takes longest; what must hold is said in
-test_context_parallel.py.
+Run as `worker.py FOLDER` with the variables that torchrun sets; writes `FOLDER/RANK.json`, which
+test_context_parallel.py checks. One run measures everything, since starting processes is slow.
 """
 
 import contextlib
@@ -25,10 +24,10 @@ from torch.distributed.tensor.experimental import context_parallel
 import rope_patch
 from rope_patch.patching.dynamic import hooks
 
-# Of two processes, one gets both ends of a sequence and the other its middle: at this length the
-# one sees more than the trained length and the other does not, unless it is told.
+# Of two processes, one gets both ends of a sequence and the other its middle. At this length only
+# the first one has positions beyond the trained length.
 LENGTH = 2 * TRAINED
-WITHIN_ONE = LENGTH // 4 - 8  # so few tokens that the other process gets padding only
+WITHIN_ONE = LENGTH // 4 - 8  # the other process gets padding only
 
 METHODS = {
     "yarn": {"factor": 4},
@@ -36,7 +35,7 @@ METHODS = {
     "dynamic-yarn": {},
     "longrope": {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR},
 }
-TRAINED_WITH = ["dynamic-yarn", "longrope"]
+TRAINING_METHODS = ["dynamic-yarn", "longrope"]
 
 
 class Reductions:
@@ -70,24 +69,26 @@ def make_batch(lengths=(LENGTH,)):
     }
 
 
-def split(batch, into):
-    """Reduce the batch to this process's part within `into`, a context parallelism."""
+def split(batch, context):
+    """Reduce the batch to the part of this process by `context`, a context parallelism."""
     buffers = list(batch.values())
-    return into(buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers})
+    return context(
+        buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers}
+    )
 
 
-def by_torch(mesh):
+def torch_context(mesh):
     return lambda **kwargs: context_parallel(mesh, **kwargs)
 
 
-def not_at_all(**_):
+def no_parallelism(**_):
     return contextlib.nullcontext()
 
 
 # -- torch's context parallelism -------------------------------------------------------------------
 
 
-def gathered(part, positions):
+def gather_logits(part, positions):
     """Gather the whole `[1, S, V]` from each process's part at its positions."""
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     places = [torch.empty_like(positions) for _ in parts]
@@ -104,47 +105,47 @@ def measure_logits(mesh, method):
     """Return the differences of split from whole logits by source of the length, and reductions."""
     model, handle = make_patched(method)
     whole = model(**make_batch(), use_cache=False).logits
-    found = {}
-    for how in ("shared", "fixed", "unknown"):
-        handle.share_length(mesh.get_group() if how == "shared" else None)
-        handle.fix_length(LENGTH if how == "fixed" else None)
+    logits_report = {}
+    for source in ("shared", "fixed", "unknown"):
+        handle.share_length(mesh.get_group() if source == "shared" else None)
+        handle.fix_length(LENGTH if source == "fixed" else None)
         batch = make_batch()
-        with split(batch, by_torch(mesh)):
+        with split(batch, torch_context(mesh)):
             with Reductions() as reductions:
                 part = model(**batch, use_cache=False).logits
-            apart = (gathered(part, batch["position_ids"]) - whole).abs().max().item()
-        found[how] = {"apart": apart, "reductions": reductions.count}
-    return found
+            difference = (gather_logits(part, batch["position_ids"]) - whole).abs().max().item()
+        logits_report[source] = {"apart": difference, "reductions": reductions.count}
+    return logits_report
 
 
 def measure_positions(mesh):
     """Return the indices of this process's tokens."""
     batch = make_batch()
-    with split(batch, by_torch(mesh)):
+    with split(batch, torch_context(mesh)):
         return batch["position_ids"][0].tolist()
 
 
-def complaint(model, into):
+def error_without_positions(model, context):
     """Return a model's error if its part of the sequence comes without positions."""
     batch = make_batch()
     del batch["position_ids"]
-    with split(batch, into):
+    with split(batch, context):
         try:
             model(**batch, use_cache=False)
         except ValueError as error:
             return str(error)
 
 
-def measure_complaint(mesh):
+def measure_missing_positions(mesh):
     model, handle = make_patched("dynamic-yarn")
     handle.share_length(mesh.get_group())
-    return complaint(model, by_torch(mesh))
+    return error_without_positions(model, torch_context(mesh))
 
 
 # -- data parallelism ------------------------------------------------------------------------------
 
 
-def measure_rows_of_ones_own():
+def measure_data_parallel():
     """Return the difference of logits under DDP, which broadcasts buffers, from those without.
 
     Each process has rows of its own, so frequencies of other shapes: by rows or for all of them.
@@ -158,23 +159,23 @@ def measure_rows_of_ones_own():
     return max((a - b).abs().max().item() for a, b in zip(alone, together, strict=True))
 
 
-# -- accelerate's ----------------------------------------------------------------------------------
+# -- accelerate's context parallelism --------------------------------------------------------------
 
 
-def measure_step(model, backward, into):
+def measure_step(model, backward, context):
     """Return loss and gradient norm of a long and a short row, and the forward's reductions."""
     batch = make_batch((LENGTH, WITHIN_ONE))
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    # A token's target may be in another part, so it is put beside it while all are here.
+    # Shift the labels before the split, as a token's target may be in another part.
     shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     batch["shift_labels"] = shifted.contiguous()
     targets = (shifted != -100).sum()
-    with split(batch, into):
+    with split(batch, context):
         with Reductions() as reductions:
             loss = model(**batch, num_items_in_batch=targets, use_cache=False).loss
         backward(loss)
     loss = loss.detach().clone()
-    if into is not not_at_all:
+    if context is not no_parallelism:
         dist.all_reduce(loss)  # each process has the sum over its own targets / all targets
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -183,12 +184,12 @@ def measure_step(model, backward, into):
 
 def measure_training():
     """Return a step of one process, and of all under accelerate without explicit lengths."""
-    found = {}
-    for method in TRAINED_WITH:
+    report = {}
+    for method in TRAINING_METHODS:
         model, _ = make_patched(method)
-        found[method] = {"whole": measure_step(model, torch.Tensor.backward, not_at_all)}
+        report[method] = {"whole": measure_step(model, torch.Tensor.backward, no_parallelism)}
 
-    # From here on accelerate's state says that sequences are split.
+    # From here on accelerate's state has split sequences.
     shims.allow_fsdp2_on_cpu()
     accelerator = Accelerator(
         parallelism_config=ParallelismConfig(cp_size=dist.get_world_size()),
@@ -198,21 +199,21 @@ def measure_training():
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         ),
     )
-    into = accelerator.maybe_context_parallel
+    context = accelerator.maybe_context_parallel
 
-    def prepared(method):
+    def prepare_patched(method):
         model, _ = make_patched(method)
         return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]
 
     def backward(loss):  # FSDP takes the mean of the gradients, where their sum is meant
         accelerator.backward(loss * dist.get_world_size())
 
-    for method in TRAINED_WITH:
-        found[method]["split"] = measure_step(prepared(method), backward, into)
+    for method in TRAINING_METHODS:
+        report[method]["split"] = measure_step(prepare_patched(method), backward, context)
         with mock.patch.object(hooks, "context_parallel_group", return_value=None):
-            found[method]["unknown"] = measure_step(prepared(method), backward, into)
-    found["complaint"] = complaint(prepared("dynamic-yarn"), into)
-    return found
+            report[method]["unknown"] = measure_step(prepare_patched(method), backward, context)
+    report["complaint"] = error_without_positions(prepare_patched("dynamic-yarn"), context)
+    return report
 
 
 def main(folder):
@@ -227,14 +228,14 @@ def main(folder):
     )
     shims.allow_ring_attention_on_cpu()
     mesh = dist.init_device_mesh("cpu", (size,))
-    found = {
+    report = {
         "positions": measure_positions(mesh),
         "logits": {method: measure_logits(mesh, method) for method in METHODS},
-        "complaint": measure_complaint(mesh),
-        "data parallel": measure_rows_of_ones_own(),
+        "complaint": measure_missing_positions(mesh),
+        "data parallel": measure_data_parallel(),
         "training": measure_training(),
     }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
