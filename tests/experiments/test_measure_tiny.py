@@ -1,4 +1,4 @@
-"""The recipe that measures the tiny models, at short lengths."""
+"""Test the script that measures the tiny models, at short lengths."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 COLUMNS = [("one pass", "64"), ("cached", "288"), ("stale", "288"), ("change", "288")]
 
 
-def test_tables_say_what_the_results_say(tmp_path, monkeypatch, capsys):
+def test_tables_hold_the_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(train_tiny, "TABLE_LENGTHS", (64,))
     monkeypatch.setattr(measure_tiny, "DECODED_LENGTHS", (288,))
@@ -21,8 +21,8 @@ def test_tables_say_what_the_results_say(tmp_path, monkeypatch, capsys):
     rows = results["results"]["llama"]
     assert len(rows) == 13
     for name, row in rows.items():
-        follows = name == "longrope" or name.startswith("dynamic")
-        assert ("stale" in row) == follows
-        assert not follows or row["change"]["288"] > 0
+        is_length_dependent = name == "longrope" or name.startswith("dynamic")
+        assert ("stale" in row) == is_length_dependent
+        assert not is_length_dependent or row["change"]["288"] > 0
         cells = [f"{row[group][n]:.3f}" if group in row else "" for group, n in COLUMNS]
         assert f"| {name} | " + " | ".join(cells) + " |" in readme
