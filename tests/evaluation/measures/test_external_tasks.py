@@ -1,4 +1,4 @@
-"""lm-eval's own tasks through our language model, offline."""
+"""Test lm-eval's own tasks with the long-context language model, offline."""
 
 import math
 import sys
@@ -15,8 +15,8 @@ LLAMA = str(Path(__file__).parents[2] / "assets" / "tiny-llama")
 
 
 @pytest.fixture(autouse=True)
-def no_other_network(monkeypatch):
-    """Fails where a builder asks a server by itself."""
+def no_network(monkeypatch):
+    """Fail if a task builder contacts a server."""
     import nltk
 
     def fail(*_, **__):
@@ -37,12 +37,12 @@ def language_model(model, longest):
 
 @pytest.fixture(scope="module")
 def single():
-    """RULER's own builder, at two lengths; nltk's download is off while it is imported."""
+    """Load a task of RULER at two lengths; nltk's download is off during the import."""
     return external_tasks.load(["niah_single_1"], [512, 1024], LLAMA)
 
 
 class TestRuler:
-    def test_is_made_once_for_each_length(self, single):
+    def test_a_task_is_loaded_once_for_each_length(self, single):
         assert [name for name, _ in single] == ["niah_single_1@512", "niah_single_1@1024"]
         for (_, task), length in zip(single, (512, 1024), strict=True):
             docs = list(task.eval_docs)
@@ -50,47 +50,49 @@ class TestRuler:
             assert {doc["max_length"] for doc in docs} == {length}
             assert all(length // 2 < doc["length"] <= length for doc in docs)
 
-    def test_every_length_gets_its_share_of_a_limit(self, single, model):
+    def test_a_limit_applies_to_each_length(self, single, model):
         lm = language_model(model, 1024)
-        asked = []
+        lengths = []
         generate = lm.generate_until
         lm.generate_until = lambda requests, **kwargs: (
-            asked.append([request.doc["max_length"] for request in requests]),
+            lengths.append([request.doc["max_length"] for request in requests]),
             generate(requests, **kwargs),
         )[1]
-        measured = external_tasks.evaluate(lm, single, limit=2)
-        assert asked == [[512, 512], [1024, 1024]]
+        scores = external_tasks.evaluate(lm, single, limit=2)
+        assert lengths == [[512, 512], [1024, 1024]]
         assert not lm.failures
-        # An untrained model answers nothing; other lengths' metrics, which are -1, are left out.
-        assert measured == {
+        # An untrained model answers nothing. Metrics of other lengths, which are -1, are dropped.
+        assert scores == {
             "niah_single_1@512": {"512": {"value": 0.0, "stderr": None}},
             "niah_single_1@1024": {"1024": {"value": 0.0, "stderr": None}},
         }
 
-    def test_scores_what_a_model_says(self, single, model):
+    def test_answers_of_the_model_are_scored(self, single, model):
         lm = language_model(model, 1024)
-        said = iter([True, False, True, True])
+        outcomes = iter([True, False, True, True])
 
         def generate(requests, disable_tqdm=False):
-            return [request.doc["outputs"][0] if next(said) else "no" for request in requests]
+            return [request.doc["outputs"][0] if next(outcomes) else "no" for request in requests]
 
         lm.generate_until = generate
-        (measured,) = external_tasks.evaluate(lm, single[:1], limit=4).values()
-        assert measured["512"]["value"] == 0.75
+        (scores,) = external_tasks.evaluate(lm, single[:1], limit=4).values()
+        assert scores["512"]["value"] == 0.75
         # The standard error of a mean of 4 with a sample variance of 3/4 * 1/4 * 4/3.
-        assert measured["512"]["stderr"] == pytest.approx(math.sqrt(0.25 / 4))
+        assert scores["512"]["stderr"] == pytest.approx(math.sqrt(0.25 / 4))
 
-    def test_groups_and_tags_name_the_task_whose_data_is_missing(self, monkeypatch):
-        seen = []
-        read = external_tasks._load_with
+    def test_missing_data_in_a_group_or_tag_names_the_task(self, monkeypatch):
+        names = []
+        load_with = external_tasks._load_with
         monkeypatch.setattr(
             external_tasks,
             "_load_with",
-            lambda manager, name: seen.append(name) or ({} if "1" in name else read(manager, name)),
+            lambda manager, name: (
+                names.append(name) or ({} if "1" in name else load_with(manager, name))
+            ),
         )
         with pytest.raises(ValueError, match=r"'niah_single_2' cannot be had.*HF_HUB_OFFLINE"):
             external_tasks.load(["ruler"], [1024], LLAMA)
-        assert seen == ["niah_single_1", "niah_single_2"]
+        assert names == ["niah_single_1", "niah_single_2"]
         assert external_tasks.accepts_length("longcxt")
         assert (
             len(external_tasks._member_tasks("ruler"))
@@ -102,15 +104,15 @@ class TestRuler:
         with pytest.raises(ValueError, match=r"rajpurkar\.github\.io.* was not asked"):
             external_tasks.load(["ruler_qa_squad"], [1024], LLAMA)
 
-    def test_lengths_at_which_it_would_never_end_are_refused(self):
+    def test_lengths_at_which_a_builder_never_ends_are_refused(self):
         with pytest.raises(ValueError, match=r"cannot make ruler_vt at 512 tokens.*rp_vt"):
             external_tasks.load(["ruler_vt"], [512], LLAMA)
 
-    def test_lengths_at_which_there_is_no_answer_are_refused(self):
+    def test_lengths_without_room_for_answers_are_refused(self):
         with pytest.raises(ValueError, match="ruler_cwe makes samples without an answer"):
             external_tasks.load(["ruler_cwe"], [512], LLAMA)
 
-    def test_restores_what_it_bounds(self):
+    def test_network_timeouts_are_undone(self):
         before = sys.modules["nltk"].download, requests.get
         with external_tasks._network_timeouts():
             assert sys.modules["nltk"].download is not before[0]
@@ -119,16 +121,16 @@ class TestRuler:
 
 class TestOthers:
     @pytest.mark.parametrize("name", ["babilong_qa1", "arc_easy"])
-    def test_missing_data_is_an_error_that_helps(self, name):
+    def test_missing_data_is_an_error_with_advice(self, name):
         with pytest.raises(ValueError, match=rf"'{name}' cannot be had: .*unset HF_HUB_OFFLINE"):
             external_tasks.load([name], [4096], LLAMA)
 
-    def test_longbench_lacks_its_packages_or_its_data(self):
-        wanted = r"'longbench_2wikimqa' (needs a package.*install|cannot be had)"
-        with pytest.raises(ValueError, match=wanted):
+    def test_longbench_without_its_packages_or_data_is_an_error(self):
+        message = r"'longbench_2wikimqa' (needs a package.*install|cannot be had)"
+        with pytest.raises(ValueError, match=message):
             external_tasks.load(["longbench_2wikimqa"], [4096], LLAMA)
 
-    def test_babilong_is_asked_for_by_its_own_names_of_lengths(self):
+    def test_lengths_of_babilong_have_its_names(self):
         assert external_tasks.length_metadata("babilong", 4096) == {"max_seq_lengths": "4k"}
         assert external_tasks.length_metadata("niah_single_1", 4096) == {"max_seq_lengths": [4096]}
 
@@ -136,11 +138,11 @@ class TestOthers:
         with pytest.raises(ValueError, match=r"'niah_singel_1' \(did you mean 'niah_single_1'"):
             external_tasks.load(["niah_singel_1"], [512], LLAMA)
 
-    def test_nothing_asked_is_nothing_loaded(self):
+    def test_no_tasks_load_as_an_empty_list(self):
         assert external_tasks.load([], [512], LLAMA) == []
 
 
-def a_task(**generation):
+def make_task(**generation):
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
@@ -162,14 +164,14 @@ def a_task(**generation):
 
 
 class TestGenerationSettings:
-    def test_a_temperature_without_sampling_means_nothing(self, model):
-        # As LongBench's tasks spell it.
-        task = a_task(do_sample=False, temperature=1)
+    def test_a_temperature_without_sampling_is_ignored(self, model):
+        # LongBench's tasks have these settings.
+        task = make_task(do_sample=False, temperature=1)
         external_tasks._require_greedy("sums", task)
-        found = external_tasks.evaluate(language_model(model, 64), [("sums", task)], None)
-        assert found["sums"]["exact_match"]["value"] == 0.0
+        scores = external_tasks.evaluate(language_model(model, 64), [("sums", task)], None)
+        assert scores["sums"]["exact_match"]["value"] == 0.0
 
     @pytest.mark.parametrize("settings", [{"do_sample": True}, {"temperature": 0.7}])
     def test_sampling_is_refused_when_tasks_are_loaded(self, settings):
         with pytest.raises(ValueError, match="'sums' samples its answers"):
-            external_tasks._require_greedy("sums", a_task(**settings))
+            external_tasks._require_greedy("sums", make_task(**settings))

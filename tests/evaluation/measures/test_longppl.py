@@ -1,4 +1,4 @@
-"""Key tokens: those that really need the far past, and no others."""
+"""Test key tokens: exactly those that need the far past, and LongPPL."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ def model(request):
 
 
 def recall_text(length, seed):
-    """Pairs in filler with questions at the end, and the positions of the answers."""
+    """Return pairs in filler with questions at the end, and the positions of the answers."""
     generator = torch.Generator().manual_seed(seed)
     ids, _ = train_tiny.recall_batch(generator, 1, length, PAIRS)
     return ids[0].tolist(), range(length - 2 * PAIRS + 1, length, 2)
@@ -38,19 +38,19 @@ def test_answers_are_key_tokens_if_only_the_long_context_holds_them(model, lengt
     far, others = [], []
     for seed in range(6):
         ids, answers = recall_text(length, seed)
-        found = longppl.find_key_tokens(model, ids, TRAINED, SHORT)
+        key_tokens = longppl.find_key_tokens(model, ids, TRAINED, SHORT)
         for answer in answers:
             pair = ids.index(ids[answer])
             only_long = length - TRAINED <= pair < length - 2 * SHORT
-            (far if only_long else others).append(answer in found)
+            (far if only_long else others).append(answer in key_tokens)
     assert len(far) >= 15
     assert len(others) >= 5
     assert sum(far) >= 0.95 * len(far)
     assert sum(others) <= 0.05 * len(others)
 
 
-def test_answers_that_stand_nowhere_are_no_key_tokens(model):
-    """All else the same, with filler where the pairs stood."""
+def test_answers_without_a_pair_in_the_text_are_no_key_tokens(model):
+    """Replace only the pairs by filler."""
     ids, answers = recall_text(TRAINED, seed=1)
     is_pair = [token >= train_tiny.KEY_IDS[0] and i < answers[0] - 1 for i, token in enumerate(ids)]
     without = [
@@ -62,34 +62,34 @@ def test_answers_that_stand_nowhere_are_no_key_tokens(model):
 
 
 def test_key_tokens_fit_the_definition(model):
-    """Each token by itself in float64: its loss after each of its two contexts, no window shared.
+    """Compute each token's loss after each of its two contexts separately in float64.
 
     Tokens whose loss is within rounding of a threshold may fall on either side.
     """
     ids, _ = recall_text(400, seed=1)
-    found = longppl.find_key_tokens(model, ids, TRAINED, SHORT)
+    key_tokens = longppl.find_key_tokens(model, ids, TRAINED, SHORT)
     model = model.double()
 
     def loss(position, context):
-        """From the first multiple of `context` that leaves at most two contexts to read."""
+        """Start at the first multiple of `context` that leaves at most two contexts to read."""
         start = max(0, math.ceil((position + 1) / context - 2) * context)
         with torch.no_grad():
             logits = model(torch.tensor([ids[start:position]])).logits[0, -1]
         return -logits.log_softmax(-1)[ids[position]].item()
 
     try:
-        for position in {*range(130, 400, 9), *found}:
+        for position in {*range(130, 400, 9), *key_tokens}:
             long, short = loss(position, TRAINED // 2), loss(position, SHORT)
             margin = min(short - long - 2, 2 - long)
-            assert abs(margin) < 1e-4 or (position in found) == (margin > 0)
+            assert abs(margin) < 1e-4 or (position in key_tokens) == (margin > 0)
     finally:
         model.float()
-    assert len(found) > 5
+    assert len(key_tokens) > 5
 
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Lengths of the passes that are run, in place of running them."""
+    """Record the lengths of passes instead of running them."""
     lengths = []
 
     def count(_, ids, scored, label):
@@ -113,16 +113,16 @@ def test_a_document_costs_few_passes(passes):
     assert [read for read, _ in passes] == [8192] * 2 + [2048] * 11
 
 
-def test_windows_start_with_what_the_document_starts_with(monkeypatch):
-    read = []
+def test_windows_start_with_the_head_of_the_document(monkeypatch):
+    windows = []
     monkeypatch.setattr(
         perplexity,
         "token_losses",
-        lambda _, ids, scored, label: read.append(ids) or torch.zeros(scored),
+        lambda _, ids, scored, label: windows.append(ids) or torch.zeros(scored),
     )
     longppl.find_key_tokens(None, list(range(300)), 128, 32, head=2)
-    assert all(ids[:2] == [0, 1] for ids in read)
-    assert [66, *range(67, 128)] == read[1][2:64] == list(range(66, 128))
+    assert all(ids[:2] == [0, 1] for ids in windows)
+    assert [66, *range(67, 128)] == windows[1][2:64] == list(range(66, 128))
 
 
 def test_longppl_is_the_perplexity_of_the_key_tokens():
@@ -139,10 +139,10 @@ def test_longppl_is_the_perplexity_of_the_key_tokens():
     assert math.isnan(longppl.longppl([]))
 
 
-def test_the_short_context_is_an_eighth_and_must_be_the_shorter_one():
+def test_the_short_context_is_an_eighth_by_default_and_bounded():
     lengths = (40, 64, 256, 512, 8192, 32768)
     shorts = [longppl.default_short_context(length) for length in lengths]
     assert shorts == [10, 16, 32, 64, 1024, 4096]
-    for wrong in (0, 65):
-        with pytest.raises(ValueError, match=rf"1 to 64 tokens, .* got {wrong}"):
-            longppl.find_key_tokens(None, [5] * 300, 256, wrong)
+    for short_context in (0, 65):
+        with pytest.raises(ValueError, match=rf"1 to 64 tokens, .* got {short_context}"):
+            longppl.find_key_tokens(None, [5] * 300, 256, short_context)

@@ -1,4 +1,4 @@
-"""Perplexity in one pass, against the plain computation from all logits at once."""
+"""Test perplexity in one pass against the plain computation from all logits."""
 
 import math
 
@@ -12,7 +12,7 @@ from rope_patch.evaluation.measures import perplexity
 
 
 def plain_losses(model, ids):
-    """Cross entropy of every token but the first, from logits of the whole length."""
+    """Return the cross entropy of every token but the first, from all logits at once."""
     batch = torch.tensor([ids])
     with torch.no_grad():
         out = model(batch, use_cache=False).logits[0].float()
@@ -22,7 +22,7 @@ def plain_losses(model, ids):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", [None, "yarn"])
 def test_losses_equal_those_of_the_whole_logits(family, method, monkeypatch):
-    """Gemma2 caps its logits softly, which the head alone does not do."""
+    """Gemma2 soft-caps its logits outside of the head."""
     monkeypatch.setattr(perplexity, "HEAD_CHUNK", 17)
     model = make_model(family)
     if method:
@@ -32,17 +32,17 @@ def test_losses_equal_those_of_the_whole_logits(family, method, monkeypatch):
     torch.testing.assert_close(got, plain_losses(model, ids), rtol=0, atol=1e-5)
 
 
-def test_logits_never_exist_for_more_than_a_chunk(monkeypatch):
+def test_logits_are_computed_in_chunks(monkeypatch):
     monkeypatch.setattr(perplexity, "HEAD_CHUNK", 16)
     model = make_model()
-    seen = []
-    model.lm_head.register_forward_hook(lambda _, __, out: seen.append(out.shape[1]))
+    chunk_sizes = []
+    model.lm_head.register_forward_hook(lambda _, __, out: chunk_sizes.append(out.shape[1]))
     perplexity.token_losses(model, tokens(100)[0].tolist(), scored=99, label="test")
-    assert max(seen) == 16
-    assert sum(seen) == 99
+    assert max(chunk_sizes) == 16
+    assert sum(chunk_sizes) == 99
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_unchanged_afterwards():
     model = make_model()
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     perplexity.token_losses(model, tokens(40)[0].tolist(), scored=39, label="test")
@@ -50,7 +50,7 @@ def test_the_model_is_left_as_it_was():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_blocks_are_means_over_positions_of_which_the_first_has_no_loss():
+def test_blocks_are_means_over_positions_without_the_first():
     losses = torch.arange(1.0, 200)  # of positions 1 to 199
     means = perplexity.block_losses(losses, 64)
     positions = torch.arange(200.0)
@@ -62,7 +62,7 @@ def test_blocks_are_means_over_positions_of_which_the_first_has_no_loss():
 
 @pytest.mark.parametrize(("block", "window"), [(64, 64), (64, 192), (16, 16), (50, 50)])
 def test_points_pool_the_tokens_of_all_documents(block, window):
-    """Against means over the tokens themselves; the documents' losses are far apart."""
+    """The reference is means over single tokens; the documents' losses are far apart."""
     generator = torch.Generator().manual_seed(0)
     lengths = (600, 400)
     documents = [
@@ -87,7 +87,7 @@ def test_points_pool_the_tokens_of_all_documents(block, window):
         assert point["perplexity"] == pytest.approx(scored.mean().exp().item(), rel=1e-12)
 
 
-def test_losses_that_are_no_numbers_stay_in_the_points_they_belong_to():
+def test_nan_and_infinite_losses_stay_in_their_points():
     points = perplexity.curve_points([[1.0, math.nan, math.inf, 1e4, 2.0], []], 64, 64)
     assert [point["perplexity"] for point in points] == [
         pytest.approx(math.e),
@@ -119,7 +119,7 @@ def test_the_control_sees_only_the_last_tokens():
     assert perplexity.control_loss(model, other, end=180, window=20, context=60) == loss
 
 
-def test_a_part_starts_with_what_the_document_starts_with():
+def test_an_excerpt_starts_with_the_head_of_the_document():
     model, ids = make_model(), [1, *tokens(199)[0].tolist()]  # a beginning-of-sequence token
     loss = perplexity.control_loss(model, ids, end=180, window=20, context=60, head=1)
     expected = plain_losses(model, [1, *ids[121:180]])[-20:].mean().item()
@@ -130,5 +130,5 @@ def test_a_part_starts_with_what_the_document_starts_with():
 @pytest.mark.parametrize(
     ("length", "window"), [(16384, 1024), (12288, 1024), (131072, 8192), (1024, 64), (100, 16)]
 )
-def test_a_curve_has_about_a_dozen_points_unless_told_otherwise(length, window):
+def test_a_curve_has_about_a_dozen_points_by_default(length, window):
     assert perplexity.default_window(length) == window

@@ -1,4 +1,4 @@
-"""Sliding windows, against transformers' own loss of the same tokens in float64."""
+"""Test sliding windows against transformers' loss of the same tokens in float64."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from rope_patch.evaluation.measures import perplexity, sliding_window
 
 
 def loss_of_last(model, ids, scored):
-    """Mean loss of the last tokens as transformers computes it from labels."""
+    """Return the mean loss of the last tokens that transformers computes from labels."""
     batch = torch.tensor([ids])
     labels = batch.clone()
     labels[:, :-scored] = -100
@@ -34,7 +34,7 @@ def test_windows_equal_a_direct_computation(family, method):
     assert max(abs(a - b) for a, b in zip(got[60], got[240], strict=True)) > 1e-2
 
 
-def test_one_window_over_the_whole_document_is_the_end_of_the_full_pass():
+def test_one_window_over_the_whole_document_equals_the_full_pass():
     model, ids = make_model(), tokens(150)[0].tolist()
     full = perplexity.document_losses(model, ids, "test")
     ends = sliding_window.window_ends(150, longest=150, stride=40, windows=1)
@@ -42,7 +42,7 @@ def test_one_window_over_the_whole_document_is_the_end_of_the_full_pass():
     assert got == [full[-40:].double().mean().item()]
 
 
-def test_windows_start_with_what_the_document_starts_with():
+def test_windows_start_with_the_head_of_the_document():
     model, ids = make_model(), [1, *tokens(199)[0].tolist()]
     (got,) = sliding_window.window_losses(model, ids, 60, 20, [180], "test", head=1)
     assert got == pytest.approx(loss_of_last(model, [1, *ids[121:180]], 20), abs=1e-5)
@@ -69,7 +69,7 @@ def test_ends_are_spread_evenly_and_score_no_token_twice(total, longest, stride,
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_what_has_no_room_is_refused():
+def test_documents_and_windows_that_are_too_short_are_refused():
     with pytest.raises(ValueError, match="at least the longest length of 8,192 tokens, got 8,000"):
         sliding_window.window_ends(8000, 8192, 256, 8)
     with pytest.raises(ValueError, match="more than the 256 tokens scored, got 256"):

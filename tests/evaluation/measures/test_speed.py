@@ -1,4 +1,4 @@
-"""The benchmark measures what it says; how long anything takes is no matter of tests."""
+"""Test the speed benchmark: rows, ratios, memory and compilation, but no absolute times."""
 
 import json
 import math
@@ -21,7 +21,7 @@ SETTING = {"model": str(TINY), "decode": 4, "repeats": 2}
 
 
 def numbers(data):
-    """All numbers in nested data."""
+    """Return all numbers in nested data."""
     if isinstance(data, dict):
         data = list(data.values())
     if isinstance(data, list):
@@ -29,8 +29,8 @@ def numbers(data):
     return [data] if isinstance(data, int | float) else []
 
 
-def contender(method="dynamic-yarn", **options):
-    """One method on a tiny random model that says it was trained on 64 tokens."""
+def make_timed(method="dynamic-yarn", **options):
+    """Return a method on a tiny random model with a trained length of 64 tokens."""
     model = make_model()
     handle = rope_patch.patch(model, method, **options) if method != "none" else None
     return timed_method.TimedMethod(name=method, model=model, handle=handle)
@@ -58,13 +58,13 @@ def test_every_method_has_times_and_ratios_to_the_first(results, rows):
         assert times["ratio"] == times["min"] == times["max"] == 1
 
 
-def test_decoding_starts_where_cached_keys_turn(results, rows):
+def test_decoding_starts_at_a_growth_step(results, rows):
     assert results["prompt"] == results["decode_from"] == 4 * 256
     assert rows["yarn"]["growth"] is rows["none"]["growth"] is None
     assert rows["dynamic-yarn"]["growth"]["tokens"] == int(1024 * 2**0.25) - 1024
 
 
-def test_a_record_is_where_tokens_stand_and_little_else(rows):
+def test_a_cache_record_holds_little_more_than_positions(rows):
     cache = 1024 * 2 * 2 * 2 * 32 * 4  # tokens, keys and values, layers, heads, dimensions, float32
     memory = {name: row["memory"] for name, row in rows.items()}
     assert {m["cache"] for m in memory.values()} == {cache}
@@ -73,7 +73,7 @@ def test_a_record_is_where_tokens_stand_and_little_else(rows):
     assert positions <= sum(memory["dynamic-yarn"]["record"].values()) < positions + 1000
 
 
-def test_the_peak_is_of_the_cache_and_one_step(rows):
+def test_the_peak_is_that_of_the_cache_and_one_step(rows):
     for row in rows.values():
         one_layer = row["memory"]["cache"] // 2
         assert (
@@ -82,7 +82,7 @@ def test_the_peak_is_of_the_cache_and_one_step(rows):
     assert rows["dynamic-yarn"]["memory"]["peak"] >= rows["yarn"]["memory"]["peak"]
 
 
-def test_compiling_breaks_no_graph_and_traces_no_more_often(rows):
+def test_compiling_breaks_no_graph_and_adds_no_traces(rows):
     counts = [row["compile"] for row in rows.values()]
     assert counts[0]["graph_breaks"] == 0
     assert all(count == counts[0] for count in counts)
@@ -91,67 +91,71 @@ def test_compiling_breaks_no_graph_and_traces_no_more_often(rows):
 @pytest.mark.slow
 @torch.no_grad()
 def test_graph_breaks_and_recompilations_are_counted(rows):
-    """Of a model that breaks its graph, and changes with every step in more than the length."""
-    made, ids = contender("none"), tokens(43)
-    made.cache = made.read(ids[:, :40])
+    """The model breaks its graph, and more than the length changes with every step."""
+    timed, ids = make_timed("none"), tokens(43)
+    timed.cache = timed.read(ids[:, :40])
     steps = []
-    made.model.register_forward_pre_hook(lambda *_: steps.append(0))
-    made.model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    made.model.model.norm.register_forward_hook(lambda _, __, out: out * (1 + len(steps)))
-    counted, usual = timed_method.count_recompilations(made, ids), rows["none"]["compile"]
-    assert counted["graph_breaks"] > usual["graph_breaks"]
-    assert counted["recompilations"] > usual["recompilations"]
+    timed.model.register_forward_pre_hook(lambda *_: steps.append(0))
+    timed.model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    timed.model.model.norm.register_forward_hook(lambda _, __, out: out * (1 + len(steps)))
+    counts, usual = timed_method.count_recompilations(timed, ids), rows["none"]["compile"]
+    assert counts["graph_breaks"] > usual["graph_breaks"]
+    assert counts["recompilations"] > usual["recompilations"]
 
 
 @pytest.mark.parametrize(
     ("prompt", "start"), [(50, 50), (64, 64), (70, 64), (255, 215), (256, 256), (300, 256)]
 )
-def test_keys_turn_once_and_at_once(prompt, start):
-    made, decode = contender(), 7
-    assert timed_method.decode_start_length([made, contender("none")], prompt, decode) == start
-    at = made.handle.frequencies_at
-    after = at(start + 1)[None].inv_freq
-    assert torch.equal(after, at(start + 1 + decode)[None].inv_freq)
-    assert torch.equal(after, at(start)[None].inv_freq) == (prompt < TRAINED)
+def test_keys_are_rerotated_once_and_in_the_first_step(prompt, start):
+    timed, decode = make_timed(), 7
+    assert timed_method.decode_start_length([timed, make_timed("none")], prompt, decode) == start
+    frequencies_at = timed.handle.frequencies_at
+    after = frequencies_at(start + 1)[None].inv_freq
+    assert torch.equal(after, frequencies_at(start + 1 + decode)[None].inv_freq)
+    assert torch.equal(after, frequencies_at(start)[None].inv_freq) == (prompt < TRAINED)
 
 
-def test_where_nothing_turns_decoding_starts_at_the_prompt():
+def test_without_growth_decoding_starts_at_the_prompt():
     assert (
-        timed_method.decode_start_length([contender("none"), contender("yarn", factor=4)], 77, 500)
+        timed_method.decode_start_length(
+            [make_timed("none"), make_timed("yarn", factor=4)], 77, 500
+        )
         == 77
     )
 
 
-def test_methods_share_weights_and_nothing_else():
+def test_methods_share_only_weights():
     model = make_model()
     yarn = Extension("yarn", factor=4, trained_length=64)
-    plain, patched = (timed_method.make_timed_method("", model, asked) for asked in (None, yarn))
+    plain, patched = (
+        timed_method.make_timed_method("", model, options) for options in (None, yarn)
+    )
     ids = tokens(100)
     with torch.no_grad():
         before = model(ids).logits
         assert torch.equal(plain.model(ids).logits, before)
         assert not torch.equal(patched.model(ids).logits, before)
-    for parameter, own in zip(model.parameters(), patched.model.parameters(), strict=True):
-        assert own is parameter
+    for parameter, shared in zip(model.parameters(), patched.model.parameters(), strict=True):
+        assert shared is parameter
 
 
-def test_ratios_are_of_what_took_turns():
-    """A machine that is ten times slower for a while is so for both."""
+def test_ratios_are_those_of_alternating_runs():
+    """A machine that is temporarily ten times slower slows both methods down."""
     slow = [1.0, 1.0, 10.0, 10.0, 10.0]
-    taken, baseline = [[1.1 * s for s in slow], [2.2, 2.2]], [slow, [1.0, 2.0]]
-    got = timed_method.compare_times(taken, baseline)
+    times, baseline = [[1.1 * s for s in slow], [2.2, 2.2]], [slow, [1.0, 2.0]]
+    got = timed_method.compare_times(times, baseline)
     assert got == pytest.approx({"ms": 2200, "ratio": 1.375, "min": 1.1, "max": 1.65})
 
 
-def test_growth_is_a_share_of_the_tokens_until_the_next(monkeypatch):
-    made = contender()
-    made.prompt_times, made.token_times, made.growth_times = [[1.0]], [[0.002, 0.002]], [[0.03]]
-    growth = timed_method.timing_row(made, made, 256)["growth"]
+def test_growth_is_a_share_of_the_time_until_the_next_step(monkeypatch):
+    timed = make_timed()
+    timed.prompt_times, timed.token_times, timed.growth_times = [[1.0]], [[0.002, 0.002]], [[0.03]]
+    growth = timed_method.timing_row(timed, timed, 256)["growth"]
     assert growth == pytest.approx({"ms": 30, "tokens": 48, "share": 0.03 / (48 * 0.002)})
 
 
-def test_the_command_prints_a_table_and_writes_what_it_is_asked_to(tmp_path):
-    done = typed(
+def test_the_command_prints_a_table_and_writes_the_file(tmp_path):
+    result = typed(
         "bench",
         *(
             str(TINY),
@@ -165,32 +169,32 @@ def test_the_command_prints_a_table_and_writes_what_it_is_asked_to(tmp_path):
         *("--decode", "2", "--repeats", "1"),
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    first, names, *lines = done.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    first, names, *lines = result.stdout.splitlines()
     assert "trained on 256 tokens" in first
     assert names.split() == ["yarn", "dynamic-yarn"]
     assert lines[0].startswith("prompt of 300 ")
     assert lines[1].startswith("token after 256 ")
-    assert "\r" not in done.stderr  # no progress bars in a log
-    written = json.loads((tmp_path / "deep" / "speed.json").read_text())
-    assert [row["method"] for row in written["methods"]] == ["yarn", "dynamic-yarn"]
+    assert "\r" not in result.stderr  # no progress bars in a log
+    record = json.loads((tmp_path / "deep" / "speed.json").read_text())
+    assert [row["method"] for row in record["methods"]] == ["yarn", "dynamic-yarn"]
 
 
 def test_a_config_is_enough_for_random_weights(tmp_path):
-    """And without --out nothing is written."""
+    """Without --out nothing is written."""
     shutil.copy(TINY / "config.json", tmp_path)
-    done = typed(
+    result = typed(
         "bench",
         *(str(tmp_path), "--method", "none", "--random-weights", "--dtype", "bfloat16", "--json"),
         *("--prompt", "64", "--decode", "2", "--repeats", "1"),
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["dtype"] == "bfloat16"
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["dtype"] == "bfloat16"
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_help_teaches():
+def test_help_has_examples():
     assert "Examples:" in CliRunner().invoke(app, ["bench", "--help"]).stdout
 
 
@@ -212,7 +216,7 @@ def test_help_teaches():
         ({"dtype": "float8"}, "dtype must be one of auto, float32"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(changes, message):
+def test_bad_requests_are_refused(changes, message):
     request = {"methods": ("dynamic-yarn",), **SETTING, **changes}
     with pytest.raises(ValueError, match=message):
         speed.bench(speed.SpeedRequest(**request))

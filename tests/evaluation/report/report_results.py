@@ -1,4 +1,4 @@
-"""Results as an evaluation writes them, simulated: what holds of a method is known beforehand."""
+"""Simulated results of an evaluation, in which each method's true scores are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PERPLEXITIES = {"none": (16.0, 200.0), "yarn ×2": (16.2, 15.5), "linear ×2": (
 
 
 def method(label: str) -> dict[str, Any]:
-    """A patched method's entry."""
+    """Return a patched method's entry."""
     unscaled = [10000.0 ** (-i / 16) for i in range(16)]
     inv_freq = [f / (1 + i / 15) for i, f in enumerate(unscaled)]
     frequencies = {"unscaled": unscaled, "inv_freq": inv_freq, "attention_factor": 1.07}
@@ -44,13 +44,13 @@ def samples(
     count: int = 30,
     label: str = "",
 ) -> list[dict[str, Any]]:
-    """Samples of one task under one method, right with a chance near and a chance far."""
-    found = []
+    """Return a method's samples of a task, right with a chance within and beyond."""
+    rows = []
     for length in lengths:
         rng = random.Random(f"{task}/{label}/{length}")
         for i in range(count):
             hit = rng.random() < chances[length > TRAINED]
-            found.append(
+            rows.append(
                 {
                     "id": f"42/{task}/{length}/{i}",
                     "text": i // 2,
@@ -61,11 +61,11 @@ def samples(
                     "target_tokens": 4,
                 }
             )
-    return found
+    return rows
 
 
 def retrieval(task: str, labels: tuple[str, ...] = LABELS, **options: Any) -> dict[str, Any]:
-    """One task's entry, all methods."""
+    """Return a task's entry with all methods."""
     lengths = options.get("lengths", LENGTHS)
     depths = options.get("depths", (10, 50, 90))
     return {
@@ -79,20 +79,23 @@ def retrieval(task: str, labels: tuple[str, ...] = LABELS, **options: Any) -> di
 
 
 def losses(label: str, documents: int = 2, tokens: int = 8192) -> list[list[float]]:
-    """Mean losses of blocks: the same text under every method, apart from the method's level."""
-    found = []
+    """Return mean losses of blocks: the same text for all methods, at the method's level."""
+    documents_losses = []
     for i in range(documents):
-        text = random.Random(f"document {i}")
-        own = random.Random(f"{label} {i}")
+        text_rng = random.Random(f"document {i}")
+        method_rng = random.Random(f"{label} {i}")
         levels = [PERPLEXITIES[label][k * BLOCK >= TRAINED] for k in range(tokens // BLOCK)]
-        found.append(
-            [math.log(level) + text.gauss(0, 0.25) + own.gauss(0, 0.02) for level in levels]
+        documents_losses.append(
+            [
+                math.log(level) + text_rng.gauss(0, 0.25) + method_rng.gauss(0, 0.02)
+                for level in levels
+            ]
         )
-    return found
+    return documents_losses
 
 
 def perplexity(labels: tuple[str, ...] = LABELS) -> dict[str, Any]:
-    """The entry of perplexity with all its parts."""
+    """Return the entry of perplexity with all parts."""
     ends = range(2 * WINDOW, 8193, 2 * WINDOW)
     steps = {length: [[2.9 - length / 1e4] * 6] * 2 for length in LENGTHS}
     return {
@@ -125,20 +128,20 @@ def perplexity(labels: tuple[str, ...] = LABELS) -> dict[str, Any]:
 
 
 def short(task: str, labels: tuple[str, ...] = LABELS, count: int = 80) -> dict[str, Any]:
-    """An ordinary task's entry: nearly the same under every method."""
+    """Return a short task's entry: nearly the same scores under every method."""
     rng = random.Random(task)
     base = [int(rng.random() < 0.6) for _ in range(count)]
-    found: dict[str, list[int | None]] = {}
+    scores: dict[str, list[int | None]] = {}
     for label in labels:
-        own = random.Random(f"{task} {label}")
+        method_rng = random.Random(f"{task} {label}")
         flipped = 0 if label == "none" else 0.03
-        found[label] = [1 - x if own.random() < flipped else x for x in base]
-    found[labels[-1]][0] = None
-    return {"task": task, "n": count, "chance": 0.25, "samples": found}
+        scores[label] = [1 - x if method_rng.random() < flipped else x for x in base]
+    scores[labels[-1]][0] = None
+    return {"task": task, "n": count, "chance": 0.25, "samples": scores}
 
 
 def cost(labels: tuple[str, ...] = LABELS) -> dict[str, Any]:
-    """The entry of time and memory."""
+    """Return the entry of time and memory."""
     one = {"prompt_seconds": 2.0, "prompt_tokens": 4096, "token_seconds": 0.041}
     one |= {"cache_bytes": 94371840, "peak_bytes": 3_000_000_000}
     ratios = {"prompt_ratio": [1.0, 1.01, 1.03], "token_ratio": [0.99, 1.0, 1.02]}
@@ -147,7 +150,7 @@ def cost(labels: tuple[str, ...] = LABELS) -> dict[str, Any]:
 
 
 def results() -> dict[str, Any]:
-    """A whole evaluation: the plain model, a good method and a poor one."""
+    """Return a whole evaluation: the plain model, a good method and a poor one."""
     rotation = {"head_dim": 32, "rotary_dim": 16, "theta": 1e4, "trained_length": TRAINED}
     run = {
         "model": "tiny",

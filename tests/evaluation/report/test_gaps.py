@@ -1,4 +1,4 @@
-"""A report that misses a part says so first."""
+"""Test that a report with missing parts starts with them, and exits with status 1."""
 
 import json
 
@@ -14,14 +14,14 @@ from rope_patch.evaluation.report.writer import write_report
 from rope_patch.utils.checksums import add_checksum
 
 
-def whole():
+def results_without_gaps():
     measured = results()
     measured["run"]["not_run"] = []
     return measured
 
 
-def failing(measured, task, label, length=None, keep=0):
-    """All samples of a task under a method, but the first few, failed."""
+def fail_samples(measured, task, label, length=None, keep=0):
+    """Let a method's samples of a task fail, except the first `keep`."""
     (entry,) = [entry for entry in measured["retrieval"] if entry["task"] == task]
     rows = [row for row in entry["samples"][label] if length in (None, row["length"])]
     for row in rows[keep:]:
@@ -29,32 +29,32 @@ def failing(measured, task, label, length=None, keep=0):
     return measured
 
 
-def test_a_whole_run_misses_nothing():
-    assert find_gaps(whole()) == []
+def test_a_complete_run_has_no_gaps():
+    assert find_gaps(results_without_gaps()) == []
 
 
 def test_a_failed_sample_among_others_is_no_gap():
-    measured = whole()
+    measured = results_without_gaps()
     task = measured["retrieval"][0]["task"]
-    assert find_gaps(failing(measured, task, "yarn ×2", 2048, keep=1)) == []
+    assert find_gaps(fail_samples(measured, task, "yarn ×2", 2048, keep=1)) == []
 
 
-def test_a_score_without_any_sample_is_a_gap_and_told_first(tmp_path):
-    measured = whole()
+def test_a_score_without_samples_is_a_gap_and_reported_first(tmp_path):
+    measured = results_without_gaps()
     task, other = (entry["task"] for entry in measured["retrieval"][:2])
-    failing(measured, task, "yarn ×2", 8192)
-    failing(measured, other, "linear ×2")
+    fail_samples(measured, task, "yarn ×2", 8192)
+    fail_samples(measured, other, "linear ×2")
     names = [f"{task}, yarn ×2, 8,192 tokens", f"{other}, linear ×2"]
     assert find_gaps(measured) == [f"{name}: RuntimeError: boom" for name in names]
     write_report(measured, tmp_path)
-    told = f"Incomplete: 2 parts were not measured ({'; '.join(names)}); the same command"
+    sentence = f"Incomplete: 2 parts were not measured ({'; '.join(names)}); the same command"
     first = (tmp_path / "report.md").read_text().replace("\\", "").splitlines()[0]
-    assert first.startswith(f"**{told}")
+    assert first.startswith(f"**{sentence}")
     page = (tmp_path / "report.html").read_text()
-    assert 0 < page.index(told) < page.index("<h1>")
+    assert 0 < page.index(sentence) < page.index("<h1>")
 
 
-def test_runs_that_are_shown_as_one_miss_what_either_missed():
+def test_merged_runs_have_the_gaps_of_all():
     first, second = results(), results()
     for run, label in ((first, "yarn ×2"), (second, "linear ×2")):
         run["run"] |= {"weights": "same", "not_run": [f"perplexity of {label}: boom"]}
@@ -72,7 +72,7 @@ def test_many_gaps_are_one_sentence():
     assert "boom" not in text
 
 
-def test_a_missing_control_exits_non_zero_until_it_is_measured(tmp_path, monkeypatch):
+def test_a_missing_control_exits_with_1_until_it_is_measured(tmp_path, monkeypatch):
     original = perplexity.control_loss
     command = ["eval", TINY, "--method", "none", "--lengths", "352", "--tasks", "perplexity"]
     command += ["--control-context", "100", "--report", tmp_path / "out", "--json"]
@@ -85,13 +85,13 @@ def test_a_missing_control_exits_non_zero_until_it_is_measured(tmp_path, monkeyp
     assert status == 1
     assert json.loads(out) == json.loads((tmp_path / "out" / "report.json").read_text())
     assert json.loads(out)["perplexity"]["losses"]["none"]
-    told = "Incomplete: 1 part was not measured (the control of perplexity); the same command"
-    assert f"\n{told} tries again" in f"\n{err}"
+    sentence = "Incomplete: 1 part was not measured (the control of perplexity); the same command"
+    assert f"\n{sentence} tries again" in f"\n{err}"
     first = (tmp_path / "out" / "report.md").read_text().splitlines()[0]
-    assert first.startswith(f"**{told}")
+    assert first.startswith(f"**{sentence}")
     status, out, err = here("report", tmp_path / "out", "--out", tmp_path / "again")
     assert (status, out.splitlines()[-1]) == (1, f"{tmp_path / 'again' / 'report.html'}")
-    assert err.startswith(told)
+    assert err.startswith(sentence)
     assert (tmp_path / "again" / "report.md").read_text().splitlines()[0] == first
 
     monkeypatch.setattr(perplexity, "control_loss", original)
@@ -100,13 +100,13 @@ def test_a_missing_control_exits_non_zero_until_it_is_measured(tmp_path, monkeyp
     assert (tmp_path / "out" / "report.md").read_text().startswith("# ")
 
 
-def test_a_task_whose_samples_all_failed_exits_non_zero(tmp_path, monkeypatch):
+def test_a_task_without_successful_samples_exits_with_1(tmp_path, monkeypatch):
     forward = LlamaForCausalLM.forward
 
-    def fail(self, input_ids=None, **given):
+    def fail(self, input_ids=None, **kwargs):
         if input_ids.shape[-1] > 300:
             raise RuntimeError("boom")
-        return forward(self, input_ids=input_ids, **given)
+        return forward(self, input_ids=input_ids, **kwargs)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
     command = ["eval", TINY, "--method", "none", "--lengths", "256,352", "--samples", "1"]

@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, and says the same as its Markdown and JSON."""
+"""Test the report: a self-contained page with the same content as its Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PICTURES = {"accuracy", "answers", "perplexity", "sliding", "stretch"}
 
 @pytest.fixture
 def small() -> dict[str, Any]:
-    """Everything, of few tasks and lengths, so that it is written soon."""
+    """Return results of few tasks and lengths with all parts, for fast reports."""
     measured = results()
     few: Any = {"lengths": (2048, 8192), "count": 12}
     return measured | {"retrieval": [retrieval("rp_niah_single_1", **few)]}
@@ -38,7 +38,7 @@ def small() -> dict[str, Any]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are composed but not rendered, which takes most of a report's time."""
+    """Compose figures without rendering them, which takes most of a report's time."""
 
     def save(_self: Any, file: Any, *, format: str, **_: Any) -> None:
         svg = '<svg viewBox="0 0 1 1"><path d="M0 0"/></svg>'
@@ -48,7 +48,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Page(HTMLParser):
-    """Checks nesting, and collects references, tags, headings and the text of number cells."""
+    """Check nesting, and collect references, tags, headings and the text of number cells."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -91,18 +91,18 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
-def bare(found: list[str]) -> list[str]:
-    return [re.sub(r"[\s()\\]", "", cell) for cell in found]
+def normalise_cells(cells: list[str]) -> list[str]:
+    return [re.sub(r"[\s()\\]", "", cell) for cell in cells]
 
 
 def markdown_cells(text: str) -> list[str]:
-    """Cells of all tables but those of facts."""
-    found = []
+    """Return the cells of all tables except those of facts."""
+    cells = []
     for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
         head, _, *rows = table.splitlines()
         if head != "| | |":
-            found += [cell for row in rows for cell in row.strip("| ").split(" | ")[1:]]
-    return found
+            cells += [cell for row in rows for cell in row.strip("| ").split(" | ")[1:]]
+    return cells
 
 
 def without_losses(measured: dict[str, Any]) -> None:
@@ -139,11 +139,11 @@ def without_losses(measured: dict[str, Any]) -> None:
         lambda r: r["short"][0]["samples"].update({"yarn ×2": [None] * 80}),
     ],
 )
-def test_whatever_was_measured_renders(small: Any, tmp_path: Path, change: Any) -> None:
+def test_a_report_renders_with_any_part_missing(small: Any, tmp_path: Path, change: Any) -> None:
     change(small)
     page = Page(write_report(small, tmp_path))
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert bare(page.cells) == bare(markdown_cells(markdown))
+    assert normalise_cells(page.cells) == normalise_cells(markdown_cells(markdown))
     linked = set(re.findall(r"\(figures/([\w-]+\.png)\)", markdown))
     assert linked == {path.name for path in (tmp_path / "figures").glob("*")}
     steps = zip([0, *page.headings], page.headings, strict=False)
@@ -163,7 +163,7 @@ def test_html_needs_no_other_file(tmp_path: Path) -> None:
     assert "@import" not in text
     assert len(page.ids) == len(set(page.ids))
     assert {value[1:] for _, _, value in page.references if value[0] == "#"} <= set(page.ids)
-    assert all(found.startswith("#") for found in re.findall(r"url\(([^)]*)\)", text))
+    assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)\)", text))
     assert path.stat().st_size < 2e6
 
 
@@ -181,12 +181,12 @@ def test_figures_are_valid_show_something_and_have_names(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_pictures_of_an_earlier_report_go(small: Any, tmp_path: Path) -> None:
+def test_pictures_of_an_earlier_report_are_deleted(small: Any, tmp_path: Path) -> None:
     write_report(small, tmp_path)
     (tmp_path / "figures" / "mine.png").write_bytes(b"")
     write_report(small | {"perplexity": None}, tmp_path)
-    left = {path.stem for path in (tmp_path / "figures").iterdir()}
-    assert left == {"accuracy", "answers", "stretch", "retrieval-rp_niah_single_1", "mine"}
+    names = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert names == {"accuracy", "answers", "stretch", "retrieval-rp_niah_single_1", "mine"}
 
 
 def test_same_results_make_the_same_report(small: Any, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_failure_leaves_an_earlier_report_untouched(small: Any, tmp_path: Path
     assert contents() == before
 
 
-def test_infinite_losses_and_frequencies(small: dict[str, Any], tmp_path: Path) -> None:
+def test_infinite_losses_and_zero_frequencies_render(small: dict[str, Any], tmp_path: Path) -> None:
     small["perplexity"]["losses"]["none"][0][-1] = math.inf
     small["perplexity"]["losses"]["linear ×2"] = [[math.inf] * 128] * 2
     small["perplexity"]["losses"]["yarn ×2"][1][-2] = 700.0
@@ -257,7 +257,7 @@ def test_infinite_losses_and_frequencies(small: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_several_layer_types(small: dict[str, Any], tmp_path: Path) -> None:
+def test_several_layer_types_are_listed(small: dict[str, Any], tmp_path: Path) -> None:
     for part in (small["methods"][1]["frequencies"], small["run"]["geometry"]):
         part |= {"full_attention": part["all"], "sliding_attention": part.pop("all")}
     text = Page(write_report(small, tmp_path)).text
@@ -281,8 +281,8 @@ def test_few_samples_are_no_rate(small: dict[str, Any], tmp_path: Path, undrawn:
     assert note not in Page(write_report(small, tmp_path)).text
 
 
-def test_significance_is_marked_and_told() -> None:
-    """Thirty of thirty against none is beyond doubt; equal scores are no difference."""
+def test_significance_is_marked_and_explained() -> None:
+    """30 of 30 against none is significant; equal scores are not."""
     few: Any = {"lengths": (2048, 8192), "count": 30}
     task = retrieval("rp_niah_single_1", **few)
     for label, scores in {"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0)}.items():
@@ -302,9 +302,9 @@ def test_significance_is_marked_and_told() -> None:
 
 def test_heat_maps_show_each_depth_and_length() -> None:
     task = retrieval("rp_niah_single_1", count=30)
-    found = RunStatistics(results() | {"retrieval": [task]})
-    for table in heat_maps(found, "rp_niah_single_1"):
-        label = next(name for name, shown in found.names.items() if shown == table.name)
+    run = RunStatistics(results() | {"retrieval": [task]})
+    for table in heat_maps(run, "rp_niah_single_1"):
+        label = next(name for name, table_name in run.names.items() if table_name == table.name)
         for row, depth in zip(table.rows, (10, 50, 90), strict=True):
             for cell, length in zip(row.cells, task["lengths"], strict=True):
                 scores = [
@@ -317,12 +317,12 @@ def test_heat_maps_show_each_depth_and_length() -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_runs_side_by_side(small: dict[str, Any], tmp_path: Path) -> None:
+def test_several_runs_render_side_by_side(small: dict[str, Any], tmp_path: Path) -> None:
     other = json.loads(json.dumps(small))
     other["run"] |= {"name": "Other-2B", "trained_length": 2048, "weights": "others"}
-    shown: list[str] = []
-    page = Page(write_report([small, other], tmp_path, shown.append))
-    title, first, second, _, *table = "".join(shown).splitlines()
+    printed: list[str] = []
+    page = Page(write_report([small, other], tmp_path, printed.append))
+    title, first, second, _, *table = "".join(printed).splitlines()
     assert title == "2 evaluations: Tiny-1B, Other-2B"
     assert first.startswith("Tiny-1B: ")
     assert second.startswith("Other-2B: ")
@@ -330,7 +330,7 @@ def test_runs_side_by_side(small: dict[str, Any], tmp_path: Path) -> None:
     assert all(row.startswith(("Tiny-1B, ", "Other-2B, ")) for row in rows)
     assert len(rows) == 2 * len(small["methods"])
     markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert bare(page.cells) == bare(markdown_cells(markdown))
+    assert normalise_cells(page.cells) == normalise_cells(markdown_cells(markdown))
     assert page.headings[0] == 1
     assert "2 evaluations: Tiny-1B, Other-2B" in page.text
     assert len(page.ids) == len(set(page.ids))
@@ -343,30 +343,34 @@ def test_runs_side_by_side(small: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_runs_of_the_same_name_are_told_apart(small: dict[str, Any], tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_numbered(small: dict[str, Any], tmp_path: Path) -> None:
     small["perplexity"] = None
     page = Page(write_report([small, small], tmp_path))
     assert "2 evaluations: Tiny-1B (1), Tiny-1B (2)" in page.text
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_methods_of_runs_on_the_same_samples_stand_together(small: Any, tmp_path: Path) -> None:
+def test_runs_on_the_same_samples_are_merged(small: Any, tmp_path: Path) -> None:
     def only(*labels: str) -> dict[str, Any]:
         part = json.loads(json.dumps(small))
         part["methods"] = [m for m in part["methods"] if m["label"] in labels]
-        kept = [part["perplexity"], part["perplexity"]["sliding"], part["perplexity"]["key_tokens"]]
-        for entry, what in [
-            *((entry, "losses") for entry in kept),
+        perplexity_parts = [
+            part["perplexity"],
+            part["perplexity"]["sliding"],
+            part["perplexity"]["key_tokens"],
+        ]
+        for entry, key in [
+            *((entry, "losses") for entry in perplexity_parts),
             *((entry, "samples") for entry in [*part["retrieval"], *part["short"]]),
             *((entry, "metrics") for entry in part["harness"]),
             (part, "cost"),
         ]:
-            entry[what] = {k: v for k, v in entry[what].items() if k in labels}
+            entry[key] = {k: v for k, v in entry[key].items() if k in labels}
         return part
 
-    whole = Page(write_report(small, tmp_path)).cells
+    expected = Page(write_report(small, tmp_path)).cells
     first, second = only("none", "yarn ×2"), only("none", "linear ×2")
-    assert Page(write_report([first, second], tmp_path)).cells == whole
+    assert Page(write_report([first, second], tmp_path)).cells == expected
     loaded = verify_checksum((tmp_path / "report.json").read_text(encoding="utf-8"), "report.json")
     assert loaded == {"runs": [first, second]}
     second["retrieval"][0]["samples"]["linear ×2"][0]["id"] = "of another sample"

@@ -1,4 +1,4 @@
-"""The report in a real browser: nothing fails, all is drawn, filters and tooltips work."""
+"""Test the report in a real browser: no errors, all figures, filters, tooltips and printing."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield found
-        found.close()
+        chromium = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture
 def open_page(browser: Any, address: str) -> Iterator[Any]:
-    """Opens the report, and checks in the end that nothing went wrong in it."""
+    """Open the report; fail at the end if the page had errors or requests."""
     contexts: list[Any] = []
-    wrong: list[str] = []
+    errors: list[str] = []
 
-    def opened(**options: Any) -> Any:
+    def open_with(**options: Any) -> Any:
         options.setdefault("viewport", {"width": 1200, "height": 900})
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
-        page.on("console", lambda said: wrong.append(said.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda r: None if r.url == address else wrong.append(r.url))
+        page.on("console", lambda message: errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda r: None if r.url == address else errors.append(r.url))
         page.goto(address)
         return page
 
-    yield opened
+    yield open_with
     for context in contexts:
         context.close()
-    assert wrong == []
+    assert errors == []
 
 
 @pytest.mark.parametrize("width", [1200, 375])
@@ -73,26 +73,26 @@ def test_every_figure_is_drawn_and_nothing_overflows(
     paths = "e => e.querySelectorAll('path').length"
     assert all(f.evaluate(paths) > 5 for f in page.locator(f"figure .{kind} svg").all())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    shown = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    light = sum(map(int, shown.removeprefix("rgb(").removesuffix(")").split(","))) > 384
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, background.removeprefix("rgb(").removesuffix(")").split(","))) > 384
     assert light == (scheme == "light")
 
 
 def test_filters_hide_methods_and_tasks_everywhere(open_page: Any) -> None:
     page = open_page()
-    said = page.get_by_role("status")
-    assert said.inner_text() == "Showing 3 of 3 methods and 3 of 3 tasks."
+    status = page.get_by_role("status")
+    assert status.inner_text() == "Showing 3 of 3 methods and 3 of 3 tasks."
 
-    def visible(selector: str) -> int:
-        return sum(found.is_visible() for found in page.locator(selector).all())
+    def count_visible(selector: str) -> int:
+        return sum(element.is_visible() for element in page.locator(selector).all())
 
     rows = page.locator("tr", has_text="yarn ×2").first
-    before = visible("svg [data-method]")
+    before = count_visible("svg [data-method]")
     assert rows.is_visible()
     page.get_by_label("yarn ×2").uncheck()
-    assert said.inner_text() == "Showing 2 of 3 methods and 3 of 3 tasks."
+    assert status.inner_text() == "Showing 2 of 3 methods and 3 of 3 tasks."
     assert not rows.is_visible()
-    assert visible("svg [data-method]") < before
+    assert count_visible("svg [data-method]") < before
     assert page.locator("tr", has_text="linear ×2").first.is_visible()
 
     head = page.locator("tr.rows", has_text="vt")
@@ -106,7 +106,7 @@ def test_filters_hide_methods_and_tasks_everywhere(open_page: Any) -> None:
     assert not maps.first.is_visible()
     page.get_by_role("button", name="Show all").click()
     page.wait_for_function("document.querySelectorAll('.filtered').length === 0")
-    assert said.inner_text() == "Showing 3 of 3 methods and 3 of 3 tasks."
+    assert status.inner_text() == "Showing 3 of 3 methods and 3 of 3 tasks."
 
 
 def test_tooltips_follow_pointer_and_keyboard(open_page: Any) -> None:
@@ -138,7 +138,7 @@ def test_tooltips_follow_pointer_and_keyboard(open_page: Any) -> None:
     assert box["x"] + box["width"] <= 1200
 
 
-def test_each_table_is_one_stop_for_the_keyboard(open_page: Any) -> None:
+def test_each_table_is_one_tab_stop(open_page: Any) -> None:
     page = open_page()
     stops = "t => t.querySelectorAll('[tabindex=\"0\"]').length"
     assert {table.evaluate(stops) for table in page.locator(".heat").all()} == {1}
@@ -146,7 +146,7 @@ def test_each_table_is_one_stop_for_the_keyboard(open_page: Any) -> None:
     assert page.evaluate("document.activeElement.textContent") == "Skip to the results"
 
 
-def test_without_scripts_everything_is_there(open_page: Any) -> None:
+def test_without_scripts_all_content_is_visible(open_page: Any) -> None:
     page = open_page(java_script_enabled=False)
     assert page.locator("form").count() == 1
     assert not page.locator("form").is_visible()
@@ -154,7 +154,7 @@ def test_without_scripts_everything_is_there(open_page: Any) -> None:
     assert page.locator("tr", has_text="yarn ×2").first.is_visible()
 
 
-def test_it_prints(open_page: Any, tmp_path: Path) -> None:
+def test_the_report_prints(open_page: Any, tmp_path: Path) -> None:
     page = open_page(color_scheme="dark")
     page.emulate_media(media="print")
     assert not page.locator("form").is_visible()

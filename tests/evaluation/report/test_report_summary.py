@@ -1,4 +1,4 @@
-"""The summary says what is usable, with which method and at what price, and nothing more."""
+"""Test the summary: usable length, best method, price, and no unproven claims."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from rope_patch.evaluation.report import summary
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 
 
-def told(measured: dict[str, Any]) -> list[str]:
+def sentences_of(measured: dict[str, Any]) -> list[str]:
     return summary.sentences(RunStatistics(measured))
 
 
-def certain(labels: dict[str, tuple[float, float]], count: int = 100) -> dict[str, Any]:
-    """Results of one task at which each method is right with a chance near and far."""
+def make_results(labels: dict[str, tuple[float, float]], count: int = 100) -> dict[str, Any]:
+    """Return results of one task that each method solves with a chance within and beyond."""
     measured = results() | {"perplexity": None, "short": [], "control": [], "cost": {}}
     measured["methods"] = [m for m in measured["methods"] if m["label"] in labels]
-    found = {
+    samples_by_label = {
         label: samples("rp_niah_single_1", chances, count=count)
         for label, chances in labels.items()
     }
-    for kept in found.values():
-        for sample in kept:
+    for rows in samples_by_label.values():
+        for sample in rows:
             sample["text"] = sample["id"]
-    task = {"task": "rp_niah_single_1", "lengths": [2048, 4096, 6144, 8192], "samples": found}
+    task = {
+        "task": "rp_niah_single_1",
+        "lengths": [2048, 4096, 6144, 8192],
+        "samples": samples_by_label,
+    }
     return measured | {"retrieval": [task]}
 
 
-def test_headline_names_length_method_and_what_is_kept() -> None:
-    head = told(certain({"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0.5)}))[0]
+def test_headline_names_length_method_and_retention() -> None:
+    head = sentences_of(make_results({"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0.5)}))[0]
     assert head.startswith(
         "With yarn ×2, the best of 2 methods, the model is usable up to 8,192 tokens, 2 times its "
         "trained 4,096: it keeps 100% (95% interval "
@@ -42,7 +46,7 @@ def test_headline_names_length_method_and_what_is_kept() -> None:
 
 
 def test_a_method_that_fails_is_not_called_usable() -> None:
-    head = told(certain({"none": (1, 0), "yarn ×2": (1, 0)}))[0]
+    head = sentences_of(make_results({"none": (1, 0), "yarn ×2": (1, 0)}))[0]
     assert head.startswith(
         "With yarn ×2 the model is not shown to be usable beyond its trained 4,096 tokens: at 6,144"
         " it keeps 0% (95% interval "
@@ -50,53 +54,53 @@ def test_a_method_that_fails_is_not_called_usable() -> None:
     assert "too small" not in head
 
 
-def test_few_samples_are_said_to_be_few() -> None:
-    head = told(certain({"none": (1, 0), "yarn ×2": (1, 1)}, count=5))[0]
+def test_too_few_samples_are_reported() -> None:
+    head = sentences_of(make_results({"none": (1, 0), "yarn ×2": (1, 1)}, count=5))[0]
     assert "is not shown to be usable" in head
     assert "n is too small to tell whether that is above 85%" in head
 
 
-def test_the_other_methods_are_told_too() -> None:
-    sentences = told(certain({"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0)}))
+def test_other_methods_are_reported() -> None:
+    sentences = sentences_of(make_results({"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0)}))
     others = next(s for s in sentences if s.startswith("In texts beyond 4,096 tokens"))
     assert "the plain model gets 0% (" in others
     assert "linear ×2 gets 0% (" in others
 
 
 def test_a_sentence_names_few_of_many_methods() -> None:
-    measured = certain({"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0)})
-    linear, found = measured["methods"][-1], measured["retrieval"][0]["samples"]
+    measured = make_results({"none": (1, 0), "yarn ×2": (1, 1), "linear ×2": (1, 0)})
+    linear, samples_by_label = measured["methods"][-1], measured["retrieval"][0]["samples"]
     for label in ("linear ×3", "linear ×4", "linear ×5", "linear ×6"):
         measured["methods"].append(linear | {"label": label})
-        found[label] = found["linear ×2"]
-    sentences = told(measured)
+        samples_by_label[label] = samples_by_label["linear ×2"]
+    sentences = sentences_of(measured)
     others = next(s for s in sentences if s.startswith("In texts beyond 4,096 tokens"))
     assert others.count(" gets ") == 4
     assert others.endswith("; the tables show 2 more.")
 
 
-def test_one_method_alone_has_no_length_to_claim() -> None:
-    head = told(certain({"yarn ×2": (1, 1)}))[0]
+def test_without_the_plain_model_no_length_is_claimed() -> None:
+    head = sentences_of(make_results({"yarn ×2": (1, 1)}))[0]
     assert "no length is called usable" in head
 
 
 def test_the_plain_model_alone_is_no_method() -> None:
-    head = told(certain({"none": (1, 0)}))[0]
+    head = sentences_of(make_results({"none": (1, 0)}))[0]
     assert head.startswith("Without a method, the model is not shown to be usable beyond")
 
 
-def test_nothing_beyond_is_nothing_claimed() -> None:
+def test_without_measurements_beyond_nothing_is_claimed() -> None:
     measured = results()
     measured["run"]["trained_length"] = 32768
-    sentences = told(measured)
+    sentences = sentences_of(measured)
     assert sentences[0] == "No retrieval was measured beyond the trained 32,768 tokens."
     assert "No perplexity was measured beyond the trained 32,768 tokens." in sentences
     nothing = {"perplexity": None, "retrieval": [], "control": [], "short": [], "cost": {}}
-    assert told(measured | nothing) == ["Nothing was measured."]
+    assert sentences_of(measured | nothing) == ["Nothing was measured."]
 
 
-def test_perplexity_leads_where_nothing_was_retrieved() -> None:
-    head, against, *_ = told(results() | {"retrieval": []})
+def test_perplexity_is_the_headline_without_retrieval() -> None:
+    head, against, *_ = sentences_of(results() | {"retrieval": []})
     assert re.match(r"Beyond its trained 4,096 tokens the model's perplexity is 2\d\d \(", head)
     assert "without a patch" in head
     assert "with yarn ×2 and" in head
@@ -105,42 +109,44 @@ def test_perplexity_leads_where_nothing_was_retrieved() -> None:
 
 
 def test_the_price_is_paired_and_has_its_interval() -> None:
-    price = next(s for s in told(results()) if s.startswith("Up to 4,096 tokens yarn ×2 changes"))
-    found = re.search(r"perplexity by \+(\d\.\d)% \(\+(\d\.\d) to \+(\d\.\d)%, n = ", price)
-    assert found
-    truth = 100 * (16.2 / 16 - 1)
-    assert float(found[2]) <= truth <= float(found[3])
+    price = next(
+        s for s in sentences_of(results()) if s.startswith("Up to 4,096 tokens yarn ×2 changes")
+    )
+    match = re.search(r"perplexity by \+(\d\.\d)% \(\+(\d\.\d) to \+(\d\.\d)%, n = ", price)
+    assert match
+    expected = 100 * (16.2 / 16 - 1)
+    assert float(match[2]) <= expected <= float(match[3])
     assert re.search(r"accuracy at ordinary tasks by \S+ points \(.* to .*, n = 1\d\d, p ", price)
 
 
 def test_time_and_memory_are_those_of_the_best_method() -> None:
-    sentence = told(results())[-1]
+    sentence = sentences_of(results())[-1]
     assert sentence == (
         "With yarn ×2 reading a prompt takes ×1.01 (1.00–1.03) of the plain model's time, writing "
         "a token takes ×1.00 (0.99–1.02) of the plain model's time, memory peaks at 3.00 GB for "
         "4,096 tokens."
     )
     without = results() | {"cost": {}}
-    assert not any("memory" in s for s in told(without))
+    assert not any("memory" in s for s in sentences_of(without))
 
 
-def test_questions_that_can_be_guessed_are_said_loudly() -> None:
+def test_questions_that_can_be_guessed_are_warned_about() -> None:
     measured = results()
-    assert not any(s.startswith("Careful") for s in told(measured))
+    assert not any(s.startswith("Careful") for s in sentences_of(measured))
     guessed = samples("rp_niah_single_1", (1.0, 1.0), lengths=(2048,), count=12)
     measured["control"][0]["samples"] = {"none": guessed}
-    assert told(measured)[1].startswith(
+    assert sentences_of(measured)[1].startswith(
         "Careful: niah_single_1 can be answered without its needle, 100% ("
     )
 
 
-def test_failed_samples_are_counted_and_count_nowhere() -> None:
-    measured = certain({"none": (1, 0), "yarn ×2": (1, 1)})
+def test_failed_samples_are_counted_and_excluded() -> None:
+    measured = make_results({"none": (1, 0), "yarn ×2": (1, 1)})
     before = RunStatistics(measured).accuracy("yarn ×2")
     failed = measured["retrieval"][0]["samples"]["yarn ×2"][:7]
     for sample in failed:
         sample |= {"score": None, "error": "out of memory"}
-    assert "7 samples failed and count in no number here." in told(measured)
+    assert "7 samples failed and count in no number here." in sentences_of(measured)
     after = RunStatistics(measured).accuracy("yarn ×2")
     assert before is not None
     assert after is not None
@@ -151,25 +157,27 @@ def test_infinite_losses_are_infinite() -> None:
     measured = results() | {"retrieval": []}
     for document in measured["perplexity"]["losses"]["none"]:
         document[-1] = math.inf
-    assert "perplexity is ∞ (" in told(measured)[0]
+    assert "perplexity is ∞ (" in sentences_of(measured)[0]
     document[-1] = "Infinity"  # as it comes back from JSON
-    assert "perplexity is ∞ (" in told(measured)[0]
+    assert "perplexity is ∞ (" in sentences_of(measured)[0]
 
 
 def test_retention_is_over_the_plain_model_within_its_length() -> None:
-    found = RunStatistics(certain({"none": (0.8, 0.1), "yarn ×2": (0.7, 0.6)}))
-    task = found.results["retrieval"][0]["samples"]
+    run = RunStatistics(make_results({"none": (0.8, 0.1), "yarn ×2": (0.7, 0.6)}))
+    task = run.results["retrieval"][0]["samples"]
 
     def mean(label: str, lengths: tuple[int, ...]) -> float:
         scores = [s["score"] for s in task[label] if s["length"] in lengths]
         return sum(scores) / len(scores)
 
-    kept = found.retention("yarn ×2", 8192)
-    assert kept is not None
-    assert kept.estimate == pytest.approx(mean("yarn ×2", (8192,)) / mean("none", (2048, 4096)))
+    retention = run.retention("yarn ×2", 8192)
+    assert retention is not None
+    assert retention.estimate == pytest.approx(
+        mean("yarn ×2", (8192,)) / mean("none", (2048, 4096))
+    )
 
 
-def test_rulers_threshold_needs_all_of_ruler() -> None:
+def test_the_ruler_threshold_needs_all_tasks_of_ruler() -> None:
     niah = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3")
     names = [f"niah_{name}" for name in (*niah, "multivalue", "multiquery")]
     names += ["vt", "cwe", "fwe", "qa_1", "qa_2"]
@@ -185,7 +193,7 @@ def test_rulers_threshold_needs_all_of_ruler() -> None:
     assert not any("85.6%" in head for head in heads(tasks[:-1]))
 
 
-def test_one_row_a_method_and_run() -> None:
+def test_the_table_has_a_row_per_method_and_run() -> None:
     first, second = results(), results()
     second["methods"] = second["methods"][:1]
     table = summary.summary_table([("A", RunStatistics(first)), ("B", RunStatistics(second))])
@@ -196,16 +204,16 @@ def test_one_row_a_method_and_run() -> None:
     assert {len(row.cells) for row in table.rows} == {len(table.columns)}
 
 
-def test_weighted_averages_are_rulers() -> None:
+def test_weighted_averages_are_those_of_ruler() -> None:
     """Weights 1, 2, 3, 4 over lengths, or 4, 3, 2, 1."""
-    measured = certain({"none": (1, 0)})
-    found = RunStatistics(measured)
-    assert found.ruler_weighted_average("none", increasing=True) == pytest.approx((1 + 2) / 10)
-    assert found.ruler_weighted_average("none", increasing=False) == pytest.approx((4 + 3) / 10)
+    measured = make_results({"none": (1, 0)})
+    run = RunStatistics(measured)
+    assert run.ruler_weighted_average("none", increasing=True) == pytest.approx((1 + 2) / 10)
+    assert run.ruler_weighted_average("none", increasing=False) == pytest.approx((4 + 3) / 10)
 
 
-def test_tasks_that_ask_the_same_samples_do_not_count_twice():
-    """The likelihood and the choice of one question are no two pieces of evidence."""
+def test_tasks_with_the_same_samples_count_once():
+    """The likelihood and the choice task of a question are not independent."""
 
     def findings(*names):
         samples = [
