@@ -1,4 +1,4 @@
-"""A candidate's loss, against transformers' own model under the same frequencies."""
+"""Test a candidate's fitness against transformers' loss under the same frequencies."""
 
 import copy
 import itertools
@@ -37,25 +37,30 @@ def llama():
 
 
 def native(model, candidate):
-    """transformers' own model whose config says what the candidate does."""
+    """Return a plain transformers model whose config has the candidate's rotation."""
     config = copy.deepcopy(model.config)
     if candidate is not None:
         config.max_position_embeddings = LENGTH
         parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
-        own = {"original_max_position_embeddings": TRAINED, "factor": LENGTH / TRAINED}
-        own |= {"rope_type": candidate.method, **candidate.options}
+        rope_parameters = {"original_max_position_embeddings": TRAINED, "factor": LENGTH / TRAINED}
+        rope_parameters |= {"rope_type": candidate.method, **candidate.options}
         if candidate.method == "longrope":
-            law = math.sqrt(1 + math.log(own["factor"]) / math.log(TRAINED))
-            own = {"short_factor": [1.0] * 16, "attention_factor": law} | own
-        parameters |= own
+            attention_factor = math.sqrt(
+                1 + math.log(rope_parameters["factor"]) / math.log(TRAINED)
+            )
+            rope_parameters = {
+                "short_factor": [1.0] * 16,
+                "attention_factor": attention_factor,
+            } | rope_parameters
+        parameters |= rope_parameters
     twin = type(model)(config)
     twin.load_state_dict(model.state_dict())
     return twin.eval()
 
 
 @torch.no_grad()
-def truth(twin, sample):
-    """The loss by all logits of one pass, and which answers are right."""
+def reference_loss(twin, sample):
+    """Return the loss from all logits of one pass, and which answers are right."""
     logits = twin(torch.tensor([sample.ids]), use_cache=False).logits[0].double()
     likely = logits.log_softmax(-1)
     nll = [-likely[p - 1, sample.ids[p]].item() for p in sample.positions]
@@ -65,33 +70,33 @@ def truth(twin, sample):
     return sum(nll) / len(nll), tuple(hits)
 
 
-def uneven():
-    """Samples of several lengths, some of them of one text, with answers of several tokens."""
-    found = questions(count=3)
+def uneven_samples():
+    """Return samples of several lengths, some of one text, with answers of several tokens."""
+    samples = questions(count=3)
     long = questions(LENGTH, count=1, seed=5)[0].ids
-    found += [
+    samples += [
         Sample(long[:stop], ((300, 304), (stop - 9, stop - 2)), "text") for stop in (410, 450)
     ]
-    return found
+    return samples
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_the_loss_is_that_of_transformers_own_model(model, name):
-    on = Fitness(model, uneven(), Extension("longrope", length=LENGTH))
-    found = on.measure(CANDIDATES[name])
+def test_the_loss_equals_that_of_transformers(model, name):
+    fitness = Fitness(model, uneven_samples(), Extension("longrope", length=LENGTH))
+    evaluation = fitness.measure(CANDIDATES[name])
     twin = native(model, CANDIDATES[name])
-    expected = [truth(twin, sample) for sample in on.samples]
-    assert found.error is None
-    assert found.complete
-    assert found.nll == pytest.approx([nll for nll, _ in expected], abs=2e-4)
-    assert found.hits == tuple(hits for _, hits in expected)
-    assert found.fitness == pytest.approx(sum(nll for nll, _ in expected) / 5, abs=2e-4)
+    expected = [reference_loss(twin, sample) for sample in fitness.samples]
+    assert evaluation.error is None
+    assert evaluation.complete
+    assert evaluation.nll == pytest.approx([nll for nll, _ in expected], abs=2e-4)
+    assert evaluation.hits == tuple(hits for _, hits in expected)
+    assert evaluation.fitness == pytest.approx(sum(nll for nll, _ in expected) / 5, abs=2e-4)
 
 
-def test_candidates_are_told_apart(llama):
-    on = Fitness(llama, questions(), Extension("longrope", length=LENGTH))
-    found = [on.measure(candidate).fitness for candidate in CANDIDATES.values()]
-    assert all(abs(a - b) > 1e-3 for a, b in itertools.combinations(found, 2))
+def test_candidates_have_different_losses(llama):
+    fitness = Fitness(llama, questions(), Extension("longrope", length=LENGTH))
+    fitnesses = [fitness.measure(candidate).fitness for candidate in CANDIDATES.values()]
+    assert all(abs(a - b) > 1e-3 for a, b in itertools.combinations(fitnesses, 2))
 
 
 def test_batches_and_single_samples_agree(model, monkeypatch):
@@ -107,58 +112,60 @@ def test_batches_and_single_samples_agree(model, monkeypatch):
         assert a.hits == b.hits
 
 
-def test_methods_that_follow_the_length_see_all_of_a_sample(llama, monkeypatch):
-    """A prompt is rotated by the length it has with its answers, as in one pass."""
+def test_dynamic_methods_rotate_for_the_whole_sample(llama, monkeypatch):
+    """A prompt is rotated for its length including the answers, as in one pass."""
     samples = questions(count=3)
-    found = Fitness(llama, samples, Extension("longrope", length=LENGTH)).measure(
+    evaluation = Fitness(llama, samples, Extension("longrope", length=LENGTH)).measure(
         Candidate("d", "dynamic-yarn")
     )
     monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", LENGTH)
     alone = Fitness(llama, samples, Extension("longrope", length=LENGTH)).measure(
         Candidate("d", "dynamic-yarn")
     )
-    assert found.error is alone.error is None
-    assert found.nll == pytest.approx(alone.nll, abs=1e-4)
+    assert evaluation.error is alone.error is None
+    assert evaluation.nll == pytest.approx(alone.nll, abs=1e-4)
 
 
-def test_common_beginnings_are_read_once(llama, monkeypatch):
+def test_shared_prefixes_are_read_once(llama, monkeypatch):
     long = questions(LENGTH, count=1)[0].ids
     samples = [Sample((*long[:500], 260, 390 + i), ((501, 502),), "text") for i in range(3)]
     samples += [Sample((*long[:505], 260, 390), ((506, 507),), "text")]
     monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", LENGTH)
     monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 64)
-    on = Fitness(llama, samples, Extension("longrope", length=LENGTH))
-    found = on.measure(CANDIDATES["yarn"])
-    assert found.tokens < 2 * LENGTH
+    fitness = Fitness(llama, samples, Extension("longrope", length=LENGTH))
+    evaluation = fitness.measure(CANDIDATES["yarn"])
+    assert evaluation.tokens < 2 * LENGTH
     twin = native(llama, CANDIDATES["yarn"])
-    assert found.nll == pytest.approx([truth(twin, s)[0] for s in on.samples], abs=2e-4)
+    assert evaluation.nll == pytest.approx(
+        [reference_loss(twin, s)[0] for s in fitness.samples], abs=2e-4
+    )
 
 
-def test_answers_and_prose_weigh_the_same(llama):
+def test_answers_and_prose_have_the_same_weight(llama):
     answers = questions(count=2)
     prose = [Sample(s.ids, ((400, 440),), f"p{s.group}", prose=True) for s in questions(count=6)]
-    on = Fitness(llama, [*answers, *prose], Extension("longrope", length=LENGTH))
-    found = on.measure(CANDIDATES["yarn"])
+    fitness = Fitness(llama, [*answers, *prose], Extension("longrope", length=LENGTH))
+    evaluation = fitness.measure(CANDIDATES["yarn"])
     parts = [
-        [nll for nll, s in zip(found.nll, on.samples, strict=True) if s.prose is kind]
-        for kind in (True, False)
+        [nll for nll, s in zip(evaluation.nll, fitness.samples, strict=True) if s.prose is is_prose]
+        for is_prose in (True, False)
     ]
     assert [len(part) for part in parts] == [6, 2]
-    assert found.fitness == pytest.approx(sum(sum(p) / len(p) for p in parts) / 2)
-    for sample, hits in zip(on.samples, found.hits, strict=True):
+    assert evaluation.fitness == pytest.approx(sum(sum(p) / len(p) for p in parts) / 2)
+    for sample, hits in zip(fitness.samples, evaluation.hits, strict=True):
         assert len(hits) == (0 if sample.prose else 8)
 
 
-def test_the_model_is_bit_for_bit_as_before(model):
+def test_the_model_is_unchanged_bit_for_bit(model):
     ids = torch.tensor([questions(count=1)[0].ids])
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     config = copy.deepcopy(model.config.to_dict())
     with torch.no_grad():
         before = model(ids, use_cache=False).logits
-        on = Fitness(model, questions(count=2), Extension("longrope", length=LENGTH))
+        fitness = Fitness(model, questions(count=2), Extension("longrope", length=LENGTH))
         for candidate in CANDIDATES.values():
-            on.measure(candidate)
-        on.measure(Candidate("wrong", "longrope", {"long_factor": [1.0]}))
+            fitness.measure(candidate)
+        fitness.measure(Candidate("wrong", "longrope", {"long_factor": [1.0]}))
         assert torch.equal(model(ids, use_cache=False).logits, before)
     assert rope_patch.current(model) is None
     assert model.config.to_dict() == config
@@ -172,24 +179,24 @@ def test_the_model_is_bit_for_bit_as_before(model):
     "error", [torch.OutOfMemoryError("CUDA out of memory"), ValueError("nothing like it")]
 )
 def test_a_failing_forward_is_recorded_and_undone(llama, monkeypatch, error):
-    on = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH))
-    expected = on.measure(CANDIDATES["yarn"])
+    fitness = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH))
+    expected = fitness.measure(CANDIDATES["yarn"])
 
     def fail(*_, **__):
         raise error
 
-    with monkeypatch.context() as patched:
-        patched.setattr(llama.model.layers[1], "forward", fail)
-        found = on.measure(CANDIDATES["yarn"])
-    assert found.error == f"{type(error).__name__}: {error}"
-    assert (found.fitness, found.complete) == (math.inf, False)
+    with monkeypatch.context() as patches:
+        patches.setattr(llama.model.layers[1], "forward", fail)
+        evaluation = fitness.measure(CANDIDATES["yarn"])
+    assert evaluation.error == f"{type(error).__name__}: {error}"
+    assert (evaluation.fitness, evaluation.complete) == (math.inf, False)
     assert rope_patch.current(llama) is None
-    assert on.measure(CANDIDATES["yarn"]).nll == expected.nll
+    assert fitness.measure(CANDIDATES["yarn"]).nll == expected.nll
 
 
-def test_batches_are_halved_where_memory_runs_out(llama, monkeypatch):
-    on = Fitness(llama, questions(), Extension("longrope", length=LENGTH))
-    expected = on.measure(CANDIDATES["yarn"])
+def test_out_of_memory_halves_batches(llama, monkeypatch):
+    fitness = Fitness(llama, questions(), Extension("longrope", length=LENGTH))
+    expected = fitness.measure(CANDIDATES["yarn"])
     layer = llama.model.layers[0]
     forward = layer.forward
 
@@ -199,28 +206,30 @@ def test_batches_are_halved_where_memory_runs_out(llama, monkeypatch):
         return forward(hidden, *args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", small_only)
-    assert on.measure(CANDIDATES["yarn"]).nll == pytest.approx(expected.nll, abs=1e-4)
+    assert fitness.measure(CANDIDATES["yarn"]).nll == pytest.approx(expected.nll, abs=1e-4)
 
 
-def test_a_loss_that_is_no_number_is_a_failure(llama, monkeypatch):
-    on = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH))
+def test_a_nan_loss_is_a_failure(llama, monkeypatch):
+    fitness = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH))
     embed = llama.model.embed_tokens
     monkeypatch.setattr(embed, "forward", lambda ids: torch.full((*ids.shape, 128), math.nan))
-    found = on.measure(None)
-    assert "the loss of sample 0 is nan" in found.error
-    assert found.fitness == math.inf
+    evaluation = fitness.measure(None)
+    assert "the loss of sample 0 is nan" in evaluation.error
+    assert evaluation.fitness == math.inf
 
 
-def test_what_cannot_be_patched_is_a_failure(llama):
-    on = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH))
-    found = on.measure(Candidate("short", "longrope", {"long_factor": [1.0, 2.0]}))
-    assert found.error.startswith("Refused: long_factor must have one number for each")
-    assert found.tokens == 0
+def test_a_candidate_that_cannot_be_patched_is_a_failure(llama):
+    fitness = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH))
+    evaluation = fitness.measure(Candidate("short", "longrope", {"long_factor": [1.0, 2.0]}))
+    assert evaluation.error.startswith("Refused: long_factor must have one number for each")
+    assert evaluation.tokens == 0
 
 
 def test_evaluations_survive_json(llama):
-    found = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH)).measure(None)
-    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    evaluation = Fitness(llama, questions(count=2), Extension("longrope", length=LENGTH)).measure(
+        None
+    )
+    assert Evaluation.from_dict(json.loads(json.dumps(evaluation.to_dict()))) == evaluation
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -229,23 +238,23 @@ def test_evaluations_survive_json(llama):
 def test_a_patched_model_is_refused(llama):
     with rope_patch.patch(llama, "yarn", factor=2), pytest.raises(ValueError, match="unpatch"):
         Fitness(llama, questions(count=1), Extension("longrope", length=LENGTH))
-    on = Fitness(llama, questions(count=1), Extension("longrope", length=LENGTH))
+    fitness = Fitness(llama, questions(count=1), Extension("longrope", length=LENGTH))
     with rope_patch.patch(llama, "yarn", factor=2), pytest.raises(ValueError, match="unpatch"):
-        on.measure(None)
+        fitness.measure(None)
 
 
-@pytest.mark.parametrize("given", [{}, {"factor": 2, "length": 512}])
-def test_exactly_one_of_length_and_factor(llama, given):
+@pytest.mark.parametrize("options", [{}, {"factor": 2, "length": 512}])
+def test_exactly_one_of_length_and_factor_is_required(llama, options):
     with pytest.raises(ValueError, match="exactly one of factor and length"):
-        Fitness(llama, questions(count=1), Extension("longrope", **given))
+        Fitness(llama, questions(count=1), Extension("longrope", **options))
 
 
-def test_one_rotation_is_searched_at_a_time():
+def test_a_search_of_several_rotations_is_refused():
     gemma = make_model("gemma3")
     assert (
         fitting.make_space(gemma, Extension("longrope", factor=2)).geometry.layer_type
         == "full_attention"
     )
-    both = ["full_attention", "sliding_attention"]
+    layer_types = ["full_attention", "sliding_attention"]
     with pytest.raises(ValueError, match="name one of them in layer_types"):
-        fitting.make_space(gemma, Extension("longrope", factor=2, layer_types=both))
+        fitting.make_space(gemma, Extension("longrope", factor=2, layer_types=layer_types))

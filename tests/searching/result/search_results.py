@@ -1,4 +1,4 @@
-"""Results of searches that nobody ran, for tests of what is done with results."""
+"""Made-up results of searches."""
 
 import math
 from pathlib import Path
@@ -12,8 +12,8 @@ from rope_patch.searching.result.search_result import SearchResult
 TINY = Path(__file__).parents[2] / "assets" / "tiny-llama"
 
 
-def rising(pairs, top=9.0, low=2, high=9):
-    """A stretch for each pair: none, then rising, then `top`."""
+def rising_stretch(pairs, top=9.0, low=2, high=9):
+    """Return a stretch for each pair: 1, then rising, then `top`."""
     return [top ** max(0.0, min(1.0, (i - low) / (high - low))) for i in range(pairs)]
 
 
@@ -31,8 +31,8 @@ def entry(number, fitness, best, method="longrope", complete=True, **options):
 
 
 def history(pairs=16):
-    """YaRN, one that failed, one given up, and a better one."""
-    stretch = rising(pairs)
+    """Return YaRN, a failed candidate, one that stopped early, and a better one."""
+    stretch = rising_stretch(pairs)
     return [
         entry(1, 0.9, 0.9, "yarn"),
         entry(2, math.inf, 0.9, "ntk"),
@@ -41,12 +41,12 @@ def history(pairs=16):
     ]
 
 
-def found(of=None, **changes):
-    config = of or AutoConfig.from_pretrained(TINY)
+def make_result(config_or_none=None, **changes):
+    config = config_or_none or AutoConfig.from_pretrained(TINY)
     geometry = list(read_geometries(config.get_text_config(decoder=True)).values())[-1]
     pairs = geometry.rotary_dim // 2
     best = history(pairs)[-1]
-    said = {
+    values = {
         "model": "tiny",
         "weights": "sampled-sha256:0",
         "strategy": "curve",
@@ -62,4 +62,4 @@ def found(of=None, **changes):
         "config": config.to_dict(),
         **changes,
     }
-    return SearchResult(**said)
+    return SearchResult(**values)

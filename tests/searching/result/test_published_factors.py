@@ -1,4 +1,4 @@
-"""Microsoft's published stretches, and the other files that hold some, as arguments for `patch`."""
+"""Test reading stretches as arguments of `patch`: Microsoft's published files and configs."""
 
 import json
 import math
@@ -18,10 +18,10 @@ FILES = sorted(path.stem for path in PUBLISHED.glob("*.csv"))
 THETA, HEAD, TRAINED = 10_000, 128, 4_096
 
 
-def like(**changes):
-    """A model of one layer with the heads of Llama-2 7B, and of Mistral 7B 0.1."""
+def make_llama(**changes):
+    """Return a model of one layer with the heads of Llama-2 7B and Mistral 7B 0.1."""
     torch.manual_seed(0)
-    said = {
+    values = {
         "vocab_size": 64,
         "hidden_size": 256,
         "intermediate_size": 32,
@@ -33,59 +33,59 @@ def like(**changes):
         "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
         **changes,
     }
-    return AutoModelForCausalLM.from_config(LlamaConfig(**said)).eval()
+    return AutoModelForCausalLM.from_config(LlamaConfig(**values)).eval()
 
 
-def meant_for(name):
-    """The length that a file of theirs is for: ft_la2_128k, 512k_la2_128k."""
+def target_length(name):
+    """Return the target length of a published file, such as ft_la2_128k or 512k_la2_128k."""
     first, _, last = name.split("_")
     return 1024 * int((last if first == "ft" else first).removesuffix("k"))
 
 
-def spelled(name):
+def published_stretches(name):
     return [float(word) for word in (PUBLISHED / f"{name}.csv").read_text().split(",")]
 
 
-def test_both_models_and_lengths_up_to_two_million_are_there():
+def test_published_files_cover_both_models_and_all_lengths():
     assert {name.split("_")[1] for name in FILES} == {"la2", "mis"}
-    assert {meant_for(name) // 1024 for name in FILES} == {4, 128, 256, 512, 2048}
+    assert {target_length(name) // 1024 for name in FILES} == {4, 128, 256, 512, 2048}
     assert len(FILES) >= 12
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if meant_for(name) > TRAINED])
-def test_they_give_their_own_frequencies_in_float64(name):
+@pytest.mark.parametrize("name", [name for name in FILES if target_length(name) > TRAINED])
+def test_published_stretches_give_exact_frequencies(name):
     """1 / (lambda * theta^(2i / d)), and sqrt(1 + ln(s) / ln(L)) on cos and sin."""
-    model = like()
-    length = meant_for(name)
+    model = make_llama()
+    length = target_length(name)
     handle = rope_patch.patch(
         model, "longrope", length=length, **read_factors(PUBLISHED / f"{name}.csv")
     )
-    found = handle.frequencies[None]
-    stretch = spelled(name)
+    frequencies = handle.frequencies[None]
+    stretch = published_stretches(name)
     expected = [1 / (stretch[i] * THETA ** (2 * i / HEAD)) for i in range(HEAD // 2)]
-    assert found.inv_freq.dtype == torch.float64
+    assert frequencies.inv_freq.dtype == torch.float64
     torch.testing.assert_close(
-        found.inv_freq, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
+        frequencies.inv_freq, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
     )
-    law = math.sqrt(1 + math.log(length / TRAINED) / math.log(TRAINED))
-    assert found.attention_factor == pytest.approx(law, rel=1e-14)
+    expected_factor = math.sqrt(1 + math.log(length / TRAINED) / math.log(TRAINED))
+    assert frequencies.attention_factor == pytest.approx(expected_factor, rel=1e-14)
 
 
-def test_the_law_has_the_published_value():
+def test_the_attention_factor_has_the_published_value():
     """128k from 4k: 1.1902, where YaRN has 0.1 ln 32 + 1 = 1.3466; what Phi-3-mini-128k ships."""
     factors = read_factors(PUBLISHED / "ft_la2_128k.csv")
-    handle = rope_patch.patch(like(), "longrope", length=131_072, **factors)
+    handle = rope_patch.patch(make_llama(), "longrope", length=131_072, **factors)
     assert handle.frequencies[None].attention_factor == pytest.approx(1.1902380714, abs=1e-10)
 
 
 @pytest.mark.parametrize("name", ["ft_la2_128k", "2048k_mis_256k"])
-def test_transformers_rotates_alike(name):
-    """The same numbers in a config of transformers' own, which computes in float32."""
+def test_transformers_gives_the_same_logits(name):
+    """Plain transformers reads the same stretches from a config and computes in float32."""
     factors = read_factors(PUBLISHED / f"{name}.csv")
-    length = meant_for(name)
-    model = like()
+    length = target_length(name)
+    model = make_llama()
     rope_patch.patch(model, "longrope", length=length, **factors)
-    native = like(
+    native = make_llama(
         max_position_embeddings=length,
         rope_parameters={
             "rope_type": "longrope",
@@ -105,13 +105,14 @@ def test_transformers_rotates_alike(name):
     assert (ours - plain).abs().max() > 1e-3
 
 
-def test_short_sequences_get_a_file_of_their_own():
-    found = read_factors(PUBLISHED / "ft_la2_128k.csv", short=PUBLISHED / "4k_la2_128k.csv")
-    model = like()
-    handle = rope_patch.patch(model, "longrope", length=131_072, **found)
+def test_short_sequences_use_a_separate_file():
+    factors = read_factors(PUBLISHED / "ft_la2_128k.csv", short=PUBLISHED / "4k_la2_128k.csv")
+    model = make_llama()
+    handle = rope_patch.patch(model, "longrope", length=131_072, **factors)
     short = handle.method.frequencies(handle.geometries[None], TRAINED).inv_freq
     expected = [
-        1 / (stretch * THETA ** (2 * i / HEAD)) for i, stretch in enumerate(spelled("4k_la2_128k"))
+        1 / (stretch * THETA ** (2 * i / HEAD))
+        for i, stretch in enumerate(published_stretches("4k_la2_128k"))
     ]
     torch.testing.assert_close(
         short, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0
@@ -123,57 +124,57 @@ def test_short_sequences_get_a_file_of_their_own():
     [(",", 1, "\n"), (", ", 32, "\n"), (" ", 32, "\n"), ("\n", 1, "\n"), ("\t", 2, "\r\n")],
     ids=["row", "layers", "spaces", "column", "tabs"],
 )
-def test_however_the_numbers_are_laid_out(tmp_path, between, layers, ending):
-    """A row, the same row for every layer as in their repository, spaces, a column."""
-    numbers = spelled("ft_mis_256k")
+def test_numbers_are_read_in_every_layout(tmp_path, between, layers, ending):
+    """Layouts are a row, the same row for every layer, spaces, tabs and a column."""
+    numbers = published_stretches("ft_mis_256k")
     row = between.join(f"{number:.18e}" for number in numbers)
     file = tmp_path / "found.csv"
     file.write_bytes((ending.join([row] * layers) + ending).encode())
     assert read_factors(file) == {"long_factor": numbers}
 
 
-def test_a_config_that_names_longrope():
-    """Phi-3's, as its authors and as transformers 4 and 5 wrote it."""
+def test_configs_with_longrope_are_read():
+    """The configs are Phi-3's by its authors and by transformers 4 and 5."""
     long, short = [1.5] * 3 + [9.0], [1.0] * 4
     outer = {"original_max_position_embeddings": 2048, "max_position_embeddings": 8192}
     plain = {"long_factor": long, "short_factor": short}
-    both = {**plain, "factor": 4.0, "trained_length": 2048}
-    assert written(rope_scaling={"type": "su", **plain}, **outer) == both
-    assert written(rope_scaling={"type": "longrope", **plain}, **outer) == both
+    expected = {**plain, "factor": 4.0, "trained_length": 2048}
+    assert factors_of_config(rope_scaling={"type": "su", **plain}, **outer) == expected
+    assert factors_of_config(rope_scaling={"type": "longrope", **plain}, **outer) == expected
     inner = {"original_max_position_embeddings": 2048, "factor": 4.0, "attention_factor": 1.25}
-    assert written(rope_parameters={"rope_type": "longrope", **plain, **inner}) == {
-        **both,
+    assert factors_of_config(rope_parameters={"rope_type": "longrope", **plain, **inner}) == {
+        **expected,
         "attention_factor": 1.25,
     }
     mscale = {"short_mscale": 1.3, "long_mscale": 1.3}
-    assert written(rope_scaling={"type": "longrope", **plain, **mscale}, **outer) == {
-        **both,
+    assert factors_of_config(rope_scaling={"type": "longrope", **plain, **mscale}, **outer) == {
+        **expected,
         "attention_factor": 1.3,
     }
     layers = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "longrope", **plain, **inner},
     }
-    found = written(text_config={"rope_parameters": layers})
-    assert found["layer_types"] == ["full_attention"]
-    assert written(rope_scaling={"type": "longrope", **plain}) == plain
+    factors = factors_of_config(text_config={"rope_parameters": layers})
+    assert factors["layer_types"] == ["full_attention"]
+    assert factors_of_config(rope_scaling={"type": "longrope", **plain}) == plain
 
 
-def written(**config):
-    with_file = Path(written.folder) / "config.json"
+def factors_of_config(**config):
+    with_file = Path(factors_of_config.folder) / "config.json"
     with_file.write_text(json.dumps(config))
-    found = read_factors(with_file)
-    assert read_factors(with_file.parent) == found
-    return found
+    factors = read_factors(with_file)
+    assert read_factors(with_file.parent) == factors
+    return factors
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path_factory):
-    written.folder = tmp_path_factory.mktemp("config")
+    factors_of_config.folder = tmp_path_factory.mktemp("config")
 
 
-def test_a_real_config_class_patches_the_plain_model(tmp_path):
-    """What transformers writes for a Phi-3 makes a Llama with the same heads rotate like it."""
+def test_a_saved_phi3_config_patches_a_llama(tmp_path):
+    """The config that transformers writes for Phi-3 patches a Llama with the same heads."""
     long, short = [1 + i / 8 for i in range(64)], [1.0] * 63 + [1.5]
     config = Phi3Config(
         hidden_size=256,
@@ -183,16 +184,16 @@ def test_a_real_config_class_patches_the_plain_model(tmp_path):
         rope_scaling={"type": "longrope", "long_factor": long, "short_factor": short},
     )
     config.save_pretrained(tmp_path)
-    found = read_factors(tmp_path)
-    model = like()
-    handle = rope_patch.patch(model, "longrope", **found)
+    factors = read_factors(tmp_path)
+    model = make_llama()
+    handle = rope_patch.patch(model, "longrope", **factors)
     assert handle.length == 16_384
-    law = math.sqrt(1 + math.log(4) / math.log(TRAINED))
-    assert handle.frequencies[None].attention_factor == pytest.approx(law, rel=1e-12)
+    expected_factor = math.sqrt(1 + math.log(4) / math.log(TRAINED))
+    assert handle.frequencies[None].attention_factor == pytest.approx(expected_factor, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("a.csv", "", "is empty"),
         ("a.csv", "pair,factor\n0,1.0\n", "is no file of numbers"),
@@ -214,13 +215,13 @@ def test_a_real_config_class_patches_the_plain_model(tmp_path):
         ),
     ],
 )
-def test_other_files_are_refused_with_the_reason(tmp_path, name, content, says):
+def test_other_files_are_refused_with_the_reason(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         read_factors(tmp_path / name)
 
 
-def test_what_is_not_there_or_does_not_fit(tmp_path):
+def test_missing_and_mismatched_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no "):
         read_factors(tmp_path / "a.csv")
     with pytest.raises(ValueError, match=r"neither found\.json nor config\.json"):

@@ -1,4 +1,4 @@
-"""Rotations of real models, and fitnesses with a known optimum."""
+"""Geometries of real models, and fitness functions with a known optimum."""
 
 import math
 import random
@@ -22,7 +22,7 @@ SPACES = {name: SearchSpace(geometry, 4.0) for name, geometry in GEOMETRIES.item
 class Landscape:
     """Squared distance of log stretches and of the attention factor to a hidden optimum.
 
-    The noise is that of fixed samples: a rough function of the candidate, the same at every look.
+    The noise is deterministic, like that of fixed samples: a rough function of the candidate.
     """
 
     def __init__(self, space, seed, attention_factor=None):
@@ -48,18 +48,18 @@ class Landscape:
 
 
 def run(proposals, fitness):
-    """All candidates of a search with their fitnesses, until it ends by itself."""
-    tried = []
+    """Run a search until it ends; return all candidates with their fitnesses."""
+    evaluations = []
     candidate = next(proposals, None)
     while candidate is not None:
-        tried.append((candidate, fitness(candidate)))
+        evaluations.append((candidate, fitness(candidate)))
         try:
-            candidate = proposals.send(tried[-1][1])
+            candidate = proposals.send(evaluations[-1][1])
         except StopIteration:
             break
-    return tried
+    return evaluations
 
 
 def proposals(name, model="tiny", budget=20, seed=1, **options):
-    """A strategy on one of the spaces above."""
+    """Return a strategy's proposals on one of SPACES."""
     return STRATEGIES[name].propose(SPACES[model], budget, seed, **options)

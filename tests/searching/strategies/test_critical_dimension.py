@@ -1,4 +1,4 @@
-"""Critical dimensions, and the scans over them, by their formulas."""
+"""Test critical dimensions and the scans over them by their formulas."""
 
 import itertools
 import math
@@ -19,8 +19,8 @@ from rope_patch.searching.strategies.critical_dimension import (
 models = pytest.mark.parametrize("model", GEOMETRIES)
 
 
-def test_critical_dimensions_as_longrope2_publishes_them():
-    # Its Phi-3-mini is the one trained on 2,048 tokens, its Llama-3 8B.
+def test_critical_dimensions_are_those_published_by_longrope2():
+    # LongRoPE2's Phi-3-mini has a trained length of 2,048 tokens; its Llama-3 is the 8B model.
     assert (
         critical_dimension(SearchSpace(Geometry(head_dim=96, theta=1e4, trained_length=2048), 64.0))
         == 31
@@ -29,14 +29,14 @@ def test_critical_dimensions_as_longrope2_publishes_them():
 
 
 @models
-def test_the_theoretical_pair_is_the_first_without_a_whole_turn(model):
+def test_the_critical_dimension_is_the_first_without_a_full_rotation(model):
     geometry, space = GEOMETRIES[model], SPACES[model]
-    turned = (geometry.inv_freq() * geometry.trained_length / (2 * math.pi) >= 1).tolist()
-    assert critical_dimension(space) == turned.index(False)
+    is_rotated = (geometry.inv_freq() * geometry.trained_length / (2 * math.pi) >= 1).tolist()
+    assert critical_dimension(space) == is_rotated.index(False)
 
 
 @models
-def test_about_ten_pairs_span_down_to_the_lowest(model):
+def test_a_scan_has_about_ten_evenly_spaced_pairs(model):
     pairs, top = critical_dimensions(SPACES[model]), critical_dimension(SPACES[model])
     assert pairs[0] == top
     assert 8 <= len(set(pairs)) == len(pairs) <= 14
@@ -48,7 +48,7 @@ def test_about_ten_pairs_span_down_to_the_lowest(model):
 
 
 @models
-def test_ntk_stretches_the_critical_pair_by_the_factor(model):
+def test_ntk_stretches_the_critical_dimension_by_the_factor(model):
     space = SPACES[model]
     for pair in (p for p in critical_dimensions(space) if p == int(p)):
         stretch = ntk_rcd(space, pair).stretch(space)
@@ -59,15 +59,15 @@ def test_ntk_stretches_the_critical_pair_by_the_factor(model):
 
 
 @models
-def test_yarn_ends_its_ramp_at_the_critical_pair(model):
+def test_yarn_ends_its_ramp_at_the_critical_dimension(model):
     space, geometry = SPACES[model], GEOMETRIES[model]
-    law = 0.1 * math.log(4) + 1
+    attention_factor = 0.1 * math.log(4) + 1
     for pair in critical_dimensions(space):
         candidate = yarn_rcd(space, pair)
         stretch = candidate.stretch(space)
         full = [s == pytest.approx(4.0, rel=1e-9) for s in stretch]
         assert full == [i >= pair for i in range(space.pairs)]
-        assert candidate.attention_factor(space) == pytest.approx(law, rel=1e-15)
+        assert candidate.attention_factor(space) == pytest.approx(attention_factor, rel=1e-15)
         # By the authors' formula in float64: the ramp starts where YaRN's does.
         low = geometry.rotary_dim * math.log(geometry.trained_length / (32 * 2 * math.pi))
         low = max(low / (2 * math.log(geometry.theta)), 0)
@@ -79,7 +79,7 @@ def test_yarn_ends_its_ramp_at_the_critical_pair(model):
 
 
 def test_a_ramp_never_inverts():
-    """On so many trained tokens low pairs turn more often than 32 times: YaRN's start is passed."""
+    """With so long a trained length, scanned pairs rotate more than 32 times, YaRN's beta_fast."""
     space = SearchSpace(Geometry(head_dim=128, theta=1e6, trained_length=131072), 4.0)
     fast = []
     for pair in critical_dimensions(space):
@@ -90,12 +90,12 @@ def test_a_ramp_never_inverts():
     assert max(fast) > 64
 
 
-def test_turns_are_those_of_the_running_frequencies():
+def test_rotations_are_those_of_the_running_frequencies():
     start = build("llama3", factor=8).frequencies(GEOMETRIES["llama-3"]).inv_freq
     geometry = Geometry(head_dim=128, theta=5e5, trained_length=131072, base=tuple(start.tolist()))
     for pair in (0.5, 3.0, 20.25, 40.0, 63.0):
-        turns = rotations_of_pair(geometry, pair)
-        assert geometry.pair_with_rotations(turns) == pytest.approx(pair, abs=1e-9)
+        rotations = rotations_of_pair(geometry, pair)
+        assert geometry.pair_with_rotations(rotations) == pytest.approx(pair, abs=1e-9)
     for pair in (3, 20, 40, 63):
         expected = start[pair].item() * 131072 / (2 * math.pi)
         assert rotations_of_pair(geometry, pair) == pytest.approx(expected, rel=1e-12)

@@ -1,4 +1,4 @@
-"""The curve's family holds the known methods, and its search needs few evaluations."""
+"""Test the curve strategy: known methods as curves, bounds, and its trust region."""
 
 import dataclasses
 import itertools
@@ -34,31 +34,31 @@ def stretches(curve, pairs):
 
 @models
 @pytest.mark.parametrize("factor", [1.5, 4.0, 32.0])
-def test_known_methods_are_members(model, factor):
-    """To float64's rounding, by their formulas written out; YaRN's ramp ends are its authors'."""
+def test_known_methods_are_curves(model, factor):
+    """Compare with the written-out formulas to float64's rounding; YaRN's ramp is its authors'."""
     geometry, pairs = GEOMETRIES[model], SPACES[model].pairs
     space = SearchSpace(geometry, factor)
     assert [factor] * pairs == stretches(as_curve(space, Candidate("", "linear")), pairs)
     ntk = [factor ** (i / (pairs - 1)) for i in range(pairs)]
     assert ntk == stretches(as_curve(space, Candidate("", "ntk")), pairs)
 
-    def end(turns):
+    def end(rotations):
         length, theta = geometry.trained_length, geometry.theta
-        return pairs * math.log(length / (2 * math.pi * turns)) / math.log(theta)
+        return pairs * math.log(length / (2 * math.pi * rotations)) / math.log(theta)
 
     low, high = max(math.floor(end(32)), 0), min(math.ceil(end(1)), 2 * pairs - 1)
     ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(pairs)]
     yarn = as_curve(space, Candidate("", "yarn"))
     assert [1 / (1 - r + r / factor) for r in ramp] == stretches(yarn, pairs)
     assert yarn.attention_factor == pytest.approx(0.1 * math.log(factor) + 1, rel=1e-15)
-    # And as the package itself rotates.
+    # The package's methods agree.
     for method in ("linear", "ntk", "yarn"):
         candidate = Candidate("", method)
         assert candidate.stretch(space) == stretches(as_curve(space, candidate), pairs)
 
 
 @models
-def test_yarn_with_another_critical_pair_is_a_member(model):
+def test_yarn_with_another_critical_pair_is_a_curve(model):
     space = SPACES[model]
     for pair in critical_dimensions(space):
         candidate = critical_dimension.yarn_rcd(space, pair)
@@ -67,7 +67,7 @@ def test_yarn_with_another_critical_pair_is_a_member(model):
         assert candidate.stretch(space) == stretches(curve, space.pairs)
 
 
-def test_ntk_with_another_critical_pair_is_a_member_up_to_it():
+def test_ntk_with_another_critical_pair_is_a_curve_up_to_that_pair():
     space = SPACES["llama-3"]
     ntk = critical_dimension.ntk_rcd(space, 28).stretch(space)
     curve = Curve(high=28, width=28, top=4.0, shape=0.0, attention_factor=1.0).stretch(64)
@@ -75,13 +75,13 @@ def test_ntk_with_another_critical_pair_is_a_member_up_to_it():
     assert curve[29:] == pytest.approx([4.0] * 35, rel=1e-12)
 
 
-def test_other_methods_are_not_mistaken_for_members():
+def test_other_methods_are_refused_as_curves():
     with pytest.raises(ValueError, match="expected linear, ntk or yarn, got llama3"):
         as_curve(SPACES["llama-3"], Candidate("", "llama3"))
 
 
 @pytest.mark.parametrize("shape", [-3.0, -1.0, -1e-5, 0.0, 1e-5, 1.0, 3.0])
-def test_a_member_is_a_power_mean_and_rises(shape):
+def test_a_curve_is_a_power_mean_and_rises(shape):
     curve = Curve(high=20.5, width=13.25, top=6.0, shape=shape, attention_factor=1.0)
     stretch = curve.stretch(32)
     assert all(here <= after for here, after in itertools.pairwise(stretch))
@@ -94,7 +94,7 @@ def test_a_member_is_a_power_mean_and_rises(shape):
 
 
 @models
-def test_starts_are_the_known_methods_and_lie_within_the_bounds(model):
+def test_initial_points_are_known_methods_within_the_bounds(model):
     space, limits = SPACES[model], bounds(SPACES[model])
     first = initial_points(space)
     assert {"yarn", "ntk", "linear"} <= {candidate.method for candidate, _ in first}
@@ -109,10 +109,12 @@ def test_starts_are_the_known_methods_and_lie_within_the_bounds(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "seed"), [("tiny", 1), ("llama-3", 0)])
 def test_forty_evaluations_beat_two_hundred_of_evolution(model, seed):
-    """Where the attention factor is the one that evolution has, so that it can get there too."""
+    """The optimum has evolution's attention factor, so that evolution can reach it."""
     space = SPACES[model]
-    law = Candidate("", "longrope", {"long_factor": [1.0] * space.pairs}).attention_factor(space)
-    fitness = Landscape(space, seed, law)
+    attention_factor = Candidate(
+        "", "longrope", {"long_factor": [1.0] * space.pairs}
+    ).attention_factor(space)
+    fitness = Landscape(space, seed, attention_factor)
     curve = [value for _, value in run(propose(space, 40, 1), fitness)]
     assert len(curve) == 40
     assert min(curve) < 0.5 * min(curve[:8])
@@ -122,7 +124,7 @@ def test_forty_evaluations_beat_two_hundred_of_evolution(model, seed):
         assert min(curve) < min(evolved), name
 
 
-def test_it_starts_from_running_frequencies_too():
+def test_curves_may_start_from_running_frequencies():
     base = build("llama3", factor=8).frequencies(GEOMETRIES["llama-3"]).inv_freq
     geometry = Geometry(head_dim=128, theta=5e5, trained_length=131072, base=tuple(base.tolist()))
     space = SearchSpace(geometry, 2.0)
@@ -131,7 +133,7 @@ def test_it_starts_from_running_frequencies_too():
         assert candidate.stretch(space) == stretches(as_curve(space, candidate), 64)
 
 
-def test_optuna_is_loaded_late_and_left_as_it_was(capfd):
+def test_optuna_is_loaded_late_and_left_unchanged(capfd):
     optuna.logging.set_verbosity(optuna.logging.DEBUG)
     try:
         run(propose(SPACES["tiny"], 10, 1), Landscape(SPACES["tiny"], 0))
@@ -143,7 +145,7 @@ def test_optuna_is_loaded_late_and_left_as_it_was(capfd):
     assert not hasattr(module, "optuna")
 
 
-def test_a_missing_optuna_is_said_before_anything_is_tried(monkeypatch):
+def test_a_missing_optuna_is_an_error_before_the_first_candidate(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"pip install 'rope-patch\[search\]'"):
         next(propose(SPACES["tiny"], 10, 1))
@@ -154,7 +156,7 @@ def test_the_region_shrinks_after_failures_and_grows_after_success():
     region.add(Point(5.0), 1.0)
     assert region._box() == {"x": (1.0, 9.0)}
     region.tell(Point(6.0), 0.5)
-    assert region._box() == {"x": (2.0, 10.0)}  # as large as ever, around the better one
+    assert region._box() == {"x": (2.0, 10.0)}  # of the same size, around the better point
     for _ in range(3):
         region.tell(Point(1.0), 2.0)
     low, high = region._box()["x"]
@@ -162,6 +164,6 @@ def test_the_region_shrinks_after_failures_and_grows_after_success():
     region.tell(Point(6.5), 0.4)
     low, high = region._box()["x"]
     assert (low, high) == pytest.approx((6.5 - 3.12, 6.5 + 3.12))
-    asked = region.ask(1)
-    assert low <= asked.x <= high
-    assert asked == region.ask(1) != region.ask(2)
+    proposal = region.ask(1)
+    assert low <= proposal.x <= high
+    assert proposal == region.ask(1) != region.ask(2)

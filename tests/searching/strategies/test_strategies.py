@@ -1,4 +1,4 @@
-"""Every strategy keeps the rules of a search."""
+"""Test the rules of a search with every strategy: budgets, replays, failures and candidates."""
 
 import itertools
 import math
@@ -17,44 +17,44 @@ EVOLUTIONS, SCANS = ("longrope2", "longrope"), ("yarn-rcd", "ntk-rcd")
 strategies = pytest.mark.parametrize("name", STRATEGIES)
 
 
-def rotations(tried, space):
-    """What is compared: numbers to twelve digits, so only rounding counts as equal."""
+def rotations(evaluations, space):
+    """Return each candidate's rotation to twelve digits, so that rounding does not count."""
     return [
         (
             *(f"{number:.12g}" for number in candidate.stretch(space)),
             f"{candidate.attention_factor(space):.12g}",
             candidate.options.get("start_tokens", 0),
         )
-        for candidate, _ in tried
+        for candidate, _ in evaluations
     ]
 
 
 @strategies
 @pytest.mark.parametrize("budget", [1, 2, 3, 14])
-def test_budgets_are_kept_and_nothing_comes_twice(name, budget):
-    tried = run(proposals(name, budget=budget), Landscape(SPACES["tiny"], 0))
-    assert len(tried) == (min(budget, 12) if name in SCANS else budget)
-    found = rotations(tried, SPACES["tiny"])
-    assert len(set(found)) == len(found)
+def test_budgets_are_kept_and_candidates_are_unique(name, budget):
+    evaluations = run(proposals(name, budget=budget), Landscape(SPACES["tiny"], 0))
+    assert len(evaluations) == (min(budget, 12) if name in SCANS else budget)
+    rotation_keys = rotations(evaluations, SPACES["tiny"])
+    assert len(set(rotation_keys)) == len(rotation_keys)
 
 
 @pytest.mark.parametrize("name", EVOLUTIONS)
 @pytest.mark.parametrize("model", ["llama-3", "phi-2"])
-def test_large_budgets_too(name, model):
+def test_large_budgets_are_kept_and_candidates_are_unique(name, model):
     space = SPACES[model]
-    tried = run(proposals(name, model, 300), Landscape(space, 0))
-    assert len(set(rotations(tried, space))) == len(tried) == 300
-    assert {candidate.origin for candidate, _ in tried} == {"start", "mutation", "crossover"}
+    evaluations = run(proposals(name, model, 300), Landscape(space, 0))
+    assert len(set(rotations(evaluations, space))) == len(evaluations) == 300
+    assert {candidate.origin for candidate, _ in evaluations} == {"start", "mutation", "crossover"}
 
 
 @strategies
-def test_the_same_answers_get_the_same_candidates(name):
+def test_the_same_fitnesses_give_the_same_candidates(name):
     fitness = Landscape(SPACES["tiny"], 0)
     first = run(proposals(name, budget=12), fitness)
-    # Replayed as after a restart: remembered numbers are sent, nothing is measured.
+    # Replay as after a restart: send the stored fitnesses and measure nothing.
     remembered = iter([value for _, value in first])
-    again = run(proposals(name, budget=12), lambda candidate: next(remembered))
-    assert first == again
+    replayed = run(proposals(name, budget=12), lambda candidate: next(remembered))
+    assert first == replayed
     if name not in SCANS:
         assert first != run(proposals(name, budget=12, seed=2), fitness)
         other = run(proposals(name, budget=12), lambda candidate: -fitness(candidate))
@@ -62,7 +62,7 @@ def test_the_same_answers_get_the_same_candidates(name):
 
 
 @strategies
-def test_who_says_so_goes_on_where_a_smaller_budget_ended(name):
+def test_resumable_strategies_continue_a_smaller_budget(name):
     fitness = Landscape(SPACES["tiny"], 0)
     small = run(proposals(name, budget=10), fitness)
     large = run(proposals(name, budget=12), fitness)
@@ -81,28 +81,28 @@ def test_stretches_rise_from_pair_to_pair(name):
 
 
 @strategies
-def test_failures_are_survived(name):
-    """A candidate that fails is sent infinity: the best of the others is still looked for."""
+def test_failed_candidates_do_not_end_a_search(name):
+    """Failed candidates have an infinite fitness."""
     fitness = Landscape(SPACES["tiny"], 0)
     odd = itertools.count()
-    tried = run(
+    evaluations = run(
         proposals(name, budget=14),
         lambda candidate: fitness(candidate) if next(odd) % 2 else math.inf,
     )
-    assert len(tried) == (12 if name in SCANS else 14)
+    assert len(evaluations) == (12 if name in SCANS else 14)
     assert len(run(proposals(name, budget=11), lambda candidate: math.inf)) == 11
 
 
 @strategies
-def test_who_searches_the_attention_factor_says_so(name):
+def test_strategies_declare_whether_they_search_the_attention_factor(name):
     space = SPACES["tiny"]
-    tried = run(proposals(name, budget=14), Landscape(space, 0))
-    factors = {candidate.attention_factor(space) for candidate, _ in tried}
+    evaluations = run(proposals(name, budget=14), Landscape(space, 0))
+    factors = {candidate.attention_factor(space) for candidate, _ in evaluations}
     assert (len(factors) > 1) == STRATEGIES[name].searches_attention_factor
 
 
 @strategies
-def test_patching_takes_every_candidate_and_its_result_is_plain_data(name):
+def test_every_candidate_builds_a_method_from_plain_data(name):
     space = SPACES["smollm2"]
     for candidate, _ in run(proposals(name, "smollm2", 12), Landscape(space, 0)):
         assert candidate.method in registered_methods()
@@ -121,14 +121,14 @@ def test_a_single_pair_is_refused(name):
 
 
 @strategies
-def test_they_are_described(name):
+def test_strategies_have_a_description_and_a_paper(name):
     strategy = STRATEGIES[name]
     assert "\n" not in strategy.description
     assert "arXiv:" in strategy.paper
 
 
-def test_a_pair_that_stands_still_is_passed_over():
-    """A model may rotate by frequencies of which some are zero: those are as they were."""
+def test_pairs_with_frequency_0_stay_unchanged():
+    """Some frequencies of a model may be 0, and stay so."""
     frequencies = GEOMETRIES["tiny"].inv_freq()
     frequencies[-4:] = 0
     geometry = Geometry(
@@ -138,21 +138,21 @@ def test_a_pair_that_stands_still_is_passed_over():
     for name, strategy in STRATEGIES.items():
         for candidate, _ in run(strategy.propose(space, 10, 1), lambda candidate: 1.0):
             method = build(candidate.method, factor=4.0, **candidate.options)
-            found = method.frequencies(geometry).inv_freq
-            assert torch.isfinite(found).all(), name
-            assert (found[-4:] == 0).all(), name
+            inv_freq = method.frequencies(geometry).inv_freq
+            assert torch.isfinite(inv_freq).all(), name
+            assert (inv_freq[-4:] == 0).all(), name
             assert candidate.stretch(space)[-4:] == [1.0] * 4, name
 
 
 def test_rotations_that_differ_by_rounding_alone_count_once():
-    tried = SeenRotations(SPACES["tiny"])
+    seen = SeenRotations(SPACES["tiny"])
 
-    def given(stretch, **options):
+    def candidate(stretch, **options):
         return Candidate("", "longrope", {"long_factor": [stretch] * 16, **options})
 
-    assert tried.add_if_new(Candidate("", "linear"))
-    assert not tried.add_if_new(given(4.0 + 1e-9, attention_factor=1.0))
-    assert tried.add_if_new(given(4.001, attention_factor=1.0))
-    assert tried.add_if_new(given(4.0, attention_factor=1.1))
-    assert tried.add_if_new(given(4.0, attention_factor=1.0, start_tokens=4))
-    assert len(tried) == 4
+    assert seen.add_if_new(Candidate("", "linear"))
+    assert not seen.add_if_new(candidate(4.0 + 1e-9, attention_factor=1.0))
+    assert seen.add_if_new(candidate(4.001, attention_factor=1.0))
+    assert seen.add_if_new(candidate(4.0, attention_factor=1.1))
+    assert seen.add_if_new(candidate(4.0, attention_factor=1.0, start_tokens=4))
+    assert len(seen) == 4
