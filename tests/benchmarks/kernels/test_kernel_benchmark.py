@@ -167,9 +167,7 @@ def test_nan_is_marked_as_wrong():
 
 
 def test_in_place_implementation_does_not_change_others():
-    greedy = Implementation(
-        name="greedy", title="greedy", build=build_in_place, build_in_place=True
-    )
+    greedy = Implementation(name="greedy", title="greedy", build=build_in_place, in_place=True)
     for layout in (VIEWS, PACKED, BHSD):
         rows = run(problem(layout=layout), greedy, builtin("hf"))
         assert not rows["greedy"]["wrong"]

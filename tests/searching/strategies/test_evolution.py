@@ -8,6 +8,7 @@ from synthetic_fitness import GEOMETRIES, SPACES, Landscape, proposals, run
 
 from rope_patch.searching.candidates import Candidate
 from rope_patch.searching.strategies import evolution, longrope2
+from rope_patch.searching.strategies.base import critical_dimension
 from rope_patch.searching.strategies.longrope import FactorOperators
 
 EVOLUTIONS = ("longrope2", "longrope")
