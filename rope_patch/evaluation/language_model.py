@@ -1,4 +1,4 @@
-"""LongContextLM: a live model as lm-eval's language model, with prefix sharing and kept answers."""
+"""LongContextLM: a live model as lm-eval's, with prefix sharing and stored answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rope_patch.utils.errors import describe_error
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.progress import progress_bar
 
-BATCHABLE_TOKENS = 512  # tokens; what is not longer is read in batches
+BATCHABLE_TOKENS = 512  # tokens; questions up to this length are read in batches
 _BATCH_TOKENS = {"cpu": 4096}
 _GPU_BATCH_TOKENS = 32768
 _MAX_BATCH_LOGITS = 2**28  # numbers in the logits of a batch: 1 GB in float32
@@ -184,7 +184,7 @@ class LongContextLM(HFLM):
     def _answer_missing(self, questions: list[Question], answer: Callable[..., Any]) -> None:
         """Answer the questions that have no answer, divided between processes; record failures."""
         by_key = {question.key: question for question in questions}
-        # The main process says what is missing: others may already see new answers.
+        # The main process decides what is missing, because others may already see new answers.
         missing = self._processes.broadcast(
             [key for key in by_key if not self._answers.is_answered(key)]
         )
@@ -212,7 +212,7 @@ class LongContextLM(HFLM):
                 bar.update(before - bar.n)
                 if is_out_of_memory(error) and reader.halve_chunk():
                     continue
-                reader.clear()  # whatever it left behind is not to be trusted
+                reader.clear()  # the cache may be incomplete
                 bar.update(len(question.ids))
                 answer = {"error": describe_error(error)}
             self._answers.put(question.key, answer)
@@ -285,7 +285,7 @@ class LongContextLM(HFLM):
         try:
             answers = self._score_batch(questions)
         except Exception as error:
-            if len(questions) > 1:  # one of them may be to blame, or their number
+            if len(questions) > 1:  # a single question or the size of the batch may be the cause
                 if is_out_of_memory(error):
                     self._batch_tokens = max(self._batch_tokens // 2, 1)
                     torch.cuda.empty_cache()

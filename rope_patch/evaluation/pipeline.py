@@ -32,13 +32,13 @@ from rope_patch.utils.folder_lock import lock_folder
 logger = logging.getLogger("rope_patch")
 
 _SPEED_PROMPT = 2048  # tokens
-_UNLIMITED = 10**9  # tokens: lm-eval's own tasks are as long as they are
+_UNLIMITED = 10**9  # tokens: lm-eval's own tasks have no limit here
 
 
 def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) -> RunRecord:
     """Evaluate, and write the report.
 
-    Everything finished is kept in the folder, so the same request continues where it was stopped.
+    The folder stores everything that is finished, so the same request continues an earlier run.
     Under `accelerate launch` all processes take part, each with the whole model.
 
     Args:
@@ -64,12 +64,12 @@ def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) 
 
 def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> RunRecord:
     started = time.monotonic()
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant here
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of intended settings
     path = demo.resolve_model_path(request.model)
     config = read_config(path, gguf_file=request.gguf_file)
     check_request(request, path, config)
     tokenizer = read_tokenizer(path, gguf_file=request.gguf_file)
-    tokenizer.model_max_length = 10**9  # lengths are ours to check; it would warn of each prompt
+    tokenizer.model_max_length = 10**9  # lengths are checked here; it would warn of each prompt
     session = Session(request, path, config, tokenizer)
     documents, questions = PerplexityRun(session), RetrievalRun(session)
     others = _OtherMeasures(session)
@@ -161,7 +161,7 @@ class _OtherMeasures:
                 )
                 for metrics in (session.try_measure(f"{name}, {label}", measure) or {}).values():
                     self.harness_metrics.setdefault(name, {})[label] = metrics
-        # lm-eval counts a sample that failed as wrong, so the number is none of the model's.
+        # lm-eval counts a failed sample as wrong, so its metric does not measure the model.
         self._note_failures("lm-eval's samples", label, lm.failures, session.not_run)
 
     def measure_speed(self) -> None:
@@ -203,7 +203,7 @@ class _OtherMeasures:
 
 
 def _run_metadata(session: Session, total: float) -> RunMetadata:
-    """Return the part `run` of the results: how to run it again, and what tells two runs apart."""
+    """Return the part `run` of the results: where and how the evaluation ran."""
     request, model = session.request, session.model
     return {
         "model": request.model,
@@ -250,7 +250,7 @@ def _log_progress(done: int, of: int, seconds: float) -> None:
 
 
 def _warn_failures(results: RunRecord) -> None:
-    """Say what failed; raise if nothing worked."""
+    """Log failures; raise if nothing could be measured."""
     rows = [
         row
         for entry in results["retrieval"]

@@ -43,7 +43,7 @@ _RECALL = ("rp_recall_ll", "rp_recall_mc")
 _NOVELS = ("emma", "mansfield_park", "pride_and_prejudice", "sense_and_sensibility")
 PROFILES = {
     "quick": Profile(
-        # What the first is scored by is among what the second chooses from: one costs no more.
+        # `_mc` already scores the target of `_ll`, so running both costs no more.
         ("rp_niah_multikey_1_ll", "rp_niah_multikey_1_mc", PERPLEXITY, SHORT, SPEED),
         samples=10,
         short_samples=60,
@@ -58,7 +58,7 @@ def choose_profile(name: str | None) -> Profile:
     """Return the profile of that name, or else the one for this machine, and log it.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: No profile has that name.
     """
     if name is None:
         name = "standard" if torch.cuda.is_available() else "quick"

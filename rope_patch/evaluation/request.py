@@ -32,7 +32,7 @@ class EvalRequest:
 
     Attributes:
         model: A folder, a name on the Hub, or `demo`.
-        methods: Names from `rope_patch.list_methods()`, and `none` for the model as it is.
+        methods: Names from `rope_patch.list_methods()`, and `none` for the plain model.
         factor: Target length / trained length, for the methods; or `length`.
         length: Target length in tokens.
         lengths: Lengths of the retrieval samples, in tokens.
@@ -42,12 +42,12 @@ class EvalRequest:
         precision: Half-width that every accuracy's 95% interval must have; samples are doubled
             until it has, or `max_samples` are reached.
         max_samples: See `precision`.
-        depths: Where answers stand, in percent.
-        per_text: Retrieval samples that share a text; as the task says unless given, one mostly.
+        depths: The answers' positions in percent of the text.
+        per_text: Retrieval samples that share a text; the task's default unless given, mostly one.
         controls: Whether to ask questions of texts without their answer, too.
         share: Whether to read what prompts begin with in common once.
         texts: The long documents for perplexity: names from `texts.names()` or files.
-        documents: How many excerpts of them; one of each unless given.
+        documents: The number of excerpts of these texts; one of each unless given.
         haystacks: Texts that retrieval samples are made of; if empty, all that come with us.
         questions: A file with questions in SQuAD's format for the question tasks.
         perplexity_length: Tokens of a document; the longest of `lengths` unless given.
@@ -55,16 +55,16 @@ class EvalRequest:
         control_context: Tokens of context that the control gets; half the trained length unless
             given.
         stride: Tokens scored in each window of sliding perplexity.
-        windows: How many such windows in each document.
+        windows: Sliding windows in each document.
         short_samples: Samples of each ordinary short task.
-        trained_length: Tokens of pretraining, if the config does not tell the truth about them.
+        trained_length: Tokens of pretraining, if the config gives another number.
         start: Where the config scales already: see `patch`.
         options: The methods' options.
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         device_map: As in transformers; "auto" where there is a GPU.
         gguf_file: The GGUF file within the model's folder.
-        seed: For the samples.
-        folder: Where everything is written.
+        seed: The seed of the samples.
+        folder: The folder of the report and of everything measured.
         command: The command line, to record.
     """
 

@@ -110,7 +110,7 @@ class RetrievalRun:
             ) from error
 
     def _measure(self, pairs: list[tuple[str, int]], label: str, place: str) -> None:
-        """Measure tasks at one length together: prompts that some share are read once."""
+        """Measure tasks at one length together, so that shared prefixes are read once."""
         if not pairs:
             return
         length = pairs[0][1]
@@ -123,12 +123,12 @@ class RetrievalRun:
     def _score_tasks(
         self, built: list[Any], place: str, name: str = ""
     ) -> list[list[SampleRecord]]:
-        """Return every sample's score by the model as it is now, task by task.
+        """Return every sample's score under the model's present method, task by task.
 
         Args:
             built: Tasks.
-            place: Says on the progress bar what runs.
-            name: Of the file for lm-eval's own results; none if empty.
+            place: The label on the progress bar.
+            name: The name of the file for lm-eval's own results; no file if empty.
         """
         folder = self.session.request.folder / "lm_eval"
         path = folder / f"{atomic_files.safe_filename(name)}.json" if name else None

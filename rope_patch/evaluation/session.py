@@ -37,7 +37,7 @@ class CachedComputation(Generic[T]):
     """A part of the results that is computed from passes of one length and cached.
 
     Attributes:
-        identity: What identifies it, besides the model as it is now.
+        identity: The identity of the computation, besides the model and its present method.
         length: Tokens of each pass.
         compute: Computes it; JSON must give the value back unchanged.
     """
@@ -58,14 +58,14 @@ class Session:
 
     Attributes:
         model: The model; None until `load`.
-        weights: Their fingerprint.
+        weights: The fingerprint of the weights.
         geometries: By layer type.
         trained_length: Tokens.
-        methods: What is known of each method that ran, by label.
+        methods: The records of the methods that ran, by label.
         seconds: Time taken, by part.
         tokens: Tokens of the prompts (`asked`), and those that went through the model (`read`).
         continued: Whether an earlier run left answers, whose time is not in `seconds`.
-        not_run: What was asked for and could not be done, with the reason.
+        not_run: Requested parts that could not be measured, with the reason.
         failed: Samples of short tasks that failed and are not counted, with the reason.
     """
 
@@ -92,7 +92,7 @@ class Session:
         """Read the weights, and the answers of an earlier run."""
         request = self.request
         where = placement(request.dtype, request.device_map, self.processes.device)
-        # A model that was saved with a patch is, as it is, one with that patch.
+        # The plain form of a model that was saved with a patch has that patch.
         self.model = (read_model if read_sidecar(self.path) is None else load)(
             self.path, **where, gguf_file=request.gguf_file
         )
@@ -130,8 +130,8 @@ class Session:
         """Yield the present model for lm-eval; count the tokens that it reads.
 
         Args:
-            place: Says on the progress bar what runs.
-            longest: Tokens of the longest sample; of ours unless given.
+            place: The label on the progress bar.
+            longest: Tokens of the longest sample; at least those of our samples.
         """
         lm = LongContextLM(
             self.model,
@@ -178,7 +178,7 @@ class Session:
         try:
             return measure()
         except NotWritten:
-            raise  # whatever is measured next could not be kept either
+            raise  # no later measurement could be stored either
         except Exception as error:
             if self.processes.size > 1:
                 raise  # the others wait for this one
@@ -186,11 +186,11 @@ class Session:
             return None
 
     def identity(self, length: int, end: int) -> dict[str, Any]:
-        """Return what an answer depends on besides the prompt: the same for the same rotation.
+        """Return what an answer depends on besides the prompt; equal for equal rotations.
 
-        Many methods rotate a prompt alike: all that follow the length are the unpatched model up
-        to the trained length, and where they have grown to a factor, as good as all are a method
-        that was given it. What is the same is computed once.
+        Many methods rotate a prompt alike, and equal rotations share an answer. Up to the trained
+        length, all dynamic methods rotate as the unpatched model. Beyond it, most rotate as a
+        static method with the factor that they have reached.
 
         Args:
             length: Tokens that the model reads at once and rotates alike.
@@ -237,7 +237,7 @@ def _rotation_identity(handle: Patch, length: int, end: int) -> Any:
 def _describe_method(label: str, handle: Patch | None, longest: int) -> MethodRecord:
     if handle is None:
         return {"label": label, "method": None}
-    # A method that follows the length is shown as it is where the evaluation goes.
+    # Record a dynamic method's frequencies at the evaluation's longest length.
     frequencies_by_type = (
         handle.frequencies_at(longest) if handle.method.is_dynamic else handle.frequencies
     )

@@ -113,14 +113,14 @@ def config_overrides(config: Any, plan: PatchPlan | None, length: int) -> dict[s
 
     Args:
         config: The model's config.
-        plan: The method on this model; None for the model as it is.
+        plan: The method on this model; None for the plain model.
         length: Tokens of the longest sample.
 
     Returns:
         For `hf_overrides`; nested as the config is.
 
     Raises:
-        ValueError: vLLM reads the method otherwise, whatever it is told.
+        ValueError: vLLM cannot run the method, whatever the config entries.
     """
     text = config.get_text_config(decoder=True)
     # vLLM makes cos and sin for so many positions, and refuses a larger max_model_len.

@@ -181,7 +181,7 @@ class PrefixReader:
         # Layers replace their tensors and never write into them, so a shallow copy is enough.
         self._cache.layers[:] = [copy.copy(layer) for layer in self._window_snapshots[length]]
         self._window_snapshots = {
-            mark: kept for mark, kept in self._window_snapshots.items() if mark <= length
+            mark: layers for mark, layers in self._window_snapshots.items() if mark <= length
         }
 
     def _reach_of(self, length: int) -> float:

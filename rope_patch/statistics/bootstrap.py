@@ -28,26 +28,26 @@ def bootstrap_mean(
 ) -> Interval:
     """Return the weighted mean of values in documents, with a bootstrap interval.
 
-    With at least six documents, whole documents are drawn, and the interval speaks for other
-    documents like these. One or a few documents, drawn again, say nothing; then runs of
+    With at least six documents, whole documents are drawn, and the interval holds for other
+    documents like these. Fewer documents show no spread when drawn again; then runs of
     consecutive blocks are drawn from all documents (the block bootstrap of Künsch 1989, with runs
     that wrap around a document's end, Politis & Romano 1992, so that every block counts alike),
-    and the interval speaks for other passages of these documents. A trend along the document then
-    widens it. The bounds are percentiles, moved out for few units (Hesterberg 2015,
+    and the interval holds for other passages of these documents. A trend along the document
+    widens that interval. The bounds are percentiles, moved out for few units (Hesterberg 2015,
     arXiv:1411.5279).
 
     Args:
-        values: For each document its blocks' values, say mean losses in nats per token. May hold
-            infinities, which the interval then reaches; NaN makes estimate and bounds NaN.
-        weights: Each block's weight, say its tokens, above 0; None if all weigh the same.
+        values: The blocks' values of each document, such as mean losses in nats per token. The
+            interval reaches infinite values; NaN makes estimate and bounds NaN.
+        weights: Each block's weight above 0, such as its tokens; None if all weigh the same.
         run_length: Blocks in a run, about as many as depend on each other; None takes the cube root
             of the number of blocks (Hall, Horowitz & Jing 1995). At most the shortest document.
         confidence: Two-sided level, between 0 and 1.
-        resamples: How many means are drawn.
-        seed: Of the draws.
+        resamples: The number of means to draw.
+        seed: The seed of the draws.
 
     Returns:
-        The interval. `unit` says what was drawn: "documents", or "blocks" (then `effective_n` is
+        The interval. `unit` names the drawn units: "documents", or "blocks" (then `effective_n` is
         the number of runs). With less than two runs there are no bounds: `-inf` and `inf`.
 
     Raises:

@@ -15,12 +15,12 @@ class Interval:
     """An estimate and the confidence interval around it.
 
     Attributes:
-        estimate: The point estimate; NaN where there is none.
+        estimate: The point estimate; NaN if there is none.
         low: Lower bound.
-        high: Upper bound, `inf` where the data sets none.
-        n: How many units were measured.
-        effective_n: How many independent units tell as much.
-        failed: Units that failed and so say nothing; not part of `n`.
+        high: Upper bound; `inf` if the data sets none.
+        n: The number of units that were measured.
+        effective_n: The number of independent units with the same information.
+        failed: Units that failed and hold no information; not part of `n`.
         unit: What `n` counts: "samples", "documents" or "blocks".
     """
 
@@ -74,22 +74,22 @@ def accuracy(
 ) -> Interval:
     """Return the mean score with an interval that accounts for samples sharing a text.
 
-    Samples on one text hit and miss together, so they tell less than as many independent ones
+    Samples on one text hit and miss together, so they hold less information than independent ones
     (Miller 2024, arXiv:2411.00640). The design effect, the variance by clusters (linearised, from
     the clusters' summed residuals) over that of independent samples, divides n; the interval is
     Wilson's on what remains (Dean & Pagano 2015). Few clusters make the design effect itself
     uncertain, for which the effective n shrinks by Student's quantiles (Korn & Graubard 1998). It
     stays between that of independent samples and that of texts whose samples all agree (for equal
-    clusters: their number). Where all scores are equal nothing shows how far samples agree, so the
-    latter is taken. No bound is better than a perfect result's on the same texts: else one miss,
-    which looks like independence, would raise the lower bound.
+    clusters: their number). Equal scores do not show how far samples agree: they take the latter.
+    No bound is better than a perfect result's on the same texts: otherwise one miss, which looks
+    like independence, would raise the lower bound.
 
-    A failed sample is not a miss: it says nothing about the answer, so it leaves the estimate and
-    is counted in `failed`. Where failures may depend on the difficulty, read both.
+    A failed sample is not a miss: it holds no information about the answer, so it counts in
+    `failed` and not in the estimate. If failures may depend on the difficulty, read both.
 
     Args:
         scores: Scores in 0..1; None for samples that failed.
-        clusters: For each score which text it is from; None if all samples are independent.
+        clusters: The text of each score; None if all samples are independent.
         confidence: Two-sided level, between 0 and 1.
 
     Raises:

@@ -50,10 +50,10 @@ def mcnemar(
     Args:
         a: Scores of method a; None for samples that failed.
         b: Scores of method b on the same samples.
-        clusters: For each pair which text it is from; None if all are independent.
+        clusters: The text of each pair; None if all are independent.
         confidence: Two-sided level of the difference's interval.
-        resamples: How many resamples and sign flips are drawn.
-        seed: Of the draws.
+        resamples: The number of resamples and sign flips to draw.
+        seed: The seed of the draws.
 
     Raises:
         ValueError: See `paired_difference`.
@@ -76,19 +76,18 @@ def paired_difference(
     either sign. All signs are tried where `resamples` allows, else as many are drawn. With k
     clusters that differ it cannot fall below 2^(1-k): at five, nothing is significant at 5%.
 
-    The interval is a cluster bootstrap's. As Bonett & Price (2012) add a pair won by either method,
-    a cluster all won and one all lost are added to what is drawn from, as large as pairs of one
-    text tell of one thing (their design effect; a whole text where no pair differs). So methods
-    that agree on ten samples are not proven equal: the interval does not shrink to a point. For
-    few clusters it is conservative.
+    The interval is a cluster bootstrap's. Bonett & Price (2012) add a pair won by either method;
+    here the draws include two more clusters, one all won and one all lost. Their size is the design
+    effect of pairs of one text, or a whole text if no pair differs. So the interval keeps a width
+    even if methods agree on all of ten samples. For few clusters it is conservative.
 
     Args:
         a: Scores of method a in 0..1; None for samples that failed.
         b: Scores of method b on the same samples.
-        clusters: For each pair which text it is from; None if all are independent.
+        clusters: The text of each pair; None if all are independent.
         confidence: Two-sided level of the difference's interval.
-        resamples: How many resamples and sign flips are drawn.
-        seed: Of the draws.
+        resamples: The number of resamples and sign flips to draw.
+        seed: The seed of the draws.
 
     Raises:
         ValueError: If no pair was scored, a score is outside 0..1 or the lengths differ.

@@ -16,12 +16,12 @@ def retention(patched: Interval, base: Interval) -> Interval:
     correlated estimates it is conservative.
 
     Args:
-        patched: A non-negative estimate, say accuracy at a long length.
-        base: What it is held against, say the plain model's at its own length.
+        patched: A non-negative estimate, such as accuracy at a long length.
+        base: The estimate to compare with, such as the plain model's within its trained length.
 
     Returns:
-        The ratio. High is `inf` where the base's interval reaches zero; so is the estimate where
-        the base is zero, and NaN where both are. `n` and `effective_n` are the smaller ones.
+        The ratio. The upper bound is `inf` if the base's interval reaches zero. The estimate is
+        `inf` if the base is zero, and NaN if both are. `n` and `effective_n` are the smaller ones.
 
     Raises:
         ValueError: If an estimate is negative or NaN.

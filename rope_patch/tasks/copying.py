@@ -1,8 +1,8 @@
-"""Copying: continue a quotation word by word, as its words stand at some depth of the text.
+"""Copying: continue a quotation of words from some depth of the text, word by word.
 
-"Repeat After Me" (arXiv:2402.01032) takes copying for what tells models with a full memory of the
-text from others. Here the words stand in no order: nobody can guess the next one, nor know it from
-a novel that was in the training data.
+"Repeat After Me" (arXiv:2402.01032) takes copying to separate models with a full memory of the text
+from others. Here the words have a random order: no model can guess the next one, or know it from a
+novel in the training data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from rope_patch.tasks import samples, scoring
 
-ROOM = 128  # 24 words, of which rare ones take several tokens
+ROOM = 128  # 24 words; rare words take several tokens
 CUE = 8  # words of the passage that are quoted; a text does not have them in this order twice
 LONGEST = 40  # more words might not fit the room
 
@@ -20,7 +20,7 @@ PROMPT = (
     "words that follow them, one by one.\n{words}\nThe quoted words, and those that follow them:"
 )
 
-_VOCABULARY = 20_000  # words of a novel, of which the different ones are taken
+_VOCABULARY = 20_000  # words of a novel, before repetitions are dropped
 
 
 def build(**metadata: Any) -> dict[str, Any]:

@@ -66,8 +66,8 @@ def build(**metadata: Any) -> dict[str, Any]:
 def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Return drafts of samples of one text: each asks for another kind of thing.
 
-    One further kind, of which nothing is asked, is in every text, the control's too: to count
-    whatever does not belong to the story gives a wrong number.
+    Every text, the control's too, has one further kind that no question asks for. So counting all
+    sentences from outside the story gives a wrong number.
 
     Raises:
         ValueError: More samples of one text than there are kinds.

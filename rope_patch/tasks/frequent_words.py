@@ -91,7 +91,7 @@ def _generate_common(text: samples.TextContext) -> list[samples.SampleDraft]:
     order = rng.random()
 
     def prompt(units: int) -> str:
-        # As many other words as common ones at least, or there were nothing to tell apart.
+        # At least as many other words as common ones, so that there is a difference to find.
         other = [_other(words, i // seldom) for i in range(COMMON * seldom + units)]
         entries = _shuffle_entries(common, often, other, random.Random(f"{order}/{units}"))
         return example + COMMON_PROMPT.format(context=_number_words(entries))
@@ -142,7 +142,7 @@ def _generate_frequent(text: samples.TextContext) -> list[samples.SampleDraft]:
     _refuse_control(text, "rp_fwe")
     rng = text.rng
     coded: dict[str, None] = {}
-    while len(coded) < max(text.length // 50, 10):  # RULER's; ten at least, to have some others
+    while len(coded) < max(text.length // 50, 10):  # as RULER; at least ten, for some other words
         coded["".join(rng.choices(ascii_lowercase, k=_LETTERS))] = None
     vocabulary = [_NOISE, *list(coded)[1:]]
     order = rng.random()

@@ -104,7 +104,8 @@ def _single_needle(
 ) -> list[SampleDraft]:
     """Return samples with the same words, each with its own needle at its own depth.
 
-    So they share what stands before the shallowest needle, and none says another's answer.
+    All of them share the words before the shallowest needle, and no text holds another sample's
+    answer.
     """
     fill, needles = haystack(text), _needles(text.depths, _words(text.rng), _values(text.rng, kind))
     return [_draft(kind, fill, [one] if text.planted else [], [one], one.depth) for one in needles]
@@ -113,7 +114,7 @@ def _single_needle(
 def _one_of_four(text: TextContext) -> list[SampleDraft]:
     """Return samples that ask for a text's needles in turn: only the question differs.
 
-    More samples than four have as many needles as samples, so each asks for another one.
+    With more than four samples there are as many needles as samples, so each asks for another one.
     """
     needles = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
     return _ask_in_turn(text, "number", _prose(text), needles)
@@ -125,7 +126,7 @@ def _one_of_all(
     """Return samples as `_one_of_four`, in a text of nothing but needles."""
     names, values = keys(text.rng), _values(text.rng, kind)
     needles = _needles(text.depths, names, values)
-    # The further needles go on where those asked for end, so no key comes twice.
+    # The filler continues the same iterators, so no key comes twice.
     others = (
         NEEDLE.format(kind=f"{kind}s", key=k, value=v) for k, v in zip(names, values, strict=True)
     )
@@ -135,19 +136,19 @@ def _one_of_all(
 def _ask_in_turn(
     text: TextContext, kind: str, fill: _Haystack, needles: list[_Needle]
 ) -> list[SampleDraft]:
-    asked, others = needles[: len(text.depths)], needles[len(text.depths) :]
+    targets, others = needles[: len(text.depths)], needles[len(text.depths) :]
     inside = needles if text.planted else others
-    decoys = tuple(one.value for one in others)
-    drafts = [_draft(kind, fill, inside, [one], one.depth) for one in asked]
+    decoys = tuple(needle.value for needle in others)
+    drafts = [_draft(kind, fill, inside, [target], target.depth) for target in targets]
     return [replace(draft, decoys=decoys) for draft in drafts]
 
 
 def _all_keys(text: TextContext) -> list[SampleDraft]:
     """Return samples that ask for the same four needles, each for another one first.
 
-    The order asked for is the order to answer in, so each sample has another answer to a text that
-    all of them share up to the question; its depth is that of the needle asked for first. More
-    samples than four have as many needles as samples, and each asks for four of them.
+    The answer follows the order of the question. So samples share the text up to the question and
+    have different answers. A sample's depth is that of the first needle in its question. With more
+    than four samples there are as many needles as samples, and each sample asks for four of them.
     """
     needles = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
     fill, inside = _prose(text), needles if text.planted else []
@@ -160,10 +161,10 @@ def _all_keys(text: TextContext) -> list[SampleDraft]:
 def _all_values(text: TextContext) -> list[SampleDraft]:
     """Return samples that differ in one of the key's four values and in its depth.
 
-    Another key with four more values would make the task harder the more samples share a text, and
-    the same values could be asked for but once. So three of them stay in their random places, and
-    each sample has a fourth of its own at its own depth, which is the sample's depth. Answers are
-    listed in the order of the text.
+    Another key with four values for each sample would make the task harder if more samples share a
+    text, and one set of values serves only one question. So three values keep their random places,
+    and the fourth differs between samples. The sample's depth is that of the fourth value. Answers
+    are listed in the order of the text.
     """
     key, values, fill = next(_words(text.rng)), _values(text.rng, "number"), _prose(text)
     others = [text.rng.randint(0, 100) for _ in range(SEVERAL - 1)]
@@ -176,12 +177,12 @@ def _all_values(text: TextContext) -> list[SampleDraft]:
 
 
 def _draft(
-    kind: str, fill: _Haystack, inside: list[_Needle], asked: list[_Needle], depth: int
+    kind: str, fill: _Haystack, inside: list[_Needle], targets: list[_Needle], depth: int
 ) -> SampleDraft:
-    """Return the question for some needles, of a text with the needles `inside`."""
-    prompt, prefix = (PROMPT_ONE, PREFIX_ONE) if len(asked) == 1 else (PROMPT_MANY, PREFIX_MANY)
-    keys = _join_words(list(dict.fromkeys(needle.key for needle in asked)))
-    answers = [needle.value for needle in asked]
+    """Return the question for the target needles in a text with the needles `inside`."""
+    prompt, prefix = (PROMPT_ONE, PREFIX_ONE) if len(targets) == 1 else (PROMPT_MANY, PREFIX_MANY)
+    keys = _join_words(list(dict.fromkeys(needle.key for needle in targets)))
+    answers = [needle.value for needle in targets]
     planted = [
         (n.depth, NEEDLE.format(kind=f"{kind}s", key=n.key, value=n.value))
         for n in sorted(inside, key=lambda needle: needle.depth)
@@ -276,9 +277,9 @@ def _plant(units: list[str], needles: list[tuple[int, str]], places: Sequence[in
     """Put each needle at the one of `places` that is nearest to its depth.
 
     Args:
-        units: What the text is made of.
+        units: The parts of the text.
         needles: Depths in percent, and sentences, in ascending order of depth.
-        places: How many units may stand before a needle.
+        places: The allowed numbers of units before a needle.
     """
     planted, before = [], 0
     for depth, sentence in needles:

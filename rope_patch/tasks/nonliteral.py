@@ -30,8 +30,9 @@ _ABBREVIATIONS = ("Mr.", "Mrs.", "Dr.", "St.")
 def build(**metadata: Any) -> dict[str, Any]:
     """Build rp_nonliteral; the arguments are those of `samples.build` and `distractors`.
 
-    `distractors` (2 unless given) are sentences about further strangers, of whom nothing is asked:
-    that a sentence does not belong to the story says too little then. The control keeps them.
+    `distractors` (2 unless given) is a number of sentences about further strangers, which no
+    question asks for. With them, finding a sentence from outside the story does not suffice. The
+    control has them, too.
     """
     return samples.build(generate, "rp_nonliteral", ROOM, **metadata)
 

@@ -38,8 +38,8 @@ def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
 
     Args:
         questions: A file in SQuAD's format (1.1 or 2.0), or lines of JSON with question, answers
-            and context (a text, or a list of texts of which the last holds the answer). Its other
-            contexts are the distractors, repeated where they are too few. Made-up articles if None.
+            and context (a text, or a list of texts whose last one holds the answer). Other
+            contexts are the distractors, repeated if they are too few. None takes made-up articles.
         **metadata: As of `samples.build`.
 
     Raises:
@@ -52,7 +52,8 @@ def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
 def two_hops(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
     """Return samples of rp_qa_2: the answer takes two documents (RULER, arXiv:2404.06654).
 
-    Depth is where the second document stands, which holds the answer; the first is anywhere.
+    Depth is the position of the second document, which holds the answer. The first document has a
+    random position.
 
     Args:
         questions: As of `one_hop`.

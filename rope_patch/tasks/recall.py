@@ -40,22 +40,22 @@ def multiquery(**metadata: Any) -> dict[str, Any]:
 
 def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Return drafts of samples of one text: each asks for another key."""
-    asked, prompt = _pairs(text, text.depths)
-    decoys = tuple(value for _, value in asked[len(text.depths) :])
+    targets, prompt = _pairs(text, text.depths)
+    decoys = tuple(value for _, value in targets[len(text.depths) :])
     return [
         samples.SampleDraft(
             prompt=prompt, prefix=key, answers=[value], target=value, depth=depth, decoys=decoys
         )
-        for (key, value), depth in zip(asked, text.depths, strict=False)
+        for (key, value), depth in zip(targets, text.depths, strict=False)
     ]
 
 
 def _generate_all_keys(text: samples.TextContext) -> list[samples.SampleDraft]:
     """Return drafts that ask for all keys of a text, each in another order."""
-    asked, prompt = _pairs(text, [])
+    targets, prompt = _pairs(text, [])
     drafts = []
     for depth in text.depths:
-        order = text.rng.sample(asked, len(asked))
+        order = text.rng.sample(targets, len(targets))
         words = [word for pair in order for word in pair]
         drafts.append(
             samples.SampleDraft(
@@ -72,9 +72,9 @@ def _generate_all_keys(text: samples.TextContext) -> list[samples.SampleDraft]:
 def _pairs(
     text: samples.TextContext, depths: list[int]
 ) -> tuple[list[tuple[str, str]], Callable[[int], str]]:
-    """Return what is asked for, and the prompt with so many marks of noise around it.
+    """Return the pairs that questions ask for, and the prompt by its number of noise words.
 
-    Pairs beyond the given depths stand anywhere.
+    Pairs beyond the given depths have random places.
     """
     rng, number = text.rng, max(PAIRS, len(depths))
     keys, values = single_token_words(text.tokenizer)
@@ -84,10 +84,10 @@ def _pairs(
             f"tokenizer has {len(values)} for it: give a smaller per_text"
         )
     all_pairs = list(zip(rng.sample(keys, 2 * number), rng.sample(values, 2 * number), strict=True))
-    asked, others = all_pairs[:number], all_pairs[number:]
+    targets, others = all_pairs[:number], all_pairs[number:]
     shares = [depth / 100 for depth in depths]
     shares += [rng.random() for _ in range(number - len(shares))]
-    planted = asked if text.planted else others
+    planted = targets if text.planted else others
     placed = sorted(zip(shares, planted, strict=True), key=lambda at: at[0])
     noise: list[str] = []
 
@@ -98,7 +98,7 @@ def _pairs(
             parts.insert(round(share * n), f" {key} {value}")  # from the back: no place moves
         return "".join(parts)
 
-    return asked, prompt
+    return targets, prompt
 
 
 @lru_cache(maxsize=2)

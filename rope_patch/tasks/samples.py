@@ -40,13 +40,12 @@ class SampleDraft:
     """One sample before it has its length.
 
     Attributes:
-        prompt: The prompt with so many units of filler (words, lines, whatever the task has).
-        prefix: Begins the answer; the model goes on from there.
-        answers: References; the task's scoring says whether all or any of them are wanted.
-        target: The right answer as it would be written after the prefix; likelihood scores this.
-        depth: Where the answer stands, in percent of the filler; None where it is everywhere.
-        decoys: Answers of the same kind in the same text, wrong for this question, besides those
-            of the other samples.
+        prompt: Returns the prompt with a number of units of filler, such as words or lines.
+        prefix: The start of the answer; the model continues it.
+        answers: References; the task's scoring requires all or any of them.
+        target: The right answer as it follows the prefix; likelihood tasks score it.
+        depth: The answer's position in percent of the filler; None if it is everywhere.
+        decoys: Wrong answers of the same kind in the same text, besides the other samples' answers.
     """
 
     prompt: Callable[[int], str]
@@ -112,9 +111,9 @@ def build(
         room: Tokens that the answer may take; they count towards the length.
         tokenizer: The model's tokenizer or its name; `pretrained` is taken if there is none.
         length: Tokens of prompt, answer prefix and room together, in all: as many as fit.
-        samples: How many; one a depth unless given. Depths take turns, so every first few samples
-            cover all of them.
-        depths: Where answers stand, in percent of the filler.
+        samples: The number of samples; one for each depth unless given. Depths take turns, so the
+            first few samples cover all of them.
+        depths: The answers' positions in percent of the filler.
         seed: Another seed makes other samples.
         per_text: Samples that share a text.
         planted: False builds the control, whose texts lack the answer.
@@ -180,7 +179,7 @@ def build(
 
 
 def _choices(draft: SampleDraft, drafts: list[SampleDraft], task: str) -> dict[str, Any]:
-    """Return the answers to all questions of a text, sorted, so that places say nothing."""
+    """Return the answers to all questions of a text, sorted, so that positions give no hint."""
     answers = sorted({*(other.target for other in drafts), *draft.decoys})
     if len(answers) < 2:
         raise ValueError(
@@ -199,12 +198,12 @@ def _fit_to_length(
     if smallest > available:
         raise TooShort(length, task, smallest + room)
     most = available if most is None else most  # a unit takes at least a token
-    # `most` fits as a rule where there is one; else some units say how many tokens a unit takes.
+    # `most` usually fits if it is given; else 64 units measure the tokens of a unit.
     guess = 64 if most == available else most
     fits, fails, tries = 0, most + 1, 0
     while fails - fits > 1:
         tries += 1
-        # Sizes are as good as linear in units, so a few guesses do where halving takes twenty.
+        # Sizes are almost linear in units, so a few guesses replace twenty halvings.
         guess = min(max(guess, fits + 1), fails - 1) if tries < 12 else (fits + fails) // 2
         tokens = _prompt_tokens(tokenizer, draft, guess)
         fits, fails = (guess, fails) if tokens <= available else (fits, guess)

@@ -13,7 +13,7 @@ NUMBERS = [
 ]
 # fmt: on
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand"
-# With what makes it another number: 7.5, 1,000 and twenty-one are none of 7, 1 and twenty.
+# A number with all its parts: 7.5 is not 7, 1,000 is not 1, twenty-one is not twenty.
 _NUMBER = re.compile(rf"\d+(?:[.,]\d+)*|\b(?:{'|'.join(NUMBERS)}|{_TENS})\b(?:-[a-z]+)?")
 
 

@@ -133,9 +133,9 @@ class DocumentQuestion:
     """A question over documents.
 
     Attributes:
-        question: Its words.
-        answers: Any of them is right.
-        documents: What must be read to answer it; the last one holds the answer.
+        question: The words of the question.
+        answers: The right answers; any of them counts.
+        documents: The documents that the answer takes; the last one holds it.
     """
 
     question: str
@@ -147,7 +147,7 @@ class Encyclopaedia:
     """Articles without end, each of another person or town.
 
     Args:
-        rng: What everything random comes from.
+        rng: The source of all random choices.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -162,14 +162,14 @@ class Encyclopaedia:
     def one_hop(self) -> DocumentQuestion:
         """Return a question for one attribute of a new person."""
         person = self._person()
-        asked = self._rng.choice(list(_QUESTIONS))
-        answers = [person[asked]]
-        if asked == "date":
+        attribute = self._rng.choice(list(_QUESTIONS))
+        answers = [person[attribute]]
+        if attribute == "date":
             day, month, year = person["date"].split()
             answers.append(f"{month} {day}, {year}")
-        elif asked == "instrument":
+        elif attribute == "instrument":
             answers.append(person["instrument"].removeprefix("the "))
-        question = _QUESTIONS[asked].format(**person)
+        question = _QUESTIONS[attribute].format(**person)
         return DocumentQuestion(
             question=question, answers=answers, documents=[self._biography(person)]
         )

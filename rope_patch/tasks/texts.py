@@ -119,12 +119,12 @@ def documents(
             f"{count} documents of {length:,} tokens are needed, the texts {', '.join(texts)} have "
             f"{len(excerpts)}: give more texts, fewer documents or a shorter length"
         )
-    # All first excerpts, then all second ones: the sort leaves the order of the texts as it is.
+    # All first excerpts, then all second ones: the sort is stable, so texts keep their order.
     return [document for _, document in sorted(excerpts, key=lambda excerpt: excerpt[0])[:count]]
 
 
 def _tokens(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return what the tokenizer puts before a text, and the text's own tokens."""
+    """Return the special tokens before a text, and the tokens of the text."""
     raw = read_text(text)
     own = tokenizer(raw[:100], verbose=False, add_special_tokens=False).input_ids
     both = tokenizer(raw[:100], verbose=False).input_ids

@@ -27,7 +27,7 @@ NOISE = (
     "Here we go.",
     "There and back again.",
 )
-# RULER gives its example 500 tokens, of which ten lines of noise are left with usual tokenizers.
+# RULER's example has 500 tokens: with usual tokenizers, ten lines of noise.
 _EXAMPLE_NOISE = 10 * len(NOISE)
 
 
@@ -53,25 +53,25 @@ def _generate(text: samples.TextContext) -> list[samples.SampleDraft]:
             "for rp_niah_* or rp_qa_* only"
         )
     rng = text.rng
-    taught, asked = (str(value) for value in rng.sample(range(10_000, 100_000), 2))
+    example_value, value = (str(value) for value in rng.sample(range(10_000, 100_000), 2))
     shown, names = _variable_names(rng, letters=3), _variable_names(rng, letters=5)
-    example = _hide_chain(shown, taught, _assignment_places(rng), _EXAMPLE_NOISE)
-    example = PROMPT.format(context=example, value=taught)
-    example += f" {PREFIX.format(count=HOPS + 1, value=taught)} {' '.join(shown)}\n\n"
+    example = _hide_chain(shown, example_value, _assignment_places(rng), _EXAMPLE_NOISE)
+    example = PROMPT.format(context=example, value=example_value)
+    example += f" {PREFIX.format(count=HOPS + 1, value=example_value)} {' '.join(shown)}\n\n"
     spread = _assignment_places(rng)
 
     def prompt(units: int) -> str:
-        context = _hide_chain(names, asked, spread, units)
-        return example + PROMPT.format(context=context, value=asked)
+        context = _hide_chain(names, value, spread, units)
+        return example + PROMPT.format(context=context, value=value)
 
-    prefix = PREFIX.format(count=HOPS + 1, value=asked)
+    prefix = PREFIX.format(count=HOPS + 1, value=value)
     return [
         samples.SampleDraft(prompt=prompt, prefix=prefix, answers=names, target=" ".join(names))
     ]
 
 
 def _variable_names(rng: random.Random, letters: int) -> list[str]:
-    """Return names of the chain's variables, no two the same."""
+    """Return different names for the chain's variables."""
     names: dict[str, None] = {}
     while len(names) <= HOPS:
         names["".join(rng.choices(ascii_uppercase, k=letters))] = None
@@ -79,7 +79,7 @@ def _variable_names(rng: random.Random, letters: int) -> list[str]:
 
 
 def _assignment_places(rng: random.Random) -> list[float]:
-    """Return the places of the assignments, from 0 to 1, in their order."""
+    """Return the places of the assignments, from 0 to 1, ascending."""
     return sorted(rng.random() for _ in range(HOPS + 1))
 
 
@@ -87,11 +87,11 @@ def _hide_chain(names: list[str], value: str, spread: list[float], sentences: in
     """Return noise of `sentences` sentences with the chain in it."""
     noise = [NOISE[i % len(NOISE)] for i in range(sentences)]
     lines = [" ".join(noise[i : i + len(NOISE)]) + "\n" for i in range(0, sentences, len(NOISE))]
-    # Assignments stand between lines, or between sentences where there are too few lines.
+    # Insert assignments between lines, or between sentences if there are too few lines.
     pieces = lines if len(lines) >= len(names) else noise
     sources = [value, *(f"VAR {name}" for name in names[:-1])]
     spare = max(len(pieces) - len(names), 0)
     for i, (name, source, at) in enumerate(zip(names, sources, spread, strict=True)):
-        # The first i stand before it already, each after a piece of its own.
+        # The first i assignments come before this one, each after a piece of noise.
         pieces.insert(2 * i + int(at * (spare + 1)), f"VAR {name} = {source}")
     return " ".join(pieces)

@@ -157,7 +157,7 @@ def _load_one(name: str, length: int | None, metadata: dict[str, Any]) -> dict[s
     metadata = metadata | length_metadata(name, length)
     manager = TaskManager(metadata=metadata, **where)
     task_objects: dict[str, Any] = {}
-    for member in _member_tasks(name):  # one at a time, to say which of them cannot be had
+    for member in _member_tasks(name):  # one at a time, so that an error names the task
         if member == "ruler_vt":
             _require_feasible_length(length, metadata["tokenizer"])
         task_objects |= _load_with(manager, member)
@@ -201,7 +201,7 @@ def _network_timeouts() -> Iterator[None]:
     socket.setdefaulttimeout(_TIMEOUT)
     output: Any = sys.stderr  # standard output is for results
     if constants.HF_HUB_OFFLINE:
-        output = io.StringIO()  # RULER says that it downloaded, whether it did or not
+        output = io.StringIO()  # RULER prints that it downloaded even if it did not
         import requests
 
         swaps.set(requests, "get", _offline_error)

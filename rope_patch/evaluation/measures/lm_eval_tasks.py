@@ -26,15 +26,15 @@ def build(
         tokenizer: The model's tokenizer.
         lengths: In tokens.
         samples: Samples at each length.
-        depths: Where answers stand, in percent.
-        **metadata: What else the task's builder takes: seed, per_text, text, planted.
+        depths: The answers' positions in percent of the text.
+        **metadata: Further arguments of the task's builder: seed, per_text, text, planted.
 
     Returns:
         lm-eval task objects.
     """
     from lm_eval.api.task import ConfigurableTask
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it tells how to give what is given here
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it explains options that are set here
     task_objects = []
     for length in lengths:
         config = tasks.config(name)
@@ -51,7 +51,7 @@ def evaluate(
     """Run tasks on a model through lm-eval.
 
     Args:
-        lm: The model; it keeps its answers and goes on where an earlier run stopped.
+        lm: The model; it stores its answers and continues an earlier run.
         built: Tasks from `build`, or any task objects of lm-eval.
         path: Where lm-eval's own results go, without prompts; nowhere if None.
         limit: Samples of each task; all if None.
@@ -65,7 +65,7 @@ def evaluate(
 
     swaps = UndoLog()
     swaps.set(task, "tqdm", lambda docs, **_: docs)  # a bar of no time at all
-    # It would record the git commit of the folder that somebody happens to stand in.
+    # lm-eval would record the git commit of the current folder.
     swaps.set(evaluator, "get_git_commit_hash", lambda: None)
     swaps.set(evaluator, "add_env_info", lambda _: None)  # a second each time; the report has it
     try:

@@ -1,11 +1,11 @@
-"""LongPPL: perplexity of those tokens alone that need the far past (arXiv:2410.23771).
+"""LongPPL: perplexity of the tokens that need the far past (arXiv:2410.23771).
 
-Most tokens of a text follow from the sentence they stand in, and the mean over all of them hides
-whether a model uses a long context. Here an evaluator tells the few that do need it: given a long
-context it expects them, given a short one it does not. The paper takes a large model for that; here
-it is the model to be extended, before the patch and never beyond the length it was trained on. What
-is found then needs up to a trained length of context, which says whether a patched model still uses
-what it could use before, far into a text. It cannot say whether it uses more.
+Most tokens of a text follow from their sentence, so the mean over all tokens hides whether a model
+uses a long context. An evaluator finds the few key tokens: it expects them given a long context,
+and not given a short one. The paper's evaluator is a large model. Here it is the model to extend,
+without the patch and within its trained length. So key tokens need at most a trained length of
+context. They show whether a patched model, far into a text, still uses the context that it could
+use before. They cannot show whether it uses more.
 """
 
 from __future__ import annotations

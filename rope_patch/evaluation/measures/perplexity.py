@@ -47,7 +47,7 @@ def document_losses(model: Any, ids: list[int], label: str) -> torch.Tensor:
     Args:
         model: A transformers model, patched or not.
         ids: The document's tokens.
-        label: Says on the progress bar what runs.
+        label: The label on the progress bar.
 
     Returns:
         Negative log-likelihoods in nats, `[S - 1]`, float32: the i-th is of the token at position
@@ -120,8 +120,8 @@ def control_loss(
 ) -> float:
     """Return the mean loss of the window that ends at `end`, given the last `context` tokens.
 
-    One pass over `context` tokens, of which the last `window` are scored: what a model within its
-    trained length would say of the same text without the far past.
+    One pass over `context` tokens scores the last `window` of them. It gives the loss of the same
+    text within the trained length, without the far past.
 
     Args:
         model: A transformers model, as it was trained.
@@ -161,8 +161,8 @@ def token_losses(model: Any, ids: list[int], scored: int, label: str) -> torch.T
     Args:
         model: A transformers causal language model.
         ids: Tokens, at least two.
-        scored: How many of them, from the end, to score.
-        label: Says on the progress bar what runs.
+        scored: The number of tokens to score, from the end.
+        label: The label on the progress bar.
     """
     device = model.get_input_embeddings().weight.device
     device = torch.device("cpu") if device.type == "meta" else device  # offloaded: hooks move it

@@ -15,13 +15,13 @@ STRIDE = 256
 
 
 def window_ends(total: int, longest: int, stride: int, windows: int) -> list[int]:
-    """Return where windows end: the same places for every length, so that lengths compare.
+    """Return the windows' ends, the same for every length, so that lengths compare.
 
     Args:
         total: Tokens of the document.
         longest: The longest length to measure; no window ends before it.
         stride: Tokens scored in each window; no token is scored twice.
-        windows: How many, spread evenly; fewer where the document has no room. All have it in
+        windows: The number of windows, spread evenly; fewer if the document is short. All fit into
             `longest + (windows - 1) * stride` tokens.
 
     Returns:
@@ -59,7 +59,7 @@ def window_losses(
         length: Tokens of a window.
         stride: Tokens scored in each window.
         ends: Position after each window, at least `length`.
-        label: Says on the progress bar what runs.
+        label: The label on the progress bar.
         head: As in `perplexity.part`.
 
     Returns:

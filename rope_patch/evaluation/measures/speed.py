@@ -51,13 +51,13 @@ class SpeedRequest:
 
     Attributes:
         model: A folder, a name on the Hub, or `demo`.
-        methods: Names from `rope_patch.list_methods()`, and `none` for the model as it is; the
-            first is what the others are compared with.
+        methods: Names from `rope_patch.list_methods()`, and `none` for the plain model; the
+            first is the baseline of the ratios.
         factor: Target length / trained length; methods that follow the length need none.
         prompt: Tokens of the prompt; `factor` times the trained length unless given.
         decode: Tokens decoded one by one in each repeat.
-        repeats: How often everything that is timed is done.
-        trained_length: Tokens to take for those of pretraining; what the config says unless given.
+        repeats: The number of times that each timed part runs.
+        trained_length: Tokens of pretraining; the config's unless given.
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         compiled: Whether to count what torch.compile makes of a decoding step, too.
         random_weights: Draw the weights, so that a config is enough; times are the same.
@@ -195,10 +195,10 @@ def compare_methods(
     """Measure what methods cost on a loaded model, as multiples of the first one's cost.
 
     Args:
-        model: The model, unpatched; it is left as it is.
-        patches: The requests to patch with, by label; None is the model as it is.
+        model: The model, unpatched; it stays unpatched.
+        patches: The requests to patch with, by label; None for the plain model.
         prompt: Tokens of the prompt.
-        repeats: How often everything is timed.
+        repeats: The number of times that each timed part runs.
 
     Returns:
         The costs by label.

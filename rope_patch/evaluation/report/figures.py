@@ -83,7 +83,7 @@ def draw_figures(stats: RunStatistics, prefix: str = "") -> dict[str, Picture]:
 
     Args:
         stats: One run's statistics.
-        prefix: Begins the file names, to tell several runs' pictures apart.
+        prefix: The start of the file names; it separates the pictures of several runs.
 
     Returns:
         Some of `accuracy`, `answers`, `perplexity`, `sliding` and `stretch`.
@@ -375,7 +375,7 @@ def render_picture(name: str, alt: str, paint: Callable[[int], Figure]) -> Pictu
 
 
 def _add_aria_label(svg: str, alt: str) -> str:
-    """Tell screen readers what a drawing shows."""
+    """Describe a drawing for screen readers."""
     return re.sub(r"<svg([^>]*)>", rf'<svg role="img"\1><title>{escape(alt)}</title>', svg, count=1)
 
 

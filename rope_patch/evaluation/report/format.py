@@ -18,7 +18,7 @@ def one_line(text: Any) -> str:
 
 
 def filter_mark(text: str) -> str:
-    """Return a name as filters know it, whatever characters it has."""
+    """Return a name's mark for filters, free of special characters."""
     return f"f{digest(text.encode('utf-8', 'replace'), 8)}"
 
 

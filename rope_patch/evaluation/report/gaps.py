@@ -1,4 +1,4 @@
-"""Gaps: what a run was asked for and has no number for."""
+"""Gaps: the parts of a request that a run has no number for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MAX_NAMES = 6  # of a sentence
 def find_gaps(results: RunRecord) -> list[str]:
     """Return what is missing from one run's results, each with the reason.
 
-    A part that failed is missing, and so is the score of a task at a length under a method if all
-    of its samples failed. A sample that failed among others is not: it is listed and not counted.
+    A part that failed is missing. So is a task's score at a length under a method if all of its
+    samples failed. A failed sample among others is no gap: the report lists it without counting it.
 
     Args:
-        results: What the evaluation measured.
+        results: One run's results.
     """
     missing = [one_line(note) for note in results["run"].get("not_run") or []]
     tasks = [(entry["task"], entry["samples"]) for entry in results.get("retrieval") or []]
@@ -53,7 +53,7 @@ def _lengths_without_score(task: str, rows: Sequence[SampleRecord]) -> list[str]
 
 
 def gap_sentence(missing: list[str]) -> str:
-    """Return one sentence that names what is missing and how to have it measured.
+    """Return one sentence that names the gaps and how to fill them.
 
     Args:
         missing: From `find_gaps`; not empty.

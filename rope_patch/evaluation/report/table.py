@@ -37,7 +37,7 @@ class Cell:
 class Row:
     """One row; `key` names the colour that its method has in the figures.
 
-    Rows with the same `group` stand below that head; `method` and `task` are what filters go by.
+    Rows with the same `group` follow that head. Filters select rows by `method` and `task`.
     """
 
     name: str

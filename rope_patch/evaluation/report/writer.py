@@ -53,13 +53,13 @@ def write_report(
 ) -> Path:
     """Write `report.html`, `report.md`, `report.json` and `figures/*.png`.
 
-    Everything is rendered before anything is written, so a failure leaves an earlier report as it
-    was, and each file is replaced at once.
+    Everything is rendered before anything is written, so a failure leaves an earlier report
+    unchanged. Each file is replaced at once.
 
     Args:
-        results: What the evaluation measured; of several runs to see side by side, a list. Runs
-            that measured the same samples on the same weights are shown as one, with all methods.
-        folder: Where to; made if missing.
+        results: One run's results, or those of several runs to show side by side. Runs of the same
+            samples on the same weights are shown as one, with all methods.
+        folder: The report's folder; created if missing.
         show: Called with the verdict, the summary and cautions as plain text, such as `print`.
 
     Returns:
@@ -304,12 +304,12 @@ def render(template: Path, page: dict[str, Any]) -> str:
 
 
 def _rows_by_group(rows: list[Row]) -> list[list[Row]]:
-    """Return rows by the head that they stand below."""
+    """Return rows grouped by the head above them."""
     return [list(group) for _, group in groupby(rows, key=lambda row: row.group)]
 
 
 def _markdown(text: Any) -> str:
-    """Return text that Markdown shows as it is, also in a table."""
+    """Escape text for Markdown, also within a table."""
     return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", one_line(text))
 
 

@@ -1,4 +1,4 @@
-"""Rows of the short tasks: questions with a few choices, of which one is right."""
+"""Rows of the short tasks: questions with a few choices, one of them right."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ChoiceQuestion:
     """One question of a short task.
 
     Attributes:
-        context: What stands before the choices; a space follows it.
+        context: The text before the choices; a space follows it.
         right: The right choice.
-        wrong: The others, all different, and none of them right.
+        wrong: The wrong choices, all different.
     """
 
     context: str

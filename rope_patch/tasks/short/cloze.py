@@ -12,8 +12,8 @@ from rope_patch.tasks.short import choices
 
 MAX_WORDS = 120  # words of a passage
 _MIN_WORDS = 60
-_MAX_LAST_SENTENCE = 10  # words that the last sentence may have: the passage is needed, too
-_MIN_LETTERS = 5  # of the shortest word that is asked for: none of the commonest
+_MAX_LAST_SENTENCE = 10  # words of the last sentence: few, so that the answer takes the passage
+_MIN_LETTERS = 5  # letters of the missing word: the commonest words are shorter
 _SENTENCE_ENDS = (".", "!", "?")
 _STOPS = ",;:.!?"
 

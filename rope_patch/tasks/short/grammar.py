@@ -9,7 +9,7 @@ from typing import Any
 
 from rope_patch.tasks.short import choices
 
-SENTENCES_BEFORE = 4  # right ones, so that the pair does not stand at the first positions
+SENTENCES_BEFORE = 4  # right sentences that move the pair away from the first positions
 
 Pair = tuple[str, str]  # the right sentence, the wrong one
 

@@ -13,10 +13,10 @@ class RunResults:
     """One run's results.
 
     Attributes:
-        results: What the evaluation measured.
-        run: Its `run`.
+        results: The run's results.
+        run: Where and how it ran.
         labels: The methods' labels in order.
-        plain: The label of the model as it is, None where that was not run.
+        plain: The label of the plain model; None if it did not run.
         patched: The other labels.
         trained_length: The trained length in tokens.
     """
