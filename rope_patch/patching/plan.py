@@ -210,7 +210,11 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
         mla_attentions=sharpened,
     )
     for traits in rotaries:
-        traits.require_buffer_is_used()
+        if not traits.is_buffer_used:
+            raise Refused(
+                f"{traits.name} computes its frequencies anew in every forward, so none that are "
+                "set on it act: this architecture is not supported"
+            )
     _require_known_rotation(plan)
     _require_change(plan)
     require_start_tokens_supported(resolved, target_length, geometries, rotaries)
@@ -322,7 +326,7 @@ def _make_length_hooks(plan: PatchPlan) -> list[tuple[nn.Module, RotaryModule, L
     for traits in plan.rotaries:
         if not traits.frequencies.keys() & plan.geometries.keys():
             continue
-        decoder = traits.decoder
+        decoder = traits.require_decoder()
         if any(decoder is other for other, _, _ in hooks):
             raise Refused(
                 f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "

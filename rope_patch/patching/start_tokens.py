@@ -18,7 +18,6 @@ from torch import nn
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.patching.architecture.rotary_modules import require_decoder
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.dynamic.sequence_lengths import mask_columns, require_document_positions
 from rope_patch.patching.kernels.attention_forward import forward_attribute
@@ -131,7 +130,8 @@ def install_start_tokens(
         getattr(module, attribute), traits.probe_with(frequencies), frequencies, tokens
     )
     undo_log.set(module, attribute, forward)
-    undo_log.hook(traits.decoder, before=PaddingAwarePositions(traits.decoder))
+    decoder = traits.require_decoder()
+    undo_log.hook(decoder, before=PaddingAwarePositions(decoder))
 
 
 class PaddingAwarePositions:
@@ -251,7 +251,7 @@ def require_start_tokens_supported(
                 f"{type(traits.config).__name__} gives a token several positions (M-RoPE), so "
                 f"{traits.name} knows no first tokens: leave start_tokens out"
             )
-        require_decoder(traits.owner, traits.rotary)
+        traits.require_decoder()
         if not _probe_start_tokens(traits, frequencies, tokens):
             raise Refused(
                 f"{traits.name} does not hand out one rotation for each position in the way that "

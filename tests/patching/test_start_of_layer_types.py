@@ -165,8 +165,8 @@ def test_nope_replaces_the_short_set_too(tmp_path):
         assert_close(logits(plain, length), logits(model, length))
 
 
-def test_check_builds_two_rotary_modules(monkeypatch):
-    """Checking a request builds one rotary module to read frequencies, and one to probe."""
+def test_check_builds_one_rotary_module(monkeypatch):
+    """Checking a request builds one rotary module, both to read frequencies and to probe."""
     model = make_model("llama")
     (rotary,) = find_rotaries(model)
     kind, instances = type(rotary.module), []
@@ -178,4 +178,4 @@ def test_check_builds_two_rotary_modules(monkeypatch):
 
     monkeypatch.setattr(kind, "__init__", record_and_init)
     check(model, "linear", factor=2, kernels="hf")
-    assert len(instances) == 2
+    assert len(instances) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,21 +67,6 @@ def find_owner(model: nn.Module, rotary: RotaryModule) -> nn.Module:
         if any(child is rotary.module for child in module.children()):
             return module
     return model
-
-
-def require_decoder(owner: nn.Module, rotary: RotaryModule) -> nn.Module:
-    """Return a rotary module's parent if its forward takes tokens, positions and a cache.
-
-    Raises:
-        ValueError: It does not.
-    """
-    names = inspect.signature(type(owner).forward).parameters
-    if {"input_ids", "position_ids", "past_key_values"} <= names.keys():
-        return owner
-    raise Refused(
-        f"{type(rotary.module).__name__} does not belong to a decoder that is given positions and "
-        "a cache, so no length can be followed: use a method whose frequencies stay, such as yarn"
-    )
 
 
 def is_mrope(module: Any, config: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,6 @@ from rope_patch.patching.architecture.rotary_modules import (
     RotaryModule,
     find_owner,
     is_mrope,
-    require_decoder,
 )
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.frequency_buffers import set_frequencies
@@ -75,10 +75,15 @@ class RotaryTraits:
         """Return the name of the module's class."""
         return type(self.rotary.module).__name__
 
-    @cached_property
-    def decoder(self) -> nn.Module:
+    def require_decoder(self) -> nn.Module:
         """Return the owner; raise ValueError unless its forward takes positions and a cache."""
-        return require_decoder(self.owner, self.rotary)
+        names = inspect.signature(type(self.owner).forward).parameters
+        if {"input_ids", "position_ids", "past_key_values"} <= names.keys():
+            return self.owner
+        raise Refused(
+            f"{self.name} does not belong to a decoder that is given positions and a cache, so no "
+            "length can be followed: use a method whose frequencies stay, such as yarn"
+        )
 
     @property
     def is_mrope(self) -> bool:
@@ -99,13 +104,13 @@ class RotaryTraits:
         apply: Any = getattr(sys.modules[type(self.rotary.module).__module__], APPLY, None)
         if is_liger_function(apply):
             return False  # Liger rotates halves only, and cannot be probed: it runs on GPUs only
-        layer_type, inv_freq = self._first_layer_type, self._first_inv_freq.float()
+        layer_type, own = next(iter(self.frequencies.items()))
+        inv_freq = own.inv_freq.float()
         positions = torch.tensor([[0, 1, 7, 30]])
         generator = torch.Generator().manual_seed(0)
         keys = torch.randn(1, 2, 4, 2 * len(inv_freq), generator=generator)
         angle = positions[..., None] * inv_freq
-        scale = self.frequencies[layer_type].attention_factor
-        cos, sin = (f(angle)[:, None] * scale for f in (torch.cos, torch.sin))
+        cos, sin = (f(angle)[:, None] * own.attention_factor for f in (torch.cos, torch.sin))
         if apply is not None:
             try:
                 cos_sin = call_rotary(self.probe, keys, positions, layer_type)
@@ -130,7 +135,8 @@ class RotaryTraits:
     @property
     def has_half_tables(self) -> bool:
         """Return whether cos and sin hold each pair's number once, not twice (DeepSeek-V4)."""
-        return bool(self._cos.shape[-1] < 2 * len(self._first_inv_freq))
+        own = next(iter(self.frequencies.values()))
+        return bool(self._cos.shape[-1] < 2 * len(own.inv_freq))
 
     @property
     def repeats_interleaved(self) -> bool:
@@ -145,8 +151,9 @@ class RotaryTraits:
         Not in transformers 5.0.
         """
         module = self.probe_with(self.frequencies)
-        layer_type, own = self._first_layer_type, self._first_inv_freq
-        name = f"{self.rotary.prefixes[layer_type]}inv_freq"
+        layer_type, prefix = next(iter(self.rotary.prefixes.items()))
+        name = f"{prefix}inv_freq"
+        own = getattr(module, name)
         x, positions = torch.zeros(2, 3, 4), torch.arange(3)[None]
         arguments = (x, positions) if layer_type is None else (x, positions, layer_type)
         row_outputs = []
@@ -181,14 +188,6 @@ class RotaryTraits:
             return True
         return not any(torch.equal(a, b) for a, b in zip(plain, changed, strict=True))
 
-    def require_buffer_is_used(self) -> None:
-        """Raise if changing `inv_freq` does not change the module's output."""
-        if not self.is_buffer_used:
-            raise Refused(
-                f"{self.name} computes its frequencies anew in every forward, so none that are set "
-                "on it act: this architecture is not supported"
-            )
-
     def probe_with(self, frequencies: dict[str | None, Frequencies]) -> Any:
         """Return a copy of the probe with other frequencies, for some or all layer types."""
         probe = copy.deepcopy(self.probe, {id(self.config): self.config})
@@ -196,20 +195,11 @@ class RotaryTraits:
         set_frequencies(rotary, self.frequencies, frequencies, UndoLog())
         return probe
 
-    @property
-    def _first_layer_type(self) -> str | None:
-        return next(iter(self.rotary.prefixes))
-
-    @property
-    def _first_inv_freq(self) -> torch.Tensor:
-        prefix = self.rotary.prefixes[self._first_layer_type]
-        inv_freq: torch.Tensor = getattr(self.probe, f"{prefix}inv_freq")
-        return inv_freq
-
     @cached_property
     @torch_defaults()
     def _cos(self) -> torch.Tensor:
         """Return the probe's cos for two tokens."""
         x, positions = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
-        cos: torch.Tensor = call_rotary(self.probe, x, positions, self._first_layer_type)[0]
+        layer_type = next(iter(self.rotary.prefixes))
+        cos: torch.Tensor = call_rotary(self.probe, x, positions, layer_type)[0]
         return cos

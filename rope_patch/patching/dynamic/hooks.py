@@ -115,7 +115,8 @@ class LengthHooks:
             for layer_type, prefix in traits.rotary.prefixes.items()
             if layer_type in geometries
         }
-        self.rotated_layer_types = rotated_layer_types(traits.decoder, traits.config)
+        decoder = traits.require_decoder()
+        self.rotated_layer_types = rotated_layer_types(decoder, traits.config)
         self.interleaved = traits.is_interleaved
         self.supports_per_row_frequencies = traits.supports_per_row_frequencies
         self.fixed_length: float | None = None
@@ -128,7 +129,7 @@ class LengthHooks:
         self.slices = self.frequency_table.slices
         self.row_width = self.frequency_table.row_width
         self.record_layout = (tuple(self.slices.items()), method.start_token_count)
-        self._parameter_names = list(inspect.signature(type(traits.decoder).forward).parameters)[1:]
+        self._parameter_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         self.generation_loop = GenerationLoop()
         self._state = ForwardState()
         self._lock = threading.RLock()
