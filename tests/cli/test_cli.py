@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from helpers.commands import here, typed
+from helpers.commands import run_in_new_process, run_in_this_process
 
 import rope_patch
 
@@ -15,29 +15,29 @@ TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
 
 def test_methods_are_listed_with_options_paper_and_need_for_fine_tuning():
-    rows = json.loads(here("methods", "--json").stdout)
+    rows = json.loads(run_in_this_process("methods", "--json").stdout)
     assert [row["name"] for row in rows] == list(rope_patch.list_methods())
-    *lines, blank, hint = here("methods").stdout.splitlines()
+    *lines, blank, hint = run_in_this_process("methods").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(rope_patch.list_methods())
     assert all(line.endswith(row["description"]) for line, row in zip(lines, rows, strict=True))
     assert (blank, "NAME" in hint) == ("", True)
-    output = here("methods", "yarn").stdout
+    output = run_in_this_process("methods", "yarn").stdout
     assert "beta_fast (default: 32.0)" in output
     assert "YaRN, arXiv:2309.00071; fine-tuning: not needed, but helps" in output
 
 
 def test_diagnose_prints_a_row_for_every_pair():
-    output = here("diagnose", TINY, "--method", "yarn", "--factor", "4").stdout
+    output = run_in_this_process("diagnose", TINY, "--method", "yarn", "--factor", "4").stdout
     assert "critical dimension" in output
     rows = [line.split() for line in output.splitlines() if line[:4].strip().isdigit()]
     assert [row[0] for row in rows] == [str(pair) for pair in range(16)]
     assert all(row[3].startswith("×") for row in rows)
-    data = json.loads(here("diagnose", TINY, "--length", "1024", "--json").stdout)
+    data = json.loads(run_in_this_process("diagnose", TINY, "--length", "1024", "--json").stdout)
     assert len(data["rotations"]["all"]["pairs"]) == 16
 
 
 def test_eval_writes_a_report_and_prints_its_path(tmp_path):
-    result = typed(
+    result = run_in_new_process(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
         *("--depths", "50", "--out", "out"),
         cwd=tmp_path,
@@ -56,7 +56,7 @@ def test_eval_writes_a_report_and_prints_its_path(tmp_path):
     assert "yarn ×4, 256 → 1,024 tokens" in result.stderr
     assert "\r" not in result.stderr  # no progress bars in a log, neither ours nor the libraries'
     assert all(result.stderr.splitlines())
-    repeated = typed(
+    repeated = run_in_new_process(
         *("eval", TINY, "--method", "none,yarn", "--factor", "4", "--lengths", "512"),
         *("--depths", "50", "--report", "out", "--json", "-q"),
         cwd=tmp_path,
@@ -68,7 +68,7 @@ def test_eval_writes_a_report_and_prints_its_path(tmp_path):
 
 @pytest.mark.parametrize("command", [(), ("methods",), ("diagnose",), ("eval",), ("env",)])
 def test_help_has_examples(command):
-    result = here(*command, "--help")
+    result = run_in_this_process(*command, "--help")
     assert result.returncode == 0
     assert "Examples:" in result.stdout or not command
 
@@ -105,7 +105,7 @@ def test_help_has_examples(command):
 )
 def test_failures_are_one_error_line_and_exit_status_1(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = here(*arguments)
+    result = run_in_this_process(*arguments)
     assert result.returncode == 1
     assert result.stdout == ""
     assert message in result.stderr
@@ -115,7 +115,7 @@ def test_failures_are_one_error_line_and_exit_status_1(arguments, message, tmp_p
 
 
 def test_a_failing_process_prints_one_error_line(tmp_path):
-    result = typed("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
+    result = run_in_new_process("diagnose", TINY, "--factor", "0.5", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: --factor must be at least 1")
@@ -130,7 +130,7 @@ def test_aliases_of_options_work():
         (("search", "x", "--folder", __file__), f"--out {__file__} is a file"),
         (("recommend", "x", "--length", "9", "--folder", "o", "--budget", "many"), "'--minutes'"),
     ]:
-        result = here(*words)
+        result = run_in_this_process(*words)
         assert result.returncode
         assert message in result.stderr.replace("\n", " ")
 
@@ -140,7 +140,12 @@ def test_out_sets_the_output_folder_of_a_recipe(monkeypatch):
 
     arguments = []
     monkeypatch.setattr(trainer, "main", arguments.extend)
-    assert here("finetune", "--config", "smoke_cpu", "--out", "here", "--seed", "1").returncode == 0
+    assert (
+        run_in_this_process(
+            "finetune", "--config", "smoke_cpu", "--out", "here", "--seed", "1"
+        ).returncode
+        == 0
+    )
     assert arguments == ["--config", "smoke_cpu", "--output_dir", "here", "--seed", "1"]
 
 
@@ -158,16 +163,16 @@ def test_verbosity_options_work_before_and_after_the_command(words, level, monke
     logger, levels = logging.getLogger("rope_patch"), []
     before = logger.level
     monkeypatch.setattr(json, "dumps", lambda *_, **__: levels.append(logger.level))
-    assert here(*words).returncode == 0
+    assert run_in_this_process(*words).returncode == 0
     assert (levels, logger.level) == ([level], before)
 
 
 def test_the_version_and_the_environment_are_printed():
     version = rope_patch.__version__
-    assert here("--version").stdout == f"rope-patch {version}\n"
-    facts = json.loads(here("env", "--json").stdout)
+    assert run_in_this_process("--version").stdout == f"rope-patch {version}\n"
+    facts = json.loads(run_in_this_process("env", "--json").stdout)
     assert (facts["rope-patch"], facts["torch"]) == (version, metadata.version("torch"))
-    output = here("env").stdout
+    output = run_in_this_process("env").stdout
     assert all(f"{name} " in output and value in output for name, value in facts.items())
 
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.commands import here
+from helpers.commands import run_in_this_process
 
 import rope_patch
 from rope_patch.pretrained import demo
@@ -41,7 +41,7 @@ def config(**changes):
 
 def error_line(*words):
     """Return the single error line of a command."""
-    result = here(*words)
+    result = run_in_this_process(*words)
     assert result.returncode == 1
     (line,) = [line for line in result.stderr.splitlines() if line.strip()]
     assert line.startswith("error: ")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import here
+from helpers.commands import run_in_this_process
 
 TINY = str(Path(__file__).parents[1] / "assets" / "tiny-llama")
 
@@ -71,7 +71,7 @@ def test_interrupt_during_imports_is_one_line():
 def test_interrupt_during_a_command_is_one_line(target, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(target, interrupt)
-    status, out, err = here(*words)
+    status, out, err = run_in_this_process(*words)
     assert (status, out) == (130, "")
     assert err.startswith("stopped")
     assert err.count("\n") == 1

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.commands import here, typed
+from helpers.commands import run_in_new_process, run_in_this_process
 from helpers.evaluations import TINY
 from transformers import LlamaForCausalLM
 
@@ -21,7 +21,7 @@ SMALL_OPTIONS = [
 def compare_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared") / "out"
     arguments = ["--method", "yarn,none", "--factor", "2", *SMALL_OPTIONS, "--profile", "quick"]
-    return folder, typed("compare", TINY, *arguments, "--out", str(folder))
+    return folder, run_in_new_process("compare", TINY, *arguments, "--out", str(folder))
 
 
 def test_compare_measures_the_plain_model_first_and_prints_the_report_path(compare_run):
@@ -38,7 +38,7 @@ def test_compare_measures_the_plain_model_first_and_prints_the_report_path(compa
 
 def test_report_is_rebuilt_from_stored_results(compare_run, tmp_path):
     folder, _ = compare_run
-    status, out, err = here("report", folder, "--out", tmp_path / "again")
+    status, out, err = run_in_this_process("report", folder, "--out", tmp_path / "again")
     assert (status, err) == (0, "")
     report_folder = tmp_path / "again"
     assert out.endswith(f"\n\n{report_folder / 'report.html'}\n")
@@ -49,7 +49,7 @@ def test_report_is_rebuilt_from_stored_results(compare_run, tmp_path):
 
 def test_report_of_several_runs_needs_an_output_folder(compare_run):
     folder, _ = compare_run
-    status, out, err = here("report", folder, folder)
+    status, out, err = run_in_this_process("report", folder, folder)
     assert (status, out) == (1, "")
     assert "give --out FOLDER" in err
 
@@ -63,7 +63,7 @@ def test_changed_and_foreign_results_are_refused(compare_run, tmp_path):
         ("{", "is not JSON"),
     ]:
         (tmp_path / "report.json").write_text(content)
-        status, out, err = here("report", tmp_path)
+        status, out, err = run_in_this_process("report", tmp_path)
         assert (status, out) == (1, "")
         assert err.startswith("error: ")
         assert reason in err
@@ -79,7 +79,7 @@ def test_changed_and_foreign_results_are_refused(compare_run, tmp_path):
     ],
 )
 def test_bad_methods_fail_with_one_line_before_the_model_is_read(tmp_path, arguments, message):
-    status, out, err = here("compare", TINY, *arguments, "--out", tmp_path / "new")
+    status, out, err = run_in_this_process("compare", TINY, *arguments, "--out", tmp_path / "new")
     assert (status, out) == (1, "")
     (line,) = err.splitlines()
     assert line.startswith("error: ")
@@ -90,7 +90,7 @@ def test_bad_methods_fail_with_one_line_before_the_model_is_read(tmp_path, argum
 def test_json_option_prints_only_json_to_stdout(tmp_path):
     arguments = ["--method", "none,none", "--lengths", "128", "--tasks", "perplexity", "--json"]
     arguments += ["--control-context", "100", "--out", tmp_path]
-    status, out, _ = here("eval", TINY, *arguments)
+    status, out, _ = run_in_this_process("eval", TINY, *arguments)
     assert status == 0
     assert json.loads(out) == json.loads((tmp_path / "report.json").read_text())
     assert len(json.loads(out)["methods"]) == 1
@@ -102,7 +102,7 @@ def test_exit_status_is_1_if_every_sample_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
     arguments = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
-    status, out, err = here("eval", TINY, *arguments, "--out", tmp_path)
+    status, out, err = run_in_this_process("eval", TINY, *arguments, "--out", tmp_path)
     assert (status, out) == (1, "")
     assert "error: not one of 3 samples could be answered: RuntimeError: boom" in err
 
@@ -113,7 +113,7 @@ def test_interrupt_prints_how_to_continue(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", stop)
     arguments = ["--method", "none", "--lengths", "352", "--tasks", "rp_niah_single_2_ll"]
-    status, out, err = here("eval", TINY, *arguments, "--out", tmp_path)
+    status, out, err = run_in_this_process("eval", TINY, *arguments, "--out", tmp_path)
     assert (status, out) == (130, "")
     assert "the same command continues from here" in err
 
@@ -136,7 +136,7 @@ def test_interrupt_prints_how_to_continue(tmp_path, monkeypatch):
 )
 def test_bad_input_is_one_error_line(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    status, out, err = here(*arguments)
+    status, out, err = run_in_this_process(*arguments)
     assert (status, out) == (1, "")
     assert err.splitlines()[-1].startswith("error: ")
     assert message in err

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.evaluations import TINY, killed, lines, numbers, request
+from helpers.evaluations import TINY, answer_lines, measured_numbers, request, run_until_killed
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_patch
@@ -118,10 +118,10 @@ def test_the_folder_holds_the_report_and_the_lm_eval_results(finished_run):
 def test_the_same_request_computes_nothing_again(finished_run, monkeypatch):
     folder, results = finished_run
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("computed again"))
-    before = lines(folder)
+    before = answer_lines(folder)
     again = evaluate(request(folder, controls=True))
-    assert numbers(again) == numbers(results)
-    assert lines(folder) == before
+    assert measured_numbers(again) == measured_numbers(results)
+    assert answer_lines(folder) == before
 
 
 # -- kills -----------------------------------------------------------------------------------------
@@ -136,18 +136,18 @@ def test_the_same_request_computes_nothing_again(finished_run, monkeypatch):
 def test_a_killed_run_resumes_to_the_same_numbers(finished_run, tmp_path, kill_point):
     _, expected = finished_run
     eval_request = request(tmp_path)
-    killed(eval_request, **kill_point)
-    before = lines(tmp_path)
+    run_until_killed(eval_request, **kill_point)
+    before = answer_lines(tmp_path)
     cut = 0
     path = tmp_path / "cache" / "answers-0.jsonl"
     if kill_point == {"answers": 3}:  # killed while the last line was written
         content = path.read_bytes()
         path.write_bytes(content[: len(content) - 25])
         cut = 1
-        before = lines(tmp_path)
+        before = answer_lines(tmp_path)
     results = evaluate(eval_request)
-    assert numbers(results) == numbers(expected) | {"control": []}
-    keys = [key for key, _ in lines(tmp_path)]
+    assert measured_numbers(results) == measured_numbers(expected) | {"control": []}
+    keys = [key for key, _ in answer_lines(tmp_path)]
     assert keys[: len(before)] == [key for key, _ in before]
     assert len(keys) == len(set(keys))  # nothing that was finished was answered again
     assert len(before) < len(keys)
@@ -202,7 +202,7 @@ def test_a_failed_sample_is_reported_and_retried(
     got = [row["log_likelihood"] for row in retried_results["retrieval"][0]["samples"]["none"]]
     assert got == pytest.approx([row["log_likelihood"] for row in expected_rows.values()], abs=1e-3)
     assert "failed" not in caplog.text
-    assert sorted(is_failure for _, is_failure in lines(tmp_path)) == [False] * 4 + [True]
+    assert sorted(is_failure for _, is_failure in answer_lines(tmp_path)) == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_samples_grow_until_intervals_are_narrow_enough(tmp_path, precision, max
     assert (
         count == 15 or max(half_width(rows) for rows in ten_samples["samples"].values()) > precision
     )
-    assert len(lines(tmp_path)) == 2 * count
+    assert len(answer_lines(tmp_path)) == 2 * count
 
 
 def half_width(rows):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.evaluations import lines, numbers, request
+from helpers.evaluations import answer_lines, measured_numbers, request
 
 from rope_patch.evaluation.measures import perplexity
 from rope_patch.evaluation.pipeline import evaluate
@@ -91,13 +91,13 @@ def test_damaged_results_are_measured_again_and_reported_once(finished_run, capl
     assert len(reasons) == 2 + len(DAMAGES)
     swap(*swapped)
     answers = folder / "cache" / "answers-0.jsonl"
-    count = len(lines(folder))
+    count = len(answer_lines(folder))
     first = json.loads(answers.read_text().splitlines()[0])["answer"]["log_likelihood"]
     answers.write_text(answers.read_text().replace(str(first), str(first / 2)))
     report = (folder / "report.json").read_text()
     (folder / "report.json").write_text("{")
 
-    assert numbers(evaluate(small_request(folder))) == numbers(expected)
+    assert measured_numbers(evaluate(small_request(folder))) == measured_numbers(expected)
     messages = [line for line in caplog.messages if not line.startswith("caution: ")]
     lines_by_path = {line.split(": ")[0].split(" ")[0]: line for line in messages}
     assert len(lines_by_path) == len(messages) == len(reasons) + 1
@@ -110,12 +110,12 @@ def test_damaged_results_are_measured_again_and_reported_once(finished_run, capl
         in lines_by_path[str(answers)]
     )
     assert {path: unseal(path.read_bytes()) for path in before} == before
-    assert len(lines(folder)) == count
+    assert len(answer_lines(folder)) == count
     new_report = json.loads((folder / "report.json").read_text())
     assert new_report["perplexity"] == json.loads(report)["perplexity"]
 
     caplog.clear()
-    assert numbers(evaluate(small_request(folder))) == numbers(expected)
+    assert measured_numbers(evaluate(small_request(folder))) == measured_numbers(expected)
     assert all(line.startswith("caution: ") for line in caplog.messages)
 
 

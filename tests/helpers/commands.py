@@ -12,7 +12,7 @@ from unittest import mock
 from rope_patch.cli import main
 
 
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     """Exit code and output of a command."""
 
     returncode: int
@@ -20,7 +20,7 @@ class Done(NamedTuple):
     stderr: str
 
 
-def typed(*words, cwd=None, **variables):
+def run_in_new_process(*words, cwd=None, **variables):
     """Run a command in a new process, with one thread and no GPU.
 
     `variables` are added to the process's environment.
@@ -36,7 +36,7 @@ def typed(*words, cwd=None, **variables):
     )
 
 
-def here(*words):
+def run_in_this_process(*words):
     """Run a command in this process."""
     stdout, stderr = io.StringIO(), io.StringIO()
     status = 0
@@ -51,4 +51,4 @@ def here(*words):
             main()
         except SystemExit as error:
             status = error.code or 0
-    return Done(status, stdout.getvalue(), stderr.getvalue())
+    return CommandResult(status, stdout.getvalue(), stderr.getvalue())

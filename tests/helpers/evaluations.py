@@ -33,14 +33,14 @@ def request(folder, **changes):
     return replace(default, **changes)
 
 
-def numbers(results):
+def measured_numbers(results):
     """Return the results that neither interruptions nor the number of processes may change."""
     return {
         part: results[part] for part in ("methods", "perplexity", "retrieval", "control", "short")
     }
 
 
-def lines(folder):
+def answer_lines(folder):
     """Return (key, is an error) for each complete line of all answer files."""
     answers = []
     for path in sorted((folder / "cache").glob("answers-*.jsonl")):
@@ -53,7 +53,7 @@ def lines(folder):
     return answers
 
 
-def killed(request, answers=None, pieces=None):
+def run_until_killed(request, answers=None, pieces=None):
     """Run an evaluation that is killed after it wrote `answers` answers or `pieces` pieces."""
     process = FORK.Process(target=_evaluate_until, args=(request, answers, pieces))
     process.start()

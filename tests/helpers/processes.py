@@ -18,7 +18,7 @@ SCRIPTS = TESTS / "distributed"
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter takes seconds to import torch
 
 
-def together(job, size=2, patience=300):
+def run_forked(job, size=2, patience=300):
     """Run a job in several forked processes of one process group.
 
     Args:

@@ -35,7 +35,7 @@ def questions(length=LENGTH, count=8, seed=1, pairs=8):
     )
 
 
-def stretched(power, top=2.0, attention_factor=None):
+def stretch_candidate(power, top=2.0, attention_factor=None):
     """Return a candidate whose stretch rises to `top` over the tiny models' 16 pairs."""
     options = {"long_factor": [top ** ((pair / 15) ** power) for pair in range(16)]}
     if attention_factor is not None:
@@ -48,7 +48,7 @@ def walk(space, budget, seed, *, step=0.7):
     power, best = 1.0 + 0.01 * seed, float("inf")
     for number in range(budget):
         candidate = power + step * (-1) ** number / (1 + number)
-        fitness = yield stretched(candidate, top=space.factor)
+        fitness = yield stretch_candidate(candidate, top=space.factor)
         if fitness < best:
             power, best = candidate, fitness
 
@@ -57,7 +57,7 @@ WALK = Strategy(walk, "", "", searches_attention_factor=False, resumable=True)
 
 
 def arguments(**changes):
-    """Return arguments of a search by `WALK`, which `registered()` lists as "walk"."""
+    """Return arguments of a search by `WALK`, which `strategies_with_walk()` lists as "walk"."""
     default = {
         "length": LENGTH,
         "method": "walk",
@@ -70,25 +70,25 @@ def arguments(**changes):
     return default | changes
 
 
-def registered(propose=None, **changes):
+def strategies_with_walk(propose=None, **changes):
     """Return all strategies and `WALK`, or another `propose`, as "walk"."""
     strategy = WALK if propose is None else replace(WALK, propose=propose)
     return pipeline.STRATEGIES | {"walk": replace(strategy, **changes)}
 
 
-def lines(folder):
+def journal_keys(folder):
     """Return the keys of a journal's complete lines; the text after the last newline is not one."""
     complete = (folder / JOURNAL_FILE).read_text().split("\n")[1:-1]
     return [json.loads(line)["key"] for line in complete]
 
 
-def numbers(result):
+def search_numbers(result):
     """Return the results that neither kills nor the number of processes may change."""
     history = [{k: v for k, v in entry.items() if k != "seconds"} for entry in result.history]
     return history, result.arguments(), result.held_out
 
 
-def killed(after, torn=False, **arguments):
+def run_until_killed(after, torn=False, **arguments):
     """Run a search that is killed after `after` measurements; `torn` leaves half of the next."""
     process = FORK.Process(target=_search_until, args=(after, torn, arguments))
     process.start()
@@ -110,11 +110,11 @@ def _search_until(after, torn, arguments):
         append(self, *entries)
 
     JournalFile.append = count_and_append
-    pipeline.STRATEGIES = registered()
+    pipeline.STRATEGIES = strategies_with_walk()
     search(load(), **arguments)
 
 
-def one_of(**arguments):
+def search_and_report(**arguments):
     """Return the numbers of a search, as one of several processes that search together."""
-    pipeline.STRATEGIES = registered()
-    return numbers(search(load(), **arguments))
+    pipeline.STRATEGIES = strategies_with_walk()
+    return search_numbers(search(load(), **arguments))

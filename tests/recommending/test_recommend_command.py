@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.commands import typed
+from helpers.commands import run_in_new_process
 from helpers.search_fixtures import questions
 from typer.testing import CliRunner
 
@@ -38,8 +38,8 @@ def finished_runs(samples_file, tmp_path_factory):
     """Run the same command twice; return the folder and both results."""
     folder = tmp_path_factory.mktemp("run")
     arguments = ["--length", 512, "--minutes", 30, "--samples", samples_file, "--out", "out"]
-    first = typed("recommend", TINY, *arguments, cwd=folder)
-    second = typed("recommend", TINY, *arguments, "--json", cwd=folder)
+    first = run_in_new_process("recommend", TINY, *arguments, cwd=folder)
+    second = run_in_new_process("recommend", TINY, *arguments, "--json", cwd=folder)
     return folder, first, second
 
 

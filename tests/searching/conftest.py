@@ -1,7 +1,7 @@
 """The tiny trained model, and the stand-in strategy of small searches."""
 
 import pytest
-from helpers.search_fixtures import load, registered
+from helpers.search_fixtures import load, strategies_with_walk
 
 from rope_patch.searching import pipeline
 
@@ -14,4 +14,4 @@ def model():
 @pytest.fixture
 def walk_strategy(monkeypatch):
     """Let searches know the stand-in strategy as "walk"."""
-    monkeypatch.setattr(pipeline, "STRATEGIES", registered())
+    monkeypatch.setattr(pipeline, "STRATEGIES", strategies_with_walk())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import typed
+from helpers.commands import run_in_new_process
 from train_tiny import recall_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -171,14 +171,14 @@ def test_a_folder_of_another_search_is_refused_and_left_unchanged(finished_run, 
 @pytest.mark.slow
 def test_stderr_has_no_line_per_patch(samples, tmp_path):
     words = [TINY, "--length", 512, "--strategy", "ntk-rcd", "--evaluations", 1, *samples]
-    process = typed("search", *words, "--out", tmp_path / "out", cwd=tmp_path)
+    process = run_in_new_process("search", *words, "--out", tmp_path / "out", cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert "patched" not in process.stderr
     assert process.stdout.endswith(f"{tmp_path / 'out' / 'found.json'}\n")
 
 
 def test_a_refusal_is_one_line_and_exit_code_1(tmp_path):
-    process = typed("search", TINY, "--length", 512, "--evaluations", 0, cwd=tmp_path)
+    process = run_in_new_process("search", TINY, "--length", 512, "--evaluations", 0, cwd=tmp_path)
     assert process.returncode == 1
     assert process.stdout == ""
     lines = process.stderr.splitlines()

@@ -5,18 +5,18 @@ import random
 
 import pytest
 import torch
-from helpers.processes import together
+from helpers.processes import run_forked
 from helpers.search_fixtures import (
     LENGTH,
     arguments,
-    killed,
-    lines,
+    journal_keys,
     load,
-    numbers,
-    one_of,
     questions,
-    registered,
-    stretched,
+    run_until_killed,
+    search_and_report,
+    search_numbers,
+    strategies_with_walk,
+    stretch_candidate,
 )
 
 import rope_patch
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("walk_strategy")
 def finished_search(model, tmp_path_factory):
     """Return the result and the folder of an uninterrupted search."""
     folder = tmp_path_factory.mktemp("whole")
-    before, pipeline.STRATEGIES = pipeline.STRATEGIES, registered()
+    before, pipeline.STRATEGIES = pipeline.STRATEGIES, strategies_with_walk()
     result = rope_patch.search(model, **arguments(folder=folder))
     pipeline.STRATEGIES = before
     return result, folder
@@ -96,7 +96,7 @@ def test_a_finished_search_measures_nothing_again(finished_search, model, monkey
     result, folder = finished_search
     monkeypatch.setattr(Fitness, "measure", None)
     repeated = rope_patch.search(model, **arguments(folder=folder))
-    assert numbers(repeated) == numbers(result)
+    assert search_numbers(repeated) == search_numbers(result)
 
 
 def test_a_killed_search_resumes_where_it_stopped(finished_search, model, tmp_path):
@@ -105,23 +105,23 @@ def test_a_killed_search_resumes_where_it_stopped(finished_search, model, tmp_pa
     kill_points = sorted(rng.sample(range(1, 12), 2))
     written = 0
     for number, torn in zip(kill_points, (True, False), strict=True):
-        killed(number - written, torn, **arguments(folder=tmp_path))
-        assert lines(tmp_path) == lines(folder)[:number]
+        run_until_killed(number - written, torn, **arguments(folder=tmp_path))
+        assert journal_keys(tmp_path) == journal_keys(folder)[:number]
         written = number
         before = (tmp_path / JOURNAL_FILE).read_bytes()
     resumed = rope_patch.search(model, **arguments(folder=tmp_path))
-    assert numbers(resumed) == numbers(result)
+    assert search_numbers(resumed) == search_numbers(result)
     assert (tmp_path / JOURNAL_FILE).read_bytes().startswith(before)
-    assert lines(tmp_path) == lines(folder)
-    assert len(set(lines(tmp_path))) == len(lines(tmp_path))
+    assert journal_keys(tmp_path) == journal_keys(folder)
+    assert len(set(journal_keys(tmp_path))) == len(journal_keys(tmp_path))
 
 
 def test_a_larger_budget_continues_the_search(finished_search, model, tmp_path):
     result, _ = finished_search
     rope_patch.search(model, **arguments(folder=tmp_path, budget=3))
     continued = rope_patch.search(model, **arguments(folder=tmp_path))
-    assert numbers(continued) == numbers(result)
-    assert sum(key.startswith("search/") for key in lines(tmp_path)) == 7
+    assert search_numbers(continued) == search_numbers(result)
+    assert sum(key.startswith("search/") for key in journal_keys(tmp_path)) == 7
 
 
 def test_a_larger_budget_is_refused_if_the_strategy_plans_by_it(
@@ -129,7 +129,7 @@ def test_a_larger_budget_is_refused_if_the_strategy_plans_by_it(
 ):
     _, folder = finished_search
     before = (folder / JOURNAL_FILE).read_bytes()
-    monkeypatch.setattr(pipeline, "STRATEGIES", registered(resumable=False))
+    monkeypatch.setattr(pipeline, "STRATEGIES", strategies_with_walk(resumable=False))
     with pytest.raises(ValueError, match="walk plans by its budget, which was 6 when"):
         rope_patch.search(model, **arguments(folder=folder, budget=8))
     assert (folder / JOURNAL_FILE).read_bytes() == before
@@ -164,9 +164,9 @@ def test_the_journal_of_another_model_is_refused(finished_search):
 
 def test_a_failing_candidate_is_recorded_and_the_search_continues(model, monkeypatch, tmp_path):
     def propose(space, budget, seed):
-        fitnesses.append((yield stretched(1.0)))
-        fitnesses.append((yield stretched(9.0)))
-        fitnesses.append((yield stretched(1.2)))
+        fitnesses.append((yield stretch_candidate(1.0)))
+        fitnesses.append((yield stretch_candidate(9.0)))
+        fitnesses.append((yield stretch_candidate(1.2)))
 
     fitnesses, failures = [], []
     forward = model.model.layers[0].forward
@@ -174,13 +174,13 @@ def test_a_failing_candidate_is_recorded_and_the_search_continues(model, monkeyp
     def fail(*args, **kwargs):
         handle = rope_patch.current(model)
         if handle and handle.method.options().get("long_factor") == list(
-            stretched(9.0).options["long_factor"]
+            stretch_candidate(9.0).options["long_factor"]
         ):
             failures.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "STRATEGIES", registered(propose))
+    monkeypatch.setattr(pipeline, "STRATEGIES", strategies_with_walk(propose))
     monkeypatch.setattr(model.model.layers[0], "forward", fail)
     result = rope_patch.search(model, **arguments(folder=tmp_path))
     assert failures
@@ -196,12 +196,12 @@ def test_a_failing_candidate_is_recorded_and_the_search_continues(model, monkeyp
 def test_a_repeated_candidate_is_not_measured_again(model, monkeypatch):
     def propose(space, budget, seed):
         fitnesses.append((yield rope_patch.searching.Candidate("known", "yarn")))
-        fitnesses.append((yield stretched(1.0)))
-        fitnesses.append((yield stretched(1.0)))
+        fitnesses.append((yield stretch_candidate(1.0)))
+        fitnesses.append((yield stretch_candidate(1.0)))
 
     fitnesses, candidates = [], []
     measure = Fitness.measure
-    monkeypatch.setattr(pipeline, "STRATEGIES", registered(propose))
+    monkeypatch.setattr(pipeline, "STRATEGIES", strategies_with_walk(propose))
     monkeypatch.setattr(
         Fitness, "measure", lambda *a, **k: candidates.append(a[1]) or measure(*a, **k)
     )
@@ -219,10 +219,10 @@ def test_a_repeated_candidate_is_not_measured_again(model, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes are forked, which CUDA forbids")
 def test_two_processes_find_what_one_finds(finished_search, model, tmp_path):
     result, folder = finished_search
-    for process_numbers in together(lambda: one_of(**arguments(folder=tmp_path))):
-        assert process_numbers == numbers(result)
-    assert lines(tmp_path) == lines(folder)
-    assert numbers(rope_patch.SearchResult.load(tmp_path))[:2] == numbers(result)[:2]
+    for process_numbers in run_forked(lambda: search_and_report(**arguments(folder=tmp_path))):
+        assert process_numbers == search_numbers(result)
+    assert journal_keys(tmp_path) == journal_keys(folder)
+    assert search_numbers(rope_patch.SearchResult.load(tmp_path))[:2] == search_numbers(result)[:2]
 
 
 @pytest.mark.parametrize("method", STRATEGIES)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers.commands import here
+from helpers.commands import run_in_this_process
 from helpers.search_fixtures import ASSETS, load
 
 import rope_patch
@@ -95,7 +95,7 @@ def test_prompt_and_generation_fit_the_length(name, tokenizer):
 
 def test_values_are_generated_within_the_trained_length_and_not_beyond(tmp_path):
     words = ["--method", "none", "--tasks", "rp_recall", "--lengths", f"128,{LENGTH}"]
-    result = here("eval", TINY, *words, "--samples", "10", "--out", tmp_path)
+    result = run_in_this_process("eval", TINY, *words, "--samples", "10", "--out", tmp_path)
     assert result.returncode == 0, result.stderr
     (entry,) = json.loads((tmp_path / "report.json").read_text())["retrieval"]
     rows = entry["samples"]["none"]
@@ -154,22 +154,26 @@ def test_tasks_of_a_profile_are_limited_to_those_that_fit(caplog):
 
 def test_the_report_cautions_about_a_model_that_reads_no_prose(tmp_path):
     words = ["--method", "none", "--lengths", "128", "--tasks", "rp_recall_ll,perplexity"]
-    result = here("eval", TINY, *words, "--control-context", "100", "--out", tmp_path)
+    result = run_in_this_process(
+        "eval", TINY, *words, "--control-context", "100", "--out", tmp_path
+    )
     assert result.returncode == 0
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("caution: ")]
     assert "reads these documents no better than chance" in line
     results = json.loads((tmp_path / "report.json").read_text())
     assert results["run"]["cautions"] == [line.removeprefix("caution: ")]
     assert "reads these documents no better than chance" in (tmp_path / "report.md").read_text()
-    repeated = here("report", tmp_path)
-    combined = here("report", tmp_path, tmp_path, "--out", tmp_path / "both")
+    repeated = run_in_this_process("report", tmp_path)
+    combined = run_in_this_process("report", tmp_path, tmp_path, "--out", tmp_path / "both")
     assert repeated.stdout.splitlines().count(line) == result.stdout.splitlines().count(line) == 1
     assert repeated.stdout == result.stdout
     assert line.removeprefix("caution: ") in combined.stdout
 
 
 def test_a_short_length_is_refused_with_advice_before_weights_are_read(tmp_path):
-    result = here("eval", TINY, "--method", "none", "--lengths", "256", "--out", tmp_path / "new")
+    result = run_in_this_process(
+        "eval", TINY, "--method", "none", "--lengths", "256", "--out", tmp_path / "new"
+    )
     assert result.returncode == 1
     assert "give --lengths of at least 329 each" in result.stderr
     assert "rp_recall_ll" in result.stderr

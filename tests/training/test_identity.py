@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import training_runs as runs
-from helpers.commands import here
+from helpers.commands import run_in_this_process
 from safetensors.torch import load_file, save_file
 from training_runs import (
     ASSETS,
@@ -65,7 +65,7 @@ def error_of_refused_run(folder, *words, **changes):
     """Return the command's error; fail if it changed the folder."""
     before = snapshot(folder)
     command = [*arguments(folder, resume="auto", **changes), *words]
-    result = here("finetune", *command)
+    result = run_in_this_process("finetune", *command)
     assert result.returncode == 1
     assert snapshot(folder) == before
     assert result.stderr.count("error: ") == 1
@@ -259,7 +259,7 @@ def test_keys_that_may_change_are_known_and_marked_in_the_list():
         "enable_jit_checkpoint",
     }  # fmt: skip
     assert identity.MAY_CHANGE - version_dependent <= known_keys().keys()
-    lines = here("finetune", "--keys").stdout.splitlines()
+    lines = run_in_this_process("finetune", "--keys").stdout.splitlines()
     changeable_keys = {
         line.split()[0] for line in lines if line.endswith("(may change when a run goes on)")
     }

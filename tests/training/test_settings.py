@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.commands import here
+from helpers.commands import run_in_this_process
 
 from rope_patch.training import recipe_files, settings
 from rope_patch.training.settings import known_keys, parse
@@ -273,7 +273,7 @@ def test_every_key_has_a_description():
 
 
 def test_the_command_lists_its_keys():
-    result = here("finetune", "--keys")
+    result = run_in_this_process("finetune", "--keys")
     assert result.returncode == 0
     keys = [line.split()[0] for line in result.stdout.splitlines() if line[:1].strip()]
     assert keys[0] == "model"
@@ -281,7 +281,7 @@ def test_the_command_lists_its_keys():
 
 
 def test_the_command_has_help():
-    result = here("finetune", "--help")
+    result = run_in_this_process("finetune", "--help")
     assert result.returncode == 0
     assert "--config" in result.stdout
     assert "--config smoke_cpu" in result.stdout
@@ -297,7 +297,7 @@ def test_the_command_has_help():
     ],
 )
 def test_a_bad_command_is_one_error_line(words, message):
-    result = here("finetune", *words)
+    result = run_in_this_process("finetune", *words)
     assert result.returncode == 1
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
@@ -311,9 +311,9 @@ def test_recipes_of_the_package_are_loaded_by_name(tmp_path, monkeypatch):
     for name, path in recipe_files.recipes().items():
         for spelling in (name, f"{name}.yaml", f"recipes/configs/{name}.yaml"):
             assert recipe_files.find_recipe(Path(spelling)) == path
-        assert here("recipes", name).stdout == path.read_text()
+        assert run_in_this_process("recipes", name).stdout == path.read_text()
     assert settings.read_recipe(Path("yarn_64k")) == yaml.safe_load(
-        here("recipes", "yarn_64k").stdout
+        run_in_this_process("recipes", "yarn_64k").stdout
     )
     (tmp_path / "yarn_64k.yaml").write_text("method: linear\n")
     assert settings.read_recipe(Path("yarn_64k.yaml")) == {
@@ -334,9 +334,9 @@ def test_an_unknown_recipe_name_is_refused_with_the_closest_one(spelling, tmp_pa
 
 
 def test_recipes_and_launch_files_are_listed_with_their_descriptions():
-    output = here("recipes").stdout
+    output = run_in_this_process("recipes").stdout
     for name, path in (recipe_files.recipes() | recipe_files.launches()).items():
         line = next(line for line in output.splitlines() if line.split()[0] == name)
         assert line.split(None, 1)[1] in " ".join(path.read_text().replace("\n# ", " ").split())
     assert not recipe_files.recipes().keys() & recipe_files.launches().keys()  # one name, one file
-    assert "did you mean 'fsdp2'?" in here("recipes", "fsdp3").stderr
+    assert "did you mean 'fsdp2'?" in run_in_this_process("recipes", "fsdp3").stderr

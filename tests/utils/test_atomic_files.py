@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import here
+from helpers.commands import run_in_this_process
 from helpers.small_disk import disk as disk
 from helpers.tiny_models import make_model
 
@@ -211,7 +211,7 @@ def test_unwritable_outputs_are_refused_before_the_model_is_looked_up(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("precious")
-    status, out, err = here(*command)
+    status, out, err = run_in_this_process(*command)
     assert (status, out) == (1, "")
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert message in line
@@ -230,7 +230,7 @@ def test_the_same_command_finishes_a_report_once_the_disk_has_room(disk):
     folder = disk(0.1)
     command = ["eval", TINY, "--method", "none", "--lengths", "288", "--tasks", "perplexity"]
     command += ["--control-context", "256", "--window", "32", "--out", folder]
-    status, out, err = here(*command)
+    status, out, err = run_in_this_process(*command)
     assert (status, out) == (1, "")
     line = err.splitlines()[-1]
     assert f" could not be written to {folder}" in line
@@ -240,7 +240,7 @@ def test_the_same_command_finishes_a_report_once_the_disk_has_room(disk):
     pieces = {path: path.read_bytes() for path in (folder / "cache").iterdir()}
     assert pieces
     disk(20)
-    status, out, _ = here(*command)
+    status, out, _ = run_in_this_process(*command)
     assert (status, out.splitlines()[-1]) == (0, f"{folder}/report.html")
     assert {path: path.read_bytes() for path in pieces} == pieces
     assert json.loads((folder / "report.json").read_text())["run"]["not_run"] == []

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from helpers.evaluations import request
-from helpers.processes import FORK, together
+from helpers.processes import FORK, run_forked
 
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.utils.folder_lock import FolderLock, lock_folder
@@ -48,10 +48,10 @@ def test_all_processes_of_a_run_get_the_lock_or_none(tmp_path):
             return str(error)
 
     with lock_folder(tmp_path, Processes()):
-        first, second = together(try_lock)
+        first, second = run_forked(try_lock)
     assert "another process works in" in first
     assert second == first
-    assert together(try_lock) == ["works", "works"]
+    assert run_forked(try_lock) == ["works", "works"]
 
 
 def test_the_lock_is_released_after_an_error(tmp_path):

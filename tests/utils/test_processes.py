@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
-from helpers.evaluations import lines, numbers, request
-from helpers.processes import together
+from helpers.evaluations import answer_lines, measured_numbers, request
+from helpers.processes import run_forked
 
 from rope_patch.evaluation.pipeline import evaluate
 from rope_patch.utils.processes import Processes
@@ -61,17 +61,17 @@ def test_processes_that_cannot_meet_are_refused(monkeypatch):
 def test_two_processes_give_the_results_of_one(tmp_path):
     eval_request = request(tmp_path / "two", controls=True)
     expected = evaluate(request(tmp_path / "one", controls=True))
-    results_by_rank = together(lambda: evaluate(eval_request))
+    results_by_rank = run_forked(lambda: evaluate(eval_request))
     for results in results_by_rank:
         assert results["perplexity"] == expected["perplexity"]
-    assert numbers(results_by_rank[0]) == numbers(
+    assert measured_numbers(results_by_rank[0]) == measured_numbers(
         expected
     )  # lm-eval gives scores to the main process alone
     names = {path.name for path in (tmp_path / "two" / "cache").glob("answers-*")}
     assert names == {"answers-0.jsonl", "answers-1.jsonl"}  # both took part
-    keys = [key for key, _ in lines(tmp_path / "two")]
+    keys = [key for key, _ in answer_lines(tmp_path / "two")]
     assert len(keys) == len(set(keys))
-    assert set(keys) == {key for key, _ in lines(tmp_path / "one")}
+    assert set(keys) == {key for key, _ in answer_lines(tmp_path / "one")}
     pieces = [{p.name for p in (tmp_path / n / "cache").glob("piece-*")} for n in ("one", "two")]
     assert pieces[0] == pieces[1]
     report = json.loads((tmp_path / "two" / "report.json").read_text())
@@ -79,5 +79,5 @@ def test_two_processes_give_the_results_of_one(tmp_path):
     assert report["retrieval"] == expected["retrieval"]  # the main process wrote it
     # One process can finish what two began.
     repeated = evaluate(request(tmp_path / "two", controls=True))
-    assert numbers(repeated) == numbers(expected)
-    assert [key for key, _ in lines(tmp_path / "two")] == keys
+    assert measured_numbers(repeated) == measured_numbers(expected)
+    assert [key for key, _ in answer_lines(tmp_path / "two")] == keys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import typed
+from helpers.commands import run_in_new_process
 from helpers.tiny_models import TRAINED, make_model, tokens
 from typer.testing import CliRunner
 
@@ -155,7 +155,7 @@ def test_growth_is_a_share_of_the_time_until_the_next_step(monkeypatch):
 
 
 def test_the_command_prints_a_table_and_writes_the_file(tmp_path):
-    result = typed(
+    result = run_in_new_process(
         "bench",
         *(
             str(TINY),
@@ -183,7 +183,7 @@ def test_the_command_prints_a_table_and_writes_the_file(tmp_path):
 def test_a_config_is_enough_for_random_weights(tmp_path):
     """Without --out nothing is written."""
     shutil.copy(TINY / "config.json", tmp_path)
-    result = typed(
+    result = run_in_new_process(
         "bench",
         *(str(tmp_path), "--method", "none", "--random-weights", "--dtype", "bfloat16", "--json"),
         *("--prompt", "64", "--decode", "2", "--repeats", "1"),

@@ -2,7 +2,7 @@
 
 import json
 
-from helpers.commands import here
+from helpers.commands import run_in_this_process
 from helpers.evaluations import TINY
 from report_results import results
 from transformers import LlamaForCausalLM
@@ -81,7 +81,7 @@ def test_a_missing_control_exits_with_1_until_it_is_measured(tmp_path, monkeypat
         raise RuntimeError("boom")
 
     monkeypatch.setattr(perplexity, "control_loss", fail)
-    status, out, err = here(*command)
+    status, out, err = run_in_this_process(*command)
     assert status == 1
     assert json.loads(out) == json.loads((tmp_path / "out" / "report.json").read_text())
     assert json.loads(out)["perplexity"]["losses"]["none"]
@@ -89,13 +89,13 @@ def test_a_missing_control_exits_with_1_until_it_is_measured(tmp_path, monkeypat
     assert f"\n{sentence} tries again" in f"\n{err}"
     first = (tmp_path / "out" / "report.md").read_text().splitlines()[0]
     assert first.startswith(f"**{sentence}")
-    status, out, err = here("report", tmp_path / "out", "--out", tmp_path / "again")
+    status, out, err = run_in_this_process("report", tmp_path / "out", "--out", tmp_path / "again")
     assert (status, out.splitlines()[-1]) == (1, f"{tmp_path / 'again' / 'report.html'}")
     assert err.startswith(sentence)
     assert (tmp_path / "again" / "report.md").read_text().splitlines()[0] == first
 
     monkeypatch.setattr(perplexity, "control_loss", original)
-    status, out, err = here(*command)
+    status, out, err = run_in_this_process(*command)
     assert (status, "Incomplete" in err) == (0, False)
     assert (tmp_path / "out" / "report.md").read_text().startswith("# ")
 
@@ -111,7 +111,7 @@ def test_a_task_without_successful_samples_exits_with_1(tmp_path, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
     command = ["eval", TINY, "--method", "none", "--lengths", "256,352", "--samples", "1"]
     command += ["--depths", "50", "--tasks", "rp_json_kv_ll", "--report", tmp_path]
-    status, _, err = here(*command)
+    status, _, err = run_in_this_process(*command)
     assert status == 1
     assert "Incomplete: 1 part was not measured (rp_json_kv_ll, none, 352 tokens)" in err
 
@@ -120,6 +120,6 @@ def test_a_report_of_forged_results_names_the_file(tmp_path):
     measured = results()
     measured["run"]["trained_length"] = "long"
     (tmp_path / "report.json").write_text(json.dumps(add_checksum(measured)))
-    status, out, err = here("report", tmp_path)
+    status, out, err = run_in_this_process("report", tmp_path)
     assert (status, out) == (1, "")
     assert f"error: {tmp_path / 'report.json'} holds what no evaluation writes" in err

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.search_fixtures import LENGTH, load, questions, stretched
+from helpers.search_fixtures import LENGTH, load, questions, stretch_candidate
 
 from rope_patch.extension import Extension
 from rope_patch.inference import scorer
@@ -11,7 +11,7 @@ from rope_patch.searching.measure.fitness import Fitness
 
 
 def candidates(top):
-    return [stretched(power, top=t) for power in (0.3, 1, 4) for t in (top, 2 * top)]
+    return [stretch_candidate(power, top=t) for power in (0.3, 1, 4) for t in (top, 2 * top)]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers.search_fixtures import LENGTH, TRAINED, load, questions, stretched
+from helpers.search_fixtures import LENGTH, TRAINED, load, questions, stretch_candidate
 from helpers.tiny_models import make_model
 
 import rope_patch
@@ -21,8 +21,8 @@ from rope_patch.searching.measure.fitness import Evaluation, Fitness
 CANDIDATES = {
     "plain": None,
     "yarn": Candidate("yarn", "yarn"),
-    "stretched": stretched(1.5),
-    "sharpened": stretched(0.7, attention_factor=1.1),
+    "stretched": stretch_candidate(1.5),
+    "sharpened": stretch_candidate(0.7, attention_factor=1.1),
 }
 
 
