@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -12,13 +14,34 @@ from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.batching_guard import require_no_batching_manager
 from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.plan import PatchPlan, make_plan
-from rope_patch.patching.request_keywords import require_keywords
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-@require_keywords
+
+def _require_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of a model and a method, so that a third positional argument raises.
+
+    Raises:
+        TypeError: A third argument is passed by position.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > 2:
+            raise TypeError(
+                f"{function.__name__}() takes a model and a method, and all else by name, got "
+                f"{args[2]!r}: write factor={args[2]!r}, or length=... in tokens"
+            )
+        return function(*args, **kwargs)
+
+    return called
+
+
+@_require_keywords
 def patch(
     model: nn.Module,
     method: str | Extension,

@@ -173,16 +173,9 @@ class Settings:
 
     def request(self) -> Extension:
         """Return the request to extend the model."""
-        arguments = self.extension
-        return Extension(
-            arguments.method,
-            factor=arguments.factor,
-            length=arguments.length,
-            trained_length=arguments.trained_length,
-            layer_types=arguments.layer_types,
-            kernels=arguments.kernels,
-            options=self.method_options,
-        )
+        names = ("factor", "length", "trained_length", "layer_types", "kernels")
+        arguments: dict[str, Any] = {name: getattr(self.extension, name) for name in names}
+        return Extension(self.extension.method, **arguments, options=self.method_options)
 
     @property
     def loss(self) -> str:
