@@ -51,7 +51,7 @@ def test_longrope_keeps_its_bounds_and_searches_start_tokens():
 
 
 @models
-def test_longrope2_is_ntk_below_the_critical_pair(model):
+def test_longrope2_is_ntk_below_the_critical_dimension(model):
     space = SPACES[model]
     low, top = math.floor(0.6 * critical_dimension(space)), critical_dimension(space)
     critical_pairs = set()
@@ -102,8 +102,8 @@ def test_crossovers_take_three_numbers_in_ten_from_the_second():
     assert from_second / total == pytest.approx(0.3, abs=0.03)
 
 
-def test_mutations_of_the_critical_pair_keep_valid_stretches():
-    species = longrope2.CriticalPairOperators(SPACES["tiny"])
+def test_mutations_of_the_critical_dimension_keep_valid_stretches():
+    species = longrope2.CriticalDimensionOperators(SPACES["tiny"])
     assert [pair for pair, _ in species.initial_population(8)] == [7, 6, 5, 4]
     assert [pair for pair, _ in species.initial_population(4)] == [7, 4]
     draw = random.Random(0)
