@@ -7,11 +7,17 @@ same report.
 from rope_patch.statistics.bootstrap import bootstrap_mean, perplexity_interval, perplexity_ratio
 from rope_patch.statistics.intervals import Interval, accuracy, is_precise, required_samples, wilson
 from rope_patch.statistics.paired_tests import PairedTest, holm, mcnemar, paired_difference
-from rope_patch.statistics.retention import effective_length, retention
+from rope_patch.statistics.retention import (
+    above_chance,
+    effective_length,
+    retention,
+    stratified_mean,
+)
 
 __all__ = [
     "Interval",
     "PairedTest",
+    "above_chance",
     "accuracy",
     "bootstrap_mean",
     "effective_length",
@@ -23,5 +29,6 @@ __all__ = [
     "perplexity_ratio",
     "required_samples",
     "retention",
+    "stratified_mean",
     "wilson",
 ]

@@ -175,11 +175,19 @@ def as_scores(scores: Sequence[float | None]) -> np.ndarray:
     return values
 
 
-def cluster_sums(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
-    """Return each cluster's sum of values and their number, both float64 `[clusters]`."""
+def cluster_sums(
+    values: np.ndarray, clusters: Sequence[Hashable], weights: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each cluster's sum of values and of weights, both float64 `[clusters]`.
+
+    Args:
+        values: The values, `[n]`.
+        clusters: Each value's cluster.
+        weights: Each value's weight, `[n]`; None if each weighs 1.
+    """
     numbers: dict[Hashable, int] = {}
     index = [numbers.setdefault(cluster, len(numbers)) for cluster in clusters]
-    return np.bincount(index, weights=values), np.bincount(index).astype(float)
+    return np.bincount(index, weights=values), np.bincount(index, weights=weights).astype(float)
 
 
 def _effective_n(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ def mcnemar(
     a: Sequence[float | None],
     b: Sequence[float | None],
     clusters: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
     confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -51,6 +53,8 @@ def mcnemar(
         a: Scores of method a; None for samples that failed.
         b: Scores of method b on the same samples.
         clusters: The text of each pair; None if all are independent.
+        strata: The stratum of each pair, such as its task. Each stratum counts the same, however
+            many pairs it has. None if each pair counts the same.
         confidence: Two-sided level of the difference's interval.
         resamples: The number of resamples and sign flips to draw.
         seed: The seed of the draws.
@@ -58,13 +62,14 @@ def mcnemar(
     Raises:
         ValueError: See `paired_difference`.
     """
-    return _paired_test(a, b, clusters, confidence, resamples, seed, exact=True)
+    return _paired_test(a, b, clusters, strata, confidence, resamples, seed, exact=True)
 
 
 def paired_difference(
     a: Sequence[float | None],
     b: Sequence[float | None],
     clusters: Sequence[Hashable] | None = None,
+    strata: Sequence[Hashable] | None = None,
     confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
@@ -85,6 +90,8 @@ def paired_difference(
         a: Scores of method a in 0..1; None for samples that failed.
         b: Scores of method b on the same samples.
         clusters: The text of each pair; None if all are independent.
+        strata: The stratum of each pair, such as its task. Each stratum counts the same, however
+            many pairs it has. None if each pair counts the same.
         confidence: Two-sided level of the difference's interval.
         resamples: The number of resamples and sign flips to draw.
         seed: The seed of the draws.
@@ -92,7 +99,7 @@ def paired_difference(
     Raises:
         ValueError: If no pair was scored, a score is outside 0..1 or the lengths differ.
     """
-    return _paired_test(a, b, clusters, confidence, resamples, seed, exact=False)
+    return _paired_test(a, b, clusters, strata, confidence, resamples, seed, exact=False)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -121,13 +128,15 @@ def _paired_test(
     a: Sequence[float | None],
     b: Sequence[float | None],
     clusters: Sequence[Hashable] | None,
+    strata: Sequence[Hashable] | None,
     confidence: float,
     resamples: int,
     seed: int,
     exact: bool,
 ) -> PairedTest:
     texts: Sequence[Hashable] = range(len(a)) if clusters is None else clusters
-    if not len(a) == len(b) == len(texts):
+    groups: Sequence[Hashable] = [None] * len(a) if strata is None else strata
+    if not len(a) == len(b) == len(texts) == len(groups):
         raise ValueError(
             f"expected pairs, got {len(a)} and {len(b)} scores and {len(texts)} clusters; "
             "give both methods' scores of the same samples, None where one failed"
@@ -140,10 +149,12 @@ def _paired_test(
         )
     ours, theirs = as_scores([a[i] for i in scored]), as_scores([b[i] for i in scored])
     differences = ours - theirs
-    sums, sizes = cluster_sums(differences, [texts[i] for i in scored])
     wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
+    weights = _stratum_weights([groups[i] for i in scored])
+    differences = differences * weights
+    sums, sizes = cluster_sums(differences, [texts[i] for i in scored], weights)
     whole = np.isin(np.concatenate([ours, theirs]), (0, 1)).all()
-    if exact and whole and len(sizes) == len(scored):
+    if exact and whole and len(sizes) == len(scored) and np.ptp(weights) == 0:
         test = "McNemar exact"
         p_value = min(1.0, 2 * float(special.bdtr(min(wins, losses), wins + losses, 0.5)))
     else:
@@ -156,6 +167,13 @@ def _paired_test(
     bounds = min(low, mean), max(high, mean)
     interval = Interval(mean, *bounds, n, len(sums), failed=len(a) - n)
     return PairedTest(interval, p_value, wins, losses, n - wins - losses, test)
+
+
+def _stratum_weights(strata: Sequence[Hashable]) -> np.ndarray:
+    """Return a weight for each pair, 1 on average, so that all strata weigh the same, `[n]`."""
+    counts = Counter(strata)
+    each = len(strata) / len(counts)
+    return np.array([each / counts[stratum] for stratum in strata])
 
 
 def _difference_bounds(

@@ -57,6 +57,33 @@ def test_pairs_that_share_texts_are_not_independent():
     assert statistics.mcnemar(a, b, [0] * 6 + [1] * 6).p_value == pytest.approx(0.5)
 
 
+def test_each_stratum_counts_the_same():
+    """One task on 90 pairs, of which a wins 9, and one on 10, of which it loses 8."""
+    a, b = [1] * 9 + [0] * 81 + [0] * 8 + [1] * 2, [0] * 98 + [1] * 2
+    b[90:98] = [1] * 8
+    tasks = ["large"] * 90 + ["small"] * 10
+    pooled, mean = (statistics.mcnemar(a, b, strata=s) for s in (None, tasks))
+    assert pooled.difference.estimate == pytest.approx((9 - 8) / 100)
+    assert mean.difference.estimate == pytest.approx((9 / 90 - 8 / 10) / 2)
+    assert mean.difference.high < 0 < pooled.difference.high
+    assert (mean.wins, mean.losses, mean.test) == (9, 8, "sign flips of clusters")
+    same = statistics.mcnemar(a[:20], b[:20], strata=["x"] * 10 + ["y"] * 10)
+    assert same == statistics.mcnemar(a[:20], b[:20])
+
+
+def test_stratified_p_value_equals_scipys_permutation_of_weighted_sums():
+    generator = np.random.default_rng(6)
+    a, b = generator.random((2, 11)).round(2)
+    tasks = ["x"] * 8 + ["y"] * 3
+    weights = np.array([1 / 8] * 8 + [1 / 3] * 3)
+    truth = stats.permutation_test(
+        ((a - b) * weights,), lambda x, axis: x.sum(axis=axis), permutation_type="samples",
+        n_resamples=np.inf,
+    )  # fmt: skip
+    got = statistics.mcnemar(a.tolist(), b.tolist(), strata=tasks, resamples=5000)
+    assert got.p_value == pytest.approx(truth.pvalue, abs=1e-12)
+
+
 def test_pairs_with_a_failure_are_counted_and_excluded():
     got = statistics.mcnemar([1, None, 1, 0], [0, 1, None, 0])
     assert (got.difference.n, got.difference.failed) == (2, 2)

@@ -29,6 +29,63 @@ def test_retention_bounds_satisfy_the_definition_of_mover(a, m, b, n):
         assert abs(gap) == pytest.approx(spread)
 
 
+@pytest.mark.parametrize(("a", "b", "n"), [(40, 45, 50), (11, 30, 50), (6, 30, 50), (10, 30, 50)])
+def test_retention_above_chance_is_mover_too(a, b, n):
+    """The same definition, where guessing gets a fifth, at and below chance, too."""
+    patched, base = (statistics.above_chance(statistics.wilson(hits, n), 0.2) for hits in (a, b))
+    got = statistics.retention(patched, base)
+    assert got.estimate == pytest.approx((a / n - 0.2) / (b / n - 0.2))
+    assert got.low <= got.estimate <= got.high
+    for ratio, bound, upper in ((got.low, patched.low, False), (got.high, patched.high, True)):
+        # A ratio below 0 is the farthest from 0 over the smallest base.
+        farther = base.low if (ratio >= 0) == upper else base.high
+        gap = patched.estimate - ratio * base.estimate
+        assert abs(gap) == pytest.approx(
+            math.hypot(patched.estimate - bound, ratio * (base.estimate - farther))
+        )
+
+
+def test_guessing_keeps_nothing():
+    """A method that guesses keeps none of what the plain model can do beyond guessing."""
+    base = statistics.above_chance(statistics.wilson(300, 500), 0.2)
+    got = statistics.retention(statistics.above_chance(statistics.wilson(100, 500), 0.2), base)
+    assert got.estimate == pytest.approx(0)
+    assert got.low < 0 < got.high < 0.15
+
+
+@pytest.mark.parametrize("counts", [[100], [40, 500, 60], [40] * 6 + [500] * 7])
+def test_the_mean_of_tasks_covers_whatever_their_numbers_of_samples(counts):
+    generator = np.random.default_rng(4)
+    shares = generator.choice([0.0, 0.05, 0.5, 0.95, 1.0], len(counts))
+    means = [
+        statistics.stratified_mean(
+            [
+                statistics.wilson(int(generator.binomial(n, p)), n)
+                for n, p in zip(counts, shares, strict=True)
+            ]
+        )
+        for _ in range(1000)
+    ]
+    truth = shares.mean()
+    assert np.mean([m.low <= truth <= m.high for m in means]) >= 0.94
+    assert np.mean([m.estimate for m in means]) == pytest.approx(truth, abs=0.01)
+
+
+def test_the_mean_of_tasks_does_not_pool_their_samples():
+    """Six of thirteen tasks die; the stopping rule measured them less than the others."""
+    plain = [statistics.wilson(250, 500)] * 6 + [statistics.wilson(40, 40)] * 7
+    patched = [statistics.wilson(0, 40)] * 6 + [statistics.wilson(40, 40)] * 7
+    kept = statistics.retention(*map(statistics.stratified_mean, (patched, plain)))
+    assert kept.estimate == pytest.approx((7 / 13) / (10 / 13))
+    assert kept.high < 0.85
+    mean = statistics.stratified_mean(plain)
+    assert mean.n == 6 * 500 + 7 * 40
+    assert mean.effective_n < 13 * 13 / (7 / 40)  # no more than the small tasks allow
+    assert statistics.stratified_mean(plain[:1]) == plain[0]
+    with pytest.raises(ValueError, match="at least one"):
+        statistics.stratified_mean([])
+
+
 def test_retention_has_its_coverage():
     generator = np.random.default_rng(2)
     a, b = generator.binomial(50, 0.75, 400), generator.binomial(50, 0.95, 400)
