@@ -17,10 +17,11 @@ from rope_patch.evaluation.report.format import (
     points_text,
 )
 from rope_patch.evaluation.report.method_row import method_row
-from rope_patch.evaluation.report.results.retrieval import THRESHOLD
+from rope_patch.evaluation.report.results.retrieval import RULER_TASKS, THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import Cell, Row, Table, length_groups, length_heads
 from rope_patch.statistics import Interval
+from rope_patch.tasks import CHOICE, LIKELIHOOD
 
 SIGNIFICANCE_LEVEL = 0.05
 BETTER, WORSE, BEST, PASSED = "▲", "▼", "◆", "✓"
@@ -30,7 +31,7 @@ def tables(stats: RunStatistics) -> list[Table]:
     """Return averages over all tasks, and every task by itself."""
     if not stats.tasks:
         return []
-    return [*([_averages(stats)] if len(stats.tasks) > 1 else []), _by_task(stats)]
+    return [*([_averages(stats)] if len(stats.averaged_tasks) > 1 else []), _by_task(stats)]
 
 
 def retention_table(stats: RunStatistics) -> Table | None:
@@ -121,13 +122,41 @@ def _averages(stats: RunStatistics) -> Table:
                 more = "more" if increasing else "less"
                 tip = f"{text} if longer lengths weigh {more} (RULER's weighted average)"
                 row.cells.append(Cell(text=text, tip=tip))
+    if stats.has_ruler and len(stats.averaged_tasks) > RULER_TASKS:
+        rows += _ruler_rows(stats, len(columns))
     return Table(
-        name=f"Accuracy by length, all {len(stats.tasks)} tasks together",
+        name=f"Accuracy by length, mean of {len(stats.averaged_tasks)} tasks"
+        + _scoring_note(stats),
         corner="method",
         columns=columns,
         rows=rows,
         groups=groups,
     )
+
+
+def _ruler_rows(stats: RunStatistics, columns: int) -> Iterator[Row]:
+    """Yield the mean of RULER's 13 tasks at each length, a row a method."""
+    for label in _measured_labels(stats, None):
+        cells = [
+            _accuracy_cell(
+                stats.ruler_average(label, length), "", "", length > stats.trained_length
+            )
+            for length in stats.lengths
+        ]
+        cells += [Cell(text=NOTHING) for _ in range(columns - len(cells))]
+        yield method_row(stats, label, cells, f"RULER-like, {RULER_TASKS} tasks")
+
+
+def _scoring_note(stats: RunStatistics) -> str:
+    """Return how the averaged tasks are scored, where others of their questions ran, too."""
+    if len(stats.averaged_tasks) == len(stats.tasks):
+        return ""
+    first = stats.averaged_tasks[0]
+    if first.endswith(LIKELIHOOD):
+        return ", the right answer the likeliest; choices are not among them"
+    if first.endswith(CHOICE):
+        return ", answers chosen"
+    return ", answers written; twins by likelihood and choice are not among them"
 
 
 def _measured_labels(stats: RunStatistics, task: str | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -23,6 +24,8 @@ _RULER = {
     )
 }
 
+RULER_TASKS = len(_RULER)
+
 K = TypeVar("K")
 
 
@@ -36,6 +39,28 @@ class ScoredSample(UnscoredSample):
 
     task: str
     score: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task at a length, under one method.
+
+    Attributes:
+        task: The task's name.
+        length: Tokens.
+        accuracy: The mean score.
+        chance: What a guess gets; 0 where answers are written.
+    """
+
+    task: str
+    length: int
+    accuracy: Interval
+    chance: float
+
+    @property
+    def above_chance(self) -> Interval:
+        """Return the accuracy less what a guess gets."""
+        return statistics.above_chance(self.accuracy, self.chance)
 
 
 class RetrievalStatistics(RunResults):
@@ -53,6 +78,19 @@ class RetrievalStatistics(RunResults):
             if any((entry.get("samples") or {}).values())
         }
         self.tasks: list[str] = list(self._tasks)
+
+    @cached_property
+    def averaged_tasks(self) -> list[str]:
+        """Return the tasks that means over tasks are made of, all scored in one way.
+
+        A task and its twins ask the same questions: written answers are averaged where there are
+        some, else likelihoods, else choices. Pooling them would count one question twice, and mix
+        scores with and without chance.
+        """
+        twins = (LIKELIHOOD, CHOICE)
+        written = [name for name in self.tasks if not name.endswith(twins)]
+        by_suffix = ([name for name in self.tasks if name.endswith(suffix)] for suffix in twins)
+        return written or next(filter(None, by_suffix), [])
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -93,8 +131,30 @@ class RetrievalStatistics(RunResults):
         lengths: tuple[int, ...] | None = None,
         depth: int | None = None,
     ) -> Interval | None:
-        """Return the mean score; samples of one text are a cluster. None without samples."""
-        return _accuracy(self.samples(label, task, lengths, depth))
+        """Return the mean score, each task at each length counting the same.
+
+        Samples of one text are a cluster. Over all tasks it is the mean of those in
+        `averaged_tasks`, however many samples each has. None without samples.
+        """
+        cells = self._cells(label, task, lengths, depth)
+        return statistics.stratified_mean([c.accuracy for c in cells]) if cells else None
+
+    def _cells(
+        self,
+        label: str,
+        task: str | None = None,
+        lengths: tuple[int, ...] | None = None,
+        depth: int | None = None,
+    ) -> list[Cell]:
+        """Return the measured tasks at their lengths, each with its accuracy."""
+        cells = []
+        for name in self.averaged_tasks if task is None else [task]:
+            samples = self.samples(label, name, lengths, depth)
+            for length in sorted({s["length"] for s in samples}):
+                here = [s for s in samples if s["length"] == length]
+                chance = sum(s.get("chance") or 0.0 for s in here) / len(here)
+                cells.append(Cell(name, length, _accuracy(here), chance))
+        return cells
 
     @cached_property
     def lengths_within_training(self) -> tuple[int, ...]:
@@ -109,15 +169,22 @@ class RetrievalStatistics(RunResults):
     def retention(self, label: str, length: int) -> Interval | None:
         """Return accuracy at a length over the plain model's within its trained length.
 
-        None where one of them was not measured or the plain model gets nothing right.
+        Of both, what a guess gets is taken off, task by task; the tasks are those that both were
+        measured on. None where one of them was not measured, or the plain model is not surely
+        better than guessing.
         """
         if self.plain is None or not self.lengths_within_training:
             return None
-        patched = self.accuracy(label, lengths=(length,))
-        base = self.accuracy(self.plain, lengths=self.lengths_within_training)
-        if patched is None or base is None or base.estimate <= 0:
+        patched = self._cells(label, lengths=(length,))
+        base = self._cells(self.plain, lengths=self.lengths_within_training)
+        tasks = {cell.task for cell in patched} & {cell.task for cell in base}
+        if not tasks:
             return None
-        return statistics.retention(patched, base)
+        above, base_above = (
+            statistics.stratified_mean([cell.above_chance for cell in cells if cell.task in tasks])
+            for cells in (patched, base)
+        )
+        return statistics.retention(above, base_above) if base_above.low > 0 else None
 
     def effective_length(self, label: str) -> tuple[int | None, str]:
         """Return the longest length with retention surely above 85%, and why it is no longer.
@@ -129,34 +196,40 @@ class RetrievalStatistics(RunResults):
             length: interval for length, interval in retentions.items() if interval is not None
         }
         if not defined:
-            reason = (
-                "not measured"
-                if self.plain and self.lengths_within_training
-                else "no plain model to compare to"
+            if self.plain is None or not self.lengths_within_training:
+                return None, "no plain model to compare to"
+            if not self._cells(self.plain, lengths=self.lengths_within_training):
+                return None, "not measured"
+            return None, (
+                f"up to its trained {self.trained_length:,} tokens the plain model is not surely "
+                "better than guessing, so there is nothing to keep"
             )
-            return None, reason
         return statistics.effective_length(defined, THRESHOLD)
 
     @cached_property
     def has_ruler(self) -> bool:
-        """Return whether all of RULER's 13 tasks ran, in one way of scoring."""
-        return any(self._ruler_tasks)
+        """Return whether all of RULER's 13 tasks ran, with written answers as RULER scores them."""
+        return set(self.tasks) >= _RULER
 
-    @cached_property
-    def _ruler_tasks(self) -> list[str]:
-        for suffix in ("", LIKELIHOOD):
-            names = [f"{name}{suffix}" for name in sorted(_RULER)]
-            if set(names) <= set(self.tasks):
-                return names
-        return []
+    def ruler_average(self, label: str, length: int) -> Interval | None:
+        """Return the mean of RULER's 13 tasks, each counting the same; None if one is missing."""
+        cells = [c for name in sorted(_RULER) for c in self._ruler_cells(label, name, length)]
+        if len(cells) < len(_RULER):
+            return None
+        return statistics.stratified_mean([c.accuracy for c in cells])
+
+    def _ruler_cells(self, label: str, task: str, length: int) -> list[Cell]:
+        return self._cells(label, task, (length,)) if task in self.tasks else []
 
     def ruler_effective_length(self, label: str) -> tuple[int | None, str]:
         """Return RULER's effective length: its average over all 13 tasks is at least 85.6%."""
-        averages: dict[int, Interval] = {}
-        for length in self.lengths:
-            rows = [s for name in self._ruler_tasks for s in self.samples(label, name, (length,))]
-            if (average := _accuracy(rows)) is not None:
-                averages[length] = average
+        averages = {
+            length: average
+            for length in self.lengths
+            if (average := self.ruler_average(label, length)) is not None
+        }
+        if not averages:
+            return None, "not measured on all of RULER's 13 tasks"
         return statistics.effective_length(averages, RULER_THRESHOLD)
 
     def ruler_weighted_average(self, label: str, *, increasing: bool) -> float | None:
@@ -175,14 +248,20 @@ class RetrievalStatistics(RunResults):
         other: str,
         task: str | None = None,
         lengths: tuple[int, ...] | None = None,
-    ) -> tuple[list[float], list[float], list[int]]:
-        """Return scores of the samples that both methods have, in one order, and their texts."""
-        mine = {(s["task"], s["id"]): s for s in self.samples(label, task, lengths)}
-        theirs = {(s["task"], s["id"]): s for s in self.samples(other, task, lengths)}
+    ) -> tuple[list[float], list[float], list[ScoredSample]]:
+        """Return scores of the samples that both methods have, in one order, and these samples."""
+        mine, theirs = (
+            {
+                (s["task"], s["id"]): s
+                for name in (self.averaged_tasks if task is None else [task])
+                for s in self.samples(method, name, lengths)
+            }
+            for method in (label, other)
+        )
         shared = [key for key in mine if key in theirs]
         a = [mine[key]["score"] for key in shared]
         b = [theirs[key]["score"] for key in shared]
-        return a, b, _clusters([mine[key] for key in shared])
+        return a, b, [mine[key] for key in shared]
 
     def difference(
         self,
@@ -191,9 +270,15 @@ class RetrievalStatistics(RunResults):
         task: str | None = None,
         lengths: tuple[int, ...] | None = None,
     ) -> PairedTest | None:
-        """Return the difference of accuracy with its test; None without shared samples."""
-        a, b, clusters = self.paired_scores(label, other, task, lengths)
-        return statistics.mcnemar(a, b, clusters) if a else None
+        """Return the difference of accuracy with its test; None without shared samples.
+
+        Each task at each length counts the same, as in `accuracy`.
+        """
+        a, b, samples = self.paired_scores(label, other, task, lengths)
+        if not a:
+            return None
+        strata = [(s["task"], s["length"]) for s in samples]
+        return statistics.mcnemar(a, b, _clusters(samples), strata)
 
     def significance(self, task: str | None) -> dict[tuple[str, int], float]:
         """Return each patched method's p against the plain model by length, Holm-corrected.
@@ -264,9 +349,8 @@ class RetrievalStatistics(RunResults):
             samples = _scored_samples(entry["task"], all_samples)
             for length in sorted({s["length"] for s in samples}):
                 chosen = [s for s in samples if s["length"] == length]
-                if (interval := _accuracy(chosen)) is not None:
-                    chance = sum(s.get("chance") or 0.0 for s in chosen) / len(chosen)
-                    rows.append((entry["task"], length, interval, chance))
+                chance = sum(s.get("chance") or 0.0 for s in chosen) / len(chosen)
+                rows.append((entry["task"], length, _accuracy(chosen), chance))
         return rows
 
 
@@ -295,9 +379,7 @@ def _question_id(sample: ScoredSample) -> str:
     return sample["task"].removesuffix(LIKELIHOOD).removesuffix(CHOICE)
 
 
-def _accuracy(samples: list[ScoredSample]) -> Interval | None:
-    if not samples:
-        return None
+def _accuracy(samples: list[ScoredSample]) -> Interval:
     return statistics.accuracy([s["score"] for s in samples], _clusters(samples))
 
 
