@@ -27,7 +27,7 @@ from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.pretrained.saving import extension_from_sidecar, read_sidecar
 from rope_patch.utils import atomic_files
-from rope_patch.utils.errors import Refused
+from rope_patch.utils.errors import Refused, one_line
 
 ENGINES = ("vllm",)
 
@@ -75,34 +75,57 @@ def commands(engine: str, request: EvalRequest) -> list[str]:
             f"{engine} cannot run {name}: it {_TRANSFORMERS_ONLY[name]}; {_ALTERNATIVE}"
         )
     lines = _omission_notes(request)
-    for method in dict.fromkeys(request.methods):
-        plan = None
-        if method != BASELINE:
-            plan = check(empty_model(path, config), request.extension(method))
-            _require_rotation(plan)
-        folder = (
-            request.folder
-            / engine
-            / atomic_files.safe_filename(str(plan.method) if plan else BASELINE)
-        )
-        for name, run in runs.items():
-            try:
-                overrides = config_overrides(config, plan, run["length"])
-            except Refused as error:
-                raise ValueError(f"{error}; leave it out, or {_ALTERNATIVE}") from error
-            arguments = {
-                "pretrained": path,
-                "dtype": request.dtype,
-                "max_model_len": run["length"],
-                "hf_overrides": overrides,
-            }
-            words = ["lm_eval", "--model", engine, "--model_args", json.dumps(arguments)]
-            words += ["--include_path", str(tasks.FOLDER)]
-            words += ["--tasks", ",".join(run["tasks"]), "--metadata", json.dumps(run["metadata"])]
-            words += ["--batch_size", "auto"]  # one sample at a time otherwise
-            words += ["--limit", str(run["limit"])] if run["limit"] else []
-            words += ["--output_path", str(folder / name), "--log_samples"]
-            lines.append(shlex.join(words))
+    methods = dict.fromkeys(request.methods)
+    refusals: list[Refused] = []
+    for method in methods:
+        try:
+            lines += _method_commands(request, engine, path, config, method, runs)
+        except Refused as error:
+            refusals.append(error)
+            lines.append(f"# {one_line(error, None)}")
+    if len(refusals) == len(methods):
+        raise refusals[0]
+    return lines
+
+
+def _method_commands(
+    request: EvalRequest,
+    engine: str,
+    path: str,
+    config: Any,
+    method: str,
+    runs: dict[str, dict[str, Any]],
+) -> list[str]:
+    """Return the commands for one method.
+
+    Raises:
+        Refused: The engine cannot run it.
+    """
+    plan = None
+    if method != BASELINE:
+        plan = check(empty_model(path, config), request.extension(method))
+        _require_rotation(plan)
+    name_of_folder = atomic_files.safe_filename(str(plan.method) if plan else BASELINE)
+    folder = request.folder / engine / name_of_folder
+    lines = []
+    for name, run in runs.items():
+        try:
+            overrides = config_overrides(config, plan, run["length"])
+        except Refused as error:
+            raise Refused(f"{error}; leave it out, or {_ALTERNATIVE}") from error
+        arguments = {
+            "pretrained": path,
+            "dtype": request.dtype,
+            "max_model_len": run["length"],
+            "hf_overrides": overrides,
+        }
+        words = ["lm_eval", "--model", engine, "--model_args", json.dumps(arguments)]
+        words += ["--include_path", str(tasks.FOLDER)]
+        words += ["--tasks", ",".join(run["tasks"]), "--metadata", json.dumps(run["metadata"])]
+        words += ["--batch_size", "auto"]  # one sample at a time otherwise
+        words += ["--limit", str(run["limit"])] if run["limit"] else []
+        words += ["--output_path", str(folder / name), "--log_samples"]
+        lines.append(shlex.join(words))
     return lines
 
 
@@ -135,7 +158,7 @@ def config_overrides(config: Any, plan: PatchPlan | None, length: int) -> dict[s
 def _require_rotation(plan: PatchPlan) -> None:
     """Raise if a method drops positions: such a model has to be trained first."""
     if not any(frequencies.inv_freq.any() for frequencies in plan.frequencies().values()):
-        raise ValueError(
+        raise Refused(
             f"vllm cannot run {plan.method}: nothing rotates there, which is to be trained first; "
             f"leave it out, or {_ALTERNATIVE}"
         )

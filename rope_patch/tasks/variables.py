@@ -84,9 +84,12 @@ def _assignment_places(rng: random.Random) -> list[float]:
 
 
 def _hide_chain(names: list[str], value: str, spread: list[float], sentences: int) -> str:
-    """Return noise of `sentences` sentences with the chain in it."""
+    """Return noise of `sentences` sentences with the chain in it, each assignment on its own line.
+
+    So does NVIDIA/RULER since May 2026; before, assignments stood in the middle of lines.
+    """
     noise = [NOISE[i % len(NOISE)] for i in range(sentences)]
-    lines = [" ".join(noise[i : i + len(NOISE)]) + "\n" for i in range(0, sentences, len(NOISE))]
+    lines = [" ".join(noise[i : i + len(NOISE)]) for i in range(0, sentences, len(NOISE))]
     # Insert assignments between lines, or between sentences if there are too few lines.
     pieces = lines if len(lines) >= len(names) else noise
     sources = [value, *(f"VAR {name}" for name in names[:-1])]
@@ -94,4 +97,4 @@ def _hide_chain(names: list[str], value: str, spread: list[float], sentences: in
     for i, (name, source, at) in enumerate(zip(names, sources, spread, strict=True)):
         # The first i assignments come before this one, each after a piece of noise.
         pieces.insert(2 * i + int(at * (spare + 1)), f"VAR {name} = {source}")
-    return " ".join(pieces)
+    return "\n".join(pieces)

@@ -161,6 +161,15 @@ class TestCommands:
         with pytest.raises(ValueError, match=rf"vllm cannot run {method}.*leave it out, or"):
             vllm_commands.commands("vllm", request(tmp_path, methods=(method,)))
 
+    def test_a_refused_method_leaves_the_others_their_commands(self, tmp_path):
+        alone = vllm_commands.commands("vllm", request(tmp_path, methods=("none", "yarn")))
+        lines = vllm_commands.commands(
+            "vllm", request(tmp_path, methods=("none", "dynamic-yarn", "yarn"))
+        )
+        assert runnable(lines) == runnable(alone)
+        (comment,) = set(lines) - set(alone)
+        assert comment.startswith("# vllm cannot run dynamic-yarn")
+
     def test_a_saved_patch_without_native_form_is_refused(self, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(LLAMA)
         rope_patch.patch(model, "dynamic-yarn")

@@ -68,6 +68,14 @@ def normalised(prompt, but=None):
     return shape, text.split()
 
 
+@pytest.mark.parametrize("length", [1300, 2048])
+def test_each_assignment_has_a_line_of_its_own(tokenizer, length):
+    for row in rows(tokenizer, length, samples=3):
+        assigning = [line for line in row["input"].split("\n") if "VAR" in line]
+        assert len(assigning) == 10  # the example's and the question's
+        assert all(re.fullmatch(r"VAR \w+ = (VAR )?\w+", line) for line in assigning)
+
+
 def test_prompts_lack_the_misspelling_of_ruler(tokenizer):
     assert "assgined" not in str(rows(tokenizer))
 

@@ -85,12 +85,16 @@ def cost_table(stats: RunStatistics) -> Table | None:
     return Table(
         name="Medians of time, and bytes",
         corner="method",
-        columns=[Cell(text=head) for head in (*heads, "cache", "peak")],
+        columns=[
+            *(Cell(text=head) for head in heads),
+            Cell(text="cache"),
+            Cell(text="cache and a step", tip="the most that decoding one token allocates"),
+        ],
         rows=rows,
         groups=[
             (Cell(text="reading the prompt"), 2),
             (Cell(text="writing a token"), 2),
-            (Cell(text="memory"), 2),
+            (Cell(text="memory beside the weights"), 2),
         ],
     )
 

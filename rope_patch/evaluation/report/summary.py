@@ -103,7 +103,7 @@ def _column_heads(runs: list[tuple[str, RunStatistics]]) -> list[Cell]:
         Cell(text=f"perplexity up to {of}"),
         Cell(text="short tasks, points"),
         Cell(text="prompt time"),
-        Cell(text="peak memory"),
+        Cell(text="cache and a step", tip="the most that decoding one token allocates"),
     ]
 
 
@@ -319,7 +319,8 @@ def _time_memory_sentences(stats: RunStatistics) -> Iterator[str]:
     if cost.get("peak_bytes"):
         tokens = cost.get("prompt_tokens")
         at = f" for {tokens:,} tokens" if tokens else ""
-        parts.append(f"memory peaks at {size_text(cost['peak_bytes'])}{at}")
+        size = size_text(cost["peak_bytes"])
+        parts.append(f"the cache and one decoding step take {size}{at}, beside the weights")
     if parts:
         yield f"With {stats.names[chosen]} {', '.join(parts)}."
 
