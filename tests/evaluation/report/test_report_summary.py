@@ -123,8 +123,8 @@ def test_time_and_memory_are_those_of_the_best_method() -> None:
     sentence = sentences_of(results())[-1]
     assert sentence == (
         "With yarn ×2 reading a prompt takes ×1.01 (1.00–1.03) of the plain model's time, writing "
-        "a token takes ×1.00 (0.99–1.02) of the plain model's time, the cache and one decoding step "
-        "take 3.00 GB for 4,096 tokens, beside the weights."
+        "a token takes ×1.00 (0.99–1.02) of the plain model's time, the cache and one decoding "
+        "step take 3.00 GB for 4,096 tokens, beside the weights."
     )
     without = results() | {"cost": {}}
     assert not any("the cache" in s for s in sentences_of(without))
