@@ -5,6 +5,7 @@ same report.
 """
 
 from rope_patch.statistics.bootstrap import bootstrap_mean, perplexity_interval, perplexity_ratio
+from rope_patch.statistics.clustered_mean import MeanTest, clustered_mean, texts_to_decide
 from rope_patch.statistics.intervals import Interval, accuracy, is_precise, required_samples, wilson
 from rope_patch.statistics.paired_tests import PairedTest, holm, mcnemar, paired_difference
 from rope_patch.statistics.retention import (
@@ -16,10 +17,12 @@ from rope_patch.statistics.retention import (
 
 __all__ = [
     "Interval",
+    "MeanTest",
     "PairedTest",
     "above_chance",
     "accuracy",
     "bootstrap_mean",
+    "clustered_mean",
     "effective_length",
     "holm",
     "is_precise",
@@ -30,5 +33,6 @@ __all__ = [
     "required_samples",
     "retention",
     "stratified_mean",
+    "texts_to_decide",
     "wilson",
 ]

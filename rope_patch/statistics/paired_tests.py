@@ -150,7 +150,7 @@ def _paired_test(
     ours, theirs = as_scores([a[i] for i in scored]), as_scores([b[i] for i in scored])
     differences = ours - theirs
     wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
-    weights = _stratum_weights([groups[i] for i in scored])
+    weights = stratum_weights([groups[i] for i in scored])
     differences = differences * weights
     sums, sizes = cluster_sums(differences, [texts[i] for i in scored], weights)
     whole = np.isin(np.concatenate([ours, theirs]), (0, 1)).all()
@@ -169,7 +169,7 @@ def _paired_test(
     return PairedTest(interval, p_value, wins, losses, n - wins - losses, test)
 
 
-def _stratum_weights(strata: Sequence[Hashable]) -> np.ndarray:
+def stratum_weights(strata: Sequence[Hashable]) -> np.ndarray:
     """Return a weight for each pair, 1 on average, so that all strata weigh the same, `[n]`."""
     counts = Counter(strata)
     each = len(strata) / len(counts)
