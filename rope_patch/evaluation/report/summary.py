@@ -23,6 +23,7 @@ from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import Cell, Table, ratio_cell
+from rope_patch.evaluation.report.verdict import likelihood_sentences
 from rope_patch.statistics import Interval
 
 _MAX_ITEMS = 4  # of a sentence
@@ -31,7 +32,15 @@ _GUESSABLE_ACCURACY = 0.05  # accuracy without a needle from which on answers co
 
 def sentences(stats: RunStatistics) -> list[str]:
     """Return what the results say, each number with its interval and n; the headline first."""
-    gained = [*_usable_length_sentences(stats), *_long_perplexity_sentences(stats)]
+    by_likelihood = list(likelihood_sentences(stats))
+    by_accuracy = list(_usable_length_sentences(stats))
+    # Few answers decide by how likely they are before they do by how many are right.
+    chosen = best_method(stats)
+    is_usable = chosen is not None and _is_usable_beyond(stats, chosen)
+    retrieved = [*by_accuracy[:1], *by_likelihood, *by_accuracy[1:]]
+    if by_likelihood and not is_usable:
+        retrieved = [*by_likelihood, *by_accuracy]
+    gained = [*retrieved, *_long_perplexity_sentences(stats)]
     lines = [
         *gained[:1],
         *_warnings(stats),
@@ -43,8 +52,14 @@ def sentences(stats: RunStatistics) -> list[str]:
 
 
 def best_method(stats: RunStatistics) -> str | None:
-    """Return the patched method that is usable the farthest; else the plain model."""
+    """Return the patched method to speak of; the plain model if there is none.
+
+    It is the one under which right answers are likeliest at the longest length; without
+    likelihoods, the one that is usable the farthest.
+    """
     labels = stats.patched or stats.labels
+    if stats.verdict_length and (best := stats.best_by_likelihood(stats.verdict_length)):
+        return best
 
     def rank(label: str) -> tuple[float, float, float]:
         retention = stats.retention(label, stats.lengths[-1]) if stats.lengths else None
@@ -197,9 +212,16 @@ def _usable_length_sentences(stats: RunStatistics) -> Iterator[str]:
         yield f"In texts beyond {trained} tokens: {'; '.join(_first_few(texts))}."
 
 
+def _is_usable_beyond(stats: RunStatistics, label: str) -> bool:
+    usable = stats.effective_length(label)[0] if stats.lengths else None
+    return usable is not None and usable > stats.trained_length
+
+
 def _headline(stats: RunStatistics, chosen: str) -> str:
     """Return the headline: how far the best method is usable."""
-    among = f", the best of {len(stats.patched)} methods," if len(stats.patched) > 1 else ""
+    length = stats.verdict_length
+    is_best = length is not None and len(stats.patched) > 1 and not stats.rivals_of_best(length)
+    among = f", the best of {len(stats.patched)} methods," if is_best else ""
     who = f"With {stats.names[chosen]}{among} the model"
     if chosen == stats.plain:
         who = "Without a method, the model"

@@ -119,7 +119,7 @@ class RetrievalStatistics(RunResults):
         return [
             sample
             for name in (self.tasks if task is None else [task])
-            for sample in _scored_samples(name, self._tasks[name]["samples"].get(label) or [])
+            for sample in scored_samples(name, self._tasks[name]["samples"].get(label) or [])
             if lengths is None or sample["length"] in lengths
             if depth in (None, sample.get("depth"))
         ]
@@ -292,7 +292,9 @@ class RetrievalStatistics(RunResults):
             for label in self.patched
             for length in self.lengths
         }
-        return _holm({key: pair.p_value for key, pair in differences.items() if pair is not None})
+        return adjust_for_comparisons(
+            {key: pair.p_value for key, pair in differences.items() if pair is not None}
+        )
 
     def best_against_second(self, task: str | None) -> dict[int, tuple[str, str, float]]:
         """Return the best two patched methods at each length, and Holm's p that they differ."""
@@ -309,7 +311,7 @@ class RetrievalStatistics(RunResults):
             pair = self.difference(best[0], best[1], task, (length,))
             if pair is not None:
                 duels[length] = (best[0], best[1], pair.p_value)
-        adjusted = _holm({length: duel[2] for length, duel in duels.items()})
+        adjusted = adjust_for_comparisons({length: duel[2] for length, duel in duels.items()})
         return {length: (*duels[length][:2], adjusted[length]) for length in duels}
 
     def answer_nll(
@@ -346,7 +348,7 @@ class RetrievalStatistics(RunResults):
         rows = []
         for entry in self.results.get("control") or []:
             all_samples = [s for ss in (entry.get("samples") or {}).values() for s in ss]
-            samples = _scored_samples(entry["task"], all_samples)
+            samples = scored_samples(entry["task"], all_samples)
             for length in sorted({s["length"] for s in samples}):
                 chosen = [s for s in samples if s["length"] == length]
                 chance = sum(s.get("chance") or 0.0 for s in chosen) / len(chosen)
@@ -354,7 +356,8 @@ class RetrievalStatistics(RunResults):
         return rows
 
 
-def _scored_samples(task: str, samples: Sequence[SampleRecord]) -> list[ScoredSample]:
+def scored_samples(task: str, samples: Sequence[SampleRecord]) -> list[ScoredSample]:
+    """Return the samples that did not fail, with their task."""
     return [
         {**sample, "task": task, "score": score}
         for sample in samples
@@ -369,19 +372,20 @@ def _score(sample: SampleRecord) -> float | None:
 
 def _clusters(samples: list[ScoredSample]) -> list[int]:
     """Return numbers that samples of the same text share, also across twin tasks."""
-    texts = [(_question_id(s), s["length"], s.get("text", s["id"])) for s in samples]
+    texts = [(question_of(s["task"]), s["length"], s.get("text", s["id"])) for s in samples]
     number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     return [number[text] for text in texts]
 
 
-def _question_id(sample: ScoredSample) -> str:
-    """Return what a sample's task asks, however the answer is scored."""
-    return sample["task"].removesuffix(LIKELIHOOD).removesuffix(CHOICE)
+def question_of(task: str) -> str:
+    """Return what a task asks, however the answer is scored."""
+    return task.removesuffix(LIKELIHOOD).removesuffix(CHOICE)
 
 
 def _accuracy(samples: list[ScoredSample]) -> Interval:
     return statistics.accuracy([s["score"] for s in samples], _clusters(samples))
 
 
-def _holm(p_values: dict[K, float]) -> dict[K, float]:
+def adjust_for_comparisons(p_values: dict[K, float]) -> dict[K, float]:
+    """Return p-values adjusted by Holm, one family."""
     return dict(zip(p_values, statistics.holm(list(p_values.values())), strict=True))

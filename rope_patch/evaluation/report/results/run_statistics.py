@@ -11,13 +11,13 @@ from functools import cache
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.format import one_line
+from rope_patch.evaluation.report.results.likelihood import LikelihoodStatistics
 from rope_patch.evaluation.report.results.perplexity import PerplexityStatistics
-from rope_patch.evaluation.report.results.retrieval import RetrievalStatistics
 from rope_patch.evaluation.results_schema import RunRecord, ShortRecord
 from rope_patch.statistics import Interval, PairedTest
 
 
-class RunStatistics(RetrievalStatistics, PerplexityStatistics):
+class RunStatistics(LikelihoodStatistics, PerplexityStatistics):
     """One run's numbers, each computed once."""
 
     def __init__(self, results: RunRecord) -> None:
@@ -25,7 +25,14 @@ class RunStatistics(RetrievalStatistics, PerplexityStatistics):
         # Bootstraps take a while and are asked for by tables, figures and sentences alike.
         for name in ("accuracy", "retention", "difference", "curve", "sliding", "key_tokens"):
             setattr(self, name, cache(getattr(self, name)))
-        for name in ("average", "ratio", "ratio_to_control", "short_overall"):
+        for name in (
+            "average",
+            "ratio",
+            "ratio_to_control",
+            "short_overall",
+            "answer_loss",
+            "loss_difference",
+        ):
             setattr(self, name, cache(getattr(self, name)))
 
     def short(self, task: ShortRecord, label: str) -> tuple[Interval, PairedTest | None] | None:

@@ -1,0 +1,162 @@
+"""LikelihoodStatistics: how likely the right answers are, compared between methods by text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from rope_patch import statistics
+from rope_patch.evaluation.report.results.retrieval import (
+    RetrievalStatistics,
+    ScoredSample,
+    adjust_for_comparisons,
+    question_of,
+    scored_samples,
+)
+from rope_patch.statistics import MeanTest
+
+SIGNIFICANCE_LEVEL = 0.05
+
+
+class AnswerLoss(NamedTuple):
+    """The loss of one right answer.
+
+    Attributes:
+        nats: Nats per token.
+        text: The text that the question is about.
+        stratum: The task and the length.
+    """
+
+    nats: float
+    text: tuple[str, int, int]
+    stratum: tuple[str, int]
+
+
+class LikelihoodStatistics(RetrievalStatistics):
+    """Losses of the right answers, in nats per token of the answer.
+
+    A few answers tell more by how likely they are than by how many are right: a loss moves where
+    hits stay 0 or 1. Each task at each length counts the same, and samples of one text are one
+    piece of evidence.
+    """
+
+    @cached_property
+    def likelihood_tasks(self) -> list[str]:
+        """Return one task for each question that was asked, of those with likelihoods."""
+        by_question: dict[str, str] = {}
+        for task in self.tasks:
+            if any(self._losses(label, task) for label in self.labels):
+                by_question.setdefault(question_of(task), task)
+        return list(by_question.values())
+
+    @cached_property
+    def verdict_length(self) -> int | None:
+        """Return the longest length beyond the trained one at which answers have likelihoods."""
+        measured = [
+            length
+            for length in self.lengths_beyond_training
+            if any(self.answer_loss(label, length) for label in self.labels)
+        ]
+        return measured[-1] if measured else None
+
+    def answer_loss(self, label: str, length: int) -> MeanTest | None:
+        """Return the mean loss of the right answers at a length; None where there is none."""
+        losses = self._losses_at(label, length)
+        return _mean([loss.nats for loss in losses.values()], list(losses.values()))
+
+    def loss_difference(self, label: str, other: str, length: int) -> MeanTest | None:
+        """Return a method's loss less another's on the same samples, below 0 where it is better."""
+        mine, theirs = self._losses_at(label, length), self._losses_at(other, length)
+        shared = [key for key in mine if key in theirs]
+        differences = [mine[key].nats - theirs[key].nats for key in shared]
+        return _mean(differences, [mine[key] for key in shared])
+
+    def comparisons_with_plain(self, length: int) -> dict[str, tuple[MeanTest, float]]:
+        """Return each method's difference from the plain model, and its p after Holm.
+
+        The family is all methods at this length.
+        """
+        if self.plain is None:
+            return {}
+        tests = {
+            label: test
+            for label in self.patched
+            if (test := self.loss_difference(label, self.plain, length)) is not None
+        }
+        adjusted = adjust_for_comparisons({label: test.p_value for label, test in tests.items()})
+        return {label: (test, adjusted[label]) for label, test in tests.items()}
+
+    def best_by_likelihood(self, length: int) -> str | None:
+        """Return the patched method under which the right answers are the likeliest."""
+        means = {
+            label: loss.mean.estimate
+            for label in self.patched
+            if (loss := self.answer_loss(label, length)) is not None
+        }
+        return min(means, key=lambda label: means[label]) if means else None
+
+    def rivals_of_best(self, length: int) -> list[str]:
+        """Return the methods that are not shown to be worse than the best one.
+
+        The family is all other methods at this length.
+        """
+        best = self.best_by_likelihood(length)
+        if best is None:
+            return []
+        tests = {
+            label: test
+            for label in self.patched
+            if label != best and (test := self.loss_difference(label, best, length)) is not None
+        }
+        adjusted = adjust_for_comparisons({label: test.p_value for label, test in tests.items()})
+        return [label for label in tests if adjusted[label] >= SIGNIFICANCE_LEVEL]
+
+    @cached_property
+    def floor(self) -> MeanTest | None:
+        """Return the plain model's loss on the same questions without their answers in the text.
+
+        It was measured at the shortest length. None without controls.
+        """
+        losses = [
+            loss
+            for entry in self.results.get("control") or []
+            if entry["task"] in self.likelihood_tasks
+            for rows in (entry.get("samples") or {}).values()
+            for loss in _answer_losses(scored_samples(entry["task"], rows)).values()
+        ]
+        return _mean([loss.nats for loss in losses], losses)
+
+    def _losses_at(self, label: str, length: int) -> dict[tuple[str, str], AnswerLoss]:
+        losses: dict[tuple[str, str], AnswerLoss] = {}
+        for task in self.likelihood_tasks:
+            losses |= self._losses(label, task, (length,))
+        return losses
+
+    def _losses(
+        self, label: str, task: str, lengths: tuple[int, ...] | None = None
+    ) -> dict[tuple[str, str], AnswerLoss]:
+        return _answer_losses(self.samples(label, task, lengths))
+
+
+def _answer_losses(samples: Sequence[ScoredSample]) -> dict[tuple[str, str], AnswerLoss]:
+    """Return the loss of each sample that has one, by task and sample."""
+    return {
+        (s["task"], s["id"]): AnswerLoss(
+            -float(nats) / tokens,
+            (question_of(s["task"]), s["length"], s["text"]),
+            (s["task"], s["length"]),
+        )
+        for s in samples
+        if (nats := s.get("log_likelihood")) is not None and (tokens := s.get("target_tokens"))
+    }
+
+
+def _mean(values: list[float], losses: Sequence[AnswerLoss]) -> MeanTest | None:
+    """Return the mean of values over texts; None without values, or where one is infinite."""
+    if not values or not all(map(math.isfinite, values)):
+        return None
+    return statistics.clustered_mean(
+        values, [loss.text for loss in losses], [loss.stratum for loss in losses]
+    )

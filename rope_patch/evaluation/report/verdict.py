@@ -1,0 +1,113 @@
+"""The verdict of few answers: which method makes the right ones likelier, and how sure it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rope_patch.evaluation.report.format import p_text
+from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.statistics import MeanTest, texts_to_decide
+
+_MAX_NAMES = 4  # of a sentence
+
+
+def likelihood_sentences(stats: RunStatistics) -> Iterator[str]:
+    """Yield what the likelihoods of the right answers decide beyond the trained length."""
+    length = stats.verdict_length
+    if length is None or stats.plain is None:
+        return
+    best = stats.best_by_likelihood(length)
+    comparison = stats.comparisons_with_plain(length).get(best) if best else None
+    if best is None or comparison is None:
+        return
+    yield _verdict(stats, best, length, *comparison)
+    if others := _rivals(stats, length):
+        yield others
+    if floor := _floor(stats, best, length):
+        yield floor
+
+
+def is_decided(stats: RunStatistics) -> bool:
+    """Return whether likelihoods tell the best method and the plain model apart."""
+    length = stats.verdict_length
+    best = None if length is None else stats.best_by_likelihood(length)
+    if length is None or best is None:
+        return False
+    comparison = stats.comparisons_with_plain(length).get(best)
+    return comparison is not None and comparison[1] < SIGNIFICANCE_LEVEL
+
+
+def loss_text(nats: float) -> str:
+    """Return a loss in nats to two digits behind the point: 0.89, −4.10."""
+    return f"{nats:.2f}".replace("-", "−")
+
+
+def loss_interval_text(test: MeanTest) -> str:
+    """Return a loss's interval, values and texts: 95% interval −4.5 to −3.6, n = 40, 8 texts."""
+    mean = test.mean
+    texts = f"{mean.effective_n:,.0f} text{'s' if mean.effective_n != 1 else ''}"
+    rests_on = f"n = {mean.n:,.0f}, {texts}"
+    if not math.isfinite(mean.half_width):
+        return f"no interval, {rests_on}"
+    return f"95% interval {loss_text(mean.low)} to {loss_text(mean.high)}, {rests_on}"
+
+
+def _verdict(
+    stats: RunStatistics, best: str, length: int, difference: MeanTest, p_value: float
+) -> str:
+    mine, plain = (stats.answer_loss(label, length) for label in (best, stats.plain or ""))
+    assert mine is not None
+    assert plain is not None
+    methods = len(stats.comparisons_with_plain(length))
+    after = f" after Holm over {methods} methods" if methods > 1 else ""
+    numbers = (
+        f"{loss_text(mine.mean.estimate)} against {loss_text(plain.mean.estimate)} nats a token "
+        f"(difference {loss_text(difference.mean.estimate)}, {loss_interval_text(difference)}, "
+        f"{p_text(p_value)}{after})"
+    )
+    who = stats.names[best]
+    at = f"at {length:,} tokens"
+    if p_value >= SIGNIFICANCE_LEVEL:
+        needed = texts_to_decide(difference, 1 - SIGNIFICANCE_LEVEL / methods)
+        more = ""
+        if needed and needed > difference.mean.effective_n:
+            more = f"; about {needed:,} texts would, if the difference is as measured"
+        return (
+            f"This run cannot decide whether {who} makes the right answers likelier than no "
+            f"patch {at}: {numbers}{more}."
+        )
+    if difference.mean.estimate > 0:
+        return (
+            f"No method makes the right answers likelier than no patch {at}; under the best of "
+            f"them, {who}, they are less likely: {numbers}."
+        )
+    return (
+        f"{at[0].upper()}{at[1:]} {who} makes the right answers likelier than no patch: {numbers}."
+    )
+
+
+def _rivals(stats: RunStatistics, length: int) -> str:
+    if len(stats.patched) < 2:
+        return ""
+    names = [stats.names[label] for label in stats.rivals_of_best(length)]
+    if not names:
+        return "Each of the other methods is shown to be worse than it."
+    shown = ", ".join(names[:_MAX_NAMES])
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"Not told apart from it: {shown}{more}."
+
+
+def _floor(stats: RunStatistics, best: str, length: int) -> str:
+    mine = stats.answer_loss(best, length)
+    if stats.floor is None or mine is None:
+        return ""
+    floor = stats.floor.mean.estimate
+    text = (
+        "Without the answers in the text, the plain model gives them "
+        f"{loss_text(floor)} nats a token"
+    )
+    if mine.mean.high < floor:
+        return f"{text}: the model does read them."
+    return f"{text}: it is not shown that the model reads them."
