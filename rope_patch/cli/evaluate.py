@@ -56,7 +56,7 @@ def evaluate(
     control_context: Annotated[
         int | None,
         typer.Option(
-            help="Context of the control, in tokens; half the trained length if left out.", min=2
+            help="Context of the control, in tokens; the trained length if left out.", min=2
         ),
     ] = None,
     stride: Annotated[

@@ -50,7 +50,7 @@ class PerplexityRun:
         self.length = request.perplexity_length or max(request.lengths)
         self.window = request.window or perplexity.default_window(self.length)
         self.block = perplexity.block_size(self.window)
-        self.control_context = request.control_context or session.trained_length // 2
+        self.control_context = request.control_context or session.trained_length
         self.short_context = longppl.default_short_context(session.trained_length)
         if PERPLEXITY in self.tasks and self.control_context <= self.window:
             raise ValueError(

@@ -228,7 +228,7 @@ def _run_metadata(session: Session, total: float) -> RunMetadata:
         "per_text": request.per_text,
         "processes": session.processes.size,
         "date": provenance.now(),
-        "seconds": {**session.seconds, "total": total},
+        "seconds": {**session.seconds, "total": total + session.earlier_seconds},
         "continued": session.continued,
         "prompt_tokens": session.tokens,
         "peak_memory": provenance.peak_memory(),

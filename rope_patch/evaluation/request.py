@@ -52,8 +52,8 @@ class EvalRequest:
         questions: A file with questions in SQuAD's format for the question tasks.
         perplexity_length: Tokens of a document; the longest of `lengths` unless given.
         window: Tokens averaged into one point of the perplexity curve.
-        control_context: Tokens of context that the control gets; half the trained length unless
-            given.
+        control_context: Tokens of context that the control gets: the trained length, to which
+            a user would cut the text instead, unless given.
         stride: Tokens scored in each window of sliding perplexity.
         windows: Sliding windows in each document.
         short_samples: Samples of each ordinary short task.

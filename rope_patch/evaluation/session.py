@@ -64,7 +64,9 @@ class Session:
         methods: The records of the methods that ran, by label.
         seconds: Time taken, by part.
         tokens: Tokens of the prompts (`asked`), and those that went through the model (`read`).
-        continued: Whether an earlier run left answers, whose time is not in `seconds`.
+        continued: Whether an earlier run left answers or pieces. The time of pieces is in
+            `seconds`, that of answers is not.
+        earlier_seconds: The time of an earlier run's pieces.
         not_run: Requested parts that could not be measured, with the reason.
         failed: Samples of short tasks that failed and are not counted, with the reason.
     """
@@ -72,6 +74,7 @@ class Session:
     model: Any = None
     weights = ""
     continued = False
+    earlier_seconds = 0.0
 
     def __init__(self, request: EvalRequest, path: str, config: Any, tokenizer: Any) -> None:
         self.request = request
@@ -84,6 +87,8 @@ class Session:
         self.trained_length = next(iter(self.geometries.values())).trained_length
         self.methods: dict[str, MethodRecord] = {}
         self.seconds: dict[str, float] = {}
+        self._part = ""  # what `timer` times
+        self._pieces: set[Path] = set()  # computed in this run, or counted as an earlier one's
         self.tokens: TokenCounts = {"asked": 0, "read": 0}
         self.not_run: list[str] = []
         self.failed: list[str] = []
@@ -121,7 +126,7 @@ class Session:
     @contextlib.contextmanager
     def timer(self, part: str) -> Iterator[None]:
         """Add the time until the end of the block to `seconds`."""
-        started = time.monotonic()
+        started, self._part = time.monotonic(), part
         yield
         self.seconds[part] = self.seconds.get(part, 0) + time.monotonic() - started
 
@@ -159,13 +164,23 @@ class Session:
         missing = self.processes.broadcast(missing)
         for path in self.processes.own_share(missing, lambda path: by_path[path][1].length):
             key, piece = by_path[path]
+            started = time.monotonic()
             body = {"format": _FORMAT, "key": key, "value": piece.compute()}
+            body["seconds"] = time.monotonic() - started
             atomic_files.write_json(path, checksums.seal(body))
         self.processes.wait()
-        return [
-            checksums.unseal(path.read_bytes(), format=_FORMAT, key=key)["value"]
-            for path, key in zip(paths, keys, strict=True)
-        ]
+        stored = {
+            path: checksums.unseal(path.read_bytes(), format=_FORMAT, key=key)
+            for path, (key, _) in by_path.items()
+        }
+        self._pieces.update(missing)
+        for path in stored.keys() - self._pieces:
+            self.continued = True
+            seconds = stored[path].get("seconds", 0.0)
+            self.seconds[self._part] = self.seconds.get(self._part, 0) + seconds
+            self.earlier_seconds += seconds
+        self._pieces.update(stored)
+        return [stored[path]["value"] for path in paths]
 
     def try_compute_cached(
         self, name: str, pieces: Sequence[CachedComputation[T]]

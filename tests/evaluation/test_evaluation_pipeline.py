@@ -44,8 +44,8 @@ def test_all_requested_measures_are_in_the_results(finished_run):
         "rp_niah_single_2",
         "rp_json_kv_ll",
     ]
-    assert perplexity_results["control"]["context"] == 128
-    assert list(perplexity_results["control"]["losses"][0]) == [str(e) for e in range(192, 449, 64)]
+    assert perplexity_results["control"]["context"] == 256  # the trained length
+    assert list(perplexity_results["control"]["losses"][0]) == [str(e) for e in range(320, 449, 64)]
     ((short),) = results["short"]
     assert short["task"] == "rp_short_cloze"
     assert {label: len(scores) for label, scores in short["samples"].items()} == dict.fromkeys(

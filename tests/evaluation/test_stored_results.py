@@ -29,6 +29,11 @@ def pieces(folder):
     return [path for path in paths if isinstance(json.loads(path.read_bytes())["value"], float)]
 
 
+def stored_value(path):
+    """Return what an intact piece holds beside the time that it took."""
+    return {key: value for key, value in unseal(path.read_bytes()).items() if key != "seconds"}
+
+
 def replace_the_number(path):
     sealed = json.loads(path.read_bytes())
     path.write_text(json.dumps(sealed | {"value": 1.0}))
@@ -82,7 +87,7 @@ DAMAGES = [
 def test_damaged_results_are_measured_again_and_reported_once(finished_run, caplog):
     """Damage a piece in each way, swap two pieces, and damage an answer and the report."""
     folder, expected = finished_run
-    before = {path: unseal(path.read_bytes()) for path in pieces(folder)}
+    before = {path: stored_value(path) for path in pieces(folder)}
     swapped, single = list(before)[:2], list(before)[2:]
     reasons = dict.fromkeys(swapped, "it is of another measurement: its key is")
     for path, (damage, reason) in zip(single, DAMAGES, strict=False):
@@ -109,7 +114,7 @@ def test_damaged_results_are_measured_again_and_reported_once(finished_run, capl
         f"1 of {count} answers are asked again: line 1: it is damaged"
         in lines_by_path[str(answers)]
     )
-    assert {path: unseal(path.read_bytes()) for path in before} == before
+    assert {path: stored_value(path) for path in before} == before
     assert len(answer_lines(folder)) == count
     new_report = json.loads((folder / "report.json").read_text())
     assert new_report["perplexity"] == json.loads(report)["perplexity"]
@@ -134,3 +139,16 @@ def test_a_full_disk_stops_the_run_at_once(tmp_path, monkeypatch):
     assert "make it writable, and the same command goes on from there" in str(error.value)
     assert len(calls) == 1
     assert {path.name for path in Path(tmp_path).iterdir()} == {"cache", ".lock"}
+
+
+def test_a_run_that_uses_pieces_of_an_earlier_one_says_so_and_counts_their_time(tmp_path):
+    eval_request = request(tmp_path, tasks=("perplexity",), lengths=(448,), window=16)
+    first, second = (evaluate(eval_request)["run"] for _ in range(2))
+    assert not first["continued"]
+    assert second["continued"]
+    pieces_seconds = sum(
+        json.loads(path.read_bytes())["seconds"] for path in (tmp_path / "cache").glob("piece-*")
+    )
+    assert pieces_seconds > 0
+    assert second["seconds"]["perplexity"] >= pieces_seconds
+    assert second["seconds"]["total"] >= second["seconds"]["perplexity"]

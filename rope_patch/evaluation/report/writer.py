@@ -239,7 +239,9 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
         "Git revision": run.get("git_revision"),
         "Date": re.sub(r"T(\d\d:\d\d).*(\+00:00|Z)$", r" \1 UTC", str(run.get("date") or "")),
         "Time": f"{took} ({parts})" if took and parts else took or parts,
-        "Continued": "the time of an earlier run is not counted" if run.get("continued") else None,
+        "Continued": "an earlier run left answers, whose time is not counted"
+        if run.get("continued")
+        else None,
         "Peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
     }
     return [(k, one_line(v)) for k, v in facts.items() if v is not None and v != ""]
