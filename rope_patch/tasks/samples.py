@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rope_patch.tasks import texts
@@ -46,6 +46,10 @@ class SampleDraft:
         target: The right answer as it follows the prefix; likelihood tasks score it.
         depth: The answer's position in percent of the filler; None if it is everywhere.
         decoys: Wrong answers of the same kind in the same text, besides the other samples' answers.
+        chance: The expected score of a guesser who knows the form of answers but has not read the
+            text, given the units of filler; None where that is 0.
+        target_chance: The same where the target's likelihood is scored, which takes all of it.
+        columns: Further columns of the sample's row.
     """
 
     prompt: Callable[[int], str]
@@ -54,6 +58,9 @@ class SampleDraft:
     target: str
     depth: int | None = None
     decoys: tuple[str, ...] = ()
+    chance: Callable[[int], float] | None = None
+    target_chance: float | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +133,8 @@ def build(
     Returns:
         `{"test": dataset}` with the columns id, task, length, tokens, depth, text (samples with the
         same number share one), input, gen_prefix, answers, target, target_tokens; and with choices
-        choices and gold (the right one's number).
+        choices and gold (the right one's number). Some tasks add chance and target_chance (see
+        `SampleDraft`) and columns of their own.
 
     Raises:
         ValueError: A length too short for the prompt's own words, or no depth or one outside
@@ -172,6 +180,11 @@ def build(
             row |= {"text": number, "input": draft.prompt(units), "gen_prefix": draft.prefix}
             row |= {"answers": draft.answers, "target": draft.target}
             row["target_tokens"] = _count_tokens(tokenizer, f" {draft.target}", special=False)
+            row |= draft.columns
+            if draft.chance is not None:
+                row["chance"] = draft.chance(units)
+            if draft.target_chance is not None:
+                row["target_chance"] = draft.target_chance
             if choices:
                 row |= _choices(draft, drafts, task)
             rows.append(row)

@@ -102,9 +102,8 @@ def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> lis
         for sample in samples:
             doc = sample["doc"]
             error = failures.get((task, sample["doc_id"]))
-            chance: OptionalSampleKeys = {}
-            if choices := doc.get("choices"):
-                chance = {"chance": 1 / len(choices)}
+            guess = _chance(task, doc)
+            chance: OptionalSampleKeys = {} if guess is None else {"chance": guess}
             row: SampleRecord = {
                 "id": doc["id"],
                 "text": doc["text"],
@@ -120,6 +119,14 @@ def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> lis
             rows.append(row)
     # In the order in which they were built, whatever lm-eval's was.
     return sorted(rows, key=lambda row: (row["length"], int(row["id"].rsplit("/", 1)[1])))
+
+
+def _chance(task: str, doc: dict[str, Any]) -> float | None:
+    """Return the expected score of a guess at a sample; None where that is 0 or not known."""
+    if doc.get("choices"):
+        return 1 / len(doc["choices"])
+    by_likelihood = task.split(SUFFIX)[0].endswith(tasks.LIKELIHOOD)
+    return doc.get("target_chance" if by_likelihood else "chance")
 
 
 def choice_hits(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[int | None]:
