@@ -28,7 +28,7 @@ PROMPT = (
     "word, the {ordinal} {kind} about {topic} that you wrote in this conversation. Write nothing "
     "else."
 )
-TURN = "User: Write a {kind} about {topic}.\n\nAssistant: {reply}"
+TURN = "User: Write a {kind} about {topic}. Assistant: {reply}"  # as the last one with its answer
 PREFIX = "Assistant:"
 
 _LENGTHS = (200, 400)  # characters; below 200 difflib counts frequent letters, and ratios are high

@@ -22,7 +22,7 @@ def rows(needles, length=6000, tokenizer="tiny", **kwargs):
 
 def turns(row):
     """Requests and replies in their order."""
-    return re.findall(r"User: Write a (.+)\.\n\nAssistant: (.+)\n", row["input"])
+    return re.findall(r"^User: Write a ([^.]+)\. Assistant: (.+)$", row["input"], re.M)
 
 
 def asked(row):
