@@ -112,7 +112,7 @@ def _generate(text: samples.TextContext, needles: int) -> list[samples.SampleDra
             target=target,
             depth=text.depths[number],
             chance=lambda n: sum(_ratio(other.reply, asked.reply) for other in group) / needles,
-            target_chance=1 / needles,
+            target_chance=lambda n: 1 / needles,
         )
 
     return [draft(number) for number in range(count)]

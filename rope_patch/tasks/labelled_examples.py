@@ -81,7 +81,7 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
             target=labels[topic],
             decoys=tuple(labels.values()),
             chance=lambda n: 1 / classes,
-            target_chance=1 / classes,
+            target_chance=lambda n: 1 / classes,
         )
 
     return [draft(*question) for question in asked]

@@ -86,13 +86,14 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
 def _draft(
     lines: Callable[[int], str], kind: str, expression: str, value: object
 ) -> samples.SampleDraft:
+    chance = (lambda n: CHANCE[kind]) if CHANCE[kind] else None
     return samples.SampleDraft(
         prompt=lambda n: PROMPT.format(lines=lines(n), expression=expression),
         prefix=PREFIX,
         answers=[str(value)],
         target=str(value),
-        chance=(lambda n: CHANCE[kind]) if CHANCE[kind] else None,
-        target_chance=CHANCE[kind] or None,
+        chance=chance,
+        target_chance=chance,
         columns={"question": kind},
     )
 

@@ -59,7 +59,7 @@ class SampleDraft:
     depth: int | None = None
     decoys: tuple[str, ...] = ()
     chance: Callable[[int], float] | None = None
-    target_chance: float | None = None
+    target_chance: Callable[[int], float] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
 
 
@@ -184,7 +184,7 @@ def build(
             if draft.chance is not None:
                 row["chance"] = draft.chance(units)
             if draft.target_chance is not None:
-                row["target_chance"] = draft.target_chance
+                row["target_chance"] = draft.target_chance(units)
             if choices:
                 row |= _choices(draft, drafts, task)
             rows.append(row)

@@ -49,7 +49,7 @@ def test_the_target_is_the_reply_that_the_number_says(needles, per_text):
 
 @pytest.mark.parametrize("needles", NEEDLES)
 def test_a_reply_stands_at_its_depth_among_other_turns(needles):
-    for row in rows(needles, 20_000, "smollm2", depths=(0, 25, 75, 100), samples=4):
+    for row in rows(needles, 20_000, "words", depths=(0, 25, 75, 100), samples=4):
         _, number, request = asked(row)
         listed = turns(row)
         places = [i for i, (other, _) in enumerate(listed) if other == request]

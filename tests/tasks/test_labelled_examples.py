@@ -42,10 +42,10 @@ def classify(row):
 
 
 def test_the_label_can_be_learned_from_the_examples_alone():
-    built = rows(6000, "smollm2", samples=32, per_text=16)
+    built = rows(6000, "words", samples=32, per_text=16)
     right = [classify(row) == row["target"] for row in built]
     assert sum(right) >= 31
-    control = rows(6000, "smollm2", samples=32, per_text=16, planted=False)
+    control = rows(6000, "words", samples=32, per_text=16, planted=False)
     assert [asked(row) for row in control] == [asked(row) for row in built]
     assert [row["target"] for row in control] == [row["target"] for row in built]
     assert sum(classify(row) == row["target"] for row in control) < 10

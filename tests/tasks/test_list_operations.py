@@ -43,7 +43,7 @@ def test_the_answer_is_what_python_prints(per_text, operations):
 
 def test_every_line_of_filler_runs_and_none_changes_the_list():
     """Also where the filler goes on much longer; and operations stand all over the program."""
-    (row,) = rows(20_000, "smollm2", samples=1)
+    (row,) = rows(20_000, "words", samples=1)
     lines = program(row).splitlines()
     name = re.search(r"(?:alpha|beta|gamma|delta|kappa|lambda_|omega|sigma|theta|zeta)", asked(row))
     own = re.compile(rf"{name.group()}( = |\.(?:append|insert|remove|pop|sort|reverse)\()")
