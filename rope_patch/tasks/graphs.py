@@ -29,7 +29,7 @@ BFS_QUESTION = (
     "exactly {hops}, so that a shortest path from {node} to them has {hops} edges?"
 )
 PARENTS_QUESTION = "Which nodes are the parents of {node}, so that they have an edge to it?"
-PREFIX = "The nodes are"
+PREFIX = "Final answer:"
 
 _ANSWERS = range(2, 7)
 _WIDTHS = range(2, 4)  # nodes of each level between the start and the answers

@@ -22,7 +22,7 @@ PROMPT = (
     "{lines}\n```\nWhat does the program print at its end if the line `print({expression})` is "
     "added there?"
 )
-PREFIX = "At its end it prints"
+PREFIX = "Output:"
 
 OPERATIONS = 12  # that change the list in question
 FINAL_LENGTHS = range(4, 12)

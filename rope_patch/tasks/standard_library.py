@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import platform
 import random
+import re
 import sysconfig
 import textwrap
 import warnings
@@ -30,12 +31,12 @@ LINE_ROOM = 96
 
 _TEXT = (
     "Below are functions of Python's standard library. I will ask about one of their lines "
-    "afterwards.\n```python\n{code}\n```\nOne of the functions above contains the line `{line}`. "
+    "afterwards.\n```python\n{code}\n```\nOne of the functions above contains this line:\n{line}\n"
 )
 NAME_PROMPT = f"{_TEXT}Which function is it? Answer with the name of the function."
 LINE_PROMPT = f"{_TEXT}Which line comes next in that function? Answer with that line alone."
-NAME_PREFIX = "The name of the function is"
-LINE_PREFIX = "The next line is"
+NAME_PREFIX = "Function name:"
+LINE_PREFIX = "Next line:"
 
 _LEAST_FILES = 50  # fewer are no standard library
 _LONGEST_NAME, _LONGEST_LINE = 32, 80  # characters
@@ -281,6 +282,8 @@ def same_name(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
 
 def same_line(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """Return 1 if the first line of the text is the answer, blanks and marks of code aside."""
-    lines = [line.strip().strip("`").strip() for line in str(results[0]).split("\n")]
-    written = next((line for line in lines if line not in ("", ":", "python")), "")
+    lines = [line.strip() for line in str(results[0]).split("\n")]
+    written = next((line for line in lines if line not in ("", "```", "```python")), "")
+    if quoted := re.match("`([^`]+)`", written):
+        written = quoted[1].strip()
     return scoring.all_answers(doc, results) | {"score": float(written == doc["target"])}

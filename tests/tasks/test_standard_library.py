@@ -26,7 +26,7 @@ def code(row):
 
 
 def asked(row):
-    return re.search(r"contains the line `([^`\n]+)`\. Which", row["input"]).group(1)
+    return re.search(r"contains this line:\n(.+)\nWhich", row["input"]).group(1)
 
 
 def blocks(row):
@@ -142,8 +142,10 @@ def test_the_first_word_must_be_the_name(written, score):
     ("written", "score"),
     [
         (" x = read(y)\n    return x", 1),
-        (":\n```python\n    x = read(y)\n```", 1),
+        ("\n```python\n    x = read(y)\n```", 1),
         (" `x = read(y)`", 1),
+        (" `x = read(y)`. It reads y.", 1),
+        (" `x = read(z)`, not `x = read(y)`", 0),
         (" x = read(y)  # comment", 0),
         (" x = read(z)\n x = read(y)", 0),
         ("", 0),
