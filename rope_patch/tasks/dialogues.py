@@ -77,7 +77,7 @@ def _generate(text: samples.TextContext, needles: int) -> list[samples.SampleDra
             f"the dialogue has room for {len(topics) // 2 * needles} questions, got per_text "
             f"{count}: take fewer"
         )
-    chosen = [(rng.choice(kinds), topic) for topic in rng.sample(topics, requests)]
+    asked_requests = [(rng.choice(kinds), topic) for topic in rng.sample(topics, requests)]
     groups = [
         [
             _Needle(place, number, *request, _reply(rng, *request))
@@ -85,33 +85,33 @@ def _generate(text: samples.TextContext, needles: int) -> list[samples.SampleDra
                 rng, text.depths, range(i, min(i + needles, count)), needles
             )
         ]
-        for i, request in zip(range(0, count, needles), chosen, strict=True)
+        for i, request in zip(range(0, count, needles), asked_requests, strict=True)
     ]
     codes = ["".join(rng.choices(_CODE, k=10)) for _ in text.depths]
-    placed = sorted((n for group in groups for n in group), key=lambda needle: needle.place)
+    all_needles = sorted((n for group in groups for n in group), key=lambda needle: needle.place)
     others: list[str] = []
 
     def turns(n: int) -> str:
         while len(others) < n:  # only the fitting of the length knows how many
-            others.append(_other_turn(rng, chosen))
-        listed = others[:n]
-        for needle in reversed(placed if text.planted else []):
+            others.append(_other_turn(rng, asked_requests))
+        dialogue = others[:n]
+        for needle in reversed(all_needles if text.planted else []):
             # From the back: no place moves.
-            listed.insert(round(needle.place * n), TURN.format(**needle._asdict()))
-        return "\n\n".join(listed)
+            dialogue.insert(round(needle.place * n), TURN.format(**needle._asdict()))
+        return "\n\n".join(dialogue)
 
     def draft(number: int) -> samples.SampleDraft:
         group = groups[number // needles]
-        order, asked = next((i, one) for i, one in enumerate(group) if one.number == number)
-        words = {"kind": asked.kind, "topic": asked.topic, "ordinal": _ORDINALS[order]}
-        target = f"{codes[number]} {asked.reply}"
+        order, needle = next((i, one) for i, one in enumerate(group) if one.number == number)
+        words = {"kind": needle.kind, "topic": needle.topic, "ordinal": _ORDINALS[order]}
+        target = f"{codes[number]} {needle.reply}"
         return samples.SampleDraft(
             prompt=lambda n: PROMPT.format(turns=turns(n), code=codes[number], **words),
             prefix=PREFIX,
             answers=[f"{target}\n"],  # with its end: words that follow it count against it
             target=target,
             depth=text.depths[number],
-            chance=lambda n: sum(_ratio(other.reply, asked.reply) for other in group) / needles,
+            chance=lambda n: sum(_ratio(other.reply, needle.reply) for other in group) / needles,
             target_chance=lambda n: 1 / needles,
         )
 
@@ -154,9 +154,9 @@ def _reply(rng: random.Random, kind: str, topic: str) -> str:
     words = _words()
     while True:
         parts = [rng.choice(words["kinds"][kind]), *rng.sample(words["sentences"], _SENTENCES)]
-        written = " ".join(_fill(rng, part, topic) for part in parts)
-        if _LENGTHS[0] <= len(written) <= _LENGTHS[1]:
-            return written
+        reply = " ".join(_fill(rng, part, topic) for part in parts)
+        if _LENGTHS[0] <= len(reply) <= _LENGTHS[1]:
+            return reply
 
 
 def _fill(rng: random.Random, sentence: str, topic: str) -> str:
@@ -167,8 +167,7 @@ def _fill(rng: random.Random, sentence: str, topic: str) -> str:
         slots[kind], slots[f"{kind}2"] = rng.sample(words[kind], 2)
     slots["deed"], slots["time"] = rng.choice(words["deed"]), rng.choice(words["time"])
     slots["time_first"] = slots["time"][0].upper() + slots["time"][1:]
-    written = sentence.format(**slots)
-    return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", written)
+    return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", sentence.format(**slots))
 
 
 def _other_turn(rng: random.Random, asked: list[tuple[str, str]]) -> str:
@@ -190,13 +189,13 @@ def repeated(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     next is another turn.
     """
     code, reply = doc["target"].split(" ", 1)
-    written = str(results[0]).strip()
+    response = str(results[0]).strip()
     score = 0.0
-    if written.startswith(code):
-        paragraph = written[len(code) :].lstrip().split("\n")[0].rstrip()
+    if response.startswith(code):
+        paragraph = response[len(code) :].lstrip().split("\n")[0].rstrip()
         score = _ratio(paragraph, reply)
     return scoring.all_answers(doc, results) | {"score": score}
 
 
-def _ratio(written: str, reply: str) -> float:
-    return SequenceMatcher(None, written, reply).ratio()
+def _ratio(response: str, reply: str) -> float:
+    return SequenceMatcher(None, response, reply).ratio()

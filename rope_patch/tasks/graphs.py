@@ -154,7 +154,7 @@ def _drafts(
     text.rng.shuffle(own)
     shares = sorted(text.rng.random() for _ in own)
     last = {edge for question in questions for edge in question.last}
-    placed = [
+    insertions = [
         (share, edge)
         for share, edge in zip(shares, own, strict=True)
         if text.planted or edge not in last
@@ -162,10 +162,10 @@ def _drafts(
     order = {node: i for i, edge in reversed(list(enumerate(own))) for node in edge}
 
     def edges(n: int) -> list[_Edge]:
-        listed = list(graph.edges(n))
-        for share, edge in reversed(placed):
-            listed.insert(round(share * n), edge)  # from the back: no place moves
-        return listed
+        all_edges = list(graph.edges(n))
+        for share, edge in reversed(insertions):
+            all_edges.insert(round(share * n), edge)  # from the back: no place moves
+        return all_edges
 
     def draft(question: _Question) -> samples.SampleDraft:
         # In the order in which they first stand in edges of the questions.
@@ -199,8 +199,9 @@ def naming_all(answers: int, nodes: int) -> float:
 
 def node_f1(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """Return the F1 of the nodes in the text's first list, or in its first line without one."""
-    written = str(results[0]).lower().strip()
-    listed = written.split("[", 1)[1].split("]")[0] if "[" in written else written.split("\n")[0]
-    named, wanted = set(_NODE.findall(listed)), set(_NODE.findall(doc["target"]))
-    score = 2 * len(named & wanted) / (len(named) + len(wanted))
+    response = str(results[0]).lower().strip()
+    _, bracket, behind = response.partition("[")
+    answer = behind.split("]")[0] if bracket else response.split("\n")[0]
+    nodes, reference = set(_NODE.findall(answer)), set(_NODE.findall(doc["target"]))
+    score = 2 * len(nodes & reference) / (len(nodes) + len(reference))
     return scoring.all_answers(doc, results) | {"score": score}

@@ -59,15 +59,15 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
         )
     topics = rng.sample(sorted(_topics()), classes)
     labels = dict(zip(topics, (str(n) for n in rng.sample(range(10, 100), classes)), strict=True))
-    asked = [(topic, _sentence(rng, topic)) for topic in rng.sample(topics, count)]
-    questions = {sentence for _, sentence in asked}
+    questions = [(topic, _sentence(rng, topic)) for topic in rng.sample(topics, count)]
+    held_out = {sentence for _, sentence in questions}
     examples: list[str] = []
 
     def prompt(n: int, question: str) -> str:
         while len(examples) < classes + n:  # only the fitting of the length knows how many
             # In rounds, as HELMET's: no class is more frequent than another.
             for topic in rng.sample(topics, classes):
-                while (sentence := _sentence(rng, topic)) in questions:
+                while (sentence := _sentence(rng, topic)) in held_out:
                     pass
                 label = labels[topic] if text.planted else rng.choice(list(labels.values()))
                 examples.append(EXAMPLE.format(sentence=sentence, label=label))
@@ -84,7 +84,7 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
             target_chance=lambda n: 1 / classes,
         )
 
-    return [draft(*question) for question in asked]
+    return [draft(*question) for question in questions]
 
 
 @lru_cache(maxsize=1)

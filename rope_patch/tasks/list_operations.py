@@ -69,14 +69,14 @@ def generate(text: samples.TextContext) -> list[samples.SampleDraft]:
     head = [f"{variable} = {values}" for variable, values in heads]
     # In the control nothing says what the list held, nor prints it.
     filler = partial(_other_line, rng, name if text.planted else None, state)
-    placed = list(zip(sorted(rng.random() for _ in own), own, strict=True))
-    others_lines: list[str] = []
+    insertions = list(zip(sorted(rng.random() for _ in own), own, strict=True))
+    filler_lines: list[str] = []
 
     def lines(n: int) -> str:
-        while len(others_lines) < n:  # only the fitting of the length knows how many
-            others_lines.append(filler())
-        program = others_lines[:n]
-        for share, line in reversed(placed if text.planted else []):
+        while len(filler_lines) < n:  # only the fitting of the length knows how many
+            filler_lines.append(filler())
+        program = filler_lines[:n]
+        for share, line in reversed(insertions if text.planted else []):
             program.insert(round(share * n), line)  # from the back: no place moves
         return "\n".join([*head, *program])
 
@@ -154,15 +154,15 @@ def _other_line(rng: random.Random, name: str | None, state: dict[str, list[int]
     """Return a line that leaves the list in question as it is; `state` follows other lists."""
     other = rng.choice(sorted(state))
     if rng.random() < 0.3:
-        shown = rng.choice([name, other]) if name else other
+        argument = rng.choice([name, other]) if name else other
         return rng.choice(
             [
-                f"print({shown})",
-                f"print(len({shown}))",
-                f"print({shown}[0])",
-                f"print({rng.choice(_VALUES)} in {shown})",
-                f"print({shown}.count({rng.choice(_VALUES)}))",
-                f"print(sorted({shown}))",
+                f"print({argument})",
+                f"print(len({argument}))",
+                f"print({argument}[0])",
+                f"print({rng.choice(_VALUES)} in {argument})",
+                f"print({argument}.count({rng.choice(_VALUES)}))",
+                f"print(sorted({argument}))",
             ]
         )
     size = len(state[other])
@@ -201,6 +201,6 @@ def _questions(rng: random.Random, name: str, final: list[int], count: int) -> l
 def same_value(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """Return 1 if the first list or number in the text is the answer, blanks aside."""
     match = _ANSWER.search(str(results[0]))
-    written = re.sub(r"\s", "", match.group()) if match else None
-    right = written == doc["target"].replace(" ", "")
+    response = re.sub(r"\s", "", match.group()) if match else None
+    right = response == doc["target"].replace(" ", "")
     return scoring.all_answers(doc, results) | {"score": float(right)}

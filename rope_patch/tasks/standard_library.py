@@ -20,6 +20,7 @@ import warnings
 from bisect import bisect
 from collections.abc import Iterator
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ _LONGEST_NAME, _LONGEST_LINE = 32, 80  # characters
 _SIZES = range(5, 31)  # lines of a function that is asked for
 _LONGEST_FUNCTION = 80  # lines
 # fmt: off
-_LEFT_OUT = {
+_EXCLUDED = {
     "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
     "site-packages", "test", "tests", "turtledemo",
 }
@@ -121,11 +122,19 @@ class _Code:
 
     def __init__(self, text: samples.TextContext) -> None:
         sources = read_sources(sysconfig.get_path("stdlib"))
-        drawn = _draw_questions(text.rng, sources)
-        self.questions = [_Question(*next(drawn), depth) for depth in text.depths]
-        asked = [question.function for question in self.questions]
-        self._placed = sorted(self.questions, key=lambda q: q.depth) if text.planted else []
-        self._others = _draw_functions(text.rng, sources, asked)
+        candidates = list(islice(_draw_questions(text.rng, sources), len(text.depths)))
+        if len(candidates) < len(text.depths):
+            raise ValueError(
+                f"rp_code asks about one function of a file, and {len(candidates)} of the standard "
+                f"library's files have one, got per_text {len(text.depths)}: take fewer"
+            )
+        self.questions = [
+            _Question(*candidate, depth)
+            for candidate, depth in zip(candidates, text.depths, strict=True)
+        ]
+        functions = [question.function for question in self.questions]
+        self._insertions = sorted(self.questions, key=lambda q: q.depth) if text.planted else []
+        self._others = _draw_functions(text.rng, sources, functions)
         self._lines: list[str] = []
         self._starts = [0]
 
@@ -134,13 +143,13 @@ class _Code:
         while len(self._lines) < n and (function := next(self._others, None)):
             self._lines += function.lines
             self._starts.append(len(self._lines))
-        listed = self._lines[:n]
-        starts = [*self._starts[: bisect(self._starts, n - 1)], len(listed)]
-        for question in reversed(self._placed):  # from the back: no place moves
-            place = question.depth * len(listed) / 100
+        lines = self._lines[:n]
+        starts = [*self._starts[: bisect(self._starts, n - 1)], len(lines)]
+        for question in reversed(self._insertions):  # from the back: no place moves
+            place = question.depth * len(lines) / 100
             at = min(starts, key=lambda start: abs(start - place))
-            listed[at:at] = question.function.lines
-        return listed
+            lines[at:at] = question.function.lines
+        return lines
 
     def prompt(self, form: str, line: str, n: int) -> str:
         """Return a prompt whose text has n lines of other functions."""
@@ -148,7 +157,7 @@ class _Code:
 
     def chance_of_function(self, n: int) -> float:
         """Return the score of naming a random function of the text."""
-        return 1 / (len(self._placed) + max(bisect(self._starts, n - 1), 1))
+        return 1 / (len(self._insertions) + max(bisect(self._starts, n - 1), 1))
 
     def chance_of_line(self, n: int) -> float:
         """Return the score of giving a random line of the text."""
@@ -168,7 +177,7 @@ def read_sources(folder: str) -> dict[str, str]:
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         generated = any(part.startswith(("config-", "_sysconfigdata")) for part in name.parts)
-        if not generated and not _LEFT_OUT.intersection(name.parts):
+        if not generated and not _EXCLUDED.intersection(name.parts):
             try:
                 sources[name.as_posix()] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError):
@@ -261,29 +270,29 @@ def _find_line(
 
 
 def _draw_functions(
-    rng: random.Random, sources: dict[str, str], without: list[_Function]
+    rng: random.Random, sources: dict[str, str], excluded: list[_Function]
 ) -> Iterator[_Function]:
     """Yield the functions of random files, in their order there."""
     names = list(sources)
     rng.shuffle(names)
-    left_out = {(function.lines[0], function.name) for function in without}
+    exclusions = {(function.lines[0], function.name) for function in excluded}
     for name in names:
         for function in _functions(name, sources[name]):
-            if (function.lines[0], function.name) not in left_out:
+            if (function.lines[0], function.name) not in exclusions:
                 yield function
 
 
 def same_name(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """Return 1 if the first word of the text is the function's name, marks around it aside."""
     words = str(results[0]).split()
-    written = words[0].strip("`'\"*.,:;").removesuffix("()") if words else ""
-    return scoring.all_answers(doc, results) | {"score": float(written == doc["target"])}
+    name = words[0].strip("`'\"*.,:;").removesuffix("()") if words else ""
+    return scoring.all_answers(doc, results) | {"score": float(name == doc["target"])}
 
 
 def same_line(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """Return 1 if the first line of the text is the answer, blanks and marks of code aside."""
     lines = [line.strip() for line in str(results[0]).split("\n")]
-    written = next((line for line in lines if line not in ("", "```", "```python")), "")
-    if quoted := re.match("`([^`]+)`", written):
-        written = quoted[1].strip()
-    return scoring.all_answers(doc, results) | {"score": float(written == doc["target"])}
+    answer = next((line for line in lines if line not in ("", "```", "```python")), "")
+    if quotation := re.match("`([^`]+)`", answer):
+        answer = quotation[1].strip()
+    return scoring.all_answers(doc, results) | {"score": float(answer == doc["target"])}

@@ -164,6 +164,13 @@ def test_a_python_without_sources_is_refused(monkeypatch, tmp_path):
             rows(name, samples=1)
 
 
+def test_more_questions_than_files_are_refused(monkeypatch):
+    few = {f"m{i}.py": "def one():\n    return 1\n" for i in range(60)}
+    monkeypatch.setattr(standard_library, "read_sources", lambda _: few)
+    with pytest.raises(ValueError, match=r"0 of the standard library's files .* got per_text 2"):
+        rows("rp_code", per_text=2)
+
+
 def test_tests_and_installed_packages_are_no_part_of_it():
     sources = standard_library.read_sources(sysconfig.get_path("stdlib"))
     assert {"argparse.py", "json/decoder.py", "statistics.py"} <= set(sources)
