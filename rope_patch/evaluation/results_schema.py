@@ -18,7 +18,7 @@ class OptionalSampleKeys(TypedDict, total=False):
     """The keys that only some samples have.
 
     Attributes:
-        chance: The probability of guessing right, if the task offers choices.
+        chance: The expected score of a guess, if the task can be guessed.
         error: Why the sample failed.
     """
 
