@@ -49,7 +49,7 @@ class Cell:
         task: The task's name.
         length: Tokens.
         accuracy: The mean score.
-        chance: What a guess gets; 0 where answers are written.
+        chance: What a guess gets; 0 where answers cannot be guessed.
     """
 
     task: str
