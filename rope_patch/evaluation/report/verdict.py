@@ -69,6 +69,10 @@ def _verdict(
     )
     who = stats.names[best]
     at = f"at {length:,} tokens"
+    if difference.mean.low == difference.mean.high == 0:
+        return (
+            f"{at[0].upper()}{at[1:]} {who} changes the likelihood of no right answer: {numbers}."
+        )
     if p_value >= SIGNIFICANCE_LEVEL:
         needed = texts_to_decide(difference, 1 - SIGNIFICANCE_LEVEL / methods)
         more = ""

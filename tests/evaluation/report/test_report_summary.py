@@ -46,18 +46,22 @@ def test_headline_names_length_method_and_retention() -> None:
 
 
 def test_a_method_that_fails_is_not_called_usable() -> None:
-    head = sentences_of(make_results({"none": (1, 0), "yarn ×2": (1, 0)}))[0]
-    assert head.startswith(
+    head, *others = sentences_of(make_results({"none": (1, 0), "yarn ×2": (1, 0)}))
+    assert head.startswith("At 8,192 tokens yarn ×2 changes the likelihood of no right answer: ")
+    assert others[0].startswith(
         "With yarn ×2 the model is not shown to be usable beyond its trained 4,096 tokens: at 6,144"
         " it keeps 0% (95% interval "
     )
-    assert "too small" not in head
+    assert "too small" not in others[0]
 
 
 def test_too_few_samples_are_reported() -> None:
-    head = sentences_of(make_results({"none": (1, 0), "yarn ×2": (1, 1)}, count=5))[0]
-    assert "is not shown to be usable" in head
-    assert "n is too small to tell whether that is above 85%" in head
+    by_likelihood, by_accuracy, *_ = sentences_of(
+        make_results({"none": (1, 0), "yarn ×2": (1, 1)}, count=5)
+    )
+    assert by_likelihood.startswith("At 8,192 tokens yarn ×2 makes the right answers likelier")
+    assert "is not shown to be usable" in by_accuracy
+    assert "n is too small to tell whether that is above 85%" in by_accuracy
 
 
 def test_other_methods_are_reported() -> None:
