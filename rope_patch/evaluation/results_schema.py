@@ -319,8 +319,7 @@ class RunMetadata(LaterRunKeys):
         processes: The number of processes.
         date: The time at the end, in UTC.
         seconds: Seconds by part, and in `total`.
-        continued: Whether an earlier run left answers or pieces. The pieces' time counts in
-            `seconds`, the answers' does not.
+        continued: Whether an earlier run left results; `seconds` lacks the time of its answers.
         prompt_tokens: Tokens of the prompts.
         peak_memory: Bytes.
         hardware: The machine.

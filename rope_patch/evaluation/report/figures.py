@@ -116,8 +116,8 @@ def _accuracy_figure(stats: RunStatistics) -> tuple[str, list[_Panel]]:
 def _answers_figure(stats: RunStatistics) -> tuple[str, list[_Panel]]:
     values = {}
     for label in stats.labels:
-        at = [(n, stats.answer_nll(label, (n,))) for n in stats.lengths]
-        values[label] = [(float(n), nll) for n, nll in at if nll is not None]
+        at = [(n, stats.answer_loss(label, n)) for n in stats.lengths]
+        values[label] = [(float(n), loss.mean.estimate) for n, loss in at if loss is not None]
     alt = "Negative log-likelihood of the right answers against length, a line per method"
     lines = _make_lines(stats, values)
     panel = _Panel(lines, stats.trained_length, "length (tokens)", "nats per answer token")

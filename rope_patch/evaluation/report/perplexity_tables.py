@@ -52,17 +52,17 @@ def answer_table(stats: RunStatistics) -> Table | None:
     rows = []
     columns = length_heads(stats.lengths, stats.trained_length)
     for label in stats.labels:
-        nlls = [stats.answer_nll(label, (length,)) for length in stats.lengths]
-        if any(nll is not None for nll in nlls):
+        losses = [stats.answer_loss(label, length) for length in stats.lengths]
+        if any(losses):
             cells = [
-                Cell(text=NOTHING if nll is None else _exp_text(nll), beyond=head.beyond)
-                for nll, head in zip(nlls, columns, strict=True)
+                Cell(text=_exp_text(loss.mean.estimate) if loss else NOTHING, beyond=head.beyond)
+                for loss, head in zip(losses, columns, strict=True)
             ]
             rows.append(method_row(stats, label, cells))
     if not rows:
         return None
     return Table(
-        name="Perplexity of the right answers, all tasks together",
+        name="Perplexity of the right answers, mean of all questions' tasks",
         corner="method",
         columns=columns,
         rows=rows,

@@ -29,29 +29,19 @@ def likelihood_sentences(stats: RunStatistics) -> Iterator[str]:
         yield floor
 
 
-def is_decided(stats: RunStatistics) -> bool:
-    """Return whether likelihoods tell the best method and the plain model apart."""
-    length = stats.verdict_length
-    best = None if length is None else stats.best_by_likelihood(length)
-    if length is None or best is None:
-        return False
-    comparison = stats.comparisons_with_plain(length).get(best)
-    return comparison is not None and comparison[1] < SIGNIFICANCE_LEVEL
-
-
-def loss_text(nats: float) -> str:
+def _loss_text(nats: float) -> str:
     """Return a loss in nats to two digits behind the point: 0.89, −4.10."""
     return f"{nats:.2f}".replace("-", "−")
 
 
-def loss_interval_text(test: MeanTest) -> str:
+def _interval_text(test: MeanTest) -> str:
     """Return a loss's interval, values and texts: 95% interval −4.5 to −3.6, n = 40, 8 texts."""
     mean = test.mean
     texts = f"{mean.effective_n:,.0f} text{'s' if mean.effective_n != 1 else ''}"
     rests_on = f"n = {mean.n:,.0f}, {texts}"
     if not math.isfinite(mean.half_width):
         return f"no interval, {rests_on}"
-    return f"95% interval {loss_text(mean.low)} to {loss_text(mean.high)}, {rests_on}"
+    return f"95% interval {_loss_text(mean.low)} to {_loss_text(mean.high)}, {rests_on}"
 
 
 def _verdict(
@@ -63,16 +53,14 @@ def _verdict(
     methods = len(stats.comparisons_with_plain(length))
     after = f" after Holm over {methods} methods" if methods > 1 else ""
     numbers = (
-        f"{loss_text(mine.mean.estimate)} against {loss_text(plain.mean.estimate)} nats a token "
-        f"(difference {loss_text(difference.mean.estimate)}, {loss_interval_text(difference)}, "
+        f"{_loss_text(mine.mean.estimate)} against {_loss_text(plain.mean.estimate)} nats a token "
+        f"(difference {_loss_text(difference.mean.estimate)}, {_interval_text(difference)}, "
         f"{p_text(p_value)}{after})"
     )
     who = stats.names[best]
-    at = f"at {length:,} tokens"
+    at, head = f"at {length:,} tokens", f"At {length:,} tokens"
     if difference.mean.low == difference.mean.high == 0:
-        return (
-            f"{at[0].upper()}{at[1:]} {who} changes the likelihood of no right answer: {numbers}."
-        )
+        return f"{head} {who} changes the likelihood of no right answer: {numbers}."
     if p_value >= SIGNIFICANCE_LEVEL:
         needed = texts_to_decide(difference, 1 - SIGNIFICANCE_LEVEL / methods)
         more = ""
@@ -87,9 +75,7 @@ def _verdict(
             f"No method makes the right answers likelier than no patch {at}; under the best of "
             f"them, {who}, they are less likely: {numbers}."
         )
-    return (
-        f"{at[0].upper()}{at[1:]} {who} makes the right answers likelier than no patch: {numbers}."
-    )
+    return f"{head} {who} makes the right answers likelier than no patch: {numbers}."
 
 
 def _rivals(stats: RunStatistics, length: int) -> str:
@@ -110,8 +96,8 @@ def _floor(stats: RunStatistics, best: str, length: int) -> str:
     floor = stats.floor.mean.estimate
     text = (
         "Without the answers in the text, the plain model gives them "
-        f"{loss_text(floor)} nats a token"
+        f"{_loss_text(floor)} nats a token"
     )
-    if mine.mean.high < floor:
+    if mine.mean.high < stats.floor.mean.low:
         return f"{text}: the model does read them."
     return f"{text}: it is not shown that the model reads them."

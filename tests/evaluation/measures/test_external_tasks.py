@@ -52,20 +52,31 @@ class TestRuler:
 
     def test_a_limit_applies_to_each_length(self, single, model):
         lm = language_model(model, 1024)
-        lengths = []
+        lengths, hits = [], []
         generate = lm.generate_until
-        lm.generate_until = lambda requests, **kwargs: (
-            lengths.append([request.doc["max_length"] for request in requests]),
-            generate(requests, **kwargs),
-        )[1]
+
+        def generate_and_record(requests, **kwargs):
+            answers = generate(requests, **kwargs)
+            lengths.append([request.doc["max_length"] for request in requests])
+            hits.append(
+                [
+                    request.doc["outputs"][0] in answer
+                    for request, answer in zip(requests, answers, strict=True)
+                ]
+            )
+            return answers
+
+        lm.generate_until = generate_and_record
         scores = external_tasks.evaluate(lm, single, limit=2)
         assert lengths == [[512, 512], [1024, 1024]]
         assert not lm.failures
-        # An untrained model answers nothing. Metrics of other lengths, which are -1, are dropped.
-        assert scores == {
-            "niah_single_1@512": {"512": {"value": 0.0, "stderr": None}},
-            "niah_single_1@1024": {"1024": {"value": 0.0, "stderr": None}},
+        # Metrics of other lengths, which are -1, are dropped.
+        assert {name: list(metrics) for name, metrics in scores.items()} == {
+            "niah_single_1@512": ["512"],
+            "niah_single_1@1024": ["1024"],
         }
+        assert scores["niah_single_1@512"]["512"]["value"] == sum(hits[0]) / 2
+        assert scores["niah_single_1@1024"]["1024"]["value"] == sum(hits[1]) / 2
 
     def test_answers_of_the_model_are_scored(self, single, model):
         lm = language_model(model, 1024)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rope_patch.evaluation.report import summary, verdict
+from rope_patch.evaluation.report import summary
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 
 LENGTH, TRAINED = 2048, 1024
@@ -52,7 +52,7 @@ def test_likelihood_decides_where_no_answer_is_right():
     head = summary.sentences(stats)[0]
     assert head.startswith("At 2,048 tokens yarn makes the right answers likelier than no patch: ")
     assert "n = 30, 6 texts, p " in head
-    assert verdict.is_decided(stats)
+    assert stats.comparisons_with_plain(LENGTH)["yarn"][1] < 0.001
     difference = stats.loss_difference("yarn", "none", LENGTH)
     assert difference is not None
     assert difference.mean.low < -2.4 < difference.mean.high < 0
@@ -60,7 +60,7 @@ def test_likelihood_decides_where_no_answer_is_right():
 
 def test_questions_about_one_text_are_one_piece_of_evidence():
     stats = run({"none": 3.0, "yarn": 0.6}, texts=1)
-    assert not verdict.is_decided(stats)
+    assert stats.comparisons_with_plain(LENGTH)["yarn"][1] == 1
     assert "cannot decide" in summary.sentences(stats)[0]
     assert "no interval, n = 5, 1 text, p = 1" in summary.sentences(stats)[0]
 
