@@ -112,7 +112,9 @@ def compare(
         lengths=test_lengths,
         tasks=tuple(split_commas(tasks))
         if tasks
-        else profiles.fit_tasks(selected.tasks, model, gguf_file, min(test_lengths)),
+        else profiles.fit_tasks(
+            selected.tasks, model, gguf_file, min(test_lengths), text_options.chat_template
+        ),
         controls=True,
         short_samples=selected.short_samples,
         seed=seed,

@@ -36,7 +36,7 @@ PerText = Annotated[
     typer.Option(
         help="Samples that share a text, asked another question or at another depth; what they "
         "share is read once, and intervals count them as the cluster that they are. One if left "
-        "out (five for _mc).",
+        "out (five for _mc); at most four where a text has four needles.",
         min=1,
     ),
 ]
@@ -141,6 +141,14 @@ class TextOptions(OptionGroup):
             "--haystack", help="What prompts are made of: a novel's name or a file; several."
         ),
     ] = None
+    chat_template: Annotated[
+        str,
+        typer.Option(
+            help="Whether questions on long texts stand in the tokenizer's chat template, whose "
+            "tokens count towards the length: auto (where it has one), on (lm-eval's own tasks, "
+            "too) or off. Perplexity and short tasks are plain text."
+        ),
+    ] = "auto"
     questions: Annotated[
         Path | None,
         typer.Option(help="Questions in SQuAD's format for rp_qa_1, instead of generated ones."),
@@ -153,6 +161,7 @@ class TextOptions(OptionGroup):
             "share": self.share,
             "documents": self.documents,
             "haystacks": tuple(self.haystack or []),
+            "chat_template": self.chat_template,
             "questions": None if self.questions is None else str(self.questions),
         }
 

@@ -14,6 +14,7 @@ from rope_patch.evaluation.question import Question, make_batches
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_out_of_memory
 from rope_patch.patching import current
+from rope_patch.tasks.chat_template import TEMPLATE_ARGUMENTS
 from rope_patch.utils.errors import describe_error
 from rope_patch.utils.processes import Processes
 from rope_patch.utils.progress import progress_bar
@@ -81,6 +82,7 @@ class LongContextLM(HFLM):
             batch_size=1,
             max_length=max_length,
             softmax_dtype="float32",
+            chat_template_args=TEMPLATE_ARGUMENTS,
         )
         self.failures: dict[tuple[str, int], str] = {}
         self.prompt_tokens = 0

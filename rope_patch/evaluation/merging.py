@@ -77,6 +77,7 @@ def _model_key(run: RunMetadata) -> tuple[object, ...]:
         run.get("dtype"),
         run.get("attention"),
         run.get("device"),
+        run.get("chat_template"),
     )
 
 

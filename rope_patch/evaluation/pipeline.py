@@ -25,7 +25,7 @@ from rope_patch.evaluation.sanity import cautions
 from rope_patch.evaluation.session import Session
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
-from rope_patch.tasks import short
+from rope_patch.tasks import chat_template, short
 from rope_patch.utils import atomic_files, provenance
 from rope_patch.utils.folder_lock import lock_folder
 
@@ -71,6 +71,8 @@ def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> Run
     tokenizer = read_tokenizer(path, gguf_file=request.gguf_file)
     tokenizer.model_max_length = 10**9  # lengths are checked here; it would warn of each prompt
     session = Session(request, path, config, tokenizer)
+    if session.chat and request.retrieval:
+        logger.info("questions stand in the tokenizer's chat template (--chat-template off)")
     documents, questions = PerplexityRun(session), RetrievalRun(session)
     others = _OtherMeasures(session)
     with lock_folder(request.folder, session.processes):
@@ -157,7 +159,11 @@ class _OtherMeasures:
         ):
             for name, task in self.harness_tasks:
                 measure = partial(
-                    external_tasks.evaluate, lm, [(name, task)], session.request.samples
+                    external_tasks.evaluate,
+                    lm,
+                    [(name, task)],
+                    session.request.samples,
+                    chat=session.chat and session.request.chat_template == "on",
                 )
                 for metrics in (session.try_measure(f"{name}, {label}", measure) or {}).values():
                     self.harness_metrics.setdefault(name, {})[label] = metrics
@@ -226,6 +232,7 @@ def _run_metadata(session: Session, total: float) -> RunMetadata:
         "seed": request.seed,
         "precision": request.precision,
         "per_text": request.per_text,
+        "chat_template": chat_template.fingerprint(session.tokenizer) if session.chat else None,
         "processes": session.processes.size,
         "date": provenance.now(),
         "seconds": {**session.seconds, "total": total + session.earlier_seconds},

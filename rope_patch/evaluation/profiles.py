@@ -14,6 +14,7 @@ from rope_patch.extension import resolve_factor_and_length
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.rope_config import read_geometries
+from rope_patch.tasks import chat_template
 from rope_patch.tasks.samples import TooShort
 from rope_patch.utils.errors import did_you_mean
 
@@ -70,7 +71,7 @@ def choose_profile(name: str | None) -> Profile:
 
 
 def fit_tasks(
-    chosen: tuple[str, ...], model: str, gguf_file: str | None, shortest: int
+    chosen: tuple[str, ...], model: str, gguf_file: str | None, shortest: int, chat: str = "auto"
 ) -> tuple[str, ...]:
     """Return a profile's tasks; those without room in the shortest length give way to recall.
 
@@ -81,14 +82,16 @@ def fit_tasks(
         model: A folder, a name, or `demo`.
         gguf_file: The GGUF file within the model's folder.
         shortest: Of the lengths, in tokens.
+        chat: See `EvalRequest.chat_template`.
     """
     expanded = tasks.expand(list(chosen))
     tokenizer = read_tokenizer(demo.resolve_model_path(model), gguf_file=gguf_file)
+    in_chat = chat_template.resolve(chat, tokenizer)
     least: dict[str, int] = {}
     for name in expanded:
         if name in tasks.names():
             try:
-                lm_eval_tasks.build(name, tokenizer, [shortest], 1, [50])
+                lm_eval_tasks.build(name, tokenizer, [shortest], 1, [50], chat=in_chat)
             except TooShort as error:
                 least[name] = error.least
     if not least:

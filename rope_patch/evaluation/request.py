@@ -49,6 +49,8 @@ class EvalRequest:
         texts: The long documents for perplexity: names from `texts.names()` or files.
         documents: The number of excerpts of these texts; one of each unless given.
         haystacks: Texts that retrieval samples are made of; if empty, all that come with us.
+        chat_template: Whether questions on long texts are put into the tokenizer's chat template:
+            `auto` (where it has one), `on` (lm-eval's own tasks, too) or `off`.
         questions: A file with questions in SQuAD's format for the question tasks.
         perplexity_length: Tokens of a document; the longest of `lengths` unless given.
         window: Tokens averaged into one point of the perplexity curve.
@@ -84,6 +86,7 @@ class EvalRequest:
     texts: tuple[str, ...] = ("emma",)
     documents: int | None = None
     haystacks: tuple[str, ...] = ()
+    chat_template: str = "auto"
     questions: str | None = None
     perplexity_length: int | None = None
     window: int | None = None

@@ -294,10 +294,12 @@ class LaterRunKeys(TypedDict, total=False):
     Attributes:
         failed: Samples of short tasks that failed, by task and method, with the reason.
         cautions: What the plain model does no better than chance.
+        chat_template: The fingerprint of the chat template around questions; None without one.
     """
 
     failed: list[str]
     cautions: list[str]
+    chat_template: str | None
 
 
 class RunMetadata(LaterRunKeys):

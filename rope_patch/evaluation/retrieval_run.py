@@ -91,7 +91,7 @@ class RetrievalRun:
 
     def _build(self, name: str, length: int, count: int, planted: bool = True) -> Any:
         request = self.session.request
-        metadata: dict[str, Any] = {"seed": request.seed}
+        metadata: dict[str, Any] = {"seed": request.seed, "chat": self.session.chat}
         if request.per_text:
             metadata["per_text"] = request.per_text
         if request.haystacks:
@@ -133,7 +133,7 @@ class RetrievalRun:
         folder = self.session.request.folder / "lm_eval"
         path = folder / f"{atomic_files.safe_filename(name)}.json" if name else None
         with self.session.language_model(place) as lm:
-            results = lm_eval_tasks.evaluate(lm, built, path)
+            results = lm_eval_tasks.evaluate(lm, built, path, chat=self.session.chat)
         samples = results.get("samples", {})
         each = [{"samples": {t.config.task: samples.get(t.config.task, [])}} for t in built]
         return [lm_eval_tasks.scores(one, lm.failures) for one in each]

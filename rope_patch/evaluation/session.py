@@ -20,6 +20,7 @@ from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.saving import read_sidecar
 from rope_patch.rope_config import read_geometries
+from rope_patch.tasks import chat_template
 from rope_patch.utils import atomic_files, checksums, provenance
 from rope_patch.utils.atomic_files import NotWritten
 from rope_patch.utils.errors import describe_error
@@ -61,6 +62,7 @@ class Session:
         weights: The fingerprint of the weights.
         geometries: By layer type.
         trained_length: Tokens.
+        chat: Whether questions stand in the tokenizer's chat template.
         methods: The records of the methods that ran, by label.
         seconds: Time taken, by part.
         tokens: Tokens of the prompts (`asked`), and those that went through the model (`read`).
@@ -80,6 +82,7 @@ class Session:
         self.request = request
         self.path = path
         self.tokenizer = tokenizer
+        self.chat = chat_template.resolve(request.chat_template, tokenizer)
         self.processes = Processes()
         self.geometries = read_geometries(
             config.get_text_config(decoder=True), request.trained_length, request.start

@@ -24,8 +24,9 @@ from rope_patch.methods import registered_methods
 from rope_patch.patching import check
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained import demo
-from rope_patch.pretrained.loading import empty_model, read_config
+from rope_patch.pretrained.loading import empty_model, read_config, read_tokenizer
 from rope_patch.pretrained.saving import extension_from_sidecar, read_sidecar
+from rope_patch.tasks import chat_template
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, one_line
 
@@ -68,7 +69,8 @@ def commands(engine: str, request: EvalRequest) -> list[str]:
     config = read_config(path)
     check_request(request, path, config)
     _require_native_patch(path)
-    runs = _lm_eval_runs(request)
+    chat = chat_template.resolve(request.chat_template, read_tokenizer(path))
+    runs = _lm_eval_runs(request, chat)
     if not runs:
         name = request.tasks[0]
         raise ValueError(
@@ -122,6 +124,7 @@ def _method_commands(
         words = ["lm_eval", "--model", engine, "--model_args", json.dumps(arguments)]
         words += ["--include_path", str(tasks.FOLDER)]
         words += ["--tasks", ",".join(run["tasks"]), "--metadata", json.dumps(run["metadata"])]
+        words += ["--apply_chat_template"] if run["chat"] else []
         words += ["--batch_size", "auto"]  # one sample at a time otherwise
         words += ["--limit", str(run["limit"])] if run["limit"] else []
         words += ["--output_path", str(folder / name), "--log_samples"]
@@ -180,12 +183,18 @@ def _require_native_patch(path: str) -> None:
         )
 
 
-def _lm_eval_runs(request: EvalRequest) -> dict[str, dict[str, Any]]:
-    """Return what to ask lm-eval for, by the name of the output folder."""
+def _lm_eval_runs(request: EvalRequest, chat: bool) -> dict[str, dict[str, Any]]:
+    """Return what to ask lm-eval for, by the name of the output folder.
+
+    Args:
+        request: What to evaluate.
+        chat: Whether our questions on long texts stand in the chat template.
+    """
     own: dict[str, Any] = {
         "samples": request.samples or len(request.depths),
         "depths": list(request.depths),
         "seed": request.seed,
+        "chat": chat,
     }
     if request.per_text:
         own["per_text"] = request.per_text
@@ -195,21 +204,24 @@ def _lm_eval_runs(request: EvalRequest) -> dict[str, dict[str, Any]]:
         own["questions"] = request.questions
     theirs = [name for name in request.harness if external_tasks.accepts_length(name)]
     others = [name for name in request.harness if name not in theirs]
+    theirs_chat = chat and request.chat_template == "on"
     runs: dict[str, dict[str, Any]] = {}
 
-    def add(name: str, chosen: list[str], length: int, metadata: Any, limit: Any = None) -> None:
+    def add(
+        name: str, chosen: list[str], length: int, metadata: Any, limit: Any = None, **more: Any
+    ) -> None:
         if chosen:
             entry = {"tasks": chosen, "length": length, "metadata": metadata, "limit": limit}
-            runs[name] = entry
+            runs[name] = {"chat": False, **entry, **more}
 
     for length in request.lengths:
-        add(str(length), request.retrieval, length, {"length": length, **own})
+        add(str(length), request.retrieval, length, {"length": length, **own}, chat=chat)
         for name in theirs:
             spelled = external_tasks.length_metadata(name, length)
-            add(f"{name}-{length}", [name], length, spelled, request.samples)
+            add(f"{name}-{length}", [name], length, spelled, request.samples, chat=theirs_chat)
     short_metadata = {"samples": request.short_samples, "seed": request.seed}
     add("short", request.short, request.longest, short_metadata)
-    add("lm_eval", others, request.longest, {}, request.samples)
+    add("lm_eval", others, request.longest, {}, request.samples, chat=theirs_chat)
     return runs
 
 

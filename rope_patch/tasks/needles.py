@@ -61,8 +61,8 @@ def single_3(**metadata: Any) -> dict[str, Any]:
 
 
 def multikey_1(**metadata: Any) -> dict[str, Any]:
-    """Build one of four needles in prose; arguments as of `samples.build`."""
-    return samples.build(_one_of_four, "rp_niah_multikey_1", ROOM, **metadata)
+    """Build one of four needles in prose; arguments as of `samples.build`, `per_text` up to 4."""
+    return samples.build(_one_of_four, "rp_niah_multikey_1", ROOM, **_at_most_four(metadata))
 
 
 def multikey_2(**metadata: Any) -> dict[str, Any]:
@@ -85,8 +85,16 @@ def multivalue(**metadata: Any) -> dict[str, Any]:
 
 
 def multiquery(**metadata: Any) -> dict[str, Any]:
-    """Build four numbers of four keys, in prose; arguments as of `samples.build`."""
-    return samples.build(_all_keys, "rp_niah_multiquery", ROOM, **metadata)
+    """Build four numbers of four keys, in prose; arguments as of `samples.build`.
+
+    `per_text` is at most 4.
+    """
+    return samples.build(_all_keys, "rp_niah_multiquery", ROOM, **_at_most_four(metadata))
+
+
+def _at_most_four(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return metadata with at most a question for each of a text's four needles."""
+    return metadata | {"per_text": min(int(metadata.get("per_text", 1)), SEVERAL)}
 
 
 class _Needle(NamedTuple):
@@ -112,10 +120,7 @@ def _single_needle(
 
 
 def _one_of_four(text: TextContext) -> list[SampleDraft]:
-    """Return samples that ask for a text's needles in turn: only the question differs.
-
-    With more than four samples there are as many needles as samples, so each asks for another one.
-    """
+    """Return samples that ask for a text's needles in turn: only the question differs."""
     needles = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
     return _ask_in_turn(text, "number", _prose(text), needles)
 
@@ -147,13 +152,12 @@ def _all_keys(text: TextContext) -> list[SampleDraft]:
     """Return samples that ask for the same four needles, each for another one first.
 
     The answer follows the order of the question. So samples share the text up to the question and
-    have different answers. A sample's depth is that of the first needle in its question. With more
-    than four samples there are as many needles as samples, and each sample asks for four of them.
+    have different answers. A sample's depth is that of the first needle in its question.
     """
     needles = _needles(_depths(text), _words(text.rng), _values(text.rng, "number"))
     fill, inside = _prose(text), needles if text.planted else []
     return [
-        _draft("number", fill, inside, (needles[i:] + needles[:i])[:SEVERAL], depth)
+        _draft("number", fill, inside, needles[i:] + needles[:i], depth)
         for i, depth in enumerate(text.depths)
     ]
 
@@ -201,8 +205,8 @@ def _join_words(items: list[str]) -> str:
 
 
 def _depths(text: TextContext) -> list[int]:
-    """Return one depth for each sample, and random ones up to four."""
-    further = max(SEVERAL - len(text.depths), 0)
+    """Return one depth for each of at most four samples, and random ones up to four."""
+    further = SEVERAL - len(text.depths)
     return [*text.depths, *(text.rng.randint(0, 100) for _ in range(further))]
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from rope_patch.tasks import texts
+from rope_patch.tasks import chat_template, texts
 
 DEPTHS = (10, 50, 90)
 
@@ -106,6 +107,7 @@ def build(
     per_text: int = 1,
     planted: bool = True,
     choices: bool = False,
+    chat: bool = False,
     text: str | Sequence[str] | None = None,
     pretrained: str | None = None,
     **options: Any,
@@ -126,6 +128,8 @@ def build(
         planted: False builds the control, whose texts lack the answer.
         choices: Whether the right answer is to be chosen among those to all of the text's
             questions, and decoys.
+        chat: Whether the prompt will stand in the tokenizer's chat template (lm-eval's
+            `--apply_chat_template`), whose tokens then count towards the length.
         text: Names or files that filler is taken from; all that come with the package if None.
         pretrained: The model's name, which lm-eval passes along.
         **options: Further metadata, for the task.
@@ -153,6 +157,9 @@ def build(
     if int(per_text) < 1:
         raise ValueError(f"per_text must be at least 1 sample a text, got {per_text}")
     length, count = int(length), len(depths) if samples is None else int(samples)
+    if chat:
+        chat_template.resolve("on", tokenizer)
+    prompt_tokens = partial(_prompt_tokens, tokenizer, chat)
     sources = (text,) if isinstance(text, str) else tuple(text or texts.names())
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
@@ -172,11 +179,11 @@ def build(
         # All of a text's samples get the same filler, or they would not share it.
         units: int | None = None
         for draft in drafts:
-            units = _fit_to_length(tokenizer, draft, room, length, task, units)
+            units = _fit_to_length(partial(prompt_tokens, draft), length, room, task, units)
         assert units is not None, f"{task} drew no samples"
         for i, draft in enumerate(drafts, start=first):
             row = {"id": f"{seed}/{task}/{length}/{i}", "task": task, "length": length}
-            row |= {"tokens": _prompt_tokens(tokenizer, draft, units) + room, "depth": draft.depth}
+            row |= {"tokens": prompt_tokens(draft, units) + room, "depth": draft.depth}
             row |= {"text": number, "input": draft.prompt(units), "gen_prefix": draft.prefix}
             row |= {"answers": draft.answers, "target": draft.target}
             row["target_tokens"] = _count_tokens(tokenizer, f" {draft.target}", special=False)
@@ -203,11 +210,11 @@ def _choices(draft: SampleDraft, drafts: list[SampleDraft], task: str) -> dict[s
 
 
 def _fit_to_length(
-    tokenizer: Any, draft: SampleDraft, room: int, length: int, task: str, most: int | None
+    prompt_tokens: Callable[[int], int], length: int, room: int, task: str, most: int | None
 ) -> int:
     """Return the most units of filler, up to `most`, with which a prompt fits."""
     available = length - room
-    smallest = _prompt_tokens(tokenizer, draft, 0)
+    smallest = prompt_tokens(0)
     if smallest > available:
         raise TooShort(length, task, smallest + room)
     most = available if most is None else most  # a unit takes at least a token
@@ -218,15 +225,20 @@ def _fit_to_length(
         tries += 1
         # Sizes are almost linear in units, so a few guesses replace twenty halvings.
         guess = min(max(guess, fits + 1), fails - 1) if tries < 12 else (fits + fails) // 2
-        tokens = _prompt_tokens(tokenizer, draft, guess)
+        tokens = prompt_tokens(guess)
         fits, fails = (guess, fails) if tokens <= available else (fits, guess)
         rate = max((tokens - smallest) / guess, 0.1)
         guess += int((available - tokens) // rate)  # from the last guess, be it too low or too high
     return fits
 
 
-def _prompt_tokens(tokenizer: Any, draft: SampleDraft, units: int) -> int:
-    return _count_tokens(tokenizer, f"{draft.prompt(units)} {draft.prefix}")
+def _prompt_tokens(tokenizer: Any, chat: bool, draft: SampleDraft, units: int) -> int:
+    if not chat:
+        return _count_tokens(tokenizer, f"{draft.prompt(units)} {draft.prefix}")
+    text = chat_template.render(tokenizer, draft.prompt(units), draft.prefix)
+    # As in lm-eval, a template's own first token takes the place of the tokenizer's.
+    first = getattr(tokenizer, "bos_token", None)
+    return _count_tokens(tokenizer, text, special=not (first and text.startswith(first)))
 
 
 def _count_tokens(tokenizer: Any, text: str, special: bool = True) -> int:

@@ -78,7 +78,7 @@ def length_metadata(name: str, length: int) -> dict[str, Any]:
 
 
 def evaluate(
-    lm: LongContextLM, loaded: list[tuple[str, Any]], limit: int | None
+    lm: LongContextLM, loaded: list[tuple[str, Any]], limit: int | None, chat: bool = False
 ) -> dict[str, dict[str, MetricRecord]]:
     """Run loaded tasks.
 
@@ -86,13 +86,14 @@ def evaluate(
         lm: The model.
         loaded: From `load`.
         limit: Samples of each task, and of each length; all if None.
+        chat: Whether prompts are put into the tokenizer's chat template.
 
     Returns:
         The metrics by task and name, without RULER's metrics of lengths that were not requested.
     """
     measured: dict[str, dict[str, MetricRecord]] = {}
     for name, task in loaded:
-        results = lm_eval_tasks.evaluate(lm, [task], limit=limit)
+        results = lm_eval_tasks.evaluate(lm, [task], limit=limit, chat=chat)
         for key, row in results.get("results", {}).items():
             metrics: dict[str, MetricRecord] = {}
             for spelled, value in row.items():

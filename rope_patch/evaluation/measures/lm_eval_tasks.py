@@ -27,7 +27,8 @@ def build(
         lengths: In tokens.
         samples: Samples at each length.
         depths: The answers' positions in percent of the text.
-        **metadata: Further arguments of the task's builder: seed, per_text, text, planted.
+        **metadata: Further arguments of the task's builder: seed, per_text, text, planted,
+            chat.
 
     Returns:
         lm-eval task objects.
@@ -46,7 +47,11 @@ def build(
 
 
 def evaluate(
-    lm: LongContextLM, built: list[Any], path: Path | None = None, limit: int | None = None
+    lm: LongContextLM,
+    built: list[Any],
+    path: Path | None = None,
+    limit: int | None = None,
+    chat: bool = False,
 ) -> dict[str, Any]:
     """Run tasks on a model through lm-eval.
 
@@ -55,6 +60,7 @@ def evaluate(
         built: Tasks from `build`, or any task objects of lm-eval.
         path: Where lm-eval's own results go, without prompts; nowhere if None.
         limit: Samples of each task; all if None.
+        chat: Whether prompts are put into the tokenizer's chat template.
 
     Returns:
         lm-eval's results; empty on other processes than the main one, to which lm-eval gives none.
@@ -75,6 +81,7 @@ def evaluate(
             task_manager=TaskManager(include_defaults=False),
             batch_size=1,
             limit=limit,
+            apply_chat_template=chat,
             bootstrap_iters=0,
         )
     finally:

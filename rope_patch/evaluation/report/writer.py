@@ -232,6 +232,7 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
         "Device": run.get("device"),
         "Hardware": _hardware_text(run.get("hardware")),
         "Texts": "; ".join(_document_text(d) for d in stats.documents),
+        "Chat template": run.get("chat_template"),
         "Samples a text": per_text if per_text and per_text > 1 else None,
         "Precision wanted": f"intervals of ±{precision:.1%}" if precision else None,
         "Seed": run.get("seed"),
