@@ -1,7 +1,6 @@
 """The schema of an evaluation's results: what `report.json` holds, beside its format and digest.
 
-An evaluation writes every key here, except those that a record lists as optional. JSON has no
-infinities and no NaN: in a file they are texts, which `float()` reads.
+A run writes every key but the optional ones. Infinities and NaN are texts, which `float()` reads.
 """
 
 from __future__ import annotations
@@ -393,10 +392,6 @@ class RunRecord(OtherRecords):
 
 @final
 class RunsRecord(TypedDict):
-    """The results of several runs in one report.
-
-    Attributes:
-        runs: The runs in order.
-    """
+    """The results of several runs in one report, in order."""
 
     runs: Sequence[RunRecord]

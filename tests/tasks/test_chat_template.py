@@ -1,0 +1,102 @@
+"""Test questions in a chat template: the text that lm-eval makes, and its tokens."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_patch.evaluation.language_model import LongContextLM
+from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.tasks import chat_template
+
+LLAMA = Path(__file__).parents[1] / "assets" / "tiny-llama"
+# ChatML, as SmolLM2's and Qwen's; a template with the tokenizer's first token, as Llama's; and one
+# that prints the date unless it is given, as Llama 3's.
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "first token": "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+    "[end]{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}",
+    "date": "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+    "{% endif %}{{ date_string }} {% for m in messages %}{{ m.role }}: {{ m.content }}\n"
+    "{% endfor %}",
+}
+TASKS = ("rp_niah_multikey_1", "rp_niah_multikey_1_ll", "rp_niah_multikey_1_mc", "rp_vt", "rp_qa_1")
+
+
+@pytest.fixture(params=TEMPLATES)
+def chat_tokenizer(request):
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
+    tokenizer.chat_template = TEMPLATES[request.param]
+    tokenizer.bos_token = tokenizer.eos_token
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(LLAMA).eval()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_sample_has_the_tokens_of_the_prompt_that_lm_eval_makes(model, chat_tokenizer, name):
+    (task,) = lm_eval_tasks.build(name, chat_tokenizer, [2048], 2, [10, 90], chat=True)
+    lm = LongContextLM(model, chat_tokenizer, 2048, {})
+    task.build_all_requests(
+        rank=0, world_size=1, apply_chat_template=True, chat_template=lm.apply_chat_template
+    )
+    room = 30 if name == "rp_vt" else 32 if name == "rp_qa_1" else 128
+    for instance in task.instances:
+        prompt, doc = instance.args[0], instance.doc
+        assert prompt.endswith(doc["gen_prefix"])
+        assert doc["input"] in prompt
+        assert len(lm.tok_encode(prompt)) + room == doc["tokens"] <= 2048
+
+
+def test_lm_eval_answers_questions_in_the_template(model, chat_tokenizer):
+    built = lm_eval_tasks.build("rp_recall_ll", chat_tokenizer, [256], 1, [50], chat=True)
+    lm = LongContextLM(model, chat_tokenizer, 256, {})
+    prompts = []
+    encode = lm.tok_encode
+    lm.tok_encode = lambda text, **options: prompts.append(text) or encode(text, **options)
+    results = lm_eval_tasks.evaluate(lm, built, chat=True)
+    row = built[0].dataset["test"][0]
+    assert chat_template.render(chat_tokenizer, row["input"], row["gen_prefix"]) in prompts
+    assert len(lm_eval_tasks.scores(results, lm.failures)) == 1
+    assert not lm.failures
+
+
+def test_the_date_in_a_prompt_does_not_change():
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
+    tokenizer.chat_template = TEMPLATES["date"]
+    text = chat_template.render(tokenizer, "Q?", "A")
+    assert text == "26 Jul 2024 user: Q?\nassistant: A"
+
+
+def test_auto_follows_the_tokenizer(chat_tokenizer):
+    plain = AutoTokenizer.from_pretrained(LLAMA)
+    resolve = chat_template.resolve
+    assert [resolve(choice, chat_tokenizer) for choice in ("auto", "on", "off")] == [
+        True,
+        True,
+        False,
+    ]
+    assert not resolve("auto", plain)
+    assert not resolve("off", plain)
+    with pytest.raises(ValueError, match=re.escape("give --chat-template off")):
+        resolve("on", plain)
+    with pytest.raises(ValueError, match="unknown chat template 'yes'; expected one of auto, on"):
+        resolve("yes", plain)
+
+
+def test_templates_have_their_own_fingerprints():
+    tokenizers = [AutoTokenizer.from_pretrained(LLAMA) for _ in TEMPLATES]
+    for tokenizer, template in zip(tokenizers, TEMPLATES.values(), strict=True):
+        tokenizer.chat_template = template
+    assert len({*map(chat_template.fingerprint, tokenizers)}) == len(TEMPLATES)
+
+
+def test_a_builder_refuses_a_template_that_is_not_there():
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
+    with pytest.raises(ValueError, match="tokenizer has none"):
+        lm_eval_tasks.build("rp_vt", tokenizer, [512], 1, [50], chat=True)
