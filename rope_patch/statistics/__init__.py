@@ -8,14 +8,17 @@ from rope_patch.statistics.bootstrap import bootstrap_mean, perplexity_interval,
 from rope_patch.statistics.clustered_mean import MeanTest, clustered_mean, texts_to_decide
 from rope_patch.statistics.intervals import Interval, accuracy, is_precise, required_samples, wilson
 from rope_patch.statistics.paired_tests import PairedTest, holm, mcnemar, paired_difference
+from rope_patch.statistics.power import POWER, required_texts, smallest_effect
 from rope_patch.statistics.retention import (
     above_chance,
     effective_length,
     retention,
     stratified_mean,
 )
+from rope_patch.statistics.sequential import look_factor
 
 __all__ = [
+    "POWER",
     "Interval",
     "MeanTest",
     "PairedTest",
@@ -26,12 +29,15 @@ __all__ = [
     "effective_length",
     "holm",
     "is_precise",
+    "look_factor",
     "mcnemar",
     "paired_difference",
     "perplexity_interval",
     "perplexity_ratio",
     "required_samples",
+    "required_texts",
     "retention",
+    "smallest_effect",
     "stratified_mean",
     "texts_to_decide",
     "wilson",

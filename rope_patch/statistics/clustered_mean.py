@@ -11,6 +11,7 @@ from scipy import special
 
 from rope_patch.statistics.intervals import Interval, cluster_sums, half_alpha
 from rope_patch.statistics.paired_tests import stratum_weights
+from rope_patch.statistics.power import required_texts
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class MeanTest:
     Attributes:
         mean: The mean with its interval; `effective_n` is the number of texts.
         p_value: Two-sided, of a mean of zero; 1 with a single text.
+        deviation: The standard deviation of the texts' means; `inf` with a single text.
     """
 
     mean: Interval
     p_value: float
+    deviation: float
 
 
 def clustered_mean(
@@ -65,31 +68,28 @@ def clustered_mean(
     residuals, _ = cluster_sums(weights * (numbers - mean), clusters)
     texts = len(residuals)
     if texts < 2:
-        return MeanTest(Interval(mean, -math.inf, math.inf, len(values), texts), 1.0)
+        return MeanTest(Interval(mean, -math.inf, math.inf, len(values), texts), 1.0, math.inf)
     error = math.sqrt(texts / (texts - 1) * float((residuals**2).sum())) / len(numbers)
     half = float(special.stdtrit(texts - 1, 1 - half_alpha(confidence))) * error
     interval = Interval(mean, mean - half, mean + half, len(values), texts)
     if error == 0:
-        return MeanTest(interval, 0.0 if mean else 1.0)
-    return MeanTest(interval, 2 * float(special.stdtr(texts - 1, -abs(mean) / error)))
+        return MeanTest(interval, 0.0 if mean else 1.0, 0.0)
+    p_value = 2 * float(special.stdtr(texts - 1, -abs(mean) / error))
+    return MeanTest(interval, p_value, error * math.sqrt(texts))
 
 
-def texts_to_decide(test: MeanTest, confidence: float = 0.95) -> int | None:
+def texts_to_decide(test: MeanTest, level: float = 0.05) -> int | None:
     """Return about how many texts would show that a mean is not zero, were it as measured.
 
     Args:
         test: The mean as measured, on at least two texts.
-        confidence: Two-sided level.
+        level: The two-sided level of the test to come.
 
     Returns:
-        The number of texts in all; None if the measurement gives no idea.
+        The number of texts in all with which 80% of runs would show it; None if the measurement
+        gives no idea.
     """
-    mean, texts = test.mean.estimate, test.mean.effective_n
-    if not mean or not math.isfinite(test.mean.half_width):
+    mean = abs(test.mean.estimate)
+    if not mean or not math.isfinite(test.deviation):
         return None
-    upper = 1 - half_alpha(confidence)
-    deviation = test.mean.half_width / float(special.stdtrit(texts - 1, upper)) * math.sqrt(texts)
-    for count in range(2, 10_001):
-        if float(special.stdtrit(count - 1, upper)) * deviation / math.sqrt(count) < abs(mean):
-            return count
-    return None
+    return required_texts(mean, test.deviation, level) if test.deviation else 2

@@ -54,15 +54,19 @@ def test_one_text_decides_nothing():
     assert statistics.texts_to_decide(got) is None
 
 
-def test_the_number_of_texts_to_decide_decides():
-    """As many texts with the measured mean and deviation are just enough."""
+@pytest.mark.parametrize("level", [0.05, 0.01])
+def test_the_number_of_texts_to_decide_decides_four_times_in_five(level):
+    """With the measured mean and deviation, by scipy's noncentral t distribution."""
     values = [0.5, -0.4, 0.9, 0.2]
-    count = statistics.texts_to_decide(statistics.clustered_mean(values, range(4)))
-    mean, deviation = np.mean(values), np.std(values, ddof=1)
+    test = statistics.clustered_mean(values, range(4))
+    assert test.deviation == pytest.approx(np.std(values, ddof=1))
+    count = statistics.texts_to_decide(test, level)
     for texts, decides in ((count, True), (count - 1, False)):
-        half = stats.t.ppf(0.975, texts - 1) * deviation / math.sqrt(texts)
-        assert (half < mean) == decides
+        noncentrality = np.mean(values) / test.deviation * math.sqrt(texts)
+        critical = stats.t.ppf(1 - level / 2, texts - 1)
+        assert (stats.nct.sf(critical, texts - 1, noncentrality) >= 0.8) == decides
     assert statistics.texts_to_decide(statistics.clustered_mean([1.0, -1.0], range(2))) is None
+    assert statistics.texts_to_decide(statistics.clustered_mean([1.0, 1.0], range(2))) == 2
 
 
 @pytest.mark.parametrize("values", [[], [1.0, math.inf], [math.nan]])
