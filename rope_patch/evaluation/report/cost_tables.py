@@ -184,10 +184,9 @@ def _short_cell(stats: RunStatistics, task: ShortRecord, label: str) -> Cell:
     text, span = percent(accuracy.estimate), percent_range(accuracy)
     tip = f"{text} right, 95% interval {span}, {n_text(accuracy)}"
     if against is not None:
-        change, p = against.difference, against.p_value
+        change = against.difference
         tip += f"; against the plain model {points_text(change.estimate)} points "
-        tip += f"({points_range(change)}), {p_text(p)}"
-        text += _significance_star(p)
+        tip += f"({points_range(change)})"
     return Cell(text=text, note=span, tip=tip)
 
 
@@ -195,15 +194,13 @@ def _overall_cell(stats: RunStatistics, label: str) -> Cell:
     against = stats.short_overall(label)
     if against is None:
         return Cell(text=NOTHING)
-    change, p = against.difference, against.p_value
+    change, p = against.difference, stats.short_p_values[label]
     span = points_range(change)
     text = f"{points_text(change.estimate)} points"
     tip = f"{text} against the plain model, 95% interval {span}, {n_text(change)}, {p_text(p)}"
-    return Cell(text=text + _significance_star(p), note=span, tip=tip)
-
-
-def _significance_star(p: float) -> str:
-    return " *" if p < SIGNIFICANCE_LEVEL else ""
+    if len(stats.short_p_values) > 1:
+        tip += f" after Holm over {len(stats.short_p_values)} methods"
+    return Cell(text=text + " *" * (p < SIGNIFICANCE_LEVEL), note=span, tip=tip)
 
 
 def _time_cell(seconds: float | None, tokens: int | None) -> Cell:

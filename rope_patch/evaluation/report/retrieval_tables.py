@@ -20,6 +20,7 @@ from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.results.retrieval import RULER_TASKS, THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import Cell, Row, Table, length_groups, length_heads
+from rope_patch.evaluation.report.verdict import correction_text
 from rope_patch.statistics import Interval
 from rope_patch.tasks import CHOICE, LIKELIHOOD
 
@@ -164,28 +165,31 @@ def _measured_labels(stats: RunStatistics, task: str | None) -> list[str]:
 
 
 def _task_rows(stats: RunStatistics, task: str | None, group: str) -> Iterator[Row]:
-    against, duels = stats.significance(task), stats.best_against_second(task)
+    # Only one row a method is tested, at the longest length: else marks would come by chance.
+    tested = task is None or stats.averaged_tasks == [task]
+    comparisons = stats.accuracy_comparisons() if tested else {}
+    best = stats.best_by_accuracy() if tested else None
     for label in _measured_labels(stats, task):
         cells = []
         for length in stats.lengths:
             accuracy = stats.accuracy(label, task, (length,))
-            marks, more = "", ""
-            if (p := against.get((label, length))) is not None and stats.plain is not None:
+            marks, more, at_longest = "", "", length == stats.lengths[-1]
+            if label != stats.plain and stats.plain is not None:
                 pair = stats.difference(label, stats.plain, task, (length,))
                 if pair is not None:
-                    marks += _significance_mark(pair.difference, p)
                     more = (
                         f"; against the plain model {points_text(pair.difference.estimate)} points "
-                        f"({points_range(pair.difference)}), {p_text(p)} after Holm"
+                        f"({points_range(pair.difference)})"
                     )
-            if (
-                length in duels
-                and duels[length][0] == label
-                and duels[length][2] < SIGNIFICANCE_LEVEL
-            ):
+            if at_longest and label in comparisons:
+                test, p = comparisons[label]
+                marks += _significance_mark(test.difference, p)
+                more += f", {p_text(p)}{correction_text(stats, len(comparisons))}"
+            if at_longest and best and best[0] == label and best[1] < SIGNIFICANCE_LEVEL:
                 marks += BEST
-                second, p = duels[length][1:]
-                more += f"; better than {stats.names[second]}, {p_text(p)} after Holm"
+                others = len(stats.patched) - 1
+                after = correction_text(stats, others)
+                more += f"; better than each other method, {p_text(best[1])}{after}"
             cells.append(_accuracy_cell(accuracy, marks, more, length > stats.trained_length))
         yield method_row(stats, label, cells, group, task or "")
 

@@ -20,8 +20,9 @@ _ACCURACY = (
     "Each cell is the mean score of its samples with its 95% Wilson interval; samples that share a "
     "text count as the cluster that they are. "
     f"{retrieval_tables.BETTER} and {retrieval_tables.WORSE}: better and worse than the plain "
-    "model on the same samples (McNemar, p < 0.05 after Holm over a block's cells); "
-    f"{retrieval_tables.BEST}: the best method differs from the second."
+    "model on the same samples (McNemar, or sign flips of texts; p < 0.05 after Holm); "
+    f"{retrieval_tables.BEST}: each other method is shown to be worse. The family is the methods, "
+    "by the mean over tasks at the longest length; nothing else in the table is tested."
 )
 _LIKELIHOOD = (
     f"Tasks that end in {LIKELIHOOD} cost one forward pass a sample: right is where greedy "
@@ -70,8 +71,9 @@ _STRETCH = (
     "Pairs with a wavelength beyond the trained length never completed a turn there."
 )
 _SHORT = (
-    "The same samples under every method; * marks a difference from the plain model with p < 0.05 "
-    "(McNemar). Perplexity is compared block by block."
+    "The same samples under every method; * marks a difference from the plain model over all tasks "
+    "with p < 0.05 (McNemar, after Holm over the methods); single tasks are not tested. Perplexity "
+    "is compared block by block."
 )
 _COST = (
     "Ratios are medians of times measured in turns, with the smallest and the largest of the "

@@ -311,10 +311,12 @@ def _short_context_sentences(stats: RunStatistics) -> Iterator[str]:
         if change is not None and math.isfinite(change.estimate):
             parts.append(f"perplexity by {_change_with_interval(change)}")
         if (short := stats.short_overall(label)) is not None:
-            interval, p = short.difference, short.p_value
+            interval, p = short.difference, stats.short_p_values[label]
+            methods = len(stats.short_p_values)
+            after = f" after Holm over {methods} methods" * (methods > 1)
             parts.append(
                 f"accuracy at ordinary tasks by {points_text(interval.estimate)} points "
-                f"({points_range(interval)}, {n_text(interval)}, {p_text(p)})"
+                f"({points_range(interval)}, {n_text(interval)}, {p_text(p)}{after})"
             )
         if parts:
             place = f"Up to {stats.trained_length:,} tokens"

@@ -29,6 +29,14 @@ def likelihood_sentences(stats: RunStatistics) -> Iterator[str]:
         yield floor
 
 
+def correction_text(stats: RunStatistics, methods: int, length: int | None = None) -> str:
+    """Return what a p-value is corrected for: after Holm over 3 methods and 2 looks."""
+    looks = len(stats.run.get("looks") or []) if stats.look_factor(length) > 1 else 0
+    parts = [f"Holm over {methods} methods"] * (methods > 1)
+    parts += [f"{looks} look{'s' if looks > 1 else ''} at growing data"] * (looks > 0)
+    return f" after {' and '.join(parts)}" if parts else ""
+
+
 def _loss_text(nats: float) -> str:
     """Return a loss in nats to two digits behind the point: 0.89, −4.10."""
     return f"{nats:.2f}".replace("-", "−")
@@ -51,7 +59,7 @@ def _verdict(
     assert mine is not None
     assert plain is not None
     methods = len(stats.comparisons_with_plain(length))
-    after = f" after Holm over {methods} methods" if methods > 1 else ""
+    after = correction_text(stats, methods, length)
     numbers = (
         f"{_loss_text(mine.mean.estimate)} against {_loss_text(plain.mean.estimate)} nats a token "
         f"(difference {_loss_text(difference.mean.estimate)}, {_interval_text(difference)}, "
@@ -62,7 +70,8 @@ def _verdict(
     if difference.mean.low == difference.mean.high == 0:
         return f"{head} {who} changes the likelihood of no right answer: {numbers}."
     if p_value >= SIGNIFICANCE_LEVEL:
-        needed = texts_to_decide(difference, 1 - SIGNIFICANCE_LEVEL / methods)
+        level = SIGNIFICANCE_LEVEL / methods / stats.look_factor(length)
+        needed = texts_to_decide(difference, level)
         more = ""
         if needed and needed > difference.mean.effective_n:
             more = f"; about {needed:,} texts would, if the difference is as measured"

@@ -297,7 +297,7 @@ def test_significance_is_marked_and_explained() -> None:
     }
     tip = table.rows[1].cells[1].tip
     assert "against the plain model +100.0 points" in tip
-    assert "better than linear ×2, p < 0.001 after Holm" in tip
+    assert "p < 0.001 after Holm over 2 methods; better than each other method, p < 0.001" in tip
 
 
 def test_heat_maps_show_each_depth_and_length() -> None:

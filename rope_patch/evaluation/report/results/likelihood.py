@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rope_patch import statistics
+from rope_patch.evaluation.report.results.comparisons import ComparisonStatistics
 from rope_patch.evaluation.report.results.retrieval import (
-    RetrievalStatistics,
     ScoredSample,
-    adjust_for_comparisons,
     question_of,
     scored_samples,
 )
@@ -34,7 +33,7 @@ class AnswerLoss(NamedTuple):
     stratum: tuple[str, int]
 
 
-class LikelihoodStatistics(RetrievalStatistics):
+class LikelihoodStatistics(ComparisonStatistics):
     """Losses of the right answers, in nats per token of the answer.
 
     A few answers tell more by how likely they are than by how many are right: a loss moves where
@@ -63,15 +62,15 @@ class LikelihoodStatistics(RetrievalStatistics):
 
     def answer_loss(self, label: str, length: int) -> MeanTest | None:
         """Return the mean loss of the right answers at a length; None where there is none."""
-        losses = self._losses_at(label, length)
-        return _mean([loss.nats for loss in losses.values()], list(losses.values()))
+        losses = list(self._losses_at(label, length).values())
+        return _mean([loss.nats for loss in losses], losses, self.look_factor(length))
 
     def loss_difference(self, label: str, other: str, length: int) -> MeanTest | None:
         """Return a method's loss less another's on the same samples, below 0 where it is better."""
         mine, theirs = self._losses_at(label, length), self._losses_at(other, length)
         shared = [key for key in mine if key in theirs]
         differences = [mine[key].nats - theirs[key].nats for key in shared]
-        return _mean(differences, [mine[key] for key in shared])
+        return _mean(differences, [mine[key] for key in shared], self.look_factor(length))
 
     def comparisons_with_plain(self, length: int) -> dict[str, tuple[MeanTest, float]]:
         """Return each method's difference from the plain model, and its p after Holm.
@@ -85,7 +84,7 @@ class LikelihoodStatistics(RetrievalStatistics):
             for label in self.patched
             if (test := self.loss_difference(label, self.plain, length)) is not None
         }
-        adjusted = adjust_for_comparisons({label: test.p_value for label, test in tests.items()})
+        adjusted = self.adjust({label: test.p_value for label, test in tests.items()}, length)
         return {label: (test, adjusted[label]) for label, test in tests.items()}
 
     def best_by_likelihood(self, length: int) -> str | None:
@@ -110,7 +109,7 @@ class LikelihoodStatistics(RetrievalStatistics):
             for label in self.patched
             if label != best and (test := self.loss_difference(label, best, length)) is not None
         }
-        adjusted = adjust_for_comparisons({label: test.p_value for label, test in tests.items()})
+        adjusted = self.adjust({label: test.p_value for label, test in tests.items()}, length)
         return [label for label in tests if adjusted[label] >= SIGNIFICANCE_LEVEL]
 
     @cached_property
@@ -153,10 +152,15 @@ def _answer_losses(samples: Sequence[ScoredSample]) -> dict[tuple[str, str], Ans
     }
 
 
-def _mean(values: list[float], losses: Sequence[AnswerLoss]) -> MeanTest | None:
-    """Return the mean of values over texts; None without values, or where one is infinite."""
+def _mean(
+    values: list[float], losses: Sequence[AnswerLoss], look_factor: int = 1
+) -> MeanTest | None:
+    """Return the mean of values over texts; None without values, or where one is infinite.
+
+    Where looks share the error rate, the interval holds at all of them (a repeated confidence
+    interval, Jennison & Turnbull 1989).
+    """
     if not values or not all(map(math.isfinite, values)):
         return None
-    return statistics.clustered_mean(
-        values, [loss.text for loss in losses], [loss.stratum for loss in losses]
-    )
+    texts, strata = [loss.text for loss in losses], [loss.stratum for loss in losses]
+    return statistics.clustered_mean(values, texts, strata, 1 - SIGNIFICANCE_LEVEL / look_factor)

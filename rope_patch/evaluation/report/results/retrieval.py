@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.results.base import RunResults
@@ -25,8 +24,6 @@ _RULER = {
 }
 
 RULER_TASKS = len(_RULER)
-
-K = TypeVar("K")
 
 
 class ScoredSample(UnscoredSample):
@@ -280,40 +277,6 @@ class RetrievalStatistics(RunResults):
         strata = [(s["task"], s["length"]) for s in samples]
         return statistics.mcnemar(a, b, _clusters(samples), strata)
 
-    def significance(self, task: str | None) -> dict[tuple[str, int], float]:
-        """Return each patched method's p against the plain model by length, Holm-corrected.
-
-        The family is what one block of the table shows: a task's methods x lengths.
-        """
-        if self.plain is None:
-            return {}
-        differences = {
-            (label, length): self.difference(label, self.plain, task, (length,))
-            for label in self.patched
-            for length in self.lengths
-        }
-        return adjust_for_comparisons(
-            {key: pair.p_value for key, pair in differences.items() if pair is not None}
-        )
-
-    def best_against_second(self, task: str | None) -> dict[int, tuple[str, str, float]]:
-        """Return the best two patched methods at each length, and Holm's p that they differ."""
-        duels = {}
-        for length in self.lengths:
-            scores = {
-                label: accuracy.estimate
-                for label in self.patched
-                if (accuracy := self.accuracy(label, task, (length,))) is not None
-            }
-            best = sorted(scores, key=lambda label: -scores[label])[:2]
-            if len(best) < 2:
-                continue
-            pair = self.difference(best[0], best[1], task, (length,))
-            if pair is not None:
-                duels[length] = (best[0], best[1], pair.p_value)
-        adjusted = adjust_for_comparisons({length: duel[2] for length, duel in duels.items()})
-        return {length: (*duels[length][:2], adjusted[length]) for length in duels}
-
     def answer_nll(
         self,
         label: str,
@@ -384,8 +347,3 @@ def question_of(task: str) -> str:
 
 def _accuracy(samples: list[ScoredSample]) -> Interval:
     return statistics.accuracy([s["score"] for s in samples], _clusters(samples))
-
-
-def adjust_for_comparisons(p_values: dict[K, float]) -> dict[K, float]:
-    """Return p-values adjusted by Holm, one family."""
-    return dict(zip(p_values, statistics.holm(list(p_values.values())), strict=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.format import one_line
@@ -56,6 +56,13 @@ class RunStatistics(LikelihoodStatistics, PerplexityStatistics):
                 mine += scores
                 base += plain
         return statistics.mcnemar(mine, base) if mine and label != self.plain else None
+
+    @cached_property
+    def short_p_values(self) -> dict[str, float]:
+        """Return each method's p of all ordinary tasks together, after Holm over the methods."""
+        tests = {label: test for label in self.labels if (test := self.short_overall(label))}
+        adjusted = statistics.holm([test.p_value for test in tests.values()])
+        return dict(zip(tests, adjusted, strict=True))
 
 
 def task_name(task: str) -> str:
