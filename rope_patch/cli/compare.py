@@ -13,7 +13,6 @@ from rope_patch.cli.option_groups import (
     Depths,
     LoadingOptions,
     MethodOptions,
-    PerText,
     SampleOptions,
     TextOptions,
     expand_groups,
@@ -27,7 +26,6 @@ _DEFAULT_METHODS = ("none", "linear", "ntk", "yarn", "dynamic-yarn")
 @dataclass(frozen=True)
 class _SampleOptions(SampleOptions):
     depths: Depths = "10,30,50,70,90"
-    per_text: PerText = 5
 
 
 @expand_groups
@@ -102,6 +100,7 @@ def compare(
     sampling["samples"] = sampling["samples"] or (
         None if sample_options.precision else selected.samples
     )
+    sampling["per_text"] = sampling["per_text"] or selected.per_text
     test_lengths = token_lengths or profiles.default_lengths(
         model, factor, length, method_options.trained_length, method_options.start, gguf_file
     )

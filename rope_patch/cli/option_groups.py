@@ -35,8 +35,9 @@ PerText = Annotated[
     int | None,
     typer.Option(
         help="Samples that share a text, asked another question or at another depth; what they "
-        "share is read once, and intervals count them as the cluster that they are. One if left "
-        "out (five for _mc); at most four where a text has four needles.",
+        "share is read once, and intervals count them as the cluster that they are. Left out: one "
+        "(five for _mc); in `compare` the profile's number, two or four. At most four where a text "
+        "has four needles.",
         min=1,
     ),
 ]
@@ -108,7 +109,18 @@ class SampleOptions(OptionGroup):
             "such as 0.05, with 95% confidence."
         ),
     ] = None
-    max_samples: Annotated[int, typer.Option(help="What --precision stops at.", min=1)] = 500
+    until_decided: Annotated[
+        bool,
+        typer.Option(
+            "--until-decided",
+            help="Double the samples of the longest length until the best method is shown to "
+            "differ from the plain model by the likelihood of the right answers; p is corrected "
+            "for each look.",
+        ),
+    ] = False
+    max_samples: Annotated[
+        int, typer.Option(help="What --precision and --until-decided stop at.", min=1)
+    ] = 500
     depths: Depths = "10,50,90"
     per_text: PerText = None
 

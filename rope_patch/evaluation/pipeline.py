@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rope_patch.evaluation.decision_plan import log_plan
 from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks, speed
 from rope_patch.evaluation.perplexity_run import PerplexityRun
 from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
@@ -76,6 +77,8 @@ def _evaluate(request: EvalRequest, show: Callable[[str], object] | None) -> Run
     documents, questions = PerplexityRun(session), RetrievalRun(session)
     others = _OtherMeasures(session)
     with lock_folder(request.folder, session.processes):
+        if session.processes.is_main:
+            log_plan(request, questions.planned(), session.trained_length)
         session.load()
         return _measure(session, documents, questions, others, started, show)
 
@@ -113,6 +116,7 @@ def _measure(
         "control": questions.controls,
         **others.results(),
     }
+    results["run"]["looks"] = questions.looks
     results["run"]["cautions"] = cautions(results, [d.tokens for d in documents.documents])
     if session.processes.is_main:
         overview: list[str] = []

@@ -25,6 +25,8 @@ SPEED = "speed"
 SHORT = "rp_short"
 MEASURES = (PERPLEXITY, KEY_TOKENS, SLIDING, SPEED)
 
+_GROWING_SAMPLES = 10  # samples that a run starts with which takes as many as it needs
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRequest:
@@ -41,7 +43,10 @@ class EvalRequest:
         samples: Retrieval samples at each length; one at each depth unless given.
         precision: Half-width that every accuracy's 95% interval must have; samples are doubled
             until it has, or `max_samples` are reached.
-        max_samples: See `precision`.
+        until_decided: Whether samples of the longest length are doubled until the best method is
+            shown to differ from the plain model by the likelihood of the right answers, or
+            `max_samples` are reached.
+        max_samples: See `precision` and `until_decided`.
         depths: The answers' positions in percent of the text.
         per_text: Retrieval samples that share a text; the task's default unless given, mostly one.
         controls: Whether to ask questions of texts without their answer, too.
@@ -78,6 +83,7 @@ class EvalRequest:
     tasks: tuple[str, ...] = ("rp_niah_single_2", PERPLEXITY)
     samples: int | None = None
     precision: float | None = None
+    until_decided: bool = False
     max_samples: int = 500
     depths: tuple[int, ...] = (10, 50, 90)
     per_text: int | None = None
@@ -116,6 +122,15 @@ class EvalRequest:
             start=self.start,
             options={key: value for key, value in self.options.items() if key in names},
         )
+
+    @property
+    def first_samples(self) -> int:
+        """Return the samples of each retrieval task at each length that the run starts with."""
+        if self.samples is not None:
+            return self.samples
+        if self.precision is None and not self.until_decided:
+            return len(self.depths)
+        return min(_GROWING_SAMPLES, self.max_samples)
 
     @property
     def retrieval(self) -> list[str]:
@@ -165,6 +180,8 @@ def check_request(request: EvalRequest, path: str, config: Any) -> None:
             "precision is half the width of a 95% interval of an accuracy, above 0 and below 0.5, "
             f"such as 0.05; got {request.precision:g}"
         )
+    if request.until_decided:
+        _check_until_decided(request)
     require_dtype(request.dtype)
     require_device(request.device_map)
     if SPEED in request.tasks and len(set(request.methods)) < 2:
@@ -172,6 +189,30 @@ def check_request(request: EvalRequest, path: str, config: Any) -> None:
     for text in (*request.texts, *request.haystacks):
         texts.read_text(text)
     check_methods(request, path, config)
+
+
+def _check_until_decided(request: EvalRequest) -> None:
+    """Raise if there is nothing that more samples could decide."""
+    wanted = "until_decided takes more samples until the best method is told from the plain model"
+    if request.precision is not None:
+        raise ValueError(
+            f"{wanted}, precision until accuracies have an interval: expected one of them, got both"
+        )
+    if not request.retrieval:
+        raise ValueError(
+            f"{wanted} by the likelihood of the right answers: expected a retrieval task, got "
+            f"{', '.join(request.tasks)}; add one such as rp_niah_multikey_1_ll to --tasks"
+        )
+    if BASELINE not in request.methods or len(set(request.methods)) < 2:
+        raise ValueError(
+            f"{wanted}: expected --method {BASELINE} and at least one more, got "
+            f"{', '.join(request.methods)}"
+        )
+    if request.first_samples >= request.max_samples:
+        raise ValueError(
+            f"{wanted}: expected max_samples above the {request.first_samples} samples that the "
+            f"run starts with, got {request.max_samples}; give a larger --max-samples"
+        )
 
 
 def check_methods(request: EvalRequest, path: str, config: Any) -> None:

@@ -294,11 +294,13 @@ class LaterRunKeys(TypedDict, total=False):
         failed: Samples of short tasks that failed, by task and method, with the reason.
         cautions: What the plain model does no better than chance.
         chat_template: The fingerprint of the chat template around questions; None without one.
+        looks: Samples a task at the longest length, at each look of `--until-decided`; else empty.
     """
 
     failed: list[str]
     cautions: list[str]
     chat_template: str | None
+    looks: Sequence[int]
 
 
 class RunMetadata(LaterRunKeys):

@@ -1,18 +1,21 @@
-"""Questions on long prompts: retrieval tasks, their controls, more samples for precision."""
+"""Questions on long prompts: retrieval tasks, their controls, more samples where they are few."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from rope_patch import statistics
 from rope_patch.evaluation.measures import lm_eval_tasks
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.request import BASELINE
-from rope_patch.evaluation.results_schema import RetrievalRecord, SampleRecord
+from rope_patch.evaluation.results_schema import RetrievalRecord, SampleRecord, UnscoredSample
 from rope_patch.evaluation.session import Session
 from rope_patch.tasks.samples import TooShort
 from rope_patch.utils import atomic_files
 
-_INITIAL_SAMPLES = 10  # samples at a length that a precision starts with
+logger = logging.getLogger("rope_patch")
+
 _CONTROL_SAMPLES = 6  # samples without their answer, which should all fail
 
 
@@ -22,19 +25,26 @@ class RetrievalRun:
     Args:
         session: The model; its weights need not be there yet.
 
+    Attributes:
+        looks: Samples of each task at the longest length, at each look of `until_decided`.
+
     Raises:
-        ValueError: Samples that cannot be built.
+        ValueError: Samples that cannot be built, or no length at which a verdict is possible.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         request = session.request
         self.task_names = request.retrieval
-        first = request.samples
-        if first is None:
-            first = len(request.depths)
-            if request.precision:
-                first = min(_INITIAL_SAMPLES, request.max_samples)
+        self.looks: list[int] = []
+        self.longest = max(request.lengths)
+        if request.until_decided and self.longest <= session.trained_length:
+            raise ValueError(
+                "until_decided asks what a method gains beyond the trained "
+                f"{session.trained_length:,} tokens: expected a longer one among --lengths, got "
+                f"{', '.join(map(str, request.lengths))}"
+            )
+        first = request.first_samples
         at = [(name, length) for name in self.task_names for length in request.lengths]
         self.counts = dict.fromkeys(at, first)
         self.tasks = {(n, length): self._build(n, length, first) for n, length in at}
@@ -63,18 +73,19 @@ class RetrievalRun:
             self._measure([(name, length) for name in self.task_names], label, place)
 
     def measure_more(self) -> None:
-        """Measure more samples under every method until intervals are narrow enough."""
-        request = self.session.request
-        while wanting := self.session.processes.broadcast(self._imprecise()):
-            for name, length in wanting:
-                count = min(2 * self.counts[name, length], request.max_samples)
-                self.counts[name, length] = count
-                self.tasks[name, length] = self._build(name, length, count)
-            for method in request.methods:
-                with self.session.patched(method) as label:
-                    for length in request.lengths:
-                        more = [at for at in wanting if at[1] == length]
-                        self._measure(more, label, f"{label}, more samples")
+        """Measure more samples under every method until they are precise, or decide."""
+        broadcast = self.session.processes.broadcast
+        while imprecise := broadcast(self._imprecise()):
+            self._measure_double(imprecise)
+        if self.session.request.until_decided:
+            while undecided := broadcast(self._undecided()):
+                self._measure_double(undecided)
+            # The main process alone has scores, and looked.
+            self.looks = broadcast(self.looks)
+
+    def planned(self) -> dict[tuple[str, int], list[UnscoredSample]]:
+        """Return the samples that are to be measured, by task and length."""
+        return {at: lm_eval_tasks.planned_samples(task) for at, task in self.tasks.items()}
 
     def results(self) -> list[RetrievalRecord]:
         """Return the part `retrieval` of the results."""
@@ -88,6 +99,19 @@ class RetrievalRun:
             }
             records.append({"task": name, "lengths": lengths, "depths": depths, "samples": samples})
         return records
+
+    def _measure_double(self, pairs: list[tuple[str, int]]) -> None:
+        """Measure twice as many samples of tasks at lengths, under every method."""
+        request = self.session.request
+        for name, length in pairs:
+            count = min(2 * self.counts[name, length], request.max_samples)
+            self.counts[name, length] = count
+            self.tasks[name, length] = self._build(name, length, count)
+        for method in request.methods:
+            with self.session.patched(method) as label:
+                for length in request.lengths:
+                    more = [at for at in pairs if at[1] == length]
+                    self._measure(more, label, f"{label}, more samples")
 
     def _build(self, name: str, length: int, count: int, planted: bool = True) -> Any:
         request = self.session.request
@@ -152,6 +176,26 @@ class RetrievalRun:
                 for rows in self.scores[name].values()
             )
         ]
+
+    def _undecided(self) -> list[tuple[str, int]]:
+        """Look at the verdict; return all tasks at the longest length if it needs more samples."""
+        if not self.session.processes.is_main:
+            return []
+        count = self.counts[self.task_names[0], self.longest]
+        self.looks.append(count)
+        results: Any = {
+            "run": {"trained_length": self.session.trained_length, "looks": self.looks},
+            "methods": list(self.session.methods.values()),
+            "retrieval": self.results(),
+        }
+        if RunStatistics(results).is_decided or count >= self.session.request.max_samples:
+            return []
+        logger.info(
+            "undecided by %d samples a task at %s tokens: measuring more",
+            count,
+            f"{self.longest:,}",
+        )
+        return [(name, self.longest) for name in self.task_names]
 
 
 def _is_precise(rows: list[SampleRecord], precision: float) -> bool:

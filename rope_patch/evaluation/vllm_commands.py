@@ -238,4 +238,6 @@ def _omission_notes(request: EvalRequest) -> list[str]:
         notes.append(
             "# precision is left out: lm-eval takes as many samples as are named in --metadata"
         )
+    if request.until_decided:
+        notes.append("# until_decided is left out: lm-eval gives no verdict to go by")
     return notes

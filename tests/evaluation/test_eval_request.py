@@ -37,6 +37,18 @@ from rope_patch.evaluation.session import Session
         ({"per_text": 0}, "per_text must be at least 1, got 0"),
         ({"precision": 0.0}, "above 0 and below 0.5"),
         ({"precision": 5.0}, "above 0 and below 0.5"),
+        ({"until_decided": True, "precision": 0.05}, "expected one of them, got both"),
+        ({"until_decided": True, "tasks": ("perplexity",)}, "expected a retrieval task, got perp"),
+        ({"until_decided": True, "methods": ("none",)}, "--method none and at least one more"),
+        ({"until_decided": True, "methods": ("yarn", "ntk")}, "--method none and at least one"),
+        (
+            {"until_decided": True, "samples": 8, "max_samples": 8},
+            "expected max_samples above the 8 samples",
+        ),
+        (
+            {"until_decided": True, "lengths": (256,), "tasks": ("rp_recall_ll",)},
+            "beyond the trained 256 tokens: expected a longer one among --lengths, got 256",
+        ),
         (
             {"lengths": (64,), "tasks": ("rp_niah_single_2",)},
             "too short for rp_niah_single_2",

@@ -9,7 +9,11 @@ from typing import Any
 
 from rope_patch import tasks
 from rope_patch.evaluation.language_model import LongContextLM
-from rope_patch.evaluation.results_schema import OptionalSampleKeys, SampleRecord
+from rope_patch.evaluation.results_schema import (
+    OptionalSampleKeys,
+    SampleRecord,
+    UnscoredSample,
+)
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils import atomic_files
 
@@ -92,6 +96,30 @@ def evaluate(
     if path is not None:
         atomic_files.write_json(path, results)
     return results
+
+
+def planned_samples(task: Any) -> list[UnscoredSample]:
+    """Return the samples of a task, before any is answered.
+
+    Args:
+        task: From `build`.
+    """
+    dataset = task.dataset["test"].remove_columns(["input"])  # prompts are long
+    rows: list[UnscoredSample] = []
+    for doc in dataset:
+        guess = _chance(task.config.task, doc)
+        chance: OptionalSampleKeys = {} if guess is None else {"chance": guess}
+        row: UnscoredSample = {
+            "id": doc["id"],
+            "text": doc["text"],
+            "length": doc["length"],
+            "depth": doc["depth"],
+            "target_tokens": doc["target_tokens"],
+            "log_likelihood": None,
+            **chance,
+        }
+        rows.append(row)
+    return rows
 
 
 def scores(results: dict[str, Any], failures: dict[tuple[str, int], str]) -> list[SampleRecord]:

@@ -31,7 +31,7 @@ def likelihood_sentences(stats: RunStatistics) -> Iterator[str]:
 
 def correction_text(stats: RunStatistics, methods: int, length: int | None = None) -> str:
     """Return what a p-value is corrected for: after Holm over 3 methods and 2 looks."""
-    looks = len(stats.run.get("looks") or []) if stats.look_factor(length) > 1 else 0
+    looks = stats.looks if stats.look_factor(length) > 1 else 0
     parts = [f"Holm over {methods} methods"] * (methods > 1)
     parts += [f"{looks} look{'s' if looks > 1 else ''} at growing data"] * (looks > 0)
     return f" after {' and '.join(parts)}" if parts else ""

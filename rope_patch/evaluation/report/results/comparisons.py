@@ -55,15 +55,20 @@ class ComparisonStatistics(RetrievalStatistics):
         }
         return best, max(self.adjust(tests).values(), default=1.0)
 
+    @property
+    def looks(self) -> int:
+        """Return how many times the run looked at its samples of the longest length."""
+        return len(self.run.get("looks") or [])
+
     def look_factor(self, length: int | None = None) -> int:
         """Return what p-values at a length are multiplied by, for looks at a run that grew.
 
         Args:
             length: Tokens; the longest length unless given, where alone a run grows.
         """
-        looks = self.run.get("looks") or []
-        at_longest = length is None or length == (self.lengths or [None])[-1]
-        return statistics.look_factor(len(looks)) if at_longest else 1
+        if length is not None and length not in self.lengths[-1:]:
+            return 1
+        return statistics.look_factor(self.looks)
 
     def adjust(self, p_values: dict[K, float], length: int | None = None) -> dict[K, float]:
         """Return the p-values of one family, adjusted by Holm and for looks.

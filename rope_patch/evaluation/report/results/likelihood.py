@@ -96,6 +96,21 @@ class LikelihoodStatistics(ComparisonStatistics):
         }
         return min(means, key=lambda label: means[label]) if means else None
 
+    @property
+    def is_decided(self) -> bool:
+        """Return whether more texts can add nothing to the verdict on the best method.
+
+        It is shown to differ from the plain model, or its answers are the plain model's to the bit,
+        or they were not measured.
+        """
+        length = self.verdict_length
+        best = self.best_by_likelihood(length) if length else None
+        comparison = self.comparisons_with_plain(length).get(best) if length and best else None
+        if comparison is None:
+            return True
+        test, p_value = comparison
+        return p_value < SIGNIFICANCE_LEVEL or test.deviation == test.mean.estimate == 0
+
     def rivals_of_best(self, length: int) -> list[str]:
         """Return the methods that are not shown to be worse than the best one.
 

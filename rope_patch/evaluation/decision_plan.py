@@ -1,0 +1,194 @@
+"""The decision plan: what a run can decide, computed and said before it starts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rope_patch import statistics
+from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
+from rope_patch.evaluation.report.results.retrieval import THRESHOLD, question_of
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.evaluation.request import BASELINE, EvalRequest
+from rope_patch.evaluation.results_schema import UnscoredSample
+
+logger = logging.getLogger("rope_patch")
+
+# How far the gain of a method varies, as standard deviations in nats a token: between the answers
+# to one text's questions, and between texts. Measured beyond the trained length on SmolLM2-135M,
+# `yarn` against the plain model, 12,288 tokens, ten questions about two texts at five depths:
+# eval/results/smollm2/report.json, rp_niah_multikey_1_ll. Another model or task varies otherwise.
+ANSWER_DEVIATION = 1.25
+TEXT_DEVIATION = 0.2
+_MEASURED_ON = "SmolLM2-135M"
+
+_EXAMPLES = (1.0, 0.5)  # nats a token: answers' tokens 2.7 and 1.6 times as likely
+_MAX_SAMPLES = 2000  # samples a task that are tried for a usable length
+
+Planned = Mapping[tuple[str, int], Sequence[UnscoredSample]]
+
+
+def log_plan(request: EvalRequest, planned: Planned, trained_length: int) -> None:
+    """Log what a run can decide.
+
+    Args:
+        request: What to evaluate.
+        planned: The samples of each retrieval task and length.
+        trained_length: Tokens.
+    """
+    for sentence in sentences(request, planned, trained_length):
+        logger.info("plan: %s", sentence)
+
+
+def sentences(request: EvalRequest, planned: Planned, trained_length: int) -> list[str]:
+    """Return what a run can decide by likelihood and by accuracy; nothing without a comparison.
+
+    Args:
+        request: What to evaluate.
+        planned: The samples of each retrieval task and length.
+        trained_length: Tokens.
+    """
+    methods = len(set(request.methods) - {BASELINE})
+    if not planned or len(set(request.methods)) < 2:
+        return []
+    if BASELINE not in request.methods:
+        return [
+            "without the plain model this run cannot decide whether a method gains anything: give "
+            f"--method {BASELINE}, too"
+        ]
+    length = max(request.lengths)
+    if length <= trained_length:
+        return [
+            f"no length is beyond the trained {trained_length:,} tokens: this run cannot decide "
+            "what a method gains; give a longer one among --lengths"
+        ]
+    return [
+        *_likelihood_sentences(request, planned, length, methods),
+        *_accuracy_sentences(planned, length, trained_length),
+    ]
+
+
+def text_deviation(questions: float) -> float:
+    """Return the assumed standard deviation of texts' mean gains, in nats a token.
+
+    Args:
+        questions: Questions about each text.
+    """
+    return math.hypot(TEXT_DEVIATION, ANSWER_DEVIATION / math.sqrt(questions))
+
+
+def _likelihood_sentences(
+    request: EvalRequest, planned: Planned, length: int, methods: int
+) -> Iterator[str]:
+    by_question: dict[str, Sequence[UnscoredSample]] = {}
+    for (task, at), samples in planned.items():
+        if at == length:
+            by_question.setdefault(question_of(task), samples)
+    count = sum(map(len, by_question.values()))
+    texts = sum(len({sample["text"] for sample in samples}) for samples in by_question.values())
+    questions, tasks = count / texts, len(by_question)
+    deviation = text_deviation(questions)
+    level = SIGNIFICANCE_LEVEL / methods / statistics.look_factor(int(request.until_decided))
+    holm = f" after Holm over {methods} methods" if methods > 1 else ""
+    if texts < 2:
+        yield (
+            f"this run cannot decide which method is better: it has one text at {length:,} tokens, "
+            "and one text is one piece of evidence"
+        )
+    else:
+        effect = statistics.smallest_effect(texts, deviation, level)
+        yield (
+            f"{count} questions about {texts} texts at {length:,} tokens show which method changes "
+            f"the likelihood of the right answers (p < {SIGNIFICANCE_LEVEL}{holm}) if it does by "
+            f"{effect:.1f} nats a token or more. That holds {_assumption(deviation)}"
+        )
+    if request.until_decided:
+        yield (
+            f"undecided, the run doubles its texts, to {request.max_samples} samples a task at "
+            "most; p is corrected for each look at them"
+        )
+        return
+    takes = []
+    for example in _EXAMPLES:
+        needed = statistics.required_texts(example, deviation, level)
+        if needed and needed > texts:
+            each = math.ceil(needed / tasks) * math.ceil(questions)
+            takes.append(f"{example:.1f} nats takes {needed:,} texts (--samples {each})")
+    if takes:
+        yield f"a change by {', by '.join(takes)}; --until-decided takes as many as it needs"
+
+
+def _assumption(deviation: float) -> str:
+    return (
+        f"in {statistics.POWER:.0%} of runs, if changes vary between texts by {deviation:.1f} "
+        f"nats, as on {_MEASURED_ON}"
+    )
+
+
+def _accuracy_sentences(planned: Planned, length: int, trained_length: int) -> Iterator[str]:
+    counts = {at: len(samples) for at, samples in planned.items()}
+    retention = _perfect_retention(planned, counts, trained_length)
+    if retention is None:
+        return
+    usable = f"call {length:,} tokens usable (retention surely above {THRESHOLD:.0%})"
+    best = f"with every answer right, retention is surely above {retention:.0%}"
+    if retention >= THRESHOLD:
+        yield f"accuracies can {usable}: {best}"
+        return
+    needed = _samples_to_be_usable(planned, counts, trained_length)
+    takes = f"; it takes {needed} samples a task" if needed else ""
+    yield f"accuracies cannot {usable}: {best} only{takes}"
+
+
+def _perfect_retention(
+    planned: Planned, counts: Mapping[tuple[str, int], int], trained_length: int
+) -> float | None:
+    """Return the lower bound of retention at the longest length if every answer is right.
+
+    Args:
+        planned: The samples of each task and length.
+        counts: Samples to take instead, with as many to a text.
+        trained_length: Tokens.
+
+    Returns:
+        The bound; None if retention is not defined, such as without a shorter length.
+    """
+    by_task: dict[str, list[dict[str, Any]]] = {}
+    for (task, length), samples in planned.items():
+        per_text = math.ceil(len(samples) / len({sample["text"] for sample in samples}))
+        for number in range(counts[task, length]):
+            place = {"id": f"{length}/{number}", "text": number // per_text}
+            by_task.setdefault(task, []).append({**samples[0], **place, "score": 1.0})
+    lengths = sorted({length for _, length in planned})
+    results: Any = {
+        "run": {"trained_length": trained_length},
+        "methods": [{"label": BASELINE, "method": None}],
+        "retrieval": [
+            {"task": task, "lengths": lengths, "samples": {BASELINE: rows}}
+            for task, rows in by_task.items()
+        ],
+    }
+    retention = RunStatistics(results).retention(BASELINE, lengths[-1])
+    return None if retention is None else retention.low
+
+
+def _samples_to_be_usable(
+    planned: Planned, counts: Mapping[tuple[str, int], int], trained_length: int
+) -> int | None:
+    """Return how many samples a task, all right, call the longest length usable."""
+
+    def is_enough(samples: int) -> bool:
+        grown = {at: max(count, samples) for at, count in counts.items()}
+        return (_perfect_retention(planned, grown, trained_length) or 0.0) >= THRESHOLD
+
+    too_few, enough = 0, max(counts.values())
+    while not is_enough(enough):
+        too_few, enough = enough, 2 * enough
+        if too_few >= _MAX_SAMPLES:
+            return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if is_enough(middle) else (middle, enough)
+    return enough

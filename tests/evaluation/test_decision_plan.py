@@ -1,0 +1,167 @@
+"""What a run says that it can decide, against simulated runs and the report's own verdicts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from rope_patch.evaluation.decision_plan import (
+    ANSWER_DEVIATION,
+    TEXT_DEVIATION,
+    sentences,
+    text_deviation,
+)
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.evaluation.request import EvalRequest
+
+ROOT = Path(__file__).parents[2]
+LENGTHS, TRAINED = (1024, 2048), 1024
+TASK = "rp_niah_multikey_1_ll"
+
+
+def request(**changes: Any) -> EvalRequest:
+    methods = ("none", "yarn", "linear", "ntk", "dynamic-yarn")
+    return EvalRequest(**{"model": "demo", "methods": methods, "lengths": LENGTHS} | changes)
+
+
+def rows(count: int, per_text: int, length: int, **values: Any) -> list[dict[str, Any]]:
+    return [
+        {"id": f"{length}/{i}", "text": i // per_text, "length": length, "depth": 50}
+        | {"target_tokens": 4, "log_likelihood": None}
+        | values
+        for i in range(count)
+    ]
+
+
+def planned(count: int, per_text: int, tasks: tuple[str, ...] = (TASK,), **values: Any) -> Any:
+    return {
+        (task, length): rows(count, per_text, length, **values)
+        for task in tasks
+        for length in LENGTHS
+    }
+
+
+def plan(count: int, per_text: int, tasks: tuple[str, ...] = (TASK,), **changes: Any) -> str:
+    return "\n".join(sentences(request(**changes), planned(count, per_text, tasks), TRAINED))
+
+
+def run(samples: dict[str, list[dict[str, Any]]], tasks: tuple[str, ...] = (TASK,)) -> Any:
+    """Return the statistics of a run with these samples by method, the same of each task."""
+    results: Any = {
+        "run": {"trained_length": TRAINED},
+        "methods": [{"label": m, "method": None if m == "none" else m} for m in samples],
+        "retrieval": [{"task": t, "lengths": LENGTHS, "samples": samples} for t in tasks],
+    }
+    return RunStatistics(results)
+
+
+def smallest_change(text: str) -> float:
+    return float(re.search(r"if it does by ([\d.]+) nats", text)[1])
+
+
+@pytest.mark.parametrize(("count", "per_text"), [(12, 2), (50, 4), (6, 1)])
+def test_the_change_that_is_stated_is_the_t_tests(count, per_text):
+    """By scipy's noncentral t, at Holm's first level over four methods."""
+    change, texts = smallest_change(plan(count, per_text)), math.ceil(count / per_text)
+    deviation = text_deviation(count / texts)
+    critical = stats.t.ppf(1 - 0.05 / 4 / 2, texts - 1)
+    power = stats.nct.sf(critical, texts - 1, change / deviation * math.sqrt(texts))
+    nearby = [
+        stats.nct.sf(critical, texts - 1, (change + d) / deviation * math.sqrt(texts))
+        for d in (-0.05, 0.05)
+    ]
+    assert nearby[0] <= 0.8 <= nearby[1], power
+
+
+def test_as_many_texts_as_are_stated_decide_four_runs_of_five():
+    """In the report's own verdict, where one method of four gains one nat."""
+    text = plan(2, 2)
+    texts, samples = re.search(r"by 1.0 nats takes (\d+) texts \(--samples (\d+)\)", text).groups()
+    assert int(samples) == 2 * int(texts)
+    generator, decided = np.random.default_rng(5), 0
+    for _ in range(300):
+        by_method = {}
+        for label, gain in {"none": 0.0, "yarn": 1.0, "a": 0.0, "b": 0.0, "c": 0.0}.items():
+            answers = rows(int(samples), 2, 2048, score=0.0)
+            noise = generator.normal(0, TEXT_DEVIATION, int(texts)).repeat(2)
+            noise += generator.normal(0, ANSWER_DEVIATION, int(samples))
+            for answer, varies in zip(answers, noise, strict=True):
+                nats = 9 - gain + (0 if label == "none" else varies)
+                answer["log_likelihood"] = -4 * nats
+            by_method[label] = answers
+        decided += run(by_method).comparisons_with_plain(2048)["yarn"][1] < 0.05
+    assert decided / 300 == pytest.approx(0.8, abs=0.07)  # three standard deviations
+
+
+def test_one_text_is_said_to_decide_nothing():
+    text = plan(5, 5)
+    assert text.startswith(
+        "this run cannot decide which method is better: it has one text at 2,048"
+    )
+    assert "by 0.5 nats takes" in text
+    assert "it does by" not in text
+
+
+def test_twins_ask_the_same_questions():
+    twins = (TASK, "rp_niah_multikey_1_mc", "rp_niah_multikey_1")
+    assert plan(12, 2, twins).splitlines()[0] == plan(12, 2).splitlines()[0]
+    other = plan(12, 2, (TASK, "rp_vt_ll"))
+    assert other.startswith("24 questions about 12 texts at 2,048 tokens")
+    assert smallest_change(other) < smallest_change(plan(12, 2))
+
+
+def test_looks_cost_and_need_no_number_of_samples():
+    text = plan(12, 2, until_decided=True, max_samples=96)
+    assert smallest_change(text) > smallest_change(plan(12, 2))
+    assert "doubles its texts, to 96 samples a task at most" in text
+    assert "--samples" not in text.splitlines()[0] + text.splitlines()[1]
+
+
+@pytest.mark.parametrize("values", [{}, {"chance": 0.25}])
+@pytest.mark.parametrize("tasks", [(TASK,), (TASK, "rp_vt_ll", "rp_cwe_ll")])
+def test_samples_that_are_stated_to_call_a_length_usable_do(tasks, values):
+    """By the report's effective length, where every answer is right."""
+    text = "\n".join(sentences(request(), planned(6, 2, tasks, **values), TRAINED))
+    assert "accuracies cannot call 2,048 tokens usable" in text
+    needed = int(re.search(r"it takes (\d+) samples a task", text)[1])
+    for count, usable in ((needed, 2048), (needed - 1, None)):
+        samples = {"none": [r for n in LENGTHS for r in rows(count, 2, n, score=1.0, **values)]}
+        assert run(samples, tasks).effective_length("none")[0] == usable
+    enough = sentences(request(), planned(needed, 2, tasks, **values), TRAINED)
+    assert any("accuracies can call 2,048 tokens usable" in sentence for sentence in enough)
+
+
+def test_without_a_comparison_it_says_why_or_nothing():
+    assert plan(12, 2, methods=("yarn",)) == ""
+    assert sentences(request(), {}, TRAINED) == []
+    assert "give --method none, too" in plan(12, 2, methods=("yarn", "linear"))
+    (sentence,) = sentences(request(), planned(12, 2), 4096)
+    assert "no length is beyond the trained 4,096 tokens" in sentence
+
+
+def test_the_assumed_deviations_are_those_of_the_report_they_are_from():
+    """So few texts leave deviations in doubt by about what this allows."""
+    report = json.loads((ROOT / "eval/results/smollm2/report.json").read_text(encoding="utf-8"))
+    (entry,) = (entry for entry in report["retrieval"] if entry["task"] == TASK)
+    plain, yarn = (
+        [row for row in entry["samples"][label] if row["length"] == max(entry["lengths"])]
+        for label in ("none", "yarn ×2")
+    )
+    gains = [
+        (b["log_likelihood"] - a["log_likelihood"]) / a["target_tokens"]
+        for a, b in zip(plain, yarn, strict=True)
+    ]
+    texts = {row["text"] for row in plain}
+    means = [
+        np.mean([gain for gain, row in zip(gains, plain, strict=True) if row["text"] == text])
+        for text in texts
+    ]
+    assert text_deviation(1) == pytest.approx(np.std(gains, ddof=1), rel=0.5)
+    assert text_deviation(len(gains) / len(texts)) > np.std(means, ddof=1) / 1.5
