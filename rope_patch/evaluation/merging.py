@@ -122,6 +122,8 @@ def _merge_metadata(first: RunMetadata, second: RunMetadata) -> RunMetadata:
         "command": "\n".join(filter(None, commands)),
         "not_run": [*(first.get("not_run") or []), *(second.get("not_run") or [])],
         "failed": [*(first.get("failed") or []), *(second.get("failed") or [])],
+        # More looks correct p-values by more, which is right for the other run's as well.
+        "looks": max((first.get("looks") or [], second.get("looks") or []), key=len),
     }
 
 

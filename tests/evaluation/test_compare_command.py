@@ -34,6 +34,8 @@ def test_compare_measures_the_plain_model_first_and_prints_the_report_path(compa
     assert [entry["task"] for entry in results["control"]] == ["rp_niah_single_2_ll"]
     assert results["run"]["command"].startswith(f"rope-patch compare {TINY} --method yarn,none")
     assert "1 of 2 methods done" in result.stderr
+    first = result.stderr.splitlines()[0]
+    assert first.startswith("plan: this run cannot decide which method is better: it has one text")
 
 
 def test_report_is_rebuilt_from_stored_results(compare_run, tmp_path):
@@ -131,6 +133,10 @@ def test_interrupt_prints_how_to_continue(tmp_path, monkeypatch):
         (["compare", TINY, "--factor", "2", "--profile", "fast"], "unknown profile 'fast'"),
         (["compare", TINY, "--methods", "yran", "--factor", "2", "--profile", "quick"], "'yarn'"),
         (["compare", "/no/such", "--factor", "2", "--profile", "quick"], "no such folder"),
+        (
+            ["compare", TINY, "--factor=2", "--tasks=perplexity", "--until-decided"],
+            "expected a retrieval task, got perplexity",
+        ),
         (["report", "/no/such/run"], "/no/such/run"),
     ],
 )

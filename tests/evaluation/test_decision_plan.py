@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from rope_patch.evaluation import profiles
 from rope_patch.evaluation.decision_plan import (
     ANSWER_DEVIATION,
     TEXT_DEVIATION,
@@ -40,11 +41,17 @@ def rows(count: int, per_text: int, length: int, **values: Any) -> list[dict[str
     ]
 
 
-def planned(count: int, per_text: int, tasks: tuple[str, ...] = (TASK,), **values: Any) -> Any:
+def planned(
+    count: int,
+    per_text: int,
+    tasks: tuple[str, ...] = (TASK,),
+    lengths: tuple[int, ...] = LENGTHS,
+    **values: Any,
+) -> Any:
     return {
         (task, length): rows(count, per_text, length, **values)
         for task in tasks
-        for length in LENGTHS
+        for length in lengths
     }
 
 
@@ -146,7 +153,7 @@ def test_without_a_comparison_it_says_why_or_nothing():
     assert "no length is beyond the trained 4,096 tokens" in sentence
 
 
-def test_the_assumed_deviations_are_those_of_the_report_they_are_from():
+def test_quick_can_decide_what_was_measured_and_assumes_its_deviations():
     """So few texts leave deviations in doubt by about what this allows."""
     report = json.loads((ROOT / "eval/results/smollm2/report.json").read_text(encoding="utf-8"))
     (entry,) = (entry for entry in report["retrieval"] if entry["task"] == TASK)
@@ -163,5 +170,16 @@ def test_the_assumed_deviations_are_those_of_the_report_they_are_from():
         np.mean([gain for gain, row in zip(gains, plain, strict=True) if row["text"] == text])
         for text in texts
     ]
+    profile = profiles.PROFILES["quick"]
+    assert smallest_change(plan(profile.samples, profile.per_text)) < np.mean(means)
     assert text_deviation(1) == pytest.approx(np.std(gains, ddof=1), rel=0.5)
     assert text_deviation(len(gains) / len(texts)) > np.std(means, ddof=1) / 1.5
+
+
+def test_the_readme_shows_the_plan_of_a_quick_comparison():
+    profile, lengths = profiles.PROFILES["quick"], (4096, 8192, 12288)
+    samples = planned(profile.samples, profile.per_text, lengths=lengths)
+    readme = " ".join((ROOT / "eval" / "README.md").read_text(encoding="utf-8").split())
+    for sentence in sentences(request(lengths=lengths), samples, 8192):
+        assert f"plan: {sentence}" in readme
+    assert f"{ANSWER_DEVIATION} nats between answers and {TEXT_DEVIATION} between texts" in readme

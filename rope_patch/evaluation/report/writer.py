@@ -235,6 +235,8 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
         "Chat template": run.get("chat_template"),
         "Samples a text": per_text if per_text and per_text > 1 else None,
         "Precision wanted": f"intervals of ±{precision:.1%}" if precision else None,
+        "Looks until decided": ", ".join(map(str, run.get("looks") or []))
+        + " samples a task" * bool(run.get("looks")),
         "Seed": run.get("seed"),
         "Versions": ", ".join(f"{k} {v}" for k, v in (run.get("versions") or {}).items()),
         "Git revision": run.get("git_revision"),

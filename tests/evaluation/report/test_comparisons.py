@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from report_results import results, retrieval
 
+from rope_patch.evaluation.merging import merge_runs
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.retrieval_tables import tables
 from rope_patch.evaluation.report.summary import sentences
@@ -57,3 +58,15 @@ def test_looks_at_growing_data_are_corrected() -> None:
         assert wider.mean.half_width > test.mean.half_width
     assert fixed.comparisons_with_plain(2048) == grown.comparisons_with_plain(2048)
     assert "after Holm over 2 methods and 2 looks at growing data" in sentences(grown)[0]
+
+
+def test_runs_that_are_merged_are_corrected_for_the_more_looks() -> None:
+    runs: Any = []
+    for label, looks in (("yarn ×2", [30]), ("linear ×2", [15, 30])):
+        task = retrieval("rp_niah_single_1", ("none", label), lengths=(2048, 8192))
+        run = results() | {"retrieval": [task], "short": [], "perplexity": None, "cost": {}}
+        methods = [m for m in run["methods"] if m["label"] in ("none", label)]
+        runs.append(run | {"run": run["run"] | {"looks": looks}, "methods": methods})
+    (merged,) = merge_runs(runs)
+    assert RunStatistics(merged).look_factor() == 6
+    assert len(RunStatistics(merged).accuracy_comparisons()) == 2
