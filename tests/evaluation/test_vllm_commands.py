@@ -144,6 +144,9 @@ class TestCommands:
             "precision",
         ]
         assert len(runnable(lines)) == 4
+        growing = request(tmp_path, tasks=("rp_vt",), methods=("none", "yarn"), until_decided=True)
+        notes = [n for n in vllm_commands.commands("vllm", growing) if n.startswith("#")]
+        assert [note.split()[1] for note in notes] == ["until_decided"]
 
     @pytest.mark.parametrize("task", ["perplexity", "key_tokens", "sliding", "speed"])
     def test_a_request_of_only_measures_that_vllm_lacks_is_refused(self, tmp_path, task):

@@ -187,6 +187,9 @@ def _short_cell(stats: RunStatistics, task: ShortRecord, label: str) -> Cell:
         change = against.difference
         tip += f"; against the plain model {points_text(change.estimate)} points "
         tip += f"({points_range(change)})"
+        if len(stats.results.get("short") or []) == 1:  # it is all tasks together
+            tip += f", {short_p_text(stats, label)}"
+            text += _significance_star(stats, label)
     return Cell(text=text, note=span, tip=tip)
 
 
@@ -194,13 +197,22 @@ def _overall_cell(stats: RunStatistics, label: str) -> Cell:
     against = stats.short_overall(label)
     if against is None:
         return Cell(text=NOTHING)
-    change, p = against.difference, stats.short_p_values[label]
-    span = points_range(change)
+    change, span = against.difference, points_range(against.difference)
     text = f"{points_text(change.estimate)} points"
-    tip = f"{text} against the plain model, 95% interval {span}, {n_text(change)}, {p_text(p)}"
-    if len(stats.short_p_values) > 1:
-        tip += f" after Holm over {len(stats.short_p_values)} methods"
-    return Cell(text=text + " *" * (p < SIGNIFICANCE_LEVEL), note=span, tip=tip)
+    tip = f"{text} against the plain model, 95% interval {span}, {n_text(change)}"
+    text += _significance_star(stats, label)
+    return Cell(text=text, note=span, tip=f"{tip}, {short_p_text(stats, label)}")
+
+
+def _significance_star(stats: RunStatistics, label: str) -> str:
+    return " *" * (stats.short_p_values[label] < SIGNIFICANCE_LEVEL)
+
+
+def short_p_text(stats: RunStatistics, label: str) -> str:
+    """Return p of a method at all ordinary tasks: p = 0.03 after Holm over 3 methods."""
+    methods = len(stats.short_p_values)
+    after = f" after Holm over {methods} methods" * (methods > 1)
+    return f"{p_text(stats.short_p_values[label])}{after}"
 
 
 def _time_cell(seconds: float | None, tokens: int | None) -> Cell:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rope_patch.evaluation.report.cost_tables import size_text, time_ratio_cell
+from rope_patch.evaluation.report.cost_tables import short_p_text, size_text, time_ratio_cell
 from rope_patch.evaluation.report.format import (
     NOTHING,
     change_range,
     change_text,
     n_text,
-    p_text,
     percent,
     percent_range,
     perplexity_range,
@@ -151,7 +150,7 @@ def _short_cell(stats: RunStatistics, label: str) -> Cell:
     change = paired.difference
     text, span = points_text(change.estimate), points_range(change)
     tip = f"{text} points against the plain model, {span}, {n_text(change)}"
-    return Cell(text=text, note=span, tip=f"{tip}, {p_text(paired.p_value)}")
+    return Cell(text=text, note=span, tip=f"{tip}, {short_p_text(stats, label)}")
 
 
 def _effective_cell(stats: RunStatistics, label: str) -> Cell:
@@ -311,12 +310,10 @@ def _short_context_sentences(stats: RunStatistics) -> Iterator[str]:
         if change is not None and math.isfinite(change.estimate):
             parts.append(f"perplexity by {_change_with_interval(change)}")
         if (short := stats.short_overall(label)) is not None:
-            interval, p = short.difference, stats.short_p_values[label]
-            methods = len(stats.short_p_values)
-            after = f" after Holm over {methods} methods" * (methods > 1)
+            interval = short.difference
             parts.append(
                 f"accuracy at ordinary tasks by {points_text(interval.estimate)} points "
-                f"({points_range(interval)}, {n_text(interval)}, {p_text(p)}{after})"
+                f"({points_range(interval)}, {n_text(interval)}, {short_p_text(stats, label)})"
             )
         if parts:
             place = f"Up to {stats.trained_length:,} tokens"

@@ -9,6 +9,7 @@ import pytest
 from report_results import results, retrieval
 
 from rope_patch.evaluation.merging import merge_runs
+from rope_patch.evaluation.report.cost_tables import short_table
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.retrieval_tables import tables
 from rope_patch.evaluation.report.summary import sentences
@@ -70,3 +71,22 @@ def test_runs_that_are_merged_are_corrected_for_the_more_looks() -> None:
     (merged,) = merge_runs(runs)
     assert RunStatistics(merged).look_factor() == 6
     assert len(RunStatistics(merged).accuracy_comparisons()) == 2
+
+
+def test_short_tasks_are_tested_together_and_corrected_over_the_methods() -> None:
+    """Eight losses of 100 without a win are McNemar's p of 1/128: .0156 after Holm over two."""
+    scores = [1] * 100
+    short = {"task": "cloze", "n": 100, "chance": None, "samples": {"none": scores}}
+    short["samples"] |= {"yarn ×2": [0] * 8 + scores[8:], "linear ×2": scores}
+    same = short | {"task": "facts", "samples": dict.fromkeys(short["samples"], scores)}
+    for tasks, marked in (([short], [True]), ([short, same], [False, False, True])):
+        stats = RunStatistics(results() | {"short": tasks, "perplexity": None})
+        assert stats.short_p_values == {"yarn ×2": pytest.approx(2 * 2**-7), "linear ×2": 1}
+        table = short_table(stats)
+        assert table is not None
+        plain, yarn, linear = (
+            [cell.text.endswith(" *") for cell in row.cells] for row in table.rows
+        )
+        assert yarn == marked
+        assert not any(plain + linear)
+        assert any("p = 0.016 after Holm over 2 methods" in s for s in sentences(stats))
