@@ -43,31 +43,28 @@ def log_plan(request: EvalRequest, planned: Planned, trained_length: int) -> Non
 
 
 def sentences(request: EvalRequest, planned: Planned, trained_length: int) -> list[str]:
-    """Return what a run can decide by likelihood and by accuracy; nothing without a comparison.
+    """Return what a run can decide by likelihood and by accuracy; nothing without retrieval tasks.
 
     Args:
         request: What to evaluate.
         planned: The samples of each retrieval task and length.
         trained_length: Tokens.
     """
-    methods = len(set(request.methods) - {BASELINE})
-    if not planned or len(set(request.methods)) < 2:
+    methods, length = len(set(request.methods) - {BASELINE}), max(request.lengths)
+    if not planned:
         return []
     if BASELINE not in request.methods:
-        return [
-            "without the plain model this run cannot decide whether a method gains anything: give "
-            f"--method {BASELINE}, too"
-        ]
-    length = max(request.lengths)
+        without = "without the plain model this run cannot decide whether a method gains anything"
+        return [f"{without}: give --method {BASELINE}, too"] if methods > 1 else []
+    by_accuracy = _accuracy_sentences(planned, length, trained_length)
+    if not methods:
+        return list(by_accuracy)
     if length <= trained_length:
         return [
             f"no length is beyond the trained {trained_length:,} tokens: this run cannot decide "
             "what a method gains; give a longer one among --lengths"
         ]
-    return [
-        *_likelihood_sentences(request, planned, length, methods),
-        *_accuracy_sentences(planned, length, trained_length),
-    ]
+    return [*_likelihood_sentences(request, planned, length, methods), *by_accuracy]
 
 
 def text_deviation(questions: float) -> float:
@@ -128,6 +125,8 @@ def _assumption(deviation: float) -> str:
 
 
 def _accuracy_sentences(planned: Planned, length: int, trained_length: int) -> Iterator[str]:
+    if length <= trained_length:
+        return
     counts = {at: len(samples) for at, samples in planned.items()}
     retention = _perfect_retention(planned, counts, trained_length)
     if retention is None:

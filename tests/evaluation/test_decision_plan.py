@@ -147,6 +147,7 @@ def test_samples_that_are_stated_to_call_a_length_usable_do(tasks, values):
 
 def test_without_a_comparison_it_says_why_or_nothing():
     assert plan(12, 2, methods=("yarn",)) == ""
+    assert plan(12, 2, methods=("none",)).startswith("accuracies cannot call 2,048 tokens usable")
     assert sentences(request(), {}, TRAINED) == []
     assert "give --method none, too" in plan(12, 2, methods=("yarn", "linear"))
     (sentence,) = sentences(request(), planned(12, 2), 4096)
