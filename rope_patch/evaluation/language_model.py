@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from rope_patch.evaluation.question import Question, make_batches
+from rope_patch.evaluation.rolling_windows import RollingLikelihood
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_out_of_memory
 from rope_patch.patching import current
@@ -37,7 +38,7 @@ class Response(str):
     error: str | None = None
 
 
-class LongContextLM(HFLM):
+class LongContextLM(RollingLikelihood, HFLM):
     """A live model for lm-eval.
 
     lm-eval's own class cuts prompts on the left when they are too long, and makes logits for every

@@ -155,13 +155,13 @@ class _OtherMeasures:
                 hits = lm_eval_tasks.choice_hits(lm_eval_tasks.evaluate(lm, [task]), lm.failures)
             self.short_scores.setdefault(name, {})[label] = hits
             self._note_failures(f"{name}'s samples", label, lm.failures, session.failed)
-        if not self.harness_tasks:
-            return
-        with (
-            session.timer("lm-eval"),
-            session.language_model(f"{place}, lm-eval", _UNLIMITED) as lm,
-        ):
-            for name, task in self.harness_tasks:
+        for name, task in self.harness_tasks:
+            # A model for each task, since failures are known by a task's name without its length.
+            with (
+                session.timer("lm-eval"),
+                session.language_model(f"{place}, {name}", _UNLIMITED) as lm,
+            ):
+                lm.rolling_window = max(session.request.lengths)
                 measure = partial(
                     external_tasks.evaluate,
                     lm,
@@ -171,8 +171,8 @@ class _OtherMeasures:
                 )
                 for metrics in (session.try_measure(f"{name}, {label}", measure) or {}).values():
                     self.harness_metrics.setdefault(name, {})[label] = metrics
-        # lm-eval counts a failed sample as wrong, so its metric does not measure the model.
-        self._note_failures("lm-eval's samples", label, lm.failures, session.not_run)
+            # lm-eval counts a failed sample as wrong, so its metric does not measure the model.
+            self._note_failures(f"{name}'s samples", label, lm.failures, session.not_run)
 
     def measure_speed(self) -> None:
         """Measure times and memory in the main process alone, since others would slow it down."""

@@ -152,7 +152,9 @@ def excerpt(ids: list[int], start: int, stop: int, head: int) -> list[int]:
     return ids[:head] + ids[start + head : stop]
 
 
-def token_losses(model: Any, ids: list[int], scored: int, label: str) -> torch.Tensor:
+def token_losses(
+    model: Any, ids: list[int], scored: int, label: str, read_last: bool = True
+) -> torch.Tensor:
     """Return losses of the last `scored` tokens, in nats, from one pass, `[scored]`, float32.
 
     The decoder runs over everything once; the head, and whatever the model does to its logits, runs
@@ -163,11 +165,13 @@ def token_losses(model: Any, ids: list[int], scored: int, label: str) -> torch.T
         ids: Tokens, at least two.
         scored: The number of tokens to score, from the end.
         label: The label on the progress bar.
+        read_last: Whether the model reads the last token. It predicts nothing, but a rotation that
+            follows the length counts it.
     """
     device = model.get_input_embeddings().weight.device
     device = torch.device("cpu") if device.type == "meta" else device  # offloaded: hooks move it
     tokens = torch.tensor([ids], device=device)
-    hidden = _hidden_states(model, tokens, label)
+    hidden = _hidden_states(model, tokens if read_last else tokens[:, :-1], label)
     losses = []
     first = len(ids) - scored - 1
     for start in range(first, len(ids) - 1, HEAD_CHUNK):
