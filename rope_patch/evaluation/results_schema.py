@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict, final
 
+from rope_patch.evaluation.harness_schema import HarnessRecord
 from rope_patch.utils.provenance import Hardware
 
 Number = float | Literal["Infinity", "-Infinity", "NaN"]
@@ -33,7 +34,7 @@ class UnscoredSample(OptionalSampleKeys):
         text: The text's number; samples with the same number share a text.
         length: Tokens of the prompt and the answer.
         depth: The answer's position in percent of the text; None if the answer has no single one.
-        target_tokens: Tokens of the right answer.
+        target_tokens: Tokens of the right answer; 0 if unknown, as of lm-eval's own tasks.
         log_likelihood: The right answer's, in nats; None if it was not measured.
     """
 
@@ -56,7 +57,7 @@ class SampleRecord(UnscoredSample):
 
 
 class RetrievalRecord(TypedDict):
-    """A retrieval task, or its control.
+    """A retrieval task, its control, or any other task whose samples are made at a length.
 
     Attributes:
         task: The task's name.
@@ -163,30 +164,6 @@ class ShortRecord(TypedDict):
     n: int
     chance: float | None
     samples: Mapping[str, Sequence[int | None]]
-
-
-class MetricRecord(TypedDict):
-    """A metric of one of lm-eval's own tasks.
-
-    Attributes:
-        value: The value that lm-eval gives.
-        stderr: The standard error; None if the metric is no mean or all samples score alike.
-    """
-
-    value: Number | str | None
-    stderr: float | None
-
-
-class HarnessRecord(TypedDict):
-    """One of lm-eval's own tasks.
-
-    Attributes:
-        task: The task's name.
-        metrics: The metrics by method and name.
-    """
-
-    task: str
-    metrics: Mapping[str, Mapping[str, MetricRecord]]
 
 
 class CostRecord(TypedDict):
@@ -365,7 +342,7 @@ class OtherRecords(TypedDict):
     Attributes:
         short: Ordinary short tasks.
         cost: Time and memory by method; empty if not requested.
-        harness: lm-eval's own tasks.
+        harness: lm-eval's own tasks, and users', with samples of their own lengths.
     """
 
     short: Sequence[ShortRecord]

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from rope_patch import tasks
-from rope_patch.evaluation.measures import external_tasks
+from rope_patch.evaluation.measures.task_index import TaskIndex
 from rope_patch.evaluation.request import (
     BASELINE,
     KEY_TOKENS,
@@ -122,7 +122,7 @@ def _method_commands(
             "hf_overrides": overrides,
         }
         words = ["lm_eval", "--model", engine, "--model_args", json.dumps(arguments)]
-        words += ["--include_path", str(tasks.FOLDER)]
+        words += ["--include_path", str(run["include"])]
         words += ["--tasks", ",".join(run["tasks"]), "--metadata", json.dumps(run["metadata"])]
         words += ["--apply_chat_template"] if run["chat"] else []
         words += ["--batch_size", "auto"]  # one sample at a time otherwise
@@ -202,26 +202,32 @@ def _lm_eval_runs(request: EvalRequest, chat: bool) -> dict[str, dict[str, Any]]
         own["text"] = list(request.haystacks)
     if request.questions:
         own["questions"] = request.questions
-    theirs = [name for name in request.harness if external_tasks.accepts_length(name)]
-    others = [name for name in request.harness if name not in theirs]
-    theirs_chat = chat and request.chat_template == "on"
+    index = TaskIndex(request.include_paths)
+    names = [m for n in request.harness for m in (index.members(n) if n in index.own else [n])]
+    theirs = [name for name in names if index.accepts_length(name)]
+    others = [name for name in names if name not in theirs]
     runs: dict[str, dict[str, Any]] = {}
 
-    def add(
-        name: str, chosen: list[str], length: int, metadata: Any, limit: Any = None, **more: Any
-    ) -> None:
+    def add(name: str, chosen: list[str], length: int, metadata: Any, limit: Any = None) -> None:
         if chosen:
             entry = {"tasks": chosen, "length": length, "metadata": metadata, "limit": limit}
-            runs[name] = {"chat": False, **entry, **more}
+            theirs_in_chat = request.chat_template == "on" and chosen != request.short
+            runs[name] = entry | {
+                "include": index.roots.get(chosen[0], tasks.FOLDER),
+                "chat": chat and (chosen == request.retrieval or theirs_in_chat),
+            }
 
     for length in request.lengths:
-        add(str(length), request.retrieval, length, {"length": length, **own}, chat=chat)
+        add(str(length), request.retrieval, length, {"length": length, **own})
         for name in theirs:
-            spelled = external_tasks.length_metadata(name, length)
-            add(f"{name}-{length}", [name], length, spelled, request.samples, chat=theirs_chat)
+            spelled = index.length_metadata(name, length)
+            add(f"{name}-{length}", [name], length, spelled, request.samples)
     short_metadata = {"samples": request.short_samples, "seed": request.seed}
     add("short", request.short, request.longest, short_metadata)
-    add("lm_eval", others, request.longest, {}, request.samples, chat=theirs_chat)
+    add("lm_eval", [n for n in others if n not in index.own], request.longest, {}, request.samples)
+    for name in others:
+        if name in index.own:
+            add(name, [name], request.longest, {}, request.samples)
     return runs
 
 

@@ -60,6 +60,7 @@ from rope_patch.evaluation.session import Session
         ({"tasks": ("speed",), "methods": ("yarn",)}, "give at least two methods"),
         ({"texts": ("no-such-book",)}, "no text 'no-such-book'"),
         ({"haystacks": ("emm",)}, "did you mean 'emma'"),
+        ({"include_paths": ("/no/such/folder",)}, "/no/such/folder is not there"),
         ({"perplexity_length": 10**7}, "10,000,000 are needed"),
         ({"model": "/no/such/model"}, "no such folder"),
         ({"dtype": "float33"}, "dtype must be one of auto, float32"),
@@ -75,6 +76,21 @@ def test_bad_requests_read_no_weights_and_write_nothing(tmp_path, monkeypatch, c
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
         evaluate(request(folder, **changes))
     assert not folder.exists()
+
+
+def test_a_users_task_with_a_name_of_ours_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Session, "load", lambda _: pytest.fail("weights were read"))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "a.yaml").write_text("task: rp_vt\n")
+    with pytest.raises(ValueError, match=r"tasks has a task 'rp_vt', which is a task of this pack"):
+        evaluate(request(tmp_path / "out", include_paths=(str(folder),)))
+    # Other names that begin as ours do are the user's.
+    (folder / "a.yaml").write_text("task: rp_mine\n")
+    included = request(tmp_path / "out", include_paths=(str(folder),), tasks=("rp_mine",))
+    assert included.harness == ["rp_mine"]
+    with pytest.raises(ValueError, match=r"the task 'rp_mine' of .*tasks cannot be built"):
+        evaluate(included)
 
 
 def test_tasks_are_sorted_by_type():

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.user_tasks import write_tasks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rope_patch
 from rope_patch.evaluation import vllm_commands
 from rope_patch.evaluation.language_model import LongContextLM
-from rope_patch.evaluation.measures import external_tasks, lm_eval_tasks
+from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.request import EvalRequest
 from rope_patch.methods import registered_methods
 from rope_patch.patching import check
@@ -131,6 +132,19 @@ class TestCommands:
         assert [c.tasks for c in configs] == [["niah_single_1"]] * 2 + [["arc_easy"]]
         assert [c.metadata.get("max_seq_lengths") for c in configs] == [[512], [1024], None]
         assert all(c.limit == 3 and c.metadata["pretrained"] == LLAMA for c in configs)
+
+    def test_users_tasks_get_their_folder(self, tmp_path, monkeypatch):
+        folder = write_tasks(tmp_path / "tasks")
+        eval_request = request(
+            tmp_path, tasks=("my_tag", "rp_vt_ll"), include_paths=(folder,), methods=("none",)
+        )
+        lines = vllm_commands.commands("vllm", eval_request)
+        configs = [parse_command(line, monkeypatch) for line in lines]
+        own = [c for c in configs if c.tasks != ["rp_vt_ll"]]
+        assert [c.tasks for c in own] == [["my_lists"], ["my_lists"], ["my_sums"]]
+        assert [c.metadata.get("length") for c in own] == [512, 1024, None]
+        assert {str(c.include_path) for c in own} == {folder}
+        assert len({c.output_path for c in configs}) == len(configs) == 5
 
     def test_measures_that_vllm_lacks_become_comments(self, tmp_path):
         tasks = ("perplexity", "speed", "rp_vt")
@@ -315,7 +329,3 @@ class TestRun:
                 assert row["target_log_likelihood"] == pytest.approx(likelihood, abs=1e-2)
             else:
                 assert str(row["resps"][0][0]) == str(sample["resps"][0][0])
-
-
-def test_length_metadata_of_ruler_is_max_seq_lengths():
-    assert external_tasks.length_metadata("ruler", 8192) == {"max_seq_lengths": [8192]}

@@ -7,158 +7,210 @@ import importlib.util
 import io
 import math
 import socket
+import statistics
 import sys
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rope_patch.evaluation.harness_schema import MetricRecord
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks
-from rope_patch.evaluation.results_schema import MetricRecord
+from rope_patch.evaluation.measures.task_index import TaskIndex
+from rope_patch.evaluation.results_schema import SampleRecord
 from rope_patch.patching.undo_log import UndoLog
-from rope_patch.utils.errors import describe_error, did_you_mean
+from rope_patch.utils.errors import describe_error
 
-# Tasks that are made at a length, by lm-eval's folder, and how their metadata spells it. RULER puts
-# the samples of all lengths one after another, so that a limit takes the first length's alone;
-# asked for one length at a time, it gives each its share.
-_LENGTH_SPELLING: dict[str, Callable[[int], Any]] = {
-    "ruler": lambda length: [length],
-    "babilong": lambda length: f"{length // 1024}k",
-}
 _TIMEOUT = 60  # seconds without an answer from a server, where a builder sets no limit itself
 
 
+@dataclass(frozen=True)
+class ExternalTask:
+    """A task of lm-eval or of a user's folder.
+
+    Attributes:
+        name: The task's name.
+        length: Tokens that its samples are made at; None if they have lengths of their own.
+        task: lm-eval's task object.
+    """
+
+    name: str
+    length: int | None
+    task: Any
+
+    @property
+    def label(self) -> str:
+        """Return the name, with the length if the task is made at one."""
+        suffix = "" if self.length is None else f"{lm_eval_tasks.SUFFIX}{self.length}"
+        return f"{self.name}{suffix}"
+
+
 def load(
-    names: list[str], lengths: list[int], tokenizer: str, **metadata: Any
-) -> list[tuple[str, Any]]:
+    names: list[str],
+    lengths: list[int],
+    tokenizer: str,
+    folders: Sequence[str] = (),
+    **metadata: Any,
+) -> list[ExternalTask]:
     """Load tasks of lm-eval, which reads their data from its cache or downloads it as set up.
 
     RULER's are built here: 500 samples a length, however few are wanted, which takes lm-eval up to
     two minutes for some of them at 4,096 tokens. Ours of the same kind build what is wanted.
 
     Args:
-        names: Tasks, groups or tags of lm-eval.
+        names: Tasks, groups or tags of lm-eval or of the folders.
         lengths: For tasks that are made at a length.
         tokenizer: The model's folder or name, which RULER wants.
+        folders: Users' folders of tasks.
         **metadata: Further metadata for the tasks.
 
     Returns:
-        Names and task objects; a task that is made at a length is there once for each.
+        The tasks; one that is made at a length is there once for each.
 
     Raises:
-        ValueError: lm-eval has no such task, its data is not at hand, or it wants to sample.
+        ValueError: There is no such task, its data is not at hand, or it wants to sample.
     """
     if not names:
         return []  # listing all that lm-eval has takes seconds
+    index = TaskIndex(folders)
     full_metadata = {"tokenizer": tokenizer, "pretrained": tokenizer, **metadata}
-    loaded: dict[str, Any] = {}
-    for name in names:
-        for length in lengths if accepts_length(name) else [None]:
-            suffix = "" if length is None else f"{lm_eval_tasks.SUFFIX}{length}"
-            task_objects = _load_one(name, length, full_metadata)
-            loaded |= {f"{task}{suffix}": task_objects[task] for task in task_objects}
-    for name, task in loaded.items():
+    # The members of a user's group need not all be made at a length.
+    parts = [m for name in names for m in (index.members(name) if name in index.own else [name])]
+    loaded: dict[tuple[str, int | None], Any] = {}
+    for name in dict.fromkeys(parts):
+        for length in lengths if index.accepts_length(name) else [None]:
+            task_objects = _load_one(index, name, length, full_metadata)
+            loaded |= {(task, length): task_objects[task] for task in task_objects}
+    for (name, _), task in loaded.items():
         _require_greedy(name, task)
-    return list(loaded.items())
+    return [ExternalTask(name, length, task) for (name, length), task in loaded.items()]
 
 
-def accepts_length(name: str) -> bool:
-    """Return whether lm-eval makes a task, or those of a group or tag, at a given length.
+@dataclass(frozen=True)
+class ExternalResult:
+    """What one task gave under one method.
 
-    Raises:
-        ValueError: lm-eval has no such task.
+    Attributes:
+        metrics: The metrics by name, without RULER's of lengths that were not requested.
+        samples: Of a task that is made at a length, the samples with the first metric that is a
+            mean of scores from 0 to 1; it is not among the metrics then.
     """
-    return _task_folder(name).name in _LENGTH_SPELLING
 
-
-def length_metadata(name: str, length: int) -> dict[str, Any]:
-    """Return the metadata with which lm-eval makes such a task at a length, in tokens."""
-    return {"max_seq_lengths": _LENGTH_SPELLING[_task_folder(name).name](length)}
+    metrics: dict[str, MetricRecord]
+    samples: list[SampleRecord]
 
 
 def evaluate(
-    lm: LongContextLM, loaded: list[tuple[str, Any]], limit: int | None, chat: bool = False
-) -> dict[str, dict[str, MetricRecord]]:
-    """Run loaded tasks.
+    lm: LongContextLM, external: ExternalTask, limit: int | None, chat: bool = False
+) -> ExternalResult:
+    """Run a loaded task.
 
     Args:
-        lm: The model.
-        loaded: From `load`.
-        limit: Samples of each task, and of each length; all if None.
+        lm: The model, which has run no other task.
+        external: From `load`.
+        limit: Samples of the task; all if None.
         chat: Whether prompts are put into the tokenizer's chat template.
-
-    Returns:
-        The metrics by task and name, without RULER's metrics of lengths that were not requested.
     """
-    measured: dict[str, dict[str, MetricRecord]] = {}
-    for name, task in loaded:
-        results = lm_eval_tasks.evaluate(lm, [task], limit=limit, chat=chat)
-        for key, row in results.get("results", {}).items():
-            metrics: dict[str, MetricRecord] = {}
-            for spelled, value in row.items():
-                metric, _, kind = spelled.partition(",")
-                if kind and not metric.endswith("_stderr") and value != -1:
-                    error = _standard_error(results["samples"].get(key, []), metric, value)
-                    metrics[metric] = {"value": value, "stderr": error}
-            measured[name] = metrics
-    return measured
+    results = lm_eval_tasks.evaluate(lm, [external.task], limit=limit, chat=chat)
+    metrics: dict[str, MetricRecord] = {}
+    rows: list[SampleRecord] = []
+    for key, values in results.get("results", {}).items():
+        named = [(*spelled.partition(",")[::2], value) for spelled, value in values.items()]
+        filters = {kind for _, kind, _ in named if kind}
+        for metric, kind, value in named:
+            if not kind or metric.endswith("_stderr") or value == -1:
+                continue
+            samples = sorted(
+                (s for s in results["samples"].get(key, []) if s.get("filter", kind) == kind),
+                key=lambda sample: sample["doc_id"],
+            )
+            # -1 is RULER's mark of samples of another length.
+            samples = [sample for sample in samples if sample.get(metric) != -1]
+            scores = _mean_scores(samples, metric, value)
+            in_range = scores is not None and all(0 <= score <= 1 for score in scores)
+            gain = results["higher_is_better"][key].get(metric) is not False
+            if in_range and gain and external.length is not None and not rows:
+                rows = _records(external, samples, metric, lm.failures)
+                continue
+            name = metric if len(filters) == 1 else f"{metric}, {kind}"
+            metrics[name] = {"value": value, "stderr": _standard_error(scores)}
+            if in_range:
+                records = _records(external, samples, metric, lm.failures)
+                metrics[name]["scores"] = [record["score"] for record in records]
+    return ExternalResult(metrics, rows)
 
 
-def _standard_error(samples: list[dict[str, Any]], metric: str, value: Any) -> float | None:
-    """Return the standard error of a mean; -1 is RULER's mark of samples of another length."""
-    scores = [sample.get(metric, -1) for sample in samples]
-    if not all(isinstance(score, int | float) for score in scores):
+def _mean_scores(samples: list[dict[str, Any]], metric: str, value: Any) -> list[float] | None:
+    """Return the samples' scores if the metric's value is their mean."""
+    scores = [sample.get(metric) for sample in samples]
+    numbers = [float(score) for score in scores if isinstance(score, int | float)]
+    if not scores or len(numbers) < len(scores):
         return None
-    scores = [score for score in scores if score != -1]
-    if len(set(scores)) < 2 or not math.isclose(sum(scores) / len(scores), value):
+    mean = math.fsum(numbers) / len(numbers)
+    return numbers if math.isclose(mean, value, abs_tol=1e-12) else None
+
+
+def _standard_error(scores: list[float] | None) -> float | None:
+    """Return the standard error of a mean; None if all scores are alike."""
+    if scores is None or len(set(scores)) < 2:
         return None
-    spread = sum((score - value) ** 2 for score in scores) / (len(scores) - 1)
-    return math.sqrt(spread / len(scores))
+    return statistics.stdev(scores) / math.sqrt(len(scores))
 
 
-@lru_cache(maxsize=1)
-def _task_index() -> Any:
-    from lm_eval.tasks import TaskManager
+def _records(
+    external: ExternalTask,
+    samples: list[dict[str, Any]],
+    metric: str,
+    failures: dict[tuple[str, int], str],
+) -> list[SampleRecord]:
+    """Return the samples as records; each is a text of its own unless it says which."""
+    errors = {number: error for (_, number), error in failures.items()}
+    records: list[SampleRecord] = []
+    for sample in samples:
+        number = sample["doc_id"]
+        doc = sample["doc"] if isinstance(sample["doc"], dict) else {}
+        text, depth = (doc.get(key) for key in ("text", "depth"))
+        record: SampleRecord = {
+            "id": f"{external.label}/{number}",
+            "text": text if type(text) is int else number,
+            "length": external.length or 0,
+            "depth": depth if type(depth) is int else None,
+            "target_tokens": 0,
+            "score": None if number in errors else float(sample[metric]),
+            "log_likelihood": None,
+        }
+        if external.task.OUTPUT_TYPE == "multiple_choice" and metric.startswith("acc"):
+            # Mutual information asks for each choice twice, without the question, too.
+            asked = 2 if "acc_mutual_info" in sample["metrics"] else 1
+            record["chance"] = asked / len(sample["filtered_resps"])
+        if number in errors:
+            record["error"] = errors[number]
+        records.append(record)
+    return records
 
-    return TaskManager()
 
-
-def _task_folder(name: str) -> Path:
-    """Return lm-eval's folder of a task, or of the tasks of a group or tag."""
-    entry = _task_index().task_index.get(name)
-    if entry is None:
-        hint = did_you_mean(name, _task_index().all_tasks)
-        raise ValueError(
-            f"neither we nor lm-eval have a task {name!r}{hint}; `lm-eval ls tasks` lists lm-eval's"
-        )
-    if entry.yaml_path is None:  # a tag
-        return _task_folder(min(entry.tags))
-    return Path(entry.yaml_path).parent
-
-
-def _member_tasks(name: str) -> list[str]:
-    """Return the tasks of a group or tag, or the task itself."""
-    entry = _task_index().task_index[name]
-    below = (entry.cfg or {}).get("task") if entry.yaml_path else sorted(entry.tags)
-    if below is None or isinstance(below, str):
-        return [name]
-    return [task for member in below for task in _member_tasks(member)]
-
-
-def _load_one(name: str, length: int | None, metadata: dict[str, Any]) -> dict[str, Any]:
+def _load_one(
+    index: TaskIndex, name: str, length: int | None, metadata: dict[str, Any]
+) -> dict[str, Any]:
     """Return the task objects of a name at one length, by their names."""
     from lm_eval.tasks import TaskManager
 
-    if length is None and "group" in (_task_index().task_index[name].cfg or {"group": name}):
+    if length is not None:
+        metadata = metadata | index.length_metadata(name, length)
+    if name in index.own:
+        # A group may name lm-eval's tasks, too. Reading all of those takes seconds.
+        lone = index.own[name].yaml_path is not None and "group" not in index.own[name].cfg
+        where: dict[str, Any] = {"include_path": index.folders, "include_defaults": not lone}
+        return _load_with(TaskManager(metadata=metadata, **where), name, index.roots[name])
+    if length is None and "group" in (index.entry(name).cfg or {"group": name}):
         return _load_with(TaskManager(metadata=metadata), name)  # groups reach into other folders
-    where: dict[str, Any] = {"include_path": _task_folder(name), "include_defaults": False}
-    if length is None:
-        return _load_with(TaskManager(metadata=metadata, **where), name)
-    metadata = metadata | length_metadata(name, length)
+    where = {"include_path": index.folder(name), "include_defaults": False}
     manager = TaskManager(metadata=metadata, **where)
+    if length is None:
+        return _load_with(manager, name)
     task_objects: dict[str, Any] = {}
-    for member in _member_tasks(name):  # one at a time, so that an error names the task
+    for member in index.members(name):  # one at a time, so that an error names the task
         if member == "ruler_vt":
             _require_feasible_length(length, metadata["tokenizer"])
         task_objects |= _load_with(manager, member)
@@ -171,16 +223,31 @@ def _load_one(name: str, length: int | None, metadata: dict[str, Any]) -> dict[s
     return task_objects
 
 
-def _load_with(manager: Any, name: str) -> dict[str, Any]:
+def _load_with(manager: Any, name: str, root: Path | None = None) -> dict[str, Any]:
+    """Return a manager's task objects of a name, by their names.
+
+    Args:
+        manager: lm-eval's TaskManager.
+        name: A task, group or tag.
+        root: The user's folder that it is from; None for a task of lm-eval.
+
+    Raises:
+        ValueError: A task that cannot be built.
+    """
     try:
         with _network_timeouts():
             task_objects: dict[str, Any] = manager.load([name])["tasks"]
     except ImportError as error:
+        whose = f"lm-eval's task {name!r}" if root is None else f"the task {name!r} of {root}"
         raise ValueError(
-            f"lm-eval's task {name!r} needs a package that is not installed: {error}; "
-            "install it, or leave the task out"
+            f"{whose} needs a package that is not installed: {error}; install it, or leave the "
+            "task out"
         ) from error
     except Exception as error:
+        if root is not None:
+            raise ValueError(
+                f"the task {name!r} of {root} cannot be built: {describe_error(error)}"
+            ) from error
         raise ValueError(
             f"the data of lm-eval's task {name!r} cannot be had: {describe_error(error)}. "
             "What comes from a server must be there once: let it be downloaded (unset "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from rope_patch.evaluation.harness_schema import HarnessRecord
 from rope_patch.evaluation.report.format import (
     NOTHING,
     filter_mark,
@@ -20,8 +21,8 @@ from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.table import Cell, Row, Table, ratio_cell
-from rope_patch.evaluation.results_schema import MetricRecord, ShortRecord
-from rope_patch.statistics import Interval
+from rope_patch.evaluation.results_schema import ShortRecord
+from rope_patch.statistics import Interval, PairedTest
 
 _MAX_FAILURES = 50  # failures that are listed one by one
 
@@ -100,22 +101,21 @@ def cost_table(stats: RunStatistics) -> Table | None:
 
 
 def harness_table(stats: RunStatistics) -> Table | None:
-    """Return lm-eval's own tasks, with the standard errors that it gives."""
-    entries = stats.results.get("harness") or []
+    """Return lm-eval's tasks, and users', whose samples have lengths of their own."""
     columns = [
         (entry, metric)
-        for entry in entries
+        for entry in stats.results.get("harness") or []
         for metric in dict.fromkeys(m for values in entry["metrics"].values() for m in values)
     ]
     rows = []
     for label in stats.labels:
-        values = [(entry["metrics"].get(label) or {}).get(metric) for entry, metric in columns]
-        if any(values):
-            rows.append(method_row(stats, label, [_harness_cell(value) for value in values]))
+        cells = [_harness_cell(stats, entry, metric, label) for entry, metric in columns]
+        if any(cell.text != NOTHING for cell in cells):
+            rows.append(method_row(stats, label, cells))
     if not rows:
         return None
     return Table(
-        name="Tasks of lm-eval, ± standard error",
+        name="Tasks of lm-eval: 95% interval of means from 0 to 1, else ± standard error",
         corner="method",
         columns=[
             Cell(text=one_line(entry["task"]), note=one_line(metric)) for entry, metric in columns
@@ -178,8 +178,11 @@ def size_text(size: int | None) -> str:
 
 def _short_cell(stats: RunStatistics, task: ShortRecord, label: str) -> Cell:
     measured = stats.short(task, label)
-    if measured is None:
-        return Cell(text=NOTHING, tip="not measured")
+    return Cell(text=NOTHING, tip="not measured") if measured is None else _scored_cell(measured)
+
+
+def _scored_cell(measured: tuple[Interval, PairedTest | None]) -> Cell:
+    """Return an accuracy with its interval, and its difference from the plain model's."""
     accuracy, against = measured
     text, span = percent(accuracy.estimate), percent_range(accuracy)
     tip = f"{text} right, 95% interval {span}, {n_text(accuracy)}"
@@ -238,10 +241,13 @@ def time_ratio_cell(ratio: Iterable[float] | None) -> Cell:
     )
 
 
-def _harness_cell(metric: MetricRecord | None) -> Cell:
-    if metric is None or (value := metric.get("value")) is None:
+def _harness_cell(stats: RunStatistics, entry: HarnessRecord, metric: str, label: str) -> Cell:
+    record = (entry["metrics"].get(label) or {}).get(metric)
+    if record is None or (value := record.get("value")) is None:
         return Cell(text=NOTHING)
-    error = metric.get("stderr")
+    if (measured := stats.harness(entry, metric, label)) is not None:
+        return _scored_cell(measured)
+    error = record.get("stderr")
     note = "" if error in (None, "N/A") else f"± {float(str(error)):.3g}"
     return Cell(text=f"{float(value):.4g}", note=note)
 

@@ -75,6 +75,11 @@ _SHORT = (
     "with p < 0.05 (McNemar, after Holm over the methods); single tasks are not tested. Perplexity "
     "is compared block by block."
 )
+_HARNESS = (
+    "Tasks of lm-eval and your own, whose samples have lengths of their own; * marks a difference "
+    "from the plain model on the same samples with p < 0.05 (McNemar, or sign flips of scores "
+    "between 0 and 1)."
+)
 _COST = (
     "Ratios are medians of times measured in turns, with the smallest and the largest of the "
     "repeats, which are too few for an interval."
@@ -122,7 +127,8 @@ def sections(stats: RunStatistics, pictures: dict[str, Picture], prefix: str = "
         prefix: Begins the file names of heat maps.
     """
     retention = _if_any(retrieval_tables.retention_table(stats))
-    prices = _if_any(cost_tables.short_table(stats), cost_tables.harness_table(stats))
+    prices = _if_any(cost_tables.short_table(stats))
+    harness = _if_any(cost_tables.harness_table(stats))
     answers = _if_any(perplexity_tables.answer_table(stats))
     costs, controls = cost_tables.cost_table(stats), cost_tables.control_table(stats)
     cautions = [one_line(line) for line in stats.run.get("cautions") or []]
@@ -150,6 +156,7 @@ def sections(stats: RunStatistics, pictures: dict[str, Picture], prefix: str = "
             heading="What the methods change", notes=[_STRETCH], picture=pictures.get("stretch")
         ),
         Section(heading="The price at short context", notes=[_SHORT, *chance], tables=prices),
+        Section(heading="Other tasks", notes=[_HARNESS], tables=harness),
         Section(heading="Time and memory", notes=[_COST], tables=_if_any(costs)),
         Section(heading="Controls", notes=[_CONTROLS], tables=_if_any(controls)),
         Section(heading="Samples that failed", lines=[*cost_tables.failure_lines(stats), *failed]),

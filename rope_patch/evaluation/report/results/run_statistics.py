@@ -6,10 +6,11 @@ Results hold samples; nothing here is stored, so a better statistic needs no new
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 
 from rope_patch import statistics
+from rope_patch.evaluation.harness_schema import HarnessRecord
 from rope_patch.evaluation.report.format import one_line
 from rope_patch.evaluation.report.results.likelihood import LikelihoodStatistics
 from rope_patch.evaluation.report.results.perplexity import PerplexityStatistics
@@ -37,10 +38,25 @@ class RunStatistics(LikelihoodStatistics, PerplexityStatistics):
 
     def short(self, task: ShortRecord, label: str) -> tuple[Interval, PairedTest | None] | None:
         """Return accuracy at an ordinary task, and its difference from the plain model's."""
-        scores = _numbers(task["samples"].get(label))
+        return self._paired(task["samples"], label)
+
+    def harness(
+        self, task: HarnessRecord, metric: str, label: str
+    ) -> tuple[Interval, PairedTest | None] | None:
+        """Return a mean of lm-eval's, and its difference from the plain model's.
+
+        None for a metric without scores of single samples.
+        """
+        metrics = {name: by.get(metric) for name, by in task["metrics"].items()}
+        return self._paired({n: m.get("scores") or [] for n, m in metrics.items() if m}, label)
+
+    def _paired(
+        self, by_label: Mapping[str, Sequence[float | None]], label: str
+    ) -> tuple[Interval, PairedTest | None] | None:
+        scores = _numbers(by_label.get(label))
         if all(score is None for score in scores):
             return None
-        base = _numbers(task["samples"].get(self.plain)) if self.plain else []
+        base = _numbers(by_label.get(self.plain)) if self.plain else []
         compared = label != self.plain and _have_common_scores(scores, base)
         paired = statistics.mcnemar(scores, base) if compared else None
         return statistics.accuracy(scores), paired
@@ -70,7 +86,7 @@ def task_name(task: str) -> str:
     return one_line(re.sub(r"^rp_", "", str(task)))
 
 
-def _numbers(scores: Sequence[int | None] | None) -> list[float | None]:
+def _numbers(scores: Sequence[float | None] | None) -> list[float | None]:
     return [None if score is None else float(score) for score in scores or []]
 
 

@@ -1,0 +1,41 @@
+"""The schema of lm-eval's own tasks in an evaluation's results; see `results_schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict
+
+
+class OptionalMetricKeys(TypedDict, total=False):
+    """The key of metrics that are means.
+
+    Attributes:
+        scores: The score of each sample, 0 to 1, in the task's order, if the value is their mean;
+            None for a sample that failed.
+    """
+
+    scores: Sequence[float | None]
+
+
+class MetricRecord(OptionalMetricKeys):
+    """A metric of one of lm-eval's own tasks.
+
+    Attributes:
+        value: The value that lm-eval gives.
+        stderr: The standard error; None if the metric is no mean or all samples score alike.
+    """
+
+    value: float | Literal["Infinity", "-Infinity", "NaN"] | str | None
+    stderr: float | None
+
+
+class HarnessRecord(TypedDict):
+    """One of lm-eval's own tasks, or of a user's; those made at a length are in `retrieval`.
+
+    Attributes:
+        task: The task's name.
+        metrics: The metrics by method and name.
+    """
+
+    task: str
+    metrics: Mapping[str, Mapping[str, MetricRecord]]

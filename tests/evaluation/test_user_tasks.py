@@ -1,0 +1,81 @@
+"""Test users' own lm-eval tasks from the command to the report."""
+
+import json
+
+import pytest
+from helpers.commands import run_in_this_process
+from helpers.evaluations import TINY
+from helpers.user_tasks import write_tasks
+from test_results_schema import problems
+
+from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.evaluation.results_schema import RunRecord
+from rope_patch.statistics import accuracy, mcnemar
+from rope_patch.utils.checksums import verify_checksum
+
+CLUSTERS = [0, 0, 1, 1, 2, 2]  # two samples of my_lists share a text
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    tasks, out = write_tasks(folder / "tasks"), folder / "out"
+    arguments = ["--method", "none,linear", "--factor", "8", "--lengths", "64,512", "--out", out]
+    arguments += ["--tasks", "my_lists,my_sums,my_pages", "--include-path", tasks]
+    status, _, err = run_in_this_process("eval", TINY, *arguments)
+    assert status == 0, err
+    return out, verify_checksum((out / "report.json").read_bytes(), "report.json")
+
+
+def test_samples_at_lengths_are_a_retrieval_task(run):
+    _, results = run
+    assert list(problems(results, RunRecord)) == []
+    (record,) = results["retrieval"]
+    assert (record["task"], record["lengths"]) == ("my_lists", [64, 512])
+    stats = RunStatistics(results)
+    plain, linear = stats.labels
+    for label in stats.labels:
+        rows = [row for row in record["samples"][label] if row["length"] == 512]
+        assert len(rows) == 6
+        scores = [row["score"] for row in rows]
+        assert stats.accuracy(label, "my_lists", (512,)) == accuracy(scores, CLUSTERS)
+        assert [row["depth"] for row in rows] == [50] * 6
+    # Chance is taken off: one in four.
+    (cell,) = stats._cells(plain, "my_lists", (64,))
+    assert cell.chance == 0.25
+    paired = stats.difference(linear, plain, "my_lists", (512,))
+    scores = [
+        [row["score"] for row in record["samples"][label] if row["length"] == 512]
+        for label in (linear, plain)
+    ]
+    strata = [("my_lists", 512)] * 6
+    assert paired == mcnemar(*scores, CLUSTERS, strata)
+
+
+def test_other_scores_have_intervals_and_tests(run):
+    _, results = run
+    entries = {entry["task"]: entry for entry in results["harness"]}
+    assert list(entries) == ["my_lists@64", "my_lists@512", "my_sums", "my_pages"]
+    stats = RunStatistics(results)
+    plain, linear = stats.labels
+    scores = [entries["my_sums"]["metrics"][label]["acc"]["scores"] for label in (linear, plain)]
+    interval, test = stats.harness(entries["my_sums"], "acc", linear)
+    assert interval == accuracy(scores[0])
+    assert test == mcnemar(*scores)
+    assert stats.harness(entries["my_sums"], "acc", plain)[1] is None
+    assert stats.harness(entries["my_pages"], "word_perplexity", plain) is None
+
+
+def test_the_report_shows_them_and_is_written_again(run, tmp_path):
+    out, _ = run
+    status, _, err = run_in_this_process("report", out, "--out", tmp_path / "again")
+    assert (status, err) == (0, "")
+    text = (tmp_path / "again" / "report.md").read_text()
+    assert text == (out / "report.md").read_text()
+    text = text.replace("\\_", "_")
+    section = text.partition("## Other tasks")[2].partition("\n## ")[0]
+    assert "my_sums" in section
+    assert "word_perplexity" in section
+    table = text.partition("## Accuracy by task and length")[2].partition("\n## ")[0]
+    assert "my_lists" in table
+    assert "--include-path" in json.loads((out / "report.json").read_text())["run"]["command"]
