@@ -7,14 +7,19 @@ from typing import Literal, TypedDict
 
 
 class OptionalMetricKeys(TypedDict, total=False):
-    """The key of metrics that are means.
+    """The keys of metrics that are means of samples, in the task's order.
 
     Attributes:
-        scores: The score of each sample, 0 to 1, in the task's order, if the value is their mean;
-            None for a sample that failed.
+        scores: The score of each sample, 0 to 1, if the value is their mean; None for a sample
+            that failed.
+        texts: The number of each sample's text, if some samples with scores share one.
+        losses: The nats of each sample, and its weight, such as its words, if the value is a
+            perplexity: exp of the sum of nats over the sum of weights.
     """
 
     scores: Sequence[float | None]
+    texts: Sequence[int]
+    losses: Sequence[Sequence[float]]
 
 
 class MetricRecord(OptionalMetricKeys):

@@ -1,11 +1,14 @@
 """Test users' own lm-eval tasks from the command to the report."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 from helpers.commands import run_in_this_process
 from helpers.evaluations import TINY
 from helpers.user_tasks import write_tasks
+from scipy.stats import sem, t
 from test_results_schema import problems
 
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
@@ -63,7 +66,35 @@ def test_other_scores_have_intervals_and_tests(run):
     assert interval == accuracy(scores[0])
     assert test == mcnemar(*scores)
     assert stats.harness(entries["my_sums"], "acc", plain)[1] is None
+    metrics = entries["my_lists@64"]["metrics"]
+    scores = [metrics[label]["acc_norm"]["scores"] for label in (linear, plain)]
+    interval, test = stats.harness(entries["my_lists@64"], "acc_norm", linear)
+    assert interval == accuracy(scores[0], CLUSTERS)
+    assert test == mcnemar(*scores, CLUSTERS)
     assert stats.harness(entries["my_pages"], "word_perplexity", plain) is None
+
+
+def test_perplexities_have_intervals_over_documents(run):
+    _, results = run
+    (entry,) = [entry for entry in results["harness"] if entry["task"] == "my_pages"]
+    stats = RunStatistics(results)
+    plain, linear = stats.labels
+    metrics = {label: entry["metrics"][label]["word_perplexity"] for label in stats.labels}
+    interval, ratio = stats.harness_perplexity(entry, "word_perplexity", plain)
+    assert ratio is None
+    assert interval.estimate == pytest.approx(metrics[plain]["value"])
+    assert (interval.n, interval.unit) == (3, "documents")
+    interval, ratio = stats.harness_perplexity(entry, "word_perplexity", linear)
+    # Student's t on the documents' differences, which weigh the same.
+    losses = [np.array([n / w for n, w in metrics[m]["losses"]]) for m in (linear, plain)]
+    differences = losses[0] - losses[1]
+    expected = t.interval(0.95, 2, differences.mean(), sem(differences))
+    assert ratio.estimate == pytest.approx(math.exp(differences.mean()))
+    assert np.log([ratio.low, ratio.high]) == pytest.approx(expected)
+    # Perplexity of lm-eval's `perplexity` is the same with weights of 1.
+    (entry,) = [entry for entry in results["harness"] if entry["task"] == "my_sums"]
+    interval, _ = stats.harness_perplexity(entry, "perplexity", plain)
+    assert interval.estimate == pytest.approx(entry["metrics"][plain]["perplexity"]["value"])
 
 
 def test_the_report_shows_them_and_is_written_again(run, tmp_path):

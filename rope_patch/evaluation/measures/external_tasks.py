@@ -138,6 +138,11 @@ def evaluate(
             if in_range:
                 records = _records(external, samples, metric, lm.failures)
                 metrics[name]["scores"] = [record["score"] for record in records]
+                numbers = [record["text"] for record in records]
+                if len(set(numbers)) < len(numbers):
+                    metrics[name]["texts"] = numbers
+            elif losses := _losses(samples, metric, value):
+                metrics[name]["losses"] = losses
     return ExternalResult(metrics, rows)
 
 
@@ -149,6 +154,19 @@ def _mean_scores(samples: list[dict[str, Any]], metric: str, value: Any) -> list
         return None
     mean = math.fsum(numbers) / len(numbers)
     return numbers if math.isclose(mean, value, abs_tol=1e-12) else None
+
+
+def _losses(samples: list[dict[str, Any]], metric: str, value: Any) -> list[list[float]] | None:
+    """Return each sample's nats and weight if the metric's value is the perplexity of all."""
+    values = [sample.get(metric) for sample in samples]
+    pairs = [tuple(v) if isinstance(v, tuple | list) else (v, 1) for v in values]
+    if not all(len(pair) == 2 and all(isinstance(n, int | float) for n in pair) for pair in pairs):
+        return None
+    losses = [[-float(nats), float(weight)] for nats, weight in pairs]
+    nats, weight = (math.fsum(part) for part in zip(*losses, strict=True))
+    if not weight > 0 or not nats / weight < 700:
+        return None
+    return losses if math.isclose(math.exp(nats / weight), value, rel_tol=1e-9) else None
 
 
 def _standard_error(scores: list[float] | None) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rope_patch.evaluation.harness_schema import HarnessRecord
 from rope_patch.evaluation.report.format import (
@@ -20,7 +21,7 @@ from rope_patch.evaluation.report.format import (
 from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANCE_LEVEL
-from rope_patch.evaluation.report.table import Cell, Row, Table, ratio_cell
+from rope_patch.evaluation.report.table import Cell, Row, Table, perplexity_cell, ratio_cell
 from rope_patch.evaluation.results_schema import ShortRecord
 from rope_patch.statistics import Interval, PairedTest
 
@@ -115,7 +116,7 @@ def harness_table(stats: RunStatistics) -> Table | None:
     if not rows:
         return None
     return Table(
-        name="Tasks of lm-eval: 95% interval of means from 0 to 1, else ± standard error",
+        name="Tasks of lm-eval: 95% interval of scores and perplexities, else ± standard error",
         corner="method",
         columns=[
             Cell(text=one_line(entry["task"]), note=one_line(metric)) for entry, metric in columns
@@ -247,9 +248,21 @@ def _harness_cell(stats: RunStatistics, entry: HarnessRecord, metric: str, label
         return Cell(text=NOTHING)
     if (measured := stats.harness(entry, metric, label)) is not None:
         return _scored_cell(measured)
+    if (perplexities := stats.harness_perplexity(entry, metric, label)) is not None:
+        return _perplexity_cell(*perplexities)
     error = record.get("stderr")
     note = "" if error in (None, "N/A") else f"± {float(str(error)):.3g}"
     return Cell(text=f"{float(value):.4g}", note=note)
+
+
+def _perplexity_cell(interval: Interval, ratio: Interval | None) -> Cell:
+    """Return a perplexity with its interval, and its ratio to the plain model's."""
+    cell = perplexity_cell(interval)
+    if ratio is None:
+        return cell
+    star = "" if ratio.low <= 1 <= ratio.high else " *"
+    tip = f"{cell.tip}; against the plain model {ratio_cell(ratio).tip}"
+    return replace(cell, text=cell.text + star, tip=tip)
 
 
 def _control_cells(interval: Interval, expected: str) -> list[Cell]:

@@ -78,7 +78,8 @@ _SHORT = (
 _HARNESS = (
     "Tasks of lm-eval and your own, whose samples have lengths of their own; * marks a difference "
     "from the plain model on the same samples with p < 0.05 (McNemar, or sign flips of scores "
-    "between 0 and 1)."
+    "between 0 and 1), or a ratio of perplexities whose 95% bootstrap interval over documents is "
+    "without 1."
 )
 _COST = (
     "Ratios are medians of times measured in turns, with the smallest and the largest of the "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 
 from rope_patch import statistics
@@ -48,18 +49,48 @@ class RunStatistics(LikelihoodStatistics, PerplexityStatistics):
         None for a metric without scores of single samples.
         """
         metrics = {name: by.get(metric) for name, by in task["metrics"].items()}
-        return self._paired({n: m.get("scores") or [] for n, m in metrics.items() if m}, label)
+        texts = [m["texts"] for m in metrics.values() if m and "texts" in m]
+        scores = {name: m.get("scores") or [] for name, m in metrics.items() if m}
+        return self._paired(scores, label, texts[0] if texts else None)
+
+    def harness_perplexity(
+        self, task: HarnessRecord, metric: str, label: str
+    ) -> tuple[Interval, Interval | None] | None:
+        """Return a perplexity of lm-eval's, and its ratio to the plain model's.
+
+        None for a metric without losses of single documents.
+        """
+        metrics = {name: by.get(metric) for name, by in task["metrics"].items()}
+        losses = {name: m["losses"] for name, m in metrics.items() if m and m.get("losses")}
+        if label not in losses:
+            return None
+        means, weights = _means_and_weights(losses[label])
+        if not means:
+            return None
+        # Each document is one block.
+        interval = replace(statistics.perplexity_interval(means, weights), unit="documents")
+        base = losses.get(self.plain or "")
+        if label == self.plain or base is None:
+            return interval, None
+        base_means, base_weights = _means_and_weights(base)
+        if base_weights != weights:
+            return interval, None
+        ratio = statistics.perplexity_ratio(means, base_means, weights)
+        return interval, replace(ratio, unit="documents")
 
     def _paired(
-        self, by_label: Mapping[str, Sequence[float | None]], label: str
+        self,
+        by_label: Mapping[str, Sequence[float | None]],
+        label: str,
+        texts: Sequence[int] | None = None,
     ) -> tuple[Interval, PairedTest | None] | None:
         scores = _numbers(by_label.get(label))
         if all(score is None for score in scores):
             return None
         base = _numbers(by_label.get(self.plain)) if self.plain else []
         compared = label != self.plain and _have_common_scores(scores, base)
-        paired = statistics.mcnemar(scores, base) if compared else None
-        return statistics.accuracy(scores), paired
+        paired = statistics.mcnemar(scores, base, texts) if compared else None
+        return statistics.accuracy(scores, texts), paired
 
     def short_overall(self, label: str) -> PairedTest | None:
         """Compare all ordinary tasks together with the plain model."""
@@ -88,6 +119,14 @@ def task_name(task: str) -> str:
 
 def _numbers(scores: Sequence[float | None] | None) -> list[float | None]:
     return [None if score is None else float(score) for score in scores or []]
+
+
+def _means_and_weights(
+    losses: Sequence[Sequence[float]],
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the mean loss and the weight of each document, as a block of its own."""
+    weighed = [(float(nats), float(weight)) for nats, weight in losses if weight]
+    return [[nats / weight] for nats, weight in weighed], [[weight] for _, weight in weighed]
 
 
 def _have_common_scores(mine: list[float | None], base: list[float | None]) -> bool:
