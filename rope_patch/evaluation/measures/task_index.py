@@ -117,7 +117,7 @@ def _length_key(entry: Any) -> str | None:
 
 def _read_folder(folder: Path) -> dict[str, Any]:
     """Return lm-eval's records of a user's tasks by name; lm-eval itself skips broken files."""
-    from lm_eval.tasks._index import TaskIndex as Records
+    from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if not folder.is_dir():
@@ -134,7 +134,8 @@ def _read_folder(folder: Path) -> dict[str, Any]:
                 f"--include-path: {path} cannot be read as a task of lm-eval: "
                 f"{describe_error(error)}"
             ) from error
-    records: dict[str, Any] = Records.build([folder])
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    records: dict[str, Any] = manager.task_index
     if not records:
         raise ValueError(
             f"--include-path: {folder} has no task, expected YAML files with the key `task` or "

@@ -265,6 +265,15 @@ class TestUsersTasks:
             "my_sums",
         ]
 
+    def test_a_task_of_lm_eval_that_reports_would_call_as_ours_is_marked(self):
+        results = ExternalResults()
+        sample = {"id": "a/0", "length": 512, "depth": None, "score": 1.0}
+        for name in ("niah_single_1", "babilong_qa1"):
+            external = ExternalTask(name, 512, None)
+            results.add(external, "none", external_tasks.ExternalResult({}, [sample]))
+        names = [record["task"] for record in results.retrieval()]
+        assert names == ["lm-eval niah_single_1", "babilong_qa1"]
+
     def test_a_builder_that_fails_is_named(self, tmp_path):
         folder = write_tasks(tmp_path / "tasks")
         path = tmp_path / "tasks" / "sums.yaml"
