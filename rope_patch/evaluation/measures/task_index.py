@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rope_patch import tasks
 from rope_patch.utils.errors import describe_error, did_you_mean
 
 # Tasks that are made at a length, by lm-eval's folder, and how their metadata spells it. RULER puts
@@ -51,6 +52,10 @@ class TaskIndex:
             ValueError: There is none of that name.
         """
         entry = self.own.get(name) or _lm_eval_records().get(name)
+        if entry is None and name in {*tasks.names(), *tasks.groups()}:
+            raise ValueError(
+                f"{name!r} is a task of this package: name it in --tasks, not in a group of yours"
+            )
         if entry is None:
             hint = did_you_mean(name, [*self.own, *_lm_eval_records()])
             raise ValueError(

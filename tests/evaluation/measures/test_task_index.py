@@ -65,6 +65,12 @@ def test_folders_that_are_no_folders_of_tasks_are_refused(tmp_path):
         TaskIndex([str(tmp_path)])
 
 
+def test_a_group_with_a_task_of_ours_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("group: mine\ntask: [rp_vt]\n")
+    with pytest.raises(ValueError, match="'rp_vt' is a task of this package: name it in --tasks"):
+        TaskIndex([str(tmp_path)]).members("mine")
+
+
 def test_a_name_in_two_folders_is_refused(folder, tmp_path):
     (tmp_path / "a.yaml").write_text("task: my_sums\n")
     with pytest.raises(ValueError, match="both have a task 'my_sums'; rename"):
