@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
-from transformers import DynamicCache
 
-from rope_patch.evaluation.question import Question, make_batches
+from rope_patch import tasks
+from rope_patch.evaluation.answerer import Answerer
+from rope_patch.evaluation.question import Question, group_questions, make_batches
 from rope_patch.evaluation.rolling_windows import RollingLikelihood
+from rope_patch.inference import target_scores
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.inference.prefix_reader import PrefixReader, input_device, is_out_of_memory
 from rope_patch.patching import current
+from rope_patch.tasks import settled
 from rope_patch.tasks.chat_template import TEMPLATE_ARGUMENTS
 from rope_patch.utils.errors import describe_error
 from rope_patch.utils.processes import Processes
@@ -24,6 +30,8 @@ BATCHABLE_TOKENS = 512  # tokens; questions up to this length are read in batche
 _BATCH_TOKENS = {"cpu": 4096}
 _GPU_BATCH_TOKENS = 32768
 _MAX_BATCH_LOGITS = 2**28  # numbers in the logits of a batch: 1 GB in float32
+
+logger = logging.getLogger("rope_patch")
 
 
 class Response(str):
@@ -43,8 +51,12 @@ class LongContextLM(RollingLikelihood, HFLM):
 
     lm-eval's own class cuts prompts on the left when they are too long, and makes logits for every
     position. This one refuses such prompts, asks the model only for the logits that are read, reads
-    what prompts begin with in common once, scores the right answer from the same pass over the
-    prompt that generation starts from, keeps every answer as it comes, and goes on after a failure.
+    what prompts begin with in common once, decodes the answers to questions on one text together,
+    scores all targets of a prompt in one pass, keeps every answer, and goes on after a failure.
+
+    Which questions are computed together depends on the questions alone, so that neither sharing
+    nor an earlier run's answers change a result. Where the rotation depends on the length, or the
+    cache drops keys, questions are answered one by one.
 
     Args:
         model: A transformers model, patched or not.
@@ -60,8 +72,10 @@ class LongContextLM(RollingLikelihood, HFLM):
 
     Attributes:
         failures: Why a sample has no answer, by its task and its number in it (lm-eval's doc_id).
-        prompt_tokens: Tokens of the prompts that were read.
+        prompt_tokens: Tokens of the long prompts that were asked for. A prompt counts once, however
+            many choices follow it.
         computed_tokens: Tokens that went through the model for them.
+        earlier_seconds: Time that an earlier run took for its answers that were used.
     """
 
     def __init__(
@@ -88,6 +102,7 @@ class LongContextLM(RollingLikelihood, HFLM):
         self.failures: dict[tuple[str, int], str] = {}
         self.prompt_tokens = 0
         self.computed_tokens = 0
+        self.earlier_seconds = 0.0
         self._model_info = model_info
         self._answers = AnswerStore() if answers is None else answers
         self._identity = identity
@@ -124,7 +139,8 @@ class LongContextLM(RollingLikelihood, HFLM):
         """
         questions = [self._generation_question(request) for request in requests]
         self._quiet = disable_tqdm
-        self._answer_missing(questions, self._generate)
+        self._answer_missing(questions, generate=True)
+        self._claim_seconds(questions)
         responses: list[str] = []
         for question, request in zip(questions, requests, strict=True):
             answer = self._answers[question.key]
@@ -150,9 +166,8 @@ class LongContextLM(RollingLikelihood, HFLM):
             questions.append(Question(key, list(context), list(continuation)))
             self._require_fit(questions[-1])
         self._answer_in_batches([q for q in questions if q.tokens <= BATCHABLE_TOKENS])
-        self._answer_missing(
-            [q for q in questions if q.tokens > BATCHABLE_TOKENS], self._score_target
-        )
+        self._answer_missing([q for q in questions if q.tokens > BATCHABLE_TOKENS], generate=False)
+        self._claim_seconds(questions)
         self._last_answers = [self._answers[question.key] for question in questions]
         nothing = {"log_likelihood": float("nan"), "greedy": False}
         answers = [nothing | answer for answer in self._last_answers]
@@ -180,37 +195,75 @@ class LongContextLM(RollingLikelihood, HFLM):
         until = (until,) if isinstance(until, str) else tuple(until)
         identity = self._identity(len(ids) - 1, len(ids) + max(room, len(target)))
         key = answer_key(identity, "generate", ids, target, room, until)
-        question = Question(key, ids, target, room, until, tuple(doc.get("answers", ())))
+        is_settled = partial(settled.rule_of(_scoring(request.task_name)), doc) if doc else None
+        question = Question(key, ids, target, room, until, is_settled)
         self._require_fit(question, f"{request.task_name}: ")
         return question
 
-    def _answer_missing(self, questions: list[Question], answer: Callable[..., Any]) -> None:
+    def _answer_missing(self, questions: list[Question], *, generate: bool) -> None:
         """Answer the questions that have no answer, divided between processes; record failures."""
         by_key = {question.key: question for question in questions}
+        # Sorted, so that questions with a common beginning follow one another.
+        ordered = sorted(by_key.values(), key=lambda q: q.ids)
+        reader = PrefixReader(self.model, self._share)
+        answerer = Answerer(reader, self.tok_decode, self.eot_token_id, generate=generate)
+        groups = group_questions(ordered, reader.chunk if generate else None)
         # The main process decides what is missing, because others may already see new answers.
         missing = self._processes.broadcast(
-            [key for key in by_key if not self._answers.is_answered(key)]
+            [i for i, group in enumerate(groups) if self._missing(group)]
         )
-        # Sorted, so that questions with a common beginning follow one another.
-        ordered = sorted((by_key[key] for key in missing), key=lambda q: q.ids)
-        mine = self._processes.own_share(ordered, lambda q: q.tokens)
-        reader = PrefixReader(self.model, self._share)
-        with self._progress_bar(sum(len(question.ids) for question in mine)) as bar:
-            for question in mine:
-                self._answer_with_retry(question, reader, answer, bar)
-        self.prompt_tokens += reader.prompt_tokens
+        pending = [part for i in missing for part in self._split(groups[i], answerer)]
+        mine = self._processes.own_share(pending, lambda group: sum(q.tokens for q in group))
+        with self._progress_bar(sum(map(_prompt_tokens, mine))) as bar:
+            for group in mine:
+                self._answer_group(group, answerer, bar)
         self.computed_tokens += reader.tokens_read
         self._sync()
 
-    def _answer_with_retry(
-        self, question: Question, reader: PrefixReader, compute: Callable[..., Any], bar: Any
-    ) -> None:
+    def _missing(self, questions: list[Question]) -> list[Question]:
+        return [q for q in questions if not self._answers.is_answered(q.key)]
+
+    def _split(self, group: list[Question], answerer: Answerer) -> list[list[Question]]:
+        """Return the parts of a group that are computed together; those without gaps are left out.
+
+        A part depends on the questions alone. After a failure, though, only the failed ones are
+        asked again, each on its own, as the others were when it failed.
+        """
+        failed = any(self._answers.has_failed(q.key) for q in group)
+        size = 1 if failed else answerer.batch_size(group)
+        parts = [group[i : i + size] for i in range(0, len(group), size)]
+        return [part for part in parts if self._missing(part)]
+
+    def _answer_group(self, group: list[Question], answerer: Answerer, bar: Any) -> None:
+        """Answer questions together; one by one if that fails."""
+        started, before, answers = time.monotonic(), bar.n, None
+        missing = self._missing(group)
+        if len(group) > 1:
+            try:
+                answers = answerer.answer_together(group, bar.update)
+            except Exception as error:
+                logger.info("answering one by one: %s", describe_error(error))
+        if answers is None:  # the error, whose traceback held tensors, is gone by now
+            if len(group) > 1:
+                answerer.reader.clear()
+                bar.update(before - bar.n)
+            for question in missing:
+                self._answer_alone(question, answerer, bar)
+            self.prompt_tokens += _prompt_tokens(missing)
+            return
+        self.prompt_tokens += _prompt_tokens(group)
+        seconds = (time.monotonic() - started) / len(missing)
+        keys = {question.key for question in missing}
+        for question, answer in zip(group, answers, strict=True):
+            if question.key in keys:
+                self._put(question, answer, seconds)
+
+    def _answer_alone(self, question: Question, answerer: Answerer, bar: Any) -> None:
+        started, reader = time.monotonic(), answerer.reader
         while True:
             before = bar.n
             try:
-                answer = compute(
-                    question, reader(question.ids, bar.update, question.pass_tokens), reader
-                )
+                answer = answerer.answer(question, bar.update)
             except Exception as error:
                 bar.update(before - bar.n)
                 if is_out_of_memory(error) and reader.halve_chunk():
@@ -218,50 +271,15 @@ class LongContextLM(RollingLikelihood, HFLM):
                 reader.clear()  # the cache may be incomplete
                 bar.update(len(question.ids))
                 answer = {"error": describe_error(error)}
-            self._answers.put(question.key, answer)
+            self._put(question, answer, time.monotonic() - started)
             return
 
-    def _generate(self, question: Question, cache: Any, reader: PrefixReader) -> dict[str, Any]:
-        answer: dict[str, Any] = {}
-        if question.target:
-            answer["target_log_likelihood"] = self._score_target(question, cache, reader)[
-                "log_likelihood"
-            ]
-        answer["text"] = self._generate_text(question, cache)
-        return answer
+    def _put(self, question: Question, answer: dict[str, Any], seconds: float) -> None:
+        """Store an answer with its share of the run's time; processes work at the same time."""
+        self._answers.put(question.key, answer, seconds / self._processes.size)
 
-    @torch.no_grad()
-    def _generate_text(self, question: Question, cache: Any) -> str:
-        """Generate greedily after a prompt; stop once the score cannot change any more."""
-        config = getattr(self.model, "generation_config", None)
-        ends = getattr(config, "eos_token_id", None)
-        stops = {self.eot_token_id, *(ends if isinstance(ends, list) else [ends])}
-        new_ids: list[int] = []
-        text, token = "", question.ids[-1]
-        while len(new_ids) < question.max_new_tokens:
-            ids = torch.tensor([[token]], device=input_device(self.model))
-            logits = self.model(ids, past_key_values=cache, use_cache=True).logits
-            token = int(logits[0, -1].argmax())
-            if token in stops:
-                break
-            new_ids.append(token)
-            text = self.tok_decode(new_ids)
-            if any(stop in text for stop in question.until) or question.is_settled_by(text):
-                break
-        for stop in question.until:
-            text = text.split(stop)[0]
-        return text
-
-    @torch.no_grad()
-    def _score_target(self, question: Question, cache: Any, reader: PrefixReader) -> dict[str, Any]:
-        """Score the target after the prompt; leave the cache as it was."""
-        fed = torch.tensor(
-            [[question.ids[-1], *question.target[:-1]]], device=input_device(self.model)
-        )
-        scratch = reader.borrow(cache, fed.shape[1])
-        logits = self.model(fed, past_key_values=scratch, use_cache=True).logits[0].float()
-        reader.give_back(cache, scratch, fed.shape[1])
-        return _target_likelihood(logits, question.target)
+    def _claim_seconds(self, questions: list[Question]) -> None:
+        self.earlier_seconds += self._answers.claim_earlier_seconds(q.key for q in questions)
 
     def _answer_in_batches(self, questions: list[Question]) -> None:
         """Answer short questions in batches that do not depend on what is answered already."""
@@ -285,8 +303,11 @@ class LongContextLM(RollingLikelihood, HFLM):
 
     def _answer_batch(self, questions: list[Question]) -> None:
         """Answer a batch; halve it where memory runs out."""
+        started = time.monotonic()
         try:
-            answers = self._score_batch(questions)
+            answers = target_scores.score_batch(
+                self.model, [q.ids for q in questions], [q.target for q in questions]
+            )
         except Exception as error:
             if len(questions) > 1:  # a single question or the size of the batch may be the cause
                 if is_out_of_memory(error):
@@ -296,41 +317,12 @@ class LongContextLM(RollingLikelihood, HFLM):
                     self._answer_batch(half)
                 return
             answers = [{"error": describe_error(error)}]
+        # A killed run may have left a batch half written.
+        missing = {question.key for question in self._missing(questions)}
+        seconds = (time.monotonic() - started) / max(len(missing), 1)
         for question, answer in zip(questions, answers, strict=True):
-            # A killed run may have left a batch half written.
-            if not self._answers.is_answered(question.key):
-                self._answers.put(question.key, answer)
-
-    @torch.no_grad()
-    def _score_batch(self, questions: list[Question]) -> list[dict[str, Any]]:
-        """Score targets after their prompts, row by row; read a prompt that all share once.
-
-        Rows are padded on the right, where a causal model does not look, and masked all the same:
-        where the rotation follows a row's length, padding must not count.
-        """
-        at, cache, read = input_device(self.model), None, 0
-        first, last = questions[0].ids, questions[-1].ids
-        alike = len(questions) > 1 and first == last and len(first) > 1
-        handle = current(self.model)
-        if alike and not (handle and handle.method.is_length_dependent(handle.trained_length)):
-            # All but the last token, which goes before every target.
-            read = len(first) - 1
-            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-            prompt = torch.tensor([first[:-1]], device=at)
-            self.model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache.batch_repeat_interleave(len(questions))
-        rows = [[*q.ids[read:], *q.target[:-1]] for q in questions]
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=at)
-        seen = [[1] * (read + len(row)) + [0] * (longest - len(row)) for row in rows]
-        mask = torch.tensor(seen, device=at)
-        cache_arguments = {"past_key_values": cache, "use_cache": cache is not None}
-        logits = self.model(ids, attention_mask=mask, **cache_arguments).logits
-        answers = []
-        for question, row, scores in zip(questions, rows, logits, strict=True):
-            part = scores[len(row) - len(question.target) : len(row)].float()
-            answers.append(_target_likelihood(part, question.target))
-        return answers
+            if question.key in missing:
+                self._put(question, answer, seconds)
 
     def _progress_bar(self, tokens: int) -> tqdm[Any]:
         quiet = self._quiet or not tokens or not self._processes.is_main
@@ -358,11 +350,12 @@ class LongContextLM(RollingLikelihood, HFLM):
             )
 
 
-def _target_likelihood(logits: torch.Tensor, target: list[int]) -> dict[str, Any]:
-    """Return a target's log-likelihood from the logits before each token, `[T, V]`."""
-    target_ids = torch.tensor(target, device=logits.device)
-    log_likelihood = logits.log_softmax(-1).gather(-1, target_ids[:, None]).sum().item()
-    return {
-        "log_likelihood": log_likelihood,
-        "greedy": bool((logits.argmax(-1) == target_ids).all()),
-    }
+def _prompt_tokens(questions: list[Question]) -> int:
+    """Return the tokens of the different prompts."""
+    return sum(map(len, {tuple(question.ids) for question in questions}))
+
+
+def _scoring(task_name: str) -> Any:
+    """Return the scoring function of one of our tasks, else None."""
+    name = task_name.split("@")[0]
+    return tasks.config(name)["process_results"] if name in tasks.names() else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+
+from rope_patch.tasks import settled
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Question:
     target: list[int]
     max_new_tokens: int = 0
     until: tuple[str, ...] = ()
-    answers: tuple[str, ...] = ()
+    is_settled: Callable[[str], bool] | None = None
 
     @property
     def tokens(self) -> int:
@@ -28,12 +30,32 @@ class Question:
         return len(self.ids) + (0 if self.max_new_tokens else len(self.target) - 1)
 
     def is_settled_by(self, text: str) -> bool:
-        """Return whether more text cannot change the score of a generated one.
+        """Return whether more text cannot change the score of a generated one."""
+        if self.is_settled is None:
+            return False
+        return self.is_settled(settled.decided_part(text, self.until))
 
-        All answers are in it, with enough after them: `12` may become `125` or `12.5`.
-        """
-        lower = text.lower()
-        return bool(self.answers) and all(a.lower() in lower[:-2] for a in self.answers)
+
+def group_questions(questions: list[Question], chunk: int | None) -> list[list[Question]]:
+    """Return neighbours that are answered together.
+
+    Args:
+        questions: Ordered by prompts.
+        chunk: Neighbours share at least so many tokens and differ in the prompt; None groups the
+            questions on one prompt.
+    """
+    groups: list[list[Question]] = []
+    for question in questions:
+        last = groups[-1][-1] if groups else None
+        if last is not None and (
+            last.ids == question.ids
+            if chunk is None
+            else last.ids[:chunk] == question.ids[:chunk] and len(question.ids) > chunk
+        ):
+            groups[-1].append(question)
+        else:
+            groups.append([question])
+    return groups
 
 
 def make_batches(questions: list[Question], tokens: int) -> Iterator[list[Question]]:

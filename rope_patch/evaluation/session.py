@@ -66,9 +66,8 @@ class Session:
         methods: The records of the methods that ran, by label.
         seconds: Time taken, by part.
         tokens: Tokens of the prompts (`asked`), and those that went through the model (`read`).
-        continued: Whether an earlier run left answers or pieces. The time of pieces is in
-            `seconds`, that of answers is not.
-        earlier_seconds: The time of an earlier run's pieces.
+        continued: Whether an earlier run left answers or pieces. Their time is in `seconds`.
+        earlier_seconds: The time of an earlier run's pieces and answers.
         not_run: Requested parts that could not be measured, with the reason.
         failed: Samples of short tasks that failed and are not counted, with the reason.
     """
@@ -90,7 +89,7 @@ class Session:
         self.trained_length = next(iter(self.geometries.values())).trained_length
         self.methods: dict[str, MethodRecord] = {}
         self.seconds: dict[str, float] = {}
-        self._part = ""  # what `timer` times
+        self._part = ""  # what `timer` times; empty outside
         self._pieces: set[Path] = set()  # computed in this run, or counted as an earlier one's
         self.tokens: TokenCounts = {"asked": 0, "read": 0}
         self.not_run: list[str] = []
@@ -132,6 +131,7 @@ class Session:
         started, self._part = time.monotonic(), part
         yield
         self.seconds[part] = self.seconds.get(part, 0) + time.monotonic() - started
+        self._part = ""
 
     @contextlib.contextmanager
     def language_model(self, place: str, longest: int = 0) -> Iterator[LongContextLM]:
@@ -155,6 +155,7 @@ class Session:
         yield lm
         self.tokens["asked"] += lm.prompt_tokens
         self.tokens["read"] += lm.computed_tokens
+        self._add_earlier(lm.earlier_seconds)
 
     def compute_cached(self, pieces: Sequence[CachedComputation[T]]) -> list[T]:
         """Return the values of all pieces; compute those that no earlier run left."""
@@ -179,11 +180,15 @@ class Session:
         self._pieces.update(missing)
         for path in stored.keys() - self._pieces:
             self.continued = True
-            seconds = stored[path].get("seconds", 0.0)
-            self.seconds[self._part] = self.seconds.get(self._part, 0) + seconds
-            self.earlier_seconds += seconds
+            self._add_earlier(stored[path].get("seconds", 0.0))
         self._pieces.update(stored)
         return [stored[path]["value"] for path in paths]
+
+    def _add_earlier(self, seconds: float) -> None:
+        """Add the time of an earlier run's results."""
+        if self._part:
+            self.seconds[self._part] = self.seconds.get(self._part, 0) + seconds
+        self.earlier_seconds += seconds
 
     def try_compute_cached(
         self, name: str, pieces: Sequence[CachedComputation[T]]

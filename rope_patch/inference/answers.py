@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,16 @@ class AnswerStore:
         folder: The files' folder; created if missing. None keeps answers in memory.
         rank: The rank of this process.
         size: The number of processes.
+
+    Attributes:
+        untimed: Answers of an earlier run that were claimed, but have no seconds.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0, size: int = 1) -> None:
         self._folder = folder
         self._answers: dict[str, dict[str, Any]] = {}
+        self._earlier: dict[str, float | None] = {}  # an earlier run's answers: their seconds
+        self.untimed = 0
         self._journal = None if folder is None else JournalFile(folder / f"answers-{rank}.jsonl")
         for path in self._files():
             owner = path.stem.removeprefix("answers-")
@@ -51,32 +57,45 @@ class AnswerStore:
         """Return whether there is an answer without an error."""
         return "error" not in self._answers.get(key, {"error": "not asked"})
 
+    def has_failed(self, key: str) -> bool:
+        """Return whether the question was asked and failed."""
+        return "error" in self._answers.get(key, {})
+
     def __len__(self) -> int:
         return len(self._answers)
 
     def __getitem__(self, key: str) -> dict[str, Any]:
         return self._answers[key]
 
+    def claim_earlier_seconds(self, keys: Iterable[str]) -> float:
+        """Return the seconds of those answers that an earlier run left; each counts once."""
+        claimed = [self._earlier.pop(key) for key in set(keys) if key in self._earlier]
+        self.untimed += claimed.count(None)
+        return sum(seconds or 0.0 for seconds in claimed)
+
     def reload(self) -> None:
         """Read the answers that this and other processes have written."""
         for path in self._files():
-            self._load(path, repair=False)
+            self._load(path, repair=False, earlier=False)
 
     def _files(self) -> list[Path]:
         return [] if self._folder is None else sorted(self._folder.glob("answers-*.jsonl"))
 
-    def _load(self, path: Path, *, repair: bool) -> None:
+    def _load(self, path: Path, *, repair: bool, earlier: bool = True) -> None:
         """Read one file.
 
         Args:
             path: The file.
             repair: Whether to drop damaged lines from it, with a warning.
+            earlier: Whether an earlier run wrote it.
         """
         journal = JournalFile(path)
         checked = check_lines(journal.lines())
         for entry in checked.entries:
             if not self.is_answered(entry["key"]):
                 self._answers[entry["key"]] = entry["answer"]
+                if earlier and "error" not in entry["answer"]:
+                    self._earlier[entry["key"]] = entry.get("seconds")
         if checked.flaws and repair:
             journal.rewrite(checked.valid)
             logger.warning(
@@ -87,9 +106,18 @@ class AnswerStore:
                 *checked.flaws[0],
             )
 
-    def put(self, key: str, answer: dict[str, Any]) -> None:
-        """Store an answer; from then on it is what JSON gives back."""
-        sealed = checksums.seal({"key": key, "answer": answer})
+    def put(self, key: str, answer: dict[str, Any], seconds: float | None = None) -> None:
+        """Store an answer; from then on it is what JSON gives back.
+
+        Args:
+            key: From `answer_key`.
+            answer: Plain data.
+            seconds: Time that it took; files of earlier versions have none.
+        """
+        entry = {"key": key, "answer": answer}
+        if seconds is not None:
+            entry["seconds"] = round(seconds, 3)
+        sealed = checksums.seal(entry)
         self._answers[key] = sealed["answer"]
         if self._journal is not None:
             self._journal.append(sealed)

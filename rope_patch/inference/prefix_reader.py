@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rope_patch.patching import current
 
-_CHUNK, _CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
+_CHUNK = 512  # tokens of a prefill chunk; whole chunks are shared
 _MIN_CHUNK = 64
 _MAX_SNAPSHOTS = 16  # of a prompt's sliding-window layers
 
@@ -37,6 +38,7 @@ class PrefixReader:
         chunk: Tokens read at once; halved when memory runs out.
 
     Attributes:
+        all_see_all: Whether every layer's attention reaches back to the first token.
         prompt_tokens: Tokens of all prompts so far.
         tokens_read: Tokens that went through the model for them.
     """
@@ -46,13 +48,14 @@ class PrefixReader:
         self.handle = current(model)
         layer_classes = {type(layer) for layer in DynamicCache(config=_text_config(model)).layers}
         self.in_one_pass = not layer_classes <= {DynamicLayer, DynamicSlidingWindowLayer}
+        self.all_see_all = layer_classes <= {DynamicLayer}
         # Re-rotation follows keys only through the cache's own operations.
         rerotates = self._reach_of(1) < math.inf
         self.has_windows = (
             DynamicSlidingWindowLayer in layer_classes and not self.in_one_pass and not rerotates
         )
         self.share = share and not self.in_one_pass
-        self.chunk = chunk or (_CPU_CHUNK if input_device(model).type == "cpu" else _CHUNK)
+        self.chunk = chunk or _CHUNK
         self.prompt_tokens = 0
         self.tokens_read = 0
         self._prompt: list[int] = []
@@ -90,9 +93,7 @@ class PrefixReader:
         on_progress(start)
         size = max(len(prefix), 1) if self.in_one_pass else self.chunk
         every = -(-len(prefix) // self.chunk // _MAX_SNAPSHOTS) * self.chunk
-        if self.handle is not None:
-            self.handle.fix_length(length)
-        try:
+        with self.fixed_length(length):
             while start < len(prefix):
                 stop = min(start + size, len(prefix))
                 self._prefill_chunk(prefix[start:stop])
@@ -102,9 +103,6 @@ class PrefixReader:
                     self._window_snapshots[start] = [
                         copy.copy(layer) for layer in self._cache.layers
                     ]
-        finally:
-            if self.handle is not None:
-                self.handle.fix_length(None)
         on_progress(1)
         self._prompt, self._reach = prefix, self._reach_of(length)
         return self._cache
@@ -133,6 +131,31 @@ class PrefixReader:
         """
         if borrowed is cache:
             _drop_last_tokens(cache, tokens)
+
+    def rotates_alike(self, lengths: Collection[int], end: int) -> bool:
+        """Return whether prompts can be continued as rows of one batch, as far as is known.
+
+        Args:
+            lengths: Of the prompts, in tokens: those that rotations follow.
+            end: Tokens of the longest one with its answer.
+
+        Returns:
+            Whether the cache keeps all keys, and one rotation holds for all lengths.
+        """
+        reaches = {self._reach_of(length) for length in lengths}
+        kept = not self.in_one_pass and not self.has_windows
+        return kept and len(reaches) == 1 and reaches.pop() >= end
+
+    @contextlib.contextmanager
+    def fixed_length(self, length: int) -> Iterator[None]:
+        """Rotate as sequences of a length do, until the end of the block."""
+        if self.handle is not None:
+            self.handle.fix_length(length)
+        try:
+            yield
+        finally:
+            if self.handle is not None:
+                self.handle.fix_length(None)
 
     def halve_chunk(self) -> bool:
         """Free memory and halve the chunk; return False if it is already the smallest."""

@@ -36,7 +36,7 @@ _OTHERS = 4  # further lists
 _VALUES = range(100)
 _Question = tuple[str, str, object]
 _MOST_QUESTIONS = 9  # there are as many about the shortest list
-_ANSWER = re.compile(r"\[[^\]]*\]|-?\d+(?:\.\d+)?")
+ANSWER = re.compile(r"\[[^\]]*\]|-?\d+(?:\.\d+)?")
 
 
 def build(**metadata: Any) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _questions(rng: random.Random, name: str, final: list[int], count: int) -> l
 
 def same_value(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """Return 1 if the first list or number in the text is the answer, blanks aside."""
-    match = _ANSWER.search(str(results[0]))
+    match = ANSWER.search(str(results[0]))
     response = re.sub(r"\s", "", match.group()) if match else None
     right = response == doc["target"].replace(" ", "")
     return scoring.all_answers(doc, results) | {"score": float(right)}

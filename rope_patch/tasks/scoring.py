@@ -14,7 +14,7 @@ NUMBERS = [
 # fmt: on
 _TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand"
 # A number with all its parts: 7.5 is not 7, 1,000 is not 1, twenty-one is not twenty.
-_NUMBER = re.compile(rf"\d+(?:[.,]\d+)*|\b(?:{'|'.join(NUMBERS)}|{_TENS})\b(?:-[a-z]+)?")
+NUMBER = re.compile(rf"\d+(?:[.,]\d+)*|\b(?:{'|'.join(NUMBERS)}|{_TENS})\b(?:-[a-z]+)?")
 
 
 def all_answers(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
@@ -34,7 +34,7 @@ def any_answer(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
 
 def first_number(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """Return 1 if the first number in the text, in digits or words, is the reference."""
-    match = _NUMBER.search(str(results[0]).lower())
+    match = NUMBER.search(str(results[0]).lower())
     number = match.group() if match else None
     if number in NUMBERS:
         number = str(NUMBERS.index(number))

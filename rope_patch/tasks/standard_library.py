@@ -39,6 +39,8 @@ LINE_PROMPT = f"{_TEXT}Which line comes next in that function? Answer with that 
 NAME_PREFIX = "Function name:"
 LINE_PREFIX = "Next line:"
 
+NO_LINE = ("", "```", "```python")  # lines that are no answer
+
 _LEAST_FILES = 50  # fewer are no standard library
 _LONGEST_NAME, _LONGEST_LINE = 32, 80  # characters
 _SIZES = range(5, 31)  # lines of a function that is asked for
@@ -292,7 +294,7 @@ def same_name(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
 def same_line(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
     """Return 1 if the first line of the text is the answer, blanks and marks of code aside."""
     lines = [line.strip() for line in str(results[0]).split("\n")]
-    answer = next((line for line in lines if line not in ("", "```", "```python")), "")
+    answer = next((line for line in lines if line not in NO_LINE), "")
     if quotation := re.match("`([^`]+)`", answer):
         answer = quotation[1].strip()
     return scoring.all_answers(doc, results) | {"score": float(answer == doc["target"])}

@@ -41,4 +41,4 @@ def model(request, base_model):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 32)
+    monkeypatch.setattr(prefix_reader, "_CHUNK", 32)

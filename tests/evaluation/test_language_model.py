@@ -18,7 +18,7 @@ from language_models import (
 from lm_eval.models.huggingface import HFLM
 
 import rope_patch
-from rope_patch.evaluation import language_model
+from rope_patch.evaluation import answerer, language_model
 from rope_patch.inference.answers import AnswerStore
 from rope_patch.tasks import scoring
 
@@ -255,6 +255,77 @@ def test_shared_prefixes_are_read_once_and_change_no_answer(model, tokenizer):
     assert numbers[0] == numbers[1]
     assert shared.prompt_tokens == alone.prompt_tokens
     assert shared.computed_tokens < alone.computed_tokens
+
+
+def record_inputs(model):
+    """Return a list that gets the shape of each input's tokens."""
+    shapes = []
+    model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    return shapes
+
+
+def questions_on_one_text():
+    """Return prompts with a common beginning and ends of different lengths."""
+    ends = ("one", "two of the many", "three", "four and five and six")
+    return [(f"{LONG} {end}", SETTINGS) for end in ends]
+
+
+def test_answers_to_questions_on_one_text_are_those_of_each_alone(model, tokenizer):
+    arguments = questions_on_one_text()
+    docs = [sample(number=i) for i in range(len(arguments))]
+    got = ask(lm_for(model, tokenizer), "generate_until", arguments, docs)
+    for question, doc, response in zip(arguments, docs, got, strict=True):
+        (alone,) = ask(lm_for(model, tokenizer), "generate_until", [question], [doc])
+        assert str(response) == str(alone)
+        assert response.target_log_likelihood == alone.target_log_likelihood  # to the bit
+
+
+def test_questions_on_one_text_are_decoded_in_one_batch(llama, tokenizer):
+    arguments, shapes = questions_on_one_text(), record_inputs(llama)
+    ask(lm_for(llama, tokenizer), "generate_until", arguments)
+    decode_steps = [shape for shape in shapes if shape[1] == 1 and shape[0] > 1]
+    assert decode_steps[0] == (4, 1)
+    assert len([shape for shape in shapes if shape[1] == 1]) <= 1 + SETTINGS["max_gen_toks"]
+
+
+def test_what_an_earlier_run_left_changes_no_answer(llama, tokenizer, tmp_path):
+    """To the bit: the same questions are computed together."""
+    arguments = questions_on_one_text()
+    docs = [sample(number=i) for i in range(len(arguments))]
+    whole = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
+    expected = ask(whole, "generate_until", arguments, docs)
+    path = tmp_path / "answers-0.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # a kill
+    second = lm_for(llama, tokenizer, answers=AnswerStore(tmp_path))
+    got = ask(second, "generate_until", arguments, docs)
+    assert len(path.read_text().splitlines()) == 4
+    numbers = [[(str(r), r.target_log_likelihood) for r in rows] for rows in (got, expected)]
+    assert numbers[0] == numbers[1]
+
+
+def test_choices_are_scored_in_one_pass(llama, tokenizer, monkeypatch):
+    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
+    choices = (" of a wife", " and", " is not so very well acquainted with the neighbourhood")
+    shapes, lm = record_inputs(llama), lm_for(llama, tokenizer)
+    ask(lm, "loglikelihood", [(CONTEXT, choice) for choice in choices])
+    prompt = len(tokenizer(CONTEXT).input_ids)
+    targets = sum(len(encode_pair(tokenizer, CONTEXT, choice)[1]) for choice in choices)
+    assert shapes[-1] == (1, targets)
+    assert sum(length for _, length in shapes[:-1]) == prompt - 1
+    assert lm.prompt_tokens == prompt  # a choice is no new prompt
+
+
+def test_batches_fit_into_their_memory(llama, tokenizer, monkeypatch):
+    arguments = questions_on_one_text()
+    expected = ask(lm_for(llama, tokenizer), "generate_until", arguments)
+    config = llama.config
+    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    longest = max(len(tokenizer(text).input_ids) for text, _ in arguments) + 24
+    monkeypatch.setitem(answerer._MAX_CACHE, "cpu", 2 * longest * token_bytes)
+    shapes = record_inputs(llama)
+    got = ask(lm_for(llama, tokenizer), "generate_until", arguments)
+    assert [str(text) for text in got] == [str(text) for text in expected]
+    assert max(rows for rows, _ in shapes) == 2
 
 
 def test_stored_answers_are_not_computed_again(llama, tokenizer, tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_a_failure_does_not_change_the_answers_after_it(trained_llama, tokenizer
 
 def test_out_of_memory_makes_chunks_smaller(llama, tokenizer, monkeypatch):
     monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
-    monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 256)
+    monkeypatch.setattr(prefix_reader, "_CHUNK", 256)
     arguments = [(" ".join([CONTEXT] * 6), " of"), (" ".join([CONTEXT] * 7), SETTINGS)]
     expected = [
         ask(lm_for(llama, tokenizer), request_type, [request_arguments])[0]
@@ -121,7 +121,7 @@ def test_out_of_memory_makes_batches_smaller(llama, tokenizer):
 
 
 def test_an_interrupt_is_not_stored_as_a_failure(llama, tokenizer, tmp_path):
-    arguments = [(f"{CONTEXT} {i}", SETTINGS) for i in range(3)]
+    arguments = [(f"{i} {CONTEXT}", SETTINGS) for i in range(3)]
     calls = []
 
     def stop(*_):

@@ -131,7 +131,7 @@ def test_shared_prefixes_are_read_once(llama, monkeypatch):
     samples = [Sample((*long[:500], 260, 390 + i), ((501, 502),), "text") for i in range(3)]
     samples += [Sample((*long[:505], 260, 390), ((506, 507),), "text")]
     monkeypatch.setattr(scorer, "_CPU_BATCH_TOKENS", LENGTH)
-    monkeypatch.setattr(prefix_reader, "_CPU_CHUNK", 64)
+    monkeypatch.setattr(prefix_reader, "_CHUNK", 64)
     fitness = Fitness(llama, samples, Extension("longrope", length=LENGTH))
     evaluation = fitness.measure(CANDIDATES["yarn"])
     assert evaluation.tokens < 2 * LENGTH

@@ -1,0 +1,130 @@
+"""Key-value caches of several prompts as one batch, padded on the left, with room to decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+
+class ReservedLayer(DynamicLayer):
+    """A cache layer that writes into memory reserved for it.
+
+    transformers' own layer copies all keys and values for each new token. Its other operations read
+    `keys` and `values`, which are views of the rows and tokens in use here.
+
+    Args:
+        like: A layer with one row.
+        rows: Rows to reserve memory for.
+        tokens: Tokens of the longest row.
+        room: Tokens that will be added.
+    """
+
+    def __init__(self, like: DynamicLayer, rows: int, tokens: int, room: int) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
+        self._buffers = [
+            states.new_zeros(rows, states.shape[1], tokens + room, states.shape[3])
+            for states in (like.keys, like.values)
+        ]
+        self._use(rows, tokens)
+
+    def fill_row(self, row: int, layer: DynamicLayer) -> None:
+        """Copy another layer's keys and values to the end of a row."""
+        stop = self.keys.shape[-2]
+        for buffer, states in zip(self._buffers, (layer.keys, layer.values), strict=True):
+            buffer[row, :, stop - states.shape[-2] : stop] = states[0]
+
+    def drop_row(self, row: int) -> None:
+        """Let the last row take a row's place."""
+        last = self.keys.shape[0] - 1
+        if row != last:
+            for buffer in self._buffers:
+                buffer[row] = buffer[last]
+        self._use(last, self.keys.shape[-2])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new tokens behind those in use; return all."""
+        rows, start = self.keys.shape[0], self.keys.shape[-2]
+        self._use(rows, start + key_states.shape[-2])
+        self.keys[:, :, start:] = key_states
+        self.values[:, :, start:] = value_states
+        return self.keys, self.values
+
+    def _use(self, rows: int, tokens: int) -> None:
+        self.keys, self.values = (buffer[:rows, :, :tokens] for buffer in self._buffers)
+
+
+class CacheBatch:
+    """The caches of several prompts, as the rows of one cache.
+
+    Rows end at the same place and are padded on their left, where the attention mask hides zeros.
+    Keys carry their rotation, so their place in the cache has no effect.
+
+    Args:
+        lengths: Tokens of each row.
+        room: Tokens that will be added to each.
+
+    Attributes:
+        cache: For the model; None until the first row is there.
+        lengths: Tokens of each row, by its present place.
+    """
+
+    def __init__(self, lengths: list[int], room: int) -> None:
+        self.cache: DynamicCache | None = None
+        self.lengths = list(lengths)
+        self._room = room
+
+    def fill_row(self, row: int, cache: DynamicCache) -> None:
+        """Copy a prompt's cache.
+
+        Raises:
+            ValueError: It holds something else than all keys and values.
+        """
+        if wrong := {type(x).__name__ for x in cache.layers if not _keeps_all(x)}:
+            raise ValueError(f"expected layers that keep all keys, got {', '.join(sorted(wrong))}")
+        if self.cache is None:
+            self.cache = DynamicCache()
+            for layer in cache.layers:
+                reserved = ReservedLayer(layer, len(self.lengths), max(self.lengths), self._room)
+                self.cache.layers.append(reserved)
+        for own, layer in zip(self.cache.layers, cache.layers, strict=True):
+            own.fill_row(row, layer)
+
+    def drop_row(self, row: int) -> None:
+        """Let the last row take a row's place."""
+        assert self.cache is not None
+        for layer in self.cache.layers:
+            layer.drop_row(row)
+        self.lengths[row] = self.lengths[-1]
+        self.lengths.pop()
+
+    def inputs(self, device: torch.device) -> dict[str, Any]:
+        """Return the model's arguments for one more token in each row; count the tokens."""
+        assert self.cache is not None
+        stop = self.cache.get_seq_length()
+        positions = torch.tensor(self.lengths, device=device)[:, None]
+        arguments = {"past_key_values": self.cache, "position_ids": positions}
+        if min(self.lengths) < stop:
+            places = torch.arange(stop + 1, device=device)[None]
+            arguments["attention_mask"] = (places >= stop - positions).long()
+        self.lengths = [length + 1 for length in self.lengths]
+        return arguments
+
+
+def token_bytes(model: Any, device: torch.device) -> int:
+    """Return the bytes of a token's keys and values, of a model that keeps all."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+        model(ids, past_key_values=cache, use_cache=True)
+    tensors = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+    return sum(states.numel() * states.element_size() for states in tensors)
+
+
+def _keeps_all(layer: Any) -> bool:
+    return type(layer) is DynamicLayer and bool(layer.is_initialized)
