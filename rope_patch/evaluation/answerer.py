@@ -55,6 +55,9 @@ class Answerer:
         if len(group) == 1 or not self.reader.rotates_alike(lengths, end):
             return 1
         if self._generate:
+            handle = self.reader.handle
+            if handle and handle.method.is_length_dependent(handle.trained_length):
+                return 1  # a cache that is put together from others has no lengths to follow
             if not self._token_bytes:
                 self._token_bytes = token_bytes(model, input_device(model))
             limit = _MAX_CACHE.get(input_device(model).type, _GPU_MAX_CACHE)
@@ -95,20 +98,19 @@ class Answerer:
             with self.reader.fixed_length(length):
                 return score_together(cache, ids[-1], [q.target for q in group], self.reader)
         room = max(question.max_new_tokens for question in group)
-        batch = CacheBatch([len(q.ids) - 1 for q in group], room)
+        batch = CacheBatch([len(q.ids) - 1 for q in group], room, self.reader.handle)
         scores: list[dict[str, Any]] = []
         for row, question in enumerate(group):
             cache, last = self.reader(question.ids, on_progress), question.ids[-1]
             target = question.target
             scores.append(score_target(cache, last, target, self.reader) if target else {})
             batch.fill_row(row, cache)
-        with self.reader.fixed_length(max(len(q.ids) for q in group)):
-            texts = self._decoder.decode_batch(
-                batch,
-                [q.ids[-1] for q in group],
-                [q.max_new_tokens for q in group],
-                [partial(self._is_done, q) for q in group],
-            )
+        texts = self._decoder.decode_batch(
+            batch,
+            [q.ids[-1] for q in group],
+            [q.max_new_tokens for q in group],
+            [partial(self._is_done, q) for q in group],
+        )
         results = zip(group, scores, texts, strict=True)
         return [self._generated(question, score, new_ids) for question, score, new_ids in results]
 

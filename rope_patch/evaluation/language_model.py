@@ -242,7 +242,11 @@ class LongContextLM(RollingLikelihood, HFLM):
             try:
                 answers = answerer.answer_together(group, bar.update)
             except Exception as error:
-                logger.info("answering one by one: %s", describe_error(error))
+                logger.warning(
+                    "%d questions are answered one by one instead of together: %s",
+                    len(group),
+                    describe_error(error),
+                )
         if answers is None:  # the error, whose traceback held tensors, is gone by now
             if len(group) > 1:
                 answerer.reader.clear()

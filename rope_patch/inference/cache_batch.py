@@ -8,6 +8,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from rope_patch.patching import Patch
+
 
 class ReservedLayer(DynamicLayer):
     """A cache layer that writes into memory reserved for it.
@@ -22,7 +24,10 @@ class ReservedLayer(DynamicLayer):
         room: Tokens that will be added.
     """
 
-    def __init__(self, like: DynamicLayer, rows: int, tokens: int, room: int) -> None:
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, like: Any, rows: int, tokens: int, room: int) -> None:
         super().__init__()
         self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
         self._buffers = [
@@ -31,7 +36,7 @@ class ReservedLayer(DynamicLayer):
         ]
         self._use(rows, tokens)
 
-    def fill_row(self, row: int, layer: DynamicLayer) -> None:
+    def fill_row(self, row: int, layer: Any) -> None:
         """Copy another layer's keys and values to the end of a row."""
         stop = self.keys.shape[-2]
         for buffer, states in zip(self._buffers, (layer.keys, layer.values), strict=True):
@@ -68,16 +73,19 @@ class CacheBatch:
     Args:
         lengths: Tokens of each row.
         room: Tokens that will be added to each.
+        handle: The model's patch, whose method must be static; None if it has none.
 
     Attributes:
         cache: For the model; None until the first row is there.
         lengths: Tokens of each row, by its present place.
     """
 
-    def __init__(self, lengths: list[int], room: int) -> None:
+    def __init__(self, lengths: list[int], room: int, handle: Patch | None = None) -> None:
         self.cache: DynamicCache | None = None
+        self._layers: list[ReservedLayer] = []
         self.lengths = list(lengths)
         self._room = room
+        self._handle = handle
 
     def fill_row(self, row: int, cache: DynamicCache) -> None:
         """Copy a prompt's cache.
@@ -88,17 +96,21 @@ class CacheBatch:
         if wrong := {type(x).__name__ for x in cache.layers if not _keeps_all(x)}:
             raise ValueError(f"expected layers that keep all keys, got {', '.join(sorted(wrong))}")
         if self.cache is None:
+            tokens = max(self.lengths)
+            self._layers = [
+                ReservedLayer(layer, len(self.lengths), tokens, self._room)
+                for layer in cache.layers
+            ]
             self.cache = DynamicCache()
-            for layer in cache.layers:
-                reserved = ReservedLayer(layer, len(self.lengths), max(self.lengths), self._room)
-                self.cache.layers.append(reserved)
-        for own, layer in zip(self.cache.layers, cache.layers, strict=True):
+            self.cache.layers.extend(self._layers)
+            if self._handle is not None:  # the rows were read under this patch
+                self._handle.accept_cache(self.cache)
+        for own, layer in zip(self._layers, cache.layers, strict=True):
             own.fill_row(row, layer)
 
     def drop_row(self, row: int) -> None:
         """Let the last row take a row's place."""
-        assert self.cache is not None
-        for layer in self.cache.layers:
+        for layer in self._layers:
             layer.drop_row(row)
         self.lengths[row] = self.lengths[-1]
         self.lengths.pop()
@@ -122,7 +134,8 @@ def token_bytes(model: Any, device: torch.device) -> int:
     with torch.no_grad():
         ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         model(ids, past_key_values=cache, use_cache=True)
-    tensors = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+    layers: list[Any] = cache.layers
+    tensors = [states for layer in layers for states in (layer.keys, layer.values)]
     return sum(states.numel() * states.element_size() for states in tensors)
 
 

@@ -6,6 +6,7 @@ import pytest
 from language_models import (
     CONTEXT,
     LONG,
+    METHODS,
     SETTINGS,
     TARGET,
     ask,
@@ -280,12 +281,26 @@ def test_answers_to_questions_on_one_text_are_those_of_each_alone(model, tokeniz
         assert response.target_log_likelihood == alone.target_log_likelihood  # to the bit
 
 
-def test_questions_on_one_text_are_decoded_in_one_batch(llama, tokenizer):
+@pytest.mark.parametrize("method", [None, "yarn"])
+def test_questions_on_one_text_are_decoded_in_one_batch(llama, tokenizer, method):
     arguments, shapes = questions_on_one_text(), record_inputs(llama)
+    if method:
+        rope_patch.patch(llama, **METHODS[method])
     ask(lm_for(llama, tokenizer), "generate_until", arguments)
     decode_steps = [shape for shape in shapes if shape[1] == 1 and shape[0] > 1]
     assert decode_steps[0] == (4, 1)
     assert len([shape for shape in shapes if shape[1] == 1]) <= 1 + SETTINGS["max_gen_toks"]
+
+
+@pytest.mark.parametrize("method", ["dynamic-yarn", "mixed-yarn", "nope"])
+def test_questions_are_answered_one_by_one_if_the_rotation_follows_the_length(
+    llama, tokenizer, method, caplog
+):
+    shapes = record_inputs(llama)
+    with rope_patch.patch(llama, **METHODS[method]):
+        ask(lm_for(llama, tokenizer), "generate_until", questions_on_one_text())
+    assert {rows for rows, _ in shapes} == {1}
+    assert not [line for line in caplog.messages if "one by one" in line]
 
 
 def test_what_an_earlier_run_left_changes_no_answer(llama, tokenizer, tmp_path):

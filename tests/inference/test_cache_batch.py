@@ -1,0 +1,98 @@
+"""Test batches of caches: rows of any lengths give the tokens and logits of each prompt alone."""
+
+import pytest
+import torch
+from helpers.tiny_models import make_model, tokens
+from transformers import DynamicCache
+
+import rope_patch
+from rope_patch.inference.cache_batch import CacheBatch, token_bytes
+from rope_patch.inference.greedy_decoder import GreedyDecoder
+
+LENGTHS = (30, 47, 38)  # tokens
+METHODS = {"none": {}, "yarn": {"method": "yarn", "factor": 4}, "nope": {"method": "nope"}}
+
+
+@pytest.fixture(params=METHODS)
+def model(request):
+    model = make_model("llama", vocab_size=128)
+    if request.param == "none":
+        yield model
+        return
+    with rope_patch.patch(model, **METHODS[request.param]):
+        yield model
+
+
+def prompts():
+    return [tokens(length, seed=length)[0].tolist() for length in LENGTHS]
+
+
+@torch.no_grad()
+def read(model, ids):
+    cache = DynamicCache()
+    model(torch.tensor([ids[:-1]]), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def read_batch(model, room):
+    batch = CacheBatch([length - 1 for length in LENGTHS], room, rope_patch.current(model))
+    for row, ids in enumerate(prompts()):
+        batch.fill_row(row, read(model, ids))
+    return batch
+
+
+@torch.no_grad()
+def one_pass(model, ids):
+    return model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+def test_rows_have_the_logits_of_their_prompts(model):
+    batch, rows = read_batch(model, 3), prompts()
+    for step in range(3):
+        fed = torch.tensor([[ids[-1]] for ids in rows])
+        with torch.no_grad():
+            got = model(fed, use_cache=True, **batch.inputs(fed.device)).logits[:, -1]
+        expected = torch.stack([one_pass(model, ids) for ids in rows])
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+        if step == 0:  # the last row takes the first one's place
+            batch.drop_row(0)
+            rows = [rows[2], rows[1]]
+        for row, ids in enumerate(rows):
+            ids.append(7 + row)
+
+
+def test_greedy_answers_equal_those_of_transformers_until_each_ends(model):
+    rooms = (6, 12, 9)
+    expected = []
+    for ids, room in zip(prompts(), rooms, strict=True):
+        options = {"max_new_tokens": room, "do_sample": False, "eos_token_id": None}
+        expected.append(model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist())
+    end = expected[2][4]  # the third ends at this token, wherever it comes first
+    cut = [ids[: ids.index(end)] if end in ids else ids for ids in expected]
+    cut[1] = cut[1][:2]
+    decoder = GreedyDecoder(model, {end})
+    is_done = [lambda ids: False, lambda ids: len(ids) == 2, lambda ids: False]
+    last = [ids[-1] for ids in prompts()]
+    got = decoder.decode_batch(read_batch(model, max(rooms)), last, rooms, is_done)
+    assert got == cut
+    alone = [
+        decoder.decode(read(model, ids), ids[-1], room, done)
+        for ids, room, done in zip(prompts(), rooms, is_done, strict=True)
+    ]
+    assert alone == cut
+
+
+def test_layers_that_drop_keys_are_refused():
+    model = make_model("gemma3", vocab_size=128)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(40), past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="keep all keys, got DynamicSlidingWindowLayer"):
+        CacheBatch([40], 1).fill_row(0, cache)
+
+
+def test_bytes_of_a_token_are_those_of_its_keys_and_values():
+    model = make_model("llama", vocab_size=128)
+    config = model.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert token_bytes(model, torch.device("cpu")) == 4 * numbers
