@@ -245,6 +245,7 @@ def _run_metadata(session: Session, total: float) -> RunMetadata:
         "date": provenance.now(),
         "seconds": {**session.seconds, "total": total + session.earlier_seconds},
         "continued": session.continued,
+        "untimed_answers": session.answers.untimed,
         "prompt_tokens": session.tokens,
         "peak_memory": provenance.peak_memory(),
         "hardware": provenance.hardware(),

@@ -256,7 +256,7 @@ class TokenCounts(TypedDict):
     """Tokens of the prompts.
 
     Attributes:
-        asked: Tokens of all prompts.
+        asked: Tokens of all prompts over 512 tokens; choices after a prompt add nothing.
         read: Tokens that went through the model; the rest came from a shared prefix.
     """
 
@@ -272,12 +272,14 @@ class LaterRunKeys(TypedDict, total=False):
         cautions: What the plain model does no better than chance.
         chat_template: The fingerprint of the chat template around questions; None without one.
         looks: Samples a task at the longest length, at each look of `--until-decided`; else empty.
+        untimed_answers: An earlier run's answers whose time is not known.
     """
 
     failed: list[str]
     cautions: list[str]
     chat_template: str | None
     looks: Sequence[int]
+    untimed_answers: int
 
 
 class RunMetadata(LaterRunKeys):
@@ -299,7 +301,7 @@ class RunMetadata(LaterRunKeys):
         processes: The number of processes.
         date: The time at the end, in UTC.
         seconds: Seconds by part, and in `total`.
-        continued: Whether an earlier run left results; `seconds` lacks the time of its answers.
+        continued: Whether an earlier run left results; `seconds` includes their time.
         prompt_tokens: Tokens of the prompts.
         peak_memory: Bytes.
         hardware: The machine.

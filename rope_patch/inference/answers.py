@@ -114,7 +114,7 @@ class AnswerStore:
             answer: Plain data.
             seconds: Time that it took; files of earlier versions have none.
         """
-        entry = {"key": key, "answer": answer}
+        entry: dict[str, Any] = {"key": key, "answer": answer}
         if seconds is not None:
             entry["seconds"] = round(seconds, 3)
         sealed = checksums.seal(entry)

@@ -8,6 +8,7 @@ from helpers.evaluations import answer_lines, measured_numbers, request
 
 from rope_patch.evaluation.measures import perplexity
 from rope_patch.evaluation.pipeline import evaluate
+from rope_patch.utils import checksums
 from rope_patch.utils.checksums import unseal
 
 TASKS = ("rp_json_kv_ll", "perplexity")
@@ -152,3 +153,24 @@ def test_a_run_that_uses_pieces_of_an_earlier_one_says_so_and_counts_their_time(
     assert pieces_seconds > 0
     assert second["seconds"]["perplexity"] >= pieces_seconds
     assert second["seconds"]["total"] >= second["seconds"]["perplexity"]
+
+
+def test_a_run_that_uses_answers_of_an_earlier_one_counts_their_time(tmp_path):
+    eval_request = request(tmp_path, tasks=("rp_json_kv_ll",), lengths=(448,))
+    first = evaluate(eval_request)["run"]
+    answers = tmp_path / "cache" / "answers-0.jsonl"
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert 0 < sum(line["seconds"] for line in lines) <= first["seconds"]["total"]
+    second = evaluate(eval_request)["run"]
+    assert second["continued"]
+    assert second["untimed_answers"] == 0
+    # Controls are in the total alone.
+    counted = sum(line["seconds"] for line in lines)
+    assert second["seconds"]["total"] >= counted
+    assert 0 < second["seconds"]["retrieval"] <= second["seconds"]["total"]
+    for line in lines:  # as earlier versions wrote them
+        del line["seconds"], line["digest"]
+    sealed = [json.dumps(checksums.seal(line)) for line in lines]
+    answers.write_text("\n".join(sealed) + "\n")
+    third = evaluate(eval_request)["run"]
+    assert third["untimed_answers"] == len(lines)

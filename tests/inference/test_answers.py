@@ -170,3 +170,19 @@ def test_keys_depend_on_every_part_and_not_on_the_order_of_names():
     ]
     assert len({answer_key(*part) for part in parts}) == len(parts)
     assert answer_key({"a": 1, "b": 2}) == answer_key({"b": 2, "a": 1})
+
+
+def test_the_time_of_an_earlier_runs_answers_is_claimed_once(tmp_path):
+    first = AnswerStore(tmp_path)
+    first.put("a", {"text": "x"}, 1.5)
+    first.put("b", {"text": "y"}, 2.0)
+    first.put("old", {"text": "z"})  # as earlier versions wrote it
+    first.put("failed", {"error": "boom"}, 9.0)
+    assert first.claim_earlier_seconds(["a", "b", "old"]) == 0  # this run's own
+    second = AnswerStore(tmp_path)
+    second.put("new", {"text": "n"}, 4.0)
+    second.reload()
+    assert second.claim_earlier_seconds(["a", "a", "new", "failed"]) == 1.5
+    assert second.claim_earlier_seconds(["a", "b", "old"]) == 2.0
+    assert second.untimed == 1
+    assert second["a"] == {"text": "x"}

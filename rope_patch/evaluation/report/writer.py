@@ -242,12 +242,19 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
         "Git revision": run.get("git_revision"),
         "Date": re.sub(r"T(\d\d:\d\d).*(\+00:00|Z)$", r" \1 UTC", str(run.get("date") or "")),
         "Time": f"{took} ({parts})" if took and parts else took or parts,
-        "Continued": "an earlier run left answers, whose time is not counted"
-        if run.get("continued")
-        else None,
+        "Continued": _continued_text(run) if run.get("continued") else None,
         "Peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
     }
     return [(k, one_line(v)) for k, v in facts.items() if v is not None and v != ""]
+
+
+def _continued_text(run: Mapping[str, Any]) -> str:
+    """Return whether the time of an earlier run's results is in the time of this one."""
+    untimed = run.get("untimed_answers")  # reports of earlier versions lack it
+    if untimed == 0:
+        return "an earlier run left results, whose time is counted"
+    count = "" if untimed is None else f"{untimed:,} "
+    return f"an earlier run left {count}answers, whose time is not counted"
 
 
 def _rotation_text(geometry: Mapping[str, GeometryRecord]) -> str:
