@@ -45,8 +45,8 @@ def main(
             "unless given."
         ),
     ] = "",
-    samples: Annotated[int, typer.Option(help="Of each task at each length.", min=1)] = 5,
-    per_text: Annotated[int, typer.Option(help="Samples that share a text.", min=1)] = 5,
+    samples: Annotated[int, typer.Option(help="Of each task at each length.", min=1)] = 4,
+    per_text: Annotated[int, typer.Option(help="Samples that share a text.", min=1)] = 4,
     out: Annotated[Path | None, typer.Option(help="A file for the results as JSON.")] = None,
 ) -> None:
     """Time plain lm-eval and this package's evaluation on the same samples."""
