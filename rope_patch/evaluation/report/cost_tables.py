@@ -179,7 +179,16 @@ def size_text(size: int | None) -> str:
 
 def _short_cell(stats: RunStatistics, task: ShortRecord, label: str) -> Cell:
     measured = stats.short(task, label)
-    return Cell(text=NOTHING, tip="not measured") if measured is None else _scored_cell(measured)
+    if measured is None:
+        return Cell(text=NOTHING, tip="not measured")
+    cell = _scored_cell(measured)
+    if measured[1] is not None and len(stats.results.get("short") or []) == 1:
+        # It is all tasks together.
+        star = _significance_star(stats, label)
+        return replace(
+            cell, text=f"{cell.text}{star}", tip=f"{cell.tip}, {short_p_text(stats, label)}"
+        )
+    return cell
 
 
 def _scored_cell(measured: tuple[Interval, PairedTest | None]) -> Cell:
@@ -191,9 +200,6 @@ def _scored_cell(measured: tuple[Interval, PairedTest | None]) -> Cell:
         change = against.difference
         tip += f"; against the plain model {points_text(change.estimate)} points "
         tip += f"({points_range(change)})"
-        if len(stats.results.get("short") or []) == 1:  # it is all tasks together
-            tip += f", {short_p_text(stats, label)}"
-            text += _significance_star(stats, label)
     return Cell(text=text, note=span, tip=tip)
 
 
