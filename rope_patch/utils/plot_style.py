@@ -14,6 +14,7 @@ PALETTE = {
     "paper": ("#fefefe", "#15181d"),
     "shade": ("#f4f1ea", "#221f1a"),
     "plain": ("#6b7480", "#98a2ae"),
+    "rest": ("#b3bac3", "#59626d"),
     "control": ("#1d222a", "#dfe3e8"),
     "m0": ("#0068b0", "#56b4f5"),
     "m1": ("#d05a00", "#ff9447"),

@@ -28,7 +28,7 @@ def test_compare_measures_the_plain_model_first_and_prints_the_report_path(compa
     folder, result = compare_run
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith(f"\n\n{folder / 'report.html'}\n")
-    assert "Each method, with 95% intervals\n  method " in result.stdout
+    assert "Methods, best first by " in result.stdout
     results = json.loads((folder / "report.json").read_text())
     assert [m["label"] for m in results["methods"]] == ["none", "yarn ×2"]
     assert [entry["task"] for entry in results["control"]] == ["rp_niah_single_2_ll"]
@@ -44,7 +44,7 @@ def test_report_is_rebuilt_from_stored_results(compare_run, tmp_path):
     assert (status, err) == (0, "")
     report_folder = tmp_path / "again"
     assert out.endswith(f"\n\n{report_folder / 'report.html'}\n")
-    assert "Each method, with 95% intervals\n  method " in out
+    assert "Methods, best first by " in out
     for name in ("report.json", "report.md"):
         assert (report_folder / name).read_text() == (folder / name).read_text()
 

@@ -12,8 +12,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from rope_patch.benchmarks.kernels.benchmark import COPY
 from rope_patch.benchmarks.kernels.tables import COLOURS, PHASES, default_layout_cases, row_of
 from rope_patch.benchmarks.kernels.workers import BACKWARD, FORWARD
-from rope_patch.evaluation.report import figures
-from rope_patch.evaluation.report.figures import PALETTE, Picture
+from rope_patch.evaluation.report.picture import Picture, render_picture
+from rope_patch.utils.plot_style import PALETTE
 
 _PHASES = (FORWARD, BACKWARD)
 _MARKERS = "osD^vPX<>*"
@@ -62,7 +62,7 @@ def draw(results: dict[str, Any]) -> Picture | None:
         return figure
 
     alt = "Per cent of a copy's speed by length, a line for each contender"
-    return figures.render_picture("speed", alt, paint)
+    return render_picture("speed", alt, paint)
 
 
 def _points(results: dict[str, Any], shape: str, phase: str) -> Points:

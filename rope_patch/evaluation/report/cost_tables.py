@@ -19,9 +19,17 @@ from rope_patch.evaluation.report.format import (
     points_text,
 )
 from rope_patch.evaluation.report.method_row import method_row
+from rope_patch.evaluation.report.ranking import PLAIN
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.retrieval_tables import SIGNIFICANCE_LEVEL
-from rope_patch.evaluation.report.table import Cell, Row, Table, perplexity_cell, ratio_cell
+from rope_patch.evaluation.report.table import (
+    Cell,
+    Row,
+    Table,
+    perplexity_cell,
+    ratio_cell,
+    ratio_column,
+)
 from rope_patch.evaluation.results_schema import ShortRecord
 from rope_patch.statistics import Interval, PairedTest
 
@@ -31,28 +39,36 @@ _MAX_FAILURES = 50  # failures that are listed one by one
 def short_table(stats: RunStatistics) -> Table | None:
     """Return short tasks and perplexity within the trained length, against the plain model."""
     tasks = stats.results.get("short") or []
-    columns = [Cell(text=one_line(task["task"])) for task in tasks]
+    columns = [
+        (
+            Cell(text=one_line(task["task"])),
+            [_short_cell(stats, task, label) for label in stats.labels],
+        )
+        for task in tasks
+    ]
     if len(tasks) > 1:
-        columns.append(Cell(text="all tasks"))
-    priced = stats.plain in stats.losses and len(stats.losses) > 1
-    if priced:
-        columns.append(Cell(text=f"perplexity up to {stats.trained_length:,}"))
-    rows = []
-    for label in stats.labels:
-        cells = [_short_cell(stats, task, label) for task in tasks]
-        if len(tasks) > 1:
-            cells.append(_overall_cell(stats, label))
-        if priced and stats.plain is not None:
-            plain = label == stats.plain
-            cells.append(
-                ratio_cell(None if plain else stats.ratio(label, stats.plain, beyond=False))
-            )
-        if any(cell.text != NOTHING for cell in cells):
-            rows.append(method_row(stats, label, cells))
+        head = Cell(text="all tasks", note="points more than the plain model")
+        columns.append((head, [_overall_cell(stats, label) for label in stats.labels]))
+    if stats.plain in stats.losses and len(stats.losses) > 1:
+        ratios = [
+            None
+            if stats.plain is None or label == stats.plain
+            else stats.ratio(label, stats.plain, beyond=False)
+            for label in stats.labels
+        ]
+        head_text = f"perplexity up to {stats.trained_length:,}"
+        columns.append(ratio_column(ratios, head_text, "the plain model"))
+    by_label = {label: [cells[i] for _, cells in columns] for i, label in enumerate(stats.labels)}
+    rows = [
+        method_row(stats, label, cells)
+        for label, cells in by_label.items()
+        if any(cell.text != NOTHING for cell in cells)
+    ]
     if not rows:
         return None
     name = "The price within the trained length"
-    return Table(name=name, corner="method", columns=columns, rows=rows, groups=[])
+    heads = [head for head, _ in columns]
+    return Table(name=name, corner="method", columns=heads, rows=rows, groups=[])
 
 
 def chance_text(stats: RunStatistics) -> str:
@@ -134,7 +150,7 @@ def control_table(stats: RunStatistics) -> Table | None:
             far = stats.accuracy(label, lengths=stats.lengths_beyond_training)
             if far is not None:
                 name = f"plain model beyond {stats.trained_length:,} tokens"
-                rows.append(Row(name=name, cells=_control_cells(far, "falls"), key="plain"))
+                rows.append(Row(name=name, cells=_control_cells(far, "falls"), key=PLAIN))
     for task, length, interval, chance in stats.controls:
         expected = f"about {chance:.0%}"
         name = f"{task_name(task)} without its needle, {length:,} tokens"
@@ -208,10 +224,10 @@ def _overall_cell(stats: RunStatistics, label: str) -> Cell:
     if against is None:
         return Cell(text=NOTHING)
     change, span = against.difference, points_range(against.difference)
-    text = f"{points_text(change.estimate)} points"
-    tip = f"{text} against the plain model, 95% interval {span}, {n_text(change)}"
-    text += _significance_star(stats, label)
-    return Cell(text=text, note=span, tip=f"{tip}, {short_p_text(stats, label)}")
+    text = points_text(change.estimate)
+    tip = f"{text} points against the plain model, 95% interval {span}, {n_text(change)}"
+    star = _significance_star(stats, label)
+    return Cell(text=f"{text}{star}", note=span, tip=f"{tip}, {short_p_text(stats, label)}")
 
 
 def _significance_star(stats: RunStatistics, label: str) -> str:

@@ -10,6 +10,7 @@ from rope_patch.utils import errors
 from rope_patch.utils.checksums import digest
 
 NOTHING = "–"
+_MANY_TIMES = 3  # a ratio from which on "times" reads better than a percentage
 
 
 def one_line(text: Any) -> str:
@@ -64,31 +65,71 @@ def perplexity_range(interval: Interval) -> str:
     return f"{perplexity_text(interval.low)}–{perplexity_text(interval.high)}"
 
 
-def change_text(change: float | None) -> str:
-    """Return a ratio as a change: +0.7%, −3.0%, and ×3.0 from a factor of two on."""
-    if change is None or math.isnan(change):
-        return NOTHING
-    if not math.isfinite(change):
-        return "×∞"
-    if not 0.5 < change < 2:
-        return f"×{change:,.0f}" if change >= 10 else f"×{change:.{1 if change >= 2 else 2}f}"
-    percent = f"{abs(change - 1):.1%}"
-    sign = "±" if percent == "0.0%" else "+" if change > 1 else "−"
-    return sign + percent
+def in_percent(*intervals: Interval | None) -> bool:
+    """Return whether ratios read well as percentages: none is as much as three times."""
+    values = [v for i in intervals if i is not None for v in (i.low, i.estimate, i.high)]
+    return all(1 / _MANY_TIMES < value < _MANY_TIMES for value in values if not math.isnan(value))
 
 
-def change_range(interval: Interval) -> str:
-    """Return an interval of ratios: −0.2 to +1.6%; nothing without bounds."""
+def change_text(interval: Interval, *, percent: bool | None = None, unit: bool = True) -> str:
+    """Return a ratio as a change, +0.7% or −3.0%, or as a factor, ×5.4.
+
+    Args:
+        interval: The ratio.
+        percent: Whether as a percentage; where that reads well if None.
+        unit: Whether with its unit.
+    """
+    return _ratio_text(interval.estimate, interval, percent, unit)
+
+
+def change_range(interval: Interval, *, percent: bool | None = None, unit: bool = True) -> str:
+    """Return an interval of ratios in one unit: −0.2 to +1.6%, ×2.0–2.2; nothing without bounds."""
     if interval.low <= 0 and interval.high == math.inf:
         return ""
-    low, high = change_text(interval.low), change_text(interval.high)
-    return f"{low.removesuffix('%') if high.endswith('%') else low} to {high}"
+    as_percent = in_percent(interval) if percent is None else percent
+    low, high = (_ratio_text(v, interval, as_percent, unit) for v in (interval.low, interval.high))
+    if as_percent:
+        return f"{low.removesuffix('%')} to {high}"
+    return f"{low}–{high.removeprefix('×')}"
+
+
+def _ratio_text(value: float, interval: Interval, percent: bool | None, unit: bool) -> str:
+    if math.isnan(value):
+        return NOTHING
+    if in_percent(interval) if percent is None else percent:
+        text = f"{100 * abs(value - 1):.1f}"
+        sign = "±" if text == "0.0" else "+" if value > 1 else "−"
+        return f"{sign}{text}{'%' * unit}"
+    return f"{'×' * unit}{_factor_text(value, interval.high - interval.low)}"
+
+
+def _factor_text(value: float, width: float) -> str:
+    """Return a factor to as many digits as its interval's width leaves a meaning."""
+    if not math.isfinite(value):
+        return "∞"
+    if value >= 10:
+        return f"{value:,.0f}"
+    digits = 3 if width < 0.1 else 2 if width < 1 or value < 1 else 1
+    return f"{value:.{digits}f}" if value >= 0.005 else "<0.01"
 
 
 def points_text(difference: float) -> str:
     """Return a difference of shares in points: +1.2, −3.0."""
     text = f"{abs(100 * difference):.1f}"
     return ("±" if text == "0.0" else "+" if difference > 0 else "−") + text
+
+
+def nats_text(nats: float) -> str:
+    """Return a loss in nats to two digits behind the point: 0.89, −4.10."""
+    return f"{nats:.2f}".replace("-", "−")
+
+
+def nats_range(interval: Interval) -> str:
+    """Return an interval of losses: 0.41–0.80, −4.20 to −0.89; nothing without bounds."""
+    if not math.isfinite(interval.half_width):
+        return ""
+    low, high = nats_text(interval.low), nats_text(interval.high)
+    return f"{low} to {high}" if "−" in low + high else f"{low}–{high}"
 
 
 def points_range(interval: Interval) -> str:

@@ -4,24 +4,78 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from rope_patch.evaluation.report.figures import PALETTE, heat_colours
+from rope_patch.evaluation.report.figures import heat_colours
+from rope_patch.evaluation.report.ranking import MAX_ROWS, Ranking
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-from rope_patch.evaluation.report.retrieval_tables import heat_maps
+from rope_patch.evaluation.report.retrieval_tables import heat_maps, uniform_tasks
 from rope_patch.evaluation.report.table import Table
+from rope_patch.utils.plot_style import PALETTE
 
 _INK, _MUTED = PALETTE["ink"][0], PALETTE["muted"][0]
 _CELL, _ROW = 0.85, 0.5  # inches
 
 
-def draw_heat_maps(stats: RunStatistics) -> dict[str, bytes]:
-    """Return a PNG for each task with depths, by file name without ending; a panel a method."""
-    maps = {task: heat_maps(stats, task) for task in stats.tasks}
-    return {picture_name(task): _png(tables) for task, tables in maps.items() if tables}
+def draw_heat_maps(stats: RunStatistics, ranking: Ranking) -> dict[str, bytes]:
+    """Return a PNG for each task whose depths differ, by file name without ending.
+
+    It has a panel for each of the best methods.
+    """
+    maps = {task: depth_maps(stats, ranking, task)[0] for task in stats.tasks}
+    return {
+        picture_name(task): _png(tables[:MAX_ROWS])
+        for task, tables in maps.items()
+        if tables and not single_samples(stats, task)
+    }
+
+
+def single_samples(stats: RunStatistics, task: str) -> bool:
+    """Return whether no cell of a task's heat maps has more than one sample, which is no rate."""
+    counts = Counter(
+        (label, s["length"], s.get("depth"))
+        for label in stats.labels
+        for s in stats.samples(label, task)
+    )
+    return max(counts.values(), default=0) < 2
+
+
+def depth_maps(stats: RunStatistics, ranking: Ranking, task: str) -> tuple[list[Table], list[str]]:
+    """Return a task's heat maps, best method first, and lines on methods without a difference.
+
+    A map that is the same in each cell, none right or all, says no more than a line does.
+
+    Args:
+        stats: One run's statistics.
+        ranking: The order of its methods.
+        task: The task's name.
+    """
+    if task in uniform_tasks(stats):
+        return [], []
+    by_name = {table.name: table for table in heat_maps(stats, task)}
+    tables: list[Table] = []
+    uniform: dict[str, list[str]] = {}
+    for labels in ranking.groups:
+        name = next((n for label in labels if (n := stats.names[label]) in by_name), None)
+        if name is None:
+            continue
+        table, joined = by_name[name], " = ".join(stats.names[label] for label in labels)
+        shares = {cell.share for row in table.rows for cell in row.cells if cell.share is not None}
+        if shares in ({0.0}, {1.0}):
+            uniform.setdefault("All" if shares == {1.0} else "None", []).append(joined)
+        else:
+            colour = ranking.colours[labels[0]]
+            tables.append(replace(table, name=joined, key=colour))
+    lines = [
+        f"{share} right at every length and depth: {', '.join(names)}."
+        for share, names in uniform.items()
+    ]
+    return tables, lines
 
 
 def picture_name(task: str) -> str:

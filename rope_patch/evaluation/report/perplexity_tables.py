@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from rope_patch.evaluation.report.format import NOTHING, perplexity_text
+from rope_patch.evaluation.report.format import (
+    NOTHING,
+    nats_range,
+    nats_text,
+    perplexity_text,
+)
 from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.results.perplexity import Curve
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
@@ -17,9 +22,9 @@ from rope_patch.evaluation.report.table import (
     length_groups,
     length_heads,
     perplexity_cell,
-    ratio_cell,
+    ratio_column,
 )
-from rope_patch.statistics import Interval
+from rope_patch.statistics import Interval, MeanTest
 
 
 def tables(stats: RunStatistics) -> list[Table]:
@@ -48,26 +53,41 @@ def sliding_table(stats: RunStatistics) -> Table | None:
 
 
 def answer_table(stats: RunStatistics) -> Table | None:
-    """Return how probable the right answers are, as perplexity."""
+    """Return how likely the right answers are, with the floor: the same without them in the text.
+
+    The floor stands at the length where it was measured, which is the shortest.
+    """
     rows = []
     columns = length_heads(stats.lengths, stats.trained_length)
     for label in stats.labels:
         losses = [stats.answer_loss(label, length) for length in stats.lengths]
         if any(losses):
             cells = [
-                Cell(text=_exp_text(loss.mean.estimate) if loss else NOTHING, beyond=head.beyond)
+                _loss_cell(loss, beyond=head.beyond)
                 for loss, head in zip(losses, columns, strict=True)
             ]
             rows.append(method_row(stats, label, cells))
     if not rows:
         return None
+    if stats.floor is not None:
+        cells = [_loss_cell(None, beyond=head.beyond) for head in columns]
+        cells[0] = _loss_cell(stats.floor, beyond=columns[0].beyond)
+        rows.append(Row(name="answer not in the text", key=CONTROL, cells=cells))
     return Table(
-        name="Perplexity of the right answers, mean of all questions' tasks",
+        name="Loss of the right answers (nats a token), mean of all questions' tasks",
         corner="method",
         columns=columns,
         rows=rows,
         groups=length_groups(columns, stats.trained_length),
     )
+
+
+def controls(stats: RunStatistics) -> list[tuple[str, Curve]]:
+    """Return the controls of perplexity, each with its name."""
+    record = stats.control_record
+    if not stats.control or record is None:
+        return []
+    return [(f"text cut to {record['context']:,}", stats.control)]
 
 
 def representative_positions(stats: RunStatistics) -> list[int]:
@@ -83,14 +103,20 @@ def representative_positions(stats: RunStatistics) -> list[int]:
     return sorted({min(ends, key=lambda end: abs(end - target)) for target in targets})
 
 
-def _exp_text(nll: float) -> str:
-    return perplexity_text(math.exp(nll) if nll < 700 else math.inf)
+def _loss_cell(loss: MeanTest | None, *, beyond: bool) -> Cell:
+    if loss is None:
+        return Cell(text=NOTHING, tip="not measured", beyond=beyond)
+    text, span = nats_text(loss.mean.estimate), nats_range(loss.mean)
+    token = perplexity_text(math.exp(min(loss.mean.estimate, 700)))
+    tip = f"{text} nats a token (perplexity {token}), 95% interval {span or 'unknown'}"
+    tip += f", n = {loss.mean.n:,.0f}, {loss.mean.effective_n:,.0f} texts"
+    return Cell(text=text, note=span, tip=tip, beyond=beyond)
 
 
 def _by_position(stats: RunStatistics) -> Table:
     curves = {label: stats.curve(label) for label in stats.losses}
     name = "Perplexity of the window that ends at a position"
-    return _by_length(stats, name, representative_positions(stats), curves, stats.control)
+    return _by_length(stats, name, representative_positions(stats), curves, controls(stats))
 
 
 def _by_length(
@@ -98,7 +124,7 @@ def _by_length(
     name: str,
     lengths: list[int],
     curves: dict[str, Curve],
-    control: Curve | None = None,
+    controls: Sequence[tuple[str, Curve]] = (),
 ) -> Table:
     columns = length_heads(lengths, stats.trained_length)
 
@@ -109,43 +135,42 @@ def _by_length(
         ]
 
     rows = [method_row(stats, label, cells(curve)) for label, curve in curves.items() if curve]
-    if control and stats.control_record:
-        name_of_control = f"control (last {stats.control_record['context']:,} tokens)"
-        rows.append(Row(name=name_of_control, key=CONTROL, cells=cells(control)))
+    rows += [Row(name=label, key=CONTROL, cells=cells(curve)) for label, curve in controls]
     groups = length_groups(columns, stats.trained_length)
     return Table(name=name, corner="tokens", columns=columns, rows=rows, groups=groups)
 
 
 def _averages(stats: RunStatistics) -> Table:
-    columns: list[Cell] = []
-    rows = {label: method_row(stats, label, []) for label in stats.losses}
+    labels = list(stats.losses)
+    columns: list[tuple[Cell, list[Cell]]] = []
     for beyond in (False, True):
-        averages = {label: stats.average(label, beyond=beyond) for label in rows}
-        if not any(averages.values()):
+        averages = [stats.average(label, beyond=beyond) for label in labels]
+        if not any(averages):
             continue
-        columns.append(Cell(text="perplexity", beyond=beyond))
-        for label, row in rows.items():
-            row.cells.append(perplexity_cell(averages[label], beyond=beyond))
-        if stats.plain in rows:
-            columns.append(Cell(text="vs plain", beyond=beyond))
-            for label, row in rows.items():
-                ratio = None if label == stats.plain else _ratio_to_plain(stats, label, beyond)
-                row.cells.append(ratio_cell(ratio, beyond=beyond))
-        if beyond and stats.control:
-            columns.append(Cell(text="vs control", beyond=True))
-            for label, row in rows.items():
-                row.cells.append(ratio_cell(stats.ratio_to_control(label), beyond=True))
+        cells = [perplexity_cell(average, beyond=beyond) for average in averages]
+        columns.append((Cell(text="perplexity", beyond=beyond), cells))
+        if stats.plain in labels:
+            ratios = [_ratio_to_plain(stats, label, beyond) for label in labels]
+            columns.append(ratio_column(ratios, "", "the plain model", beyond=beyond))
+        if beyond and (names := controls(stats)):
+            ratios = [stats.ratio_to_control(label) for label in labels]
+            columns.append(ratio_column(ratios, "", f"the {names[0][0]}", beyond=True))
     return Table(
         name="Perplexity averaged over all blocks",
-        corner="average",
-        columns=columns,
-        rows=list(rows.values()),
-        groups=length_groups(columns, stats.trained_length),
+        corner="method",
+        columns=[head for head, _ in columns],
+        rows=[
+            method_row(stats, label, [cells[i] for _, cells in columns])
+            for i, label in enumerate(labels)
+        ],
+        groups=length_groups([head for head, _ in columns], stats.trained_length),
     )
 
 
 def _ratio_to_plain(stats: RunStatistics, label: str, beyond: bool) -> Interval | None:
-    return None if stats.plain is None else stats.ratio(label, stats.plain, beyond=beyond)
+    if stats.plain is None or label == stats.plain:
+        return None
+    return stats.ratio(label, stats.plain, beyond=beyond)
 
 
 def _within_and_beyond(

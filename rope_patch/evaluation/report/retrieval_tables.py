@@ -32,7 +32,25 @@ def tables(stats: RunStatistics) -> list[Table]:
     """Return averages over all tasks, and every task by itself."""
     if not stats.tasks:
         return []
-    return [*([_averages(stats)] if len(stats.averaged_tasks) > 1 else []), _by_task(stats)]
+    averages = [_averages(stats)] if len(stats.averaged_tasks) > 1 else []
+    return [*averages, *filter(None, [_by_task(stats)])]
+
+
+def uniform_tasks(stats: RunStatistics) -> dict[str, str]:
+    """Return a line for each task whose answers are all wrong, or all right, by task."""
+    lines = {}
+    for task in stats.tasks:
+        scores = [s["score"] for label in stats.labels for s in stats.samples(label, task)]
+        if len(scores) > 1 and set(scores) in ({0.0}, {1.0}):
+            hits = f"{sum(scores):,.0f} of {len(scores):,}"
+            lines[task] = (
+                f"{task_name(task)}: all {hits} answers are right, with every method, at every "
+                "length and depth."
+                if scores[0]
+                else f"{task_name(task)}: {hits} answers are right, whatever the method, length "
+                "and depth."
+            )
+    return lines
 
 
 def retention_table(stats: RunStatistics) -> Table | None:
@@ -97,9 +115,13 @@ def _task_lengths(stats: RunStatistics, task: str) -> list[int]:
     return sorted({s["length"] for label in stats.labels for s in stats.samples(label, task)})
 
 
-def _by_task(stats: RunStatistics) -> Table:
+def _by_task(stats: RunStatistics) -> Table | None:
     columns = length_heads(stats.lengths, stats.trained_length)
-    rows = [row for task in stats.tasks for row in _task_rows(stats, task, task_name(task))]
+    uniform = uniform_tasks(stats)
+    tasks = [task for task in stats.tasks if task not in uniform]
+    rows = [row for task in tasks for row in _task_rows(stats, task, task_name(task))]
+    if not rows:
+        return None
     return Table(
         name="Accuracy by task and length",
         corner="task, method",

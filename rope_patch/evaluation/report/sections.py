@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rope_patch import tasks
 from rope_patch.evaluation.report import cost_tables, heatmap, perplexity_tables, retrieval_tables
-from rope_patch.evaluation.report.figures import Picture
 from rope_patch.evaluation.report.format import filter_mark, one_line
 from rope_patch.evaluation.report.gaps import find_gaps
+from rope_patch.evaluation.report.picture import Picture
+from rope_patch.evaluation.report.ranking import MAX_ROWS, Ranking
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.table import Table
@@ -43,7 +44,8 @@ _HEAT = (
 _FEW = "With fewer than 10 samples a cell, this proves that it can happen, not how often it does."
 _CURVES = (
     "Each point is one window of {window:,} tokens of {texts}, every token given all the text "
-    "before it; lower is better. Bands are 95% bootstrap intervals."
+    "before it; lower is better. Bands are 95% bootstrap intervals of the plain "
+    "model and the best method; the table has the others'."
 )
 _CONTROL = (
     "The control is the plain model on the same tokens, given only the last {context:,} before "
@@ -63,8 +65,9 @@ _SLIDING = (
     "that the length leaves: what a longer context is worth."
 )
 _ANSWERS = (
-    "How probable the right answers are, which moves before accuracy does: per token, given the "
-    "prompt."
+    "How likely the right answers are, given the prompt: this moves before accuracy does. 0 nats a "
+    "token is certain, 0.69 is one in two, 2.3 is one in ten. The floor is the plain model's loss "
+    "where the answer is not in the text."
 )
 _STRETCH = (
     "How many times slower each rotated pair turns, by the tokens that one turn took in training. "
@@ -85,6 +88,7 @@ _COST = (
     "Ratios are medians of times measured in turns, with the smallest and the largest of the "
     "repeats, which are too few for an interval."
 )
+_TIMES = "Time and memory"
 _CONTROLS = (
     "What must fail for the rest to mean something: the plain model beyond its trained length, and "
     "questions whose text lacks the answer. The latter are answered by guessing alone."
@@ -93,13 +97,34 @@ _CONTROLS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HeatMap:
-    """One task's heat maps, a table for each method."""
+    """One task's heat maps, a table for each method whose depths or lengths differ.
+
+    `shown` and `folded` are those before the fold and behind it, where all are if each cell is a
+    single sample. `picture` is empty then.
+    """
 
     task: str
     note: str
     picture: str
     mark: str
     tables: list[Table]
+    lines: list[str]
+
+    @property
+    def shown(self) -> list[Table]:
+        """Return the maps before the fold."""
+        return self.tables[:MAX_ROWS] if self.picture else []
+
+    @property
+    def fold_text(self) -> str:
+        """Return what the fold is called."""
+        count = len(self.folded)
+        return f"{count} more" if self.shown else f"{count} maps of single samples"
+
+    @property
+    def folded(self) -> list[Table]:
+        """Return the maps behind the fold."""
+        return self.tables[len(self.shown) :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +144,15 @@ class Section:
         return not (self.picture or self.tables or self.heat_maps or self.lines)
 
 
-def sections(stats: RunStatistics, pictures: dict[str, Picture], prefix: str = "") -> list[Section]:
+def sections(
+    stats: RunStatistics, ranking: Ranking, pictures: dict[str, Picture], prefix: str = ""
+) -> list[Section]:
     """Return the sections of what was measured, in order.
 
     Args:
         stats: One run's statistics.
-        pictures: From `figures.draw`.
+        ranking: The order of its methods.
+        pictures: From `figures.draw_figures`.
         prefix: Begins the file names of heat maps.
     """
     retention = _if_any(retrieval_tables.retention_table(stats))
@@ -137,33 +165,40 @@ def sections(stats: RunStatistics, pictures: dict[str, Picture], prefix: str = "
     chance = _if_any(cost_tables.chance_text(stats))
     parts = [
         Section(heading="Cautions", lines=cautions),
-        Section(heading="Retention", notes=[_RETENTION], tables=retention),
-        _accuracy_section(stats, pictures),
-        Section(
-            heading="Accuracy by depth",
-            notes=_heat_notes(stats),
-            heat_maps=_heat_maps(stats, prefix),
-        ),
-        _perplexity_section(stats, pictures),
-        _key_tokens_section(stats),
-        _sliding_section(stats, pictures),
         Section(
             heading="Likelihood of the right answers",
             notes=[_ANSWERS],
             picture=pictures.get("answers"),
             tables=answers,
         ),
+        Section(heading="Retention", notes=[_RETENTION], tables=retention),
+        _accuracy_section(stats, pictures),
+        Section(
+            heading="Accuracy by depth",
+            notes=_heat_notes(stats),
+            heat_maps=_heat_maps(stats, ranking, prefix),
+        ),
+        _perplexity_section(stats, pictures),
+        _key_tokens_section(stats),
+        _sliding_section(stats, pictures),
         Section(
             heading="What the methods change", notes=[_STRETCH], picture=pictures.get("stretch")
         ),
         Section(heading="The price at short context", notes=[_SHORT, *chance], tables=prices),
         Section(heading="Other tasks", notes=[_HARNESS], tables=harness),
-        Section(heading="Time and memory", notes=[_COST], tables=_if_any(costs)),
+        Section(heading=_TIMES, notes=[_COST], tables=_if_any(costs)),
         Section(heading="Controls", notes=[_CONTROLS], tables=_if_any(controls)),
         Section(heading="Samples that failed", lines=[*cost_tables.failure_lines(stats), *failed]),
         Section(heading="Not run", lines=find_gaps(stats.results)),
     ]
-    return [part for part in parts if not part.is_empty]
+    return [
+        replace(
+            part,
+            tables=[ranking.arrange(table, merge=part.heading != _TIMES) for table in part.tables],
+        )
+        for part in parts
+        if not part.is_empty
+    ]
 
 
 def _if_any(*parts: Any) -> list[Any]:
@@ -178,20 +213,25 @@ def _accuracy_section(stats: RunStatistics, pictures: dict[str, Picture]) -> Sec
         notes=[_ACCURACY, *_if_any(likelihood and _LIKELIHOOD, choice and _CHOICE_NOTE)],
         picture=pictures.get("accuracy"),
         tables=retrieval_tables.tables(stats),
+        lines=list(retrieval_tables.uniform_tasks(stats).values()),
     )
 
 
-def _heat_maps(stats: RunStatistics, prefix: str) -> list[HeatMap]:
+def _heat_maps(stats: RunStatistics, ranking: Ranking, prefix: str) -> list[HeatMap]:
     return [
         HeatMap(
             task=task_name(task),
             note=_task_description(task),
-            picture=prefix + heatmap.picture_name(task),
+            picture=""
+            if heatmap.single_samples(stats, task)
+            else prefix + heatmap.picture_name(task),
             mark=filter_mark(task),
             tables=maps,
+            lines=lines,
         )
         for task in stats.tasks
-        if (maps := retrieval_tables.heat_maps(stats, task))
+        for maps, lines in [heatmap.depth_maps(stats, ranking, task)]
+        if maps
     ]
 
 

@@ -1,13 +1,12 @@
-"""The summary: the usable length, by which method, at what cost, in sentences and one table."""
+"""The summary: the usable length, by which method, at what cost, in sentences with numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from rope_patch.evaluation.report.cost_tables import short_p_text, size_text, time_ratio_cell
+from rope_patch.evaluation.report.cost_tables import short_p_text, size_text
 from rope_patch.evaluation.report.format import (
-    NOTHING,
     change_range,
     change_text,
     n_text,
@@ -18,10 +17,9 @@ from rope_patch.evaluation.report.format import (
     points_range,
     points_text,
 )
-from rope_patch.evaluation.report.method_row import method_row
+from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
-from rope_patch.evaluation.report.table import Cell, Table, ratio_cell
 from rope_patch.evaluation.report.verdict import likelihood_sentences
 from rope_patch.statistics import Interval
 
@@ -29,162 +27,33 @@ _MAX_ITEMS = 4  # of a sentence
 _GUESSABLE_ACCURACY = 0.05  # accuracy without a needle from which on answers count as guessable
 
 
-def sentences(stats: RunStatistics) -> list[str]:
-    """Return what the results say, each number with its interval and n; the headline first."""
-    by_likelihood = list(likelihood_sentences(stats))
-    by_accuracy = list(_usable_length_sentences(stats))
+def sentences(stats: RunStatistics, ranking: Ranking | None = None) -> list[str]:
+    """Return what the results say in detail, each number with its interval and n.
+
+    Args:
+        stats: One run's statistics.
+        ranking: The order of its methods.
+    """
+    ranking = ranking or Ranking(stats)
+    chosen = ranking.best
+    by_likelihood = list(likelihood_sentences(stats, ranking))
+    by_accuracy = list(_usable_length_sentences(stats, ranking))
     # Few answers decide by how likely they are before they do by how many are right.
-    chosen = best_method(stats)
     is_usable = chosen is not None and _is_usable_beyond(stats, chosen)
     retrieved = [*by_accuracy[:1], *by_likelihood, *by_accuracy[1:]]
     if by_likelihood and not is_usable:
         retrieved = [*by_likelihood, *by_accuracy]
-    gained = [*retrieved, *_long_perplexity_sentences(stats)]
     lines = [
-        *gained[:1],
-        *_warnings(stats),
-        *gained[1:],
-        *_short_context_sentences(stats),
-        *_time_memory_sentences(stats),
+        *retrieved,
+        *_long_perplexity_sentences(stats, ranking),
+        *_short_context_sentences(stats, ranking),
+        *_time_memory_sentences(stats, chosen),
     ]
     return lines or ["Nothing was measured."]
 
 
-def best_method(stats: RunStatistics) -> str | None:
-    """Return the patched method to speak of; the plain model if there is none.
-
-    It is the one under which right answers are likeliest at the longest length; without
-    likelihoods, the one that is usable the farthest.
-    """
-    labels = stats.patched or stats.labels
-    if stats.verdict_length and (best := stats.best_by_likelihood(stats.verdict_length)):
-        return best
-
-    def rank(label: str) -> tuple[float, float, float]:
-        retention = stats.retention(label, stats.lengths[-1]) if stats.lengths else None
-        far = (
-            stats.accuracy(label, lengths=stats.lengths_beyond_training)
-            if stats.lengths_beyond_training
-            else None
-        )
-        loss = stats.average(label, beyond=True)
-        return (
-            stats.effective_length(label)[0] or 0 if stats.lengths else 0,
-            retention.estimate if retention else far.estimate if far else -1,
-            -loss.estimate if loss and not math.isnan(loss.estimate) else -math.inf,
-        )
-
-    return max(labels, key=rank) if labels else None
-
-
-def summary_table(runs: list[tuple[str, RunStatistics]]) -> Table | None:
-    """Return a row for each method, of each run where there are several.
-
-    Args:
-        runs: Titles and statistics.
-    """
-    heads = _column_heads(runs)
-    rows = [
-        method_row(stats, label, _method_cells(stats, label), title if len(runs) > 1 else "")
-        for title, stats in runs
-        for label in stats.labels
-    ]
-    columns = [i for i in range(len(heads)) if any(row.cells[i].text != NOTHING for row in rows)]
-    if not columns:
-        return None
-    for row in rows:
-        row.cells[:] = [row.cells[i] for i in columns]
-    return Table(
-        name="Each method, with 95% intervals",
-        corner="method",
-        columns=[heads[i] for i in columns],
-        rows=rows,
-        groups=[],
-    )
-
-
-def _column_heads(runs: list[tuple[str, RunStatistics]]) -> list[Cell]:
-    longest = {stats.lengths[-1] for _, stats in runs if stats.lengths}
-    trained = {stats.trained_length for _, stats in runs}
-    at = f"at {longest.pop():,}" if len(longest) == 1 else "at the longest"
-    of = f"{trained.pop():,}" if len(trained) == 1 else "the trained length"
-    return [
-        Cell(text="usable up to", tip=f"retention surely above {THRESHOLD:.0%} up to this length"),
-        Cell(text="RULER's 85.6% to"),
-        Cell(text=f"retention {at}"),
-        Cell(text=f"accuracy beyond {of}"),
-        Cell(text=f"perplexity beyond {of}", tip="against the control, else the plain model"),
-        Cell(text=f"perplexity up to {of}"),
-        Cell(text="short tasks, points"),
-        Cell(text="prompt time"),
-        Cell(text="cache and a step", tip="the most that decoding one token allocates"),
-    ]
-
-
-def _method_cells(stats: RunStatistics, label: str) -> list[Cell]:
-    cost = (stats.results.get("cost") or {}).get(label)
-    near = None
-    if stats.plain is not None and label != stats.plain:
-        near = stats.ratio(label, stats.plain, beyond=False)
-    return [
-        _effective_cell(stats, label),
-        _ruler_cell(stats, label),
-        _share_cell(stats.retention(label, stats.lengths[-1]) if stats.lengths else None),
-        _share_cell(
-            stats.accuracy(label, lengths=stats.lengths_beyond_training)
-            if stats.lengths_beyond_training
-            else None
-        ),
-        _far_perplexity_cell(stats, label),
-        ratio_cell(near),
-        _short_cell(stats, label),
-        time_ratio_cell(cost.get("prompt_ratio") if cost else None),
-        Cell(text=size_text(cost.get("peak_bytes") if cost else None)),
-    ]
-
-
-def _short_cell(stats: RunStatistics, label: str) -> Cell:
-    paired = stats.short_overall(label)
-    if paired is None:
-        return Cell(text=NOTHING)
-    change = paired.difference
-    text, span = points_text(change.estimate), points_range(change)
-    tip = f"{text} points against the plain model, {span}, {n_text(change)}"
-    return Cell(text=text, note=span, tip=f"{tip}, {short_p_text(stats, label)}")
-
-
-def _effective_cell(stats: RunStatistics, label: str) -> Cell:
-    if not stats.lengths:
-        return Cell(text=NOTHING)
-    length, reason = stats.effective_length(label)
-    text = "none shown" if length is None else f"{length:,}"
-    return Cell(text=text, tip=reason, beyond=bool(length and length > stats.trained_length))
-
-
-def _ruler_cell(stats: RunStatistics, label: str) -> Cell:
-    if not stats.has_ruler:
-        return Cell(text=NOTHING)
-    length, reason = stats.ruler_effective_length(label)
-    return Cell(text="none shown" if length is None else f"{length:,}", tip=reason)
-
-
-def _share_cell(interval: Interval | None) -> Cell:
-    if interval is None:
-        return Cell(text=NOTHING)
-    text, span = percent(interval.estimate), percent_range(interval)
-    return Cell(text=text, note=span, tip=f"{text}, 95% interval {span}, {n_text(interval)}")
-
-
-def _far_perplexity_cell(stats: RunStatistics, label: str) -> Cell:
-    if (held := stats.ratio_to_control(label)) is not None:
-        return ratio_cell(held)
-    if stats.plain is None or label == stats.plain:
-        return Cell(text=NOTHING)
-    return ratio_cell(stats.ratio(label, stats.plain, beyond=True))
-
-
-def _usable_length_sentences(stats: RunStatistics) -> Iterator[str]:
-    chosen = best_method(stats)
+def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
+    chosen = ranking.best
     if not stats.tasks or chosen is None:
         return
     trained = f"{stats.trained_length:,}"
@@ -200,11 +69,11 @@ def _usable_length_sentences(stats: RunStatistics) -> Iterator[str]:
                 "was not measured within that length, so no length is called usable."
             )
     else:
-        yield _headline(stats, chosen)
+        yield _usable_length(stats, ranking, chosen)
         usable, reason = stats.effective_length(chosen)
         if usable is not None and usable < stats.lengths[-1]:
             yield f"Why not farther: {reason}."
-    others = [label for label in stats.labels if label != chosen]
+    others = [labels[0] for labels in ranking.groups if labels[0] != chosen]
     if stats.lengths_beyond_training and (
         texts := [t for label in others if (t := _accuracy_phrase(stats, label))]
     ):
@@ -216,10 +85,9 @@ def _is_usable_beyond(stats: RunStatistics, label: str) -> bool:
     return usable is not None and usable > stats.trained_length
 
 
-def _headline(stats: RunStatistics, chosen: str) -> str:
-    """Return the headline: how far the best method is usable."""
-    length = stats.verdict_length
-    is_best = length is not None and len(stats.patched) > 1 and not stats.rivals_of_best(length)
+def _usable_length(stats: RunStatistics, ranking: Ranking, chosen: str) -> str:
+    """Return how far the best method is usable."""
+    is_best = chosen in ranking.shown_best
     among = f", the best of {len(stats.patched)} methods," if is_best else ""
     who = f"With {stats.names[chosen]}{among} the model"
     if chosen == stats.plain:
@@ -256,12 +124,13 @@ def _accuracy_phrase(stats: RunStatistics, label: str) -> str:
     return f"{name} gets {_share_with_interval(far)} right"
 
 
-def _long_perplexity_sentences(stats: RunStatistics) -> Iterator[str]:
+def _long_perplexity_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
     """Yield sentences on perplexity beyond the trained length."""
     if not stats.losses:
         return
     trained = f"{stats.trained_length:,}"
-    averages = {label: stats.average(label, beyond=True) for label in stats.losses}
+    labels = [labels[0] for labels in ranking.groups if labels[0] in stats.losses]
+    averages = {label: stats.average(label, beyond=True) for label in labels}
     measured = {label: interval for label, interval in averages.items() if interval is not None}
     if not measured:
         yield f"No perplexity was measured beyond the trained {trained} tokens."
@@ -300,11 +169,12 @@ def _first_few(texts: list[str]) -> list[str]:
     return [*texts[:_MAX_ITEMS], f"the tables show {left} more"] if left > 0 else texts
 
 
-def _short_context_sentences(stats: RunStatistics) -> Iterator[str]:
+def _short_context_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
     """Yield sentences on what methods cost within the trained length."""
     if stats.plain is None:
         return
-    for label in stats.patched[:4]:
+    patched = [labels[0] for labels in ranking.groups if labels[0] != stats.plain]
+    for label in patched[:_MAX_ITEMS]:
         parts = []
         change = stats.ratio(label, stats.plain, beyond=False)
         if change is not None and math.isfinite(change.estimate):
@@ -320,9 +190,9 @@ def _short_context_sentences(stats: RunStatistics) -> Iterator[str]:
             yield f"{place} {stats.names[label]} changes {' and '.join(parts)}."
 
 
-def _time_memory_sentences(stats: RunStatistics) -> Iterator[str]:
+def _time_memory_sentences(stats: RunStatistics, chosen: str | None) -> Iterator[str]:
     """Yield a sentence on time and memory of the best method."""
-    chosen, costs = best_method(stats), stats.results.get("cost") or {}
+    costs = stats.results.get("cost") or {}
     cost = costs.get(chosen) if chosen else None
     if not cost or chosen is None:
         return
@@ -346,7 +216,7 @@ def _time_memory_sentences(stats: RunStatistics) -> Iterator[str]:
         yield f"With {stats.names[chosen]} {', '.join(parts)}."
 
 
-def _warnings(stats: RunStatistics) -> Iterator[str]:
+def warnings(stats: RunStatistics) -> Iterator[str]:
     """Yield warnings about results that are in doubt."""
     for task, length, accuracy, chance in stats.controls:
         if accuracy.low > chance if chance else accuracy.estimate > _GUESSABLE_ACCURACY:
@@ -373,7 +243,7 @@ def _perplexity_with_interval(interval: Interval) -> str:
 
 
 def _change_with_interval(interval: Interval) -> str:
-    return _with_interval(change_text(interval.estimate), change_range(interval), interval)
+    return _with_interval(change_text(interval), change_range(interval), interval)
 
 
 def _with_interval(text: str, span: str, interval: Interval) -> str:

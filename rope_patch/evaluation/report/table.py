@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rope_patch.evaluation.report.format import (
     NOTHING,
     change_range,
     change_text,
+    in_percent,
     n_text,
     perplexity_range,
     perplexity_text,
@@ -37,7 +39,8 @@ class Cell:
 class Row:
     """One row; `key` names the colour that its method has in the figures.
 
-    Rows with the same `group` follow that head. Filters select rows by `method` and `task`.
+    Rows with the same `group` follow that head. Filters select rows by `task` and by the marks in
+    `method`, which spaces separate. `folded` rows wait behind a fold; `best` marks the best method.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Row:
     group: str = ""
     method: str = ""
     task: str = ""
+    folded: bool = False
+    best: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,16 @@ class Table:
     key: str = ""
     method: str = ""
     task: str = ""
+
+    @property
+    def shown(self) -> list[Row]:
+        """Return the rows before the fold."""
+        return [row for row in self.rows if not row.folded]
+
+    @property
+    def folded(self) -> list[Row]:
+        """Return the rows behind the fold."""
+        return [row for row in self.rows if row.folded]
 
 
 def aligned_text(table: Table) -> str:
@@ -89,14 +104,43 @@ def perplexity_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
     return Cell(text=text, note=span, tip=tip, beyond=beyond)
 
 
-def ratio_cell(interval: Interval | None, *, beyond: bool = False) -> Cell:
-    """Return a ratio of perplexities with its interval."""
+def ratio_cell(
+    interval: Interval | None, *, beyond: bool = False, percent: bool | None = None
+) -> Cell:
+    """Return a ratio of perplexities with its interval.
+
+    Args:
+        interval: The ratio.
+        beyond: Whether it is of texts beyond the trained length.
+        percent: The column's unit, which its head names: percent or times. The cell names its own
+            unit if None.
+    """
     if interval is None:
         return Cell(text=NOTHING, beyond=beyond)
-    text, span = change_text(interval.estimate), change_range(interval)
-    tip = f"{text}, 95% interval {span or 'unknown'}, paired, {n_text(interval)}"
+    tip = f"{change_text(interval)}, 95% interval {change_range(interval) or 'unknown'}, paired"
+    unit = percent is None
+    text = change_text(interval, percent=percent, unit=unit)
+    span = change_range(interval, percent=percent, unit=unit)
     # Where nothing can be said of the interval, that is what must be said.
-    return Cell(text=text, note=span or "no interval", tip=tip, beyond=beyond)
+    note = span or "no interval"
+    return Cell(text=text, note=note, tip=f"{tip}, {n_text(interval)}", beyond=beyond)
+
+
+def ratio_column(
+    intervals: Sequence[Interval | None], head: str, base: str, *, beyond: bool = False
+) -> tuple[Cell, list[Cell]]:
+    """Return a column of ratios in one unit, which its head names: percent, or times.
+
+    Args:
+        intervals: The ratios.
+        head: What is compared; empty where the column beside it says so.
+        base: What it is compared with, such as "the plain model".
+        beyond: Whether it is of texts beyond the trained length.
+    """
+    percent = in_percent(*intervals)
+    unit = f"% change from {base}" if percent else f"times that of {base}"
+    cells = [ratio_cell(interval, beyond=beyond, percent=percent) for interval in intervals]
+    return Cell(text=head or unit, note=unit if head else "", beyond=beyond), cells
 
 
 def length_groups(columns: list[Cell], trained: int) -> list[tuple[Cell, int]]:

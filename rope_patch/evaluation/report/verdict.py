@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rope_patch.evaluation.report.format import p_text
+from rope_patch.evaluation.report.format import nats_range, nats_text, p_text
+from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.statistics import MeanTest, texts_to_decide
@@ -13,17 +14,17 @@ from rope_patch.statistics import MeanTest, texts_to_decide
 _MAX_NAMES = 4  # of a sentence
 
 
-def likelihood_sentences(stats: RunStatistics) -> Iterator[str]:
+def likelihood_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:
     """Yield what the likelihoods of the right answers decide beyond the trained length."""
     length = stats.verdict_length
     if length is None or stats.plain is None:
         return
-    best = stats.best_by_likelihood(length)
+    best = ranking.best
     comparison = stats.comparisons_with_plain(length).get(best) if best else None
     if best is None or comparison is None:
         return
     yield _verdict(stats, best, length, *comparison)
-    if others := _rivals(stats, length):
+    if others := _rivals(stats, ranking):
         yield others
     if floor := _floor(stats, best, length):
         yield floor
@@ -37,11 +38,6 @@ def correction_text(stats: RunStatistics, methods: int, length: int | None = Non
     return f" after {' and '.join(parts)}" if parts else ""
 
 
-def _loss_text(nats: float) -> str:
-    """Return a loss in nats to two digits behind the point: 0.89, −4.10."""
-    return f"{nats:.2f}".replace("-", "−")
-
-
 def _interval_text(test: MeanTest) -> str:
     """Return a loss's interval, values and texts: 95% interval −4.5 to −3.6, n = 40, 8 texts."""
     mean = test.mean
@@ -49,7 +45,7 @@ def _interval_text(test: MeanTest) -> str:
     rests_on = f"n = {mean.n:,.0f}, {texts}"
     if not math.isfinite(mean.half_width):
         return f"no interval, {rests_on}"
-    return f"95% interval {_loss_text(mean.low)} to {_loss_text(mean.high)}, {rests_on}"
+    return f"95% interval {nats_range(mean)}, {rests_on}"
 
 
 def _verdict(
@@ -61,8 +57,8 @@ def _verdict(
     methods = len(stats.comparisons_with_plain(length))
     after = correction_text(stats, methods, length)
     numbers = (
-        f"{_loss_text(mine.mean.estimate)} against {_loss_text(plain.mean.estimate)} nats a token "
-        f"(difference {_loss_text(difference.mean.estimate)}, {_interval_text(difference)}, "
+        f"{nats_text(mine.mean.estimate)} against {nats_text(plain.mean.estimate)} nats a token "
+        f"(difference {nats_text(difference.mean.estimate)}, {_interval_text(difference)}, "
         f"{p_text(p_value)}{after})"
     )
     who = stats.names[best]
@@ -87,10 +83,10 @@ def _verdict(
     return f"{head} {who} makes the right answers likelier than no patch: {numbers}."
 
 
-def _rivals(stats: RunStatistics, length: int) -> str:
+def _rivals(stats: RunStatistics, ranking: Ranking) -> str:
     if len(stats.patched) < 2:
         return ""
-    names = [stats.names[label] for label in stats.rivals_of_best(length)]
+    names = [stats.names[label] for label in ranking.rivals]
     if not names:
         return "Each of the other methods is shown to be worse than it."
     shown = ", ".join(names[:_MAX_NAMES])
@@ -105,7 +101,7 @@ def _floor(stats: RunStatistics, best: str, length: int) -> str:
     floor = stats.floor.mean.estimate
     text = (
         "Without the answers in the text, the plain model gives them "
-        f"{_loss_text(floor)} nats a token"
+        f"{nats_text(floor)} nats a token"
     )
     if mine.mean.high < stats.floor.mean.low:
         return f"{text}: the model does read them."

@@ -12,12 +12,15 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rope_patch.evaluation.merging import merge_runs
-from rope_patch.evaluation.report import figures, heatmap, summary
+from rope_patch.evaluation.report import figures, heatmap, summary, terminal
 from rope_patch.evaluation.report.format import filter_mark, one_line
 from rope_patch.evaluation.report.gaps import find_gaps, gap_sentence
+from rope_patch.evaluation.report.headline import headline
+from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.sections import sections
-from rope_patch.evaluation.report.table import Row, aligned_text
+from rope_patch.evaluation.report.summary_table import summary_table
+from rope_patch.evaluation.report.table import Row
 from rope_patch.evaluation.results_schema import (
     DocumentRecord,
     GeometryRecord,
@@ -27,15 +30,17 @@ from rope_patch.evaluation.results_schema import (
 from rope_patch.utils import atomic_files
 from rope_patch.utils.atomic_files import atomic_write
 from rope_patch.utils.checksums import add_checksum, json_safe
+from rope_patch.utils.plot_style import PALETTE
 from rope_patch.utils.provenance import Hardware
 
 TEMPLATES = Path(__file__).parent / "templates"
-_VERDICT_SENTENCES = 2  # sentences of a verdict, in a terminal
 
 _LIMITS = (
-    "Numbers in brackets, and the smaller ones below others, are 95% intervals (of times: the "
-    "smallest and largest of the repeats); n is how many samples they rest on, and as how many "
-    "those count that share a text, also where several tasks ask the same samples.",
+    "Numbers in brackets, and the smaller ones below others, are 95% intervals: low–high, or low "
+    "to high where they have signs (of times: the smallest and largest of the repeats); n is how "
+    "many samples they rest on, and as how many those count that share a text, also where several "
+    "tasks ask the same samples.",
+    "The plain model, the control and the best three methods have a colour; the others are grey.",
     "Perplexity is of well-known books that every model has read: fine for comparing methods on "
     "one model, no claim about unseen text or between models.",
     "A flat curve does not prove that far context is used; only retrieval does.",
@@ -60,7 +65,7 @@ def write_report(
         results: One run's results, or those of several runs to show side by side. Runs of the same
             samples on the same weights are shown as one, with all methods.
         folder: The report's folder; created if missing.
-        show: Called with the verdict, the summary and cautions as plain text, such as `print`.
+        show: Called with the headline, the table and cautions as plain text, such as `print`.
 
     Returns:
         The path of `report.html`: one file that needs no other.
@@ -86,7 +91,7 @@ def write_report(
         if f"figures/{earlier.name}" not in files and _FIGURE.match(earlier.stem):
             earlier.unlink()
     if show is not None:
-        show(_terminal_overview(page))
+        show(terminal.overview(page))
     return folder / "report.html"
 
 
@@ -102,8 +107,9 @@ def check_results(results: RunRecord, where: str) -> None:
     """
     try:
         stats = RunStatistics(results)
-        _run_page(stats, "", sections(stats, {}))
-        summary.summary_table([("", stats)])
+        ranking = Ranking(stats)
+        _run_page(stats, ranking, "", sections(stats, ranking, {}))
+        summary_table([("", stats, ranking)])
         find_gaps(results)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
@@ -118,15 +124,18 @@ _FIGURE = re.compile(r"(run\d+-)?(accuracy|answers|perplexity|sliding|stretch|re
 def _page_and_pictures(runs: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the data of both templates, and the pictures' files."""
     all_stats = [RunStatistics(results) for results in runs]
+    rankings = [Ranking(stats) for stats in all_stats]
     titles = [one_line(f.run.get("name") or f.run.get("model")) for f in all_stats]
     contents: list[dict[str, Any]] = []
     pictures: dict[str, bytes] = {}
-    for i, (title, stats) in enumerate(zip(titles, all_stats, strict=True), 1):
+    for i, (title, stats, ranking) in enumerate(zip(titles, all_stats, rankings, strict=True), 1):
         prefix = f"run{i}-" if len(runs) > 1 else ""
-        pictures_of_run = figures.draw_figures(stats, prefix)
+        pictures_of_run = figures.draw_figures(stats, ranking, prefix)
         pictures |= {picture.name: picture.png for picture in pictures_of_run.values()}
-        pictures |= {f"{prefix}{name}": png for name, png in heatmap.draw_heat_maps(stats).items()}
-        contents.append(_run_page(stats, title, sections(stats, pictures_of_run, prefix)))
+        heat_maps = heatmap.draw_heat_maps(stats, ranking)
+        pictures |= {f"{prefix}{name}": png for name, png in heat_maps.items()}
+        parts = sections(stats, ranking, pictures_of_run, prefix)
+        contents.append(_run_page(stats, ranking, title, parts))
     if len(set(titles)) < len(titles):
         titles = [f"{title} ({i})" for i, title in enumerate(titles, 1)]
         for content, title in zip(contents, titles, strict=True):
@@ -136,35 +145,17 @@ def _page_and_pictures(runs: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[
         for title, stats in zip(titles, all_stats, strict=True)
         for gap in find_gaps(stats.results)
     ]
+    table, lines = summary_table(list(zip(titles, all_stats, rankings, strict=True)))
     page = {
         "incomplete": gap_sentence(missing) if missing else None,
         "title": _title(titles[0], all_stats[0]) if len(runs) == 1 else _join_titles(titles),
         "runs": contents,
-        "summary": summary.summary_table(list(zip(titles, all_stats, strict=True))),
+        "summary": table,
+        "summary_lines": lines,
         "filters": _filters(all_stats),
         "limits": _LIMITS,
     }
     return page, pictures
-
-
-def _terminal_overview(page: dict[str, Any]) -> str:
-    """Return the title, the verdict, the summary and cautions to read in a terminal."""
-    runs = page["runs"]
-    if len(runs) == 1:
-        verdict = runs[0]["verdict"][:_VERDICT_SENTENCES]
-    else:
-        verdict = [f"{run['title']}: {run['verdict'][0]}" for run in runs]
-    parts = ["\n".join([page["title"], *verdict])]
-    if page["summary"] is not None:
-        parts.append(aligned_text(page["summary"]))
-    cautions = [
-        f"caution: {caution}" if len(runs) == 1 else f"caution, {run['title']}: {caution}"
-        for run in runs
-        for caution in run["cautions"]
-    ]
-    if cautions:
-        parts.append("\n".join(cautions))
-    return "\n\n".join(parts)
 
 
 def _title(title: str, stats: RunStatistics) -> str:
@@ -178,11 +169,15 @@ def _join_titles(titles: list[str]) -> str:
     return f"{len(titles)} evaluations: {', '.join(titles)}"
 
 
-def _run_page(stats: RunStatistics, title: str, parts: list[Any]) -> dict[str, Any]:
+def _run_page(
+    stats: RunStatistics, ranking: Ranking, title: str, parts: list[Any]
+) -> dict[str, Any]:
     unpatched = dict.fromkeys(("method", "paper", "options", "rope_parameters"))
     return {
         "title": title,
-        "verdict": summary.sentences(stats),
+        "headline": headline(stats, ranking),
+        "warnings": list(summary.warnings(stats)),
+        "details": summary.sentences(stats, ranking),
         "parts": parts,
         "cautions": [one_line(line) for line in stats.run.get("cautions") or []],
         "facts": _run_facts_table(stats),
@@ -192,7 +187,7 @@ def _run_page(stats: RunStatistics, title: str, parts: list[Any]) -> dict[str, A
                 **unpatched,
                 **method,
                 "name": stats.names[method["label"]],
-                "key": stats.colour_names[method["label"]],
+                "key": ranking.colours[method["label"]],
             }
             for method in stats.results["methods"]
         ],
@@ -311,7 +306,7 @@ def render(template: Path, page: dict[str, Any]) -> str:
         "groups": _rows_by_group,
     }
     environment.filters["heat"] = figures.heat_colours
-    environment.globals |= {"palette": figures.PALETTE, "heat": figures.HEAT}
+    environment.globals |= {"palette": PALETTE, "heat": figures.HEAT}
     return environment.get_template(template.name).render(page)
 
 

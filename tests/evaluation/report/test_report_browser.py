@@ -80,8 +80,8 @@ def test_every_figure_is_drawn_and_nothing_overflows(
 
 def test_filters_hide_methods_and_tasks_everywhere(open_page: Any) -> None:
     page = open_page()
-    status = page.get_by_role("status")
-    assert status.inner_text() == "Showing 3 of 3 methods and 3 of 3 tasks."
+    status = page.locator("[role=status]")
+    assert status.text_content() == "Showing 3 of 3 methods and 3 of 3 tasks."
 
     def count_visible(selector: str) -> int:
         return sum(element.is_visible() for element in page.locator(selector).all())
@@ -89,6 +89,7 @@ def test_filters_hide_methods_and_tasks_everywhere(open_page: Any) -> None:
     rows = page.locator("tr", has_text="yarn ×2").first
     before = count_visible("svg [data-method]")
     assert rows.is_visible()
+    page.get_by_text("Show only some methods and tasks").click()
     page.get_by_label("yarn ×2").uncheck()
     assert status.inner_text() == "Showing 2 of 3 methods and 3 of 3 tasks."
     assert not rows.is_visible()
