@@ -48,10 +48,10 @@ def test_eval_writes_a_report_and_prints_its_path(tmp_path):
     assert title in page
     assert verdict in page.replace("\\", "")
     summary = {line.split("  ")[1]: line for line in result.stdout.splitlines() if line[:2] == "  "}
-    assert summary.keys() == {"method", "plain model", "yarn ×4"}
-    assert "accuracy beyond 256" in summary["method"]
+    assert summary.keys() - {""} == {"method", "plain model", "yarn ×4"}
+    assert max(map(len, summary.values())) <= 100
     cells = next(line for line in page.splitlines() if line.startswith("| yarn ×4 |")).split(" | ")
-    assert all(cell.strip(" |") in summary["yarn ×4"] for cell in cells)
+    assert all(cell.strip(" |") in summary["yarn ×4"] for cell in cells[:2])
     assert result.stdout.endswith("\n\nout/report.html\n")
     assert "yarn ×4, 256 → 1,024 tokens" in result.stderr
     assert "\r" not in result.stderr  # no progress bars in a log, neither ours nor the libraries'

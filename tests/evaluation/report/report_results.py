@@ -203,3 +203,35 @@ def results() -> dict[str, Any]:
             }
         ],
     }
+
+
+def many(count: int = 14) -> dict[str, Any]:
+    """Return a small evaluation of many methods, each a bit worse than the one before.
+
+    The last one has the first one's numbers everywhere.
+    """
+    measured = results()
+    labels = [f"method {i}" for i in range(count)]
+    few: Any = {"lengths": (2048, 8192), "count": 12}
+    base = retrieval("rp_niah_single_1", **few)
+    plain, good = base["samples"]["none"], base["samples"]["yarn ×2"]
+    base["samples"] = {"none": plain} | {
+        label: [s | {"log_likelihood": s["log_likelihood"] - i % (count - 1)} for s in good]
+        for i, label in enumerate(labels)
+    }
+    losses_of = {"none": losses("none")} | {
+        label: [[x + 0.01 * (i % (count - 1)) for x in d] for d in losses("yarn ×2")]
+        for i, label in enumerate(labels)
+    }
+    scores = short("arc")["samples"]
+    arc = short("arc") | {
+        "samples": {"none": scores["none"]} | dict.fromkeys(labels, scores["yarn ×2"])
+    }
+    measured["perplexity"] |= {"losses": losses_of, "key_tokens": None, "sliding": None}
+    return measured | {
+        "methods": [measured["methods"][0], *(method(label) for label in labels)],
+        "retrieval": [base],
+        "short": [arc],
+        "cost": cost(("none", *labels)),
+        "harness": [],
+    }

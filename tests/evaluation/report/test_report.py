@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_results import TRAINED, method, results, retrieval
+from report_results import TRAINED, many, method, results, retrieval
 
 pytest.importorskip("jinja2")
 image = pytest.importorskip("matplotlib.image")
@@ -382,3 +382,27 @@ def test_runs_on_the_same_samples_are_merged(small: Any, tmp_path: Path) -> None
 def test_the_package_does_not_need_matplotlib() -> None:
     code = "import rope_patch, sys; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_task_without_any_difference_is_one_line(small: dict[str, Any], tmp_path: Path) -> None:
+    for rows in small["retrieval"][0]["samples"].values():
+        for sample in rows:
+            sample["score"] = 0.0
+    page = Page(write_report(small, tmp_path))
+    line = "niah_single_1: 0 of 72 answers are right, whatever the method, length and depth."
+    assert page.text.count(line) == 1
+    assert "Accuracy by depth" not in page.text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_markdown_has_the_order_of_the_page(tmp_path: Path) -> None:
+    page = Page(write_report(many(), tmp_path))
+    markdown = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert normalise_cells(page.cells) == normalise_cells(markdown_cells(markdown))
+    marks = ["**At 8,192 tokens use ", "| method |", "6 more rows", "The numbers behind it", "## "]
+    places = [markdown.index(mark) for mark in marks]
+    assert places == sorted(places)
+    first = markdown[places[1] : places[2]]
+    assert len(re.findall(r"^\|", first, flags=re.M)) == 2 + 8
+    assert markdown.count("<details>") == markdown.count("</details>") > 3

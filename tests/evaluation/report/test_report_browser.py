@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_results import results
+from report_results import many, results
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -31,6 +31,11 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
+def many_methods(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_report(many(), tmp_path_factory.mktemp("many")).as_uri()
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         chromium = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
@@ -44,7 +49,7 @@ def open_page(browser: Any, address: str) -> Iterator[Any]:
     contexts: list[Any] = []
     errors: list[str] = []
 
-    def open_with(**options: Any) -> Any:
+    def open_with(address: str = address, **options: Any) -> Any:
         options.setdefault("viewport", {"width": 1200, "height": 900})
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
@@ -165,3 +170,61 @@ def test_the_report_prints(open_page: Any, tmp_path: Path) -> None:
     assert pdf.startswith(b"%PDF")
     pages = pdf.count(b"/Type /Page\n") or pdf.count(b"/Type /Page ") or pdf.count(b"/Type/Page")
     assert pages > 3
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+
+
+def test_eight_rows_are_shown_and_the_rest_folds_open(open_page: Any, many_methods: str) -> None:
+    page = open_page(many_methods)
+    rows = page.locator(".first tbody tr")
+    assert rows.count() == 14
+    assert sum(row.is_visible() for row in rows.all()) == 8
+    page.get_by_text("6 more rows").first.click()
+    assert sum(row.is_visible() for row in rows.all()) == 14
+    top = page.locator(".verdict").bounding_box()["y"]
+    assert top < 200  # nothing but the title stands above the sentence
+
+
+def test_all_folds_are_open_in_print(open_page: Any, many_methods: str) -> None:
+    page = open_page(many_methods)
+    page.emulate_media(media="print")
+    folded = page.locator(".fold tbody tr, .details li")
+    assert folded.count() > 20
+    assert all(row.bounding_box()["height"] > 0 for row in folded.all()[:20])
+    assert not page.get_by_text("6 more rows").first.is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_is_cut_on_a_phone_has_a_sign_that_it_scrolls(
+    open_page: Any, many_methods: str, scheme: str
+) -> None:
+    page = open_page(many_methods, viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    # Whatever is wider than the page is within a part that scrolls.
+    out = """() => [...document.querySelectorAll("body *")].filter((e) =>
+        e.getBoundingClientRect().right > 391 && !e.closest(".scroll") && e.checkVisibility()
+        && !e.closest(".skip")).map((e) => e.outerHTML.slice(0, 80))"""
+    assert page.evaluate(out) == []
+    sign = """(e) => [e.scrollWidth > e.clientWidth + 1, ...["::before", "::after"].map(
+        (part) => getComputedStyle(e.parentElement, part).content !== "none")]"""
+    visible = [scroll for scroll in page.locator(".scroll").all() if scroll.is_visible()]
+    signs = [scroll.evaluate(sign) for scroll in visible]
+    assert all(left is False and right == cut for cut, left, right in signs)
+    first = page.locator(".first .scroll").first
+    assert first.evaluate(sign) == [True, False, True]
+    first.evaluate("e => e.scrollTo(50, 0)")
+    page.wait_for_function("document.querySelector('.first .more-left')")
+    first.evaluate("e => e.scrollTo(9999, 0)")
+    page.wait_for_function("!document.querySelector('.first .more-right')")
+    assert first.evaluate(sign) == [True, True, False]
+
+
+def test_a_row_of_several_methods_goes_with_the_last_of_them(
+    open_page: Any, many_methods: str
+) -> None:
+    page = open_page(many_methods)
+    page.get_by_text("Show only some methods").click()
+    row = page.locator("tr", has_text="method 0 = method 13").first
+    page.get_by_label("method 0", exact=True).uncheck()
+    assert row.is_visible()
+    page.get_by_label("method 13", exact=True).uncheck()
+    assert not row.is_visible()
