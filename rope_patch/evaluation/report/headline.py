@@ -20,7 +20,8 @@ from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.likelihood import SIGNIFICANCE_LEVEL
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-from rope_patch.statistics import Interval, MeanTest, texts_to_decide
+from rope_patch.evaluation.report.verdict import texts_needed
+from rope_patch.statistics import Interval, MeanTest
 
 _MAX_NAMES = 2  # of a sentence
 
@@ -84,14 +85,8 @@ def _likelier(
             f"({n_text(difference.mean)})."
         )
     if p_value >= SIGNIFICANCE_LEVEL:
-        methods = len(stats.comparisons_with_plain(length))
-        level = SIGNIFICANCE_LEVEL / methods / stats.look_factor(length)
-        needed = texts_to_decide(difference, level)
-        more = (
-            f"; about {needed:,} would do"
-            if needed and needed > difference.mean.effective_n
-            else ""
-        )
+        needed = texts_needed(stats, length, difference)
+        more = f"; about {needed:,} would do" if needed else ""
         few = "is too little" if texts == "1" else "are too few"
         return (
             f"This run cannot decide what to use at {length:,} tokens: the right answers are the "

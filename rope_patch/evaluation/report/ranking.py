@@ -109,20 +109,21 @@ class Ranking:
         names = self._stats.names
         return {labels[0]: " = ".join(names[label] for label in labels) for labels in self.groups}
 
-    def arrange(self, table: Table, *, merge: bool = True) -> Table:
+    def arrange(self, table: Table, *, merge: bool = True, mark: bool = False) -> Table:
         """Return a table with its methods best first, and what is beyond its length folded.
 
         Args:
             table: A table with a row a method, in one or several groups.
             merge: Whether methods with the same numbers everywhere become one row. Times differ
                 even so.
+            mark: Whether to mark the best method, which the deciding measure names.
         """
         rows: list[Row] = []
         for _, group in groupby(table.rows, key=lambda row: row.group):
-            rows += self._arranged(list(group), merge)
+            rows += self._arranged(list(group), merge, mark)
         return replace(table, rows=rows)
 
-    def _arranged(self, rows: list[Row], merge: bool) -> list[Row]:
+    def _arranged(self, rows: list[Row], merge: bool, mark: bool) -> list[Row]:
         by_mark = {row.method: row for row in rows if row.method}
         others = [row for row in rows if not row.method]  # such as controls
         arranged: list[Row] = []
@@ -130,7 +131,7 @@ class Ranking:
             measured = [label for label in labels if filter_mark(label) in by_mark]
             for label in measured[:1] if merge else measured:
                 merged = measured if merge else [label]
-                arranged.append(self._row(by_mark[filter_mark(label)], merged))
+                arranged.append(self._row(by_mark[filter_mark(label)], merged, mark))
         room = MAX_ROWS - len(others)
         if len(arranged) > room:
             plain = next((row for row in arranged if row.key == PLAIN), None)
@@ -141,14 +142,14 @@ class Ranking:
             arranged = [*shown, *folded]
         return [*(row for row in arranged if not row.folded), *others, *arranged[room:]]
 
-    def _row(self, row: Row, labels: list[str]) -> Row:
+    def _row(self, row: Row, labels: list[str], mark: bool) -> Row:
         names = self._stats.names
         return replace(
             row,
             name=" = ".join(names[label] for label in labels),
             key=self.colours[labels[0]],
             method=" ".join(map(filter_mark, labels)),
-            best=labels[0] in self.shown_best,
+            best=mark and labels[0] in self.shown_best,
         )
 
     def _key(self, label: str) -> tuple[float, ...]:

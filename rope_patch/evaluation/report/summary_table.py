@@ -56,7 +56,7 @@ def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table
             for i, label in enumerate(stats.labels)
         ]
         position += len(part)
-        rows += ranking.arrange(_table([], part)).rows
+        rows += ranking.arrange(_table([], part), mark=True).rows
     if any(len(labels) > 1 for _, _, ranking in runs for labels in ranking.groups):
         lines.append(
             "= joins methods with the same numbers at every length; times are the first's."

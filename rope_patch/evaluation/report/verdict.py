@@ -38,6 +38,13 @@ def correction_text(stats: RunStatistics, methods: int, length: int | None = Non
     return f" after {' and '.join(parts)}" if parts else ""
 
 
+def texts_needed(stats: RunStatistics, length: int, difference: MeanTest) -> int | None:
+    """Return how many texts would decide, if the difference is as measured; None if unknown."""
+    methods = len(stats.comparisons_with_plain(length))
+    needed = texts_to_decide(difference, SIGNIFICANCE_LEVEL / methods / stats.look_factor(length))
+    return needed if needed and needed > difference.mean.effective_n else None
+
+
 def _interval_text(test: MeanTest) -> str:
     """Return a loss's interval, values and texts: 95% interval −4.5 to −3.6, n = 40, 8 texts."""
     mean = test.mean
@@ -66,10 +73,8 @@ def _verdict(
     if difference.mean.low == difference.mean.high == 0:
         return f"{head} {who} changes the likelihood of no right answer: {numbers}."
     if p_value >= SIGNIFICANCE_LEVEL:
-        level = SIGNIFICANCE_LEVEL / methods / stats.look_factor(length)
-        needed = texts_to_decide(difference, level)
         more = ""
-        if needed and needed > difference.mean.effective_n:
+        if needed := texts_needed(stats, length, difference):
             more = f"; about {needed:,} texts would, if the difference is as measured"
         return (
             f"This run cannot decide whether {who} makes the right answers likelier than no "
