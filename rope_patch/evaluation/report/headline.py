@@ -87,10 +87,11 @@ def _likelier(
     if p_value >= SIGNIFICANCE_LEVEL:
         needed = texts_needed(stats, length, difference)
         more = f"; about {needed:,} would do" if needed else ""
+        leader = who if difference.mean.estimate < 0 else "the plain model"
         few = "is too little" if texts == "1" else "are too few"
         return (
             f"This run cannot decide what to use at {length:,} tokens: the right answers are the "
-            f"likeliest with {who}, but {count} {few} to be sure ({p_text(p_value)}{more})."
+            f"likeliest with {leader}, but {count} {few} to be sure ({p_text(p_value)}{more})."
         )
     if difference.mean.estimate > 0:
         return (

@@ -58,9 +58,8 @@ def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table
         position += len(part)
         rows += ranking.arrange(_table([], part), mark=True).rows
     if any(len(labels) > 1 for _, _, ranking in runs for labels in ranking.groups):
-        lines.append(
-            "= joins methods with the same numbers at every length; times are the first's."
-        )
+        times = "; times are the first's" * any(stats.results.get("cost") for _, stats, _ in runs)
+        lines.append(f"= joins methods with the same numbers at every length{times}.")
     measures = {ranking.measure for _, _, ranking in runs}
     by = f", best first by {measures.pop()}" if len(measures) == 1 else ", best first"
     name = f"Methods{by}; 95% intervals in brackets"
@@ -74,7 +73,7 @@ def _table(columns: list[Cell], rows: list[Row]) -> Table:
 def _line(head: Cell, cell: Cell) -> str:
     value = f"{cell.text} ({cell.note})" if cell.note else cell.text
     unit = f" ({head.note})" if head.note else ""
-    return f"The same with every method: {head.text}{unit} {value}."
+    return f"The same with every method: {head.text}{unit}: {value}."
 
 
 def _columns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from typing import Any
@@ -106,4 +107,7 @@ def _text(cell: Cell) -> str:
 
 
 def _wrapped(text: str, width: int) -> str:
-    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    # An equation stays on one line: textwrap does not break at a non-breaking space.
+    whole = re.sub(r"\b([pn]) ([=<]) ", "\\1\u00a0\\2\u00a0", text)
+    lines = textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\u00a0", " ")

@@ -74,6 +74,13 @@ def test_a_run_of_few_texts_cannot_decide() -> None:
     assert "4 texts are too few to be sure (p = " in head
 
 
+def test_an_undecided_run_names_the_plain_model_where_it_leads() -> None:
+    measured = retrieved({"none": (1, 1), "yarn ×2": (0.5, 0.5)}, count=4)
+    assert "the right answers are the likeliest with the plain model, but 4 texts" in head_of(
+        measured
+    )
+
+
 def test_answers_no_likelier_than_without_them_in_the_text_decide_nothing() -> None:
     measured = results()
     for sample in measured["control"][0]["samples"]["none"]:

@@ -113,7 +113,7 @@ def test_a_column_with_one_value_is_a_line() -> None:
     table, lines = summary_table([("", *ranked(many()))])
     assert table is not None
     assert not any("cache" in column.text for column in table.columns)
-    assert "The same with every method: cache and a step (MB) 3,000.0." in lines
+    assert "The same with every method: cache and a step (MB): 3,000.0." in lines
 
 
 def test_a_column_of_ratios_has_one_unit_in_its_head() -> None:
