@@ -1,5 +1,7 @@
 """What all tasks of rp_reasoning have in common, and one run of each by a model."""
 
+from functools import partial
+
 import pytest
 from helpers.tokenizers import TINY, load
 from transformers import AutoModelForCausalLM
@@ -8,6 +10,7 @@ from rope_patch import tasks
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.question import Question
+from rope_patch.tasks import settled
 
 NAMES = tasks.groups()["rp_reasoning"]
 LENGTH = 3072
@@ -40,21 +43,25 @@ def test_the_reference_scores_one_and_answers_of_other_samples_do_not(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_generation_that_stops_early_scores_as_all_of_it(name):
-    score = tasks.config(name)["process_results"]
-    for doc in docs(name):
-        question = Question("", [], [], 0, (), tuple(doc["answers"]))
-        for end in (
-            "\n\nUser: and so on",
-            ", and so on",
-            "5 and so on",
-            " and so on",
-            "_and so on",
-        ):
-            whole = f" {doc['target']}{end}"
-            cut = next(
-                (whole[:n] for n in range(len(whole)) if question.is_settled_by(whole[:n])), whole
-            )
-            assert score(doc, [cut])["score"] == score(doc, [whole])["score"]
+    """Right answers, and those of other samples, which are wrong."""
+    config, built = tasks.config(name), docs(name)
+    score, until = config["process_results"], tuple(config["generation_kwargs"]["until"])
+    ends = ("\n\nUser: and so on", ", and so on", "5 and so on", " and so on", "_and so on")
+    stopped = set()
+    for doc in built:
+        rule = partial(settled.rule_of(score), doc)
+        question = Question("", [], [], 0, until, rule)
+        for whole in (f" {other['target']}{end}" for other in built for end in ends):
+            stops = (n for n in range(len(whole)) if question.is_settled_by(whole[:n]))
+            end = next(stops, len(whole))
+            answers = [whole[:end], whole]
+            for stop in until:
+                answers = [text.split(stop)[0] for text in answers]
+            scores = [score(doc, [text])["score"] for text in answers]
+            assert scores[0] == scores[1], answers
+            if end < len(whole):
+                stopped.add(scores[0] == 1)
+    assert stopped == {True, False}
 
 
 def test_a_model_runs_every_task_both_ways_and_chance_is_said():
