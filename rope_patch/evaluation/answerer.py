@@ -29,7 +29,12 @@ class Answerer:
         to_text: Returns the text of tokens.
         end_token: Ends a text, besides those that the model's generation config names.
         generate: Whether to generate texts; else only targets are scored.
+
+    Attributes:
+        most_rows: The most questions together; fewer once memory ran out, None before.
     """
+
+    most_rows: int | None = None
 
     def __init__(
         self,
@@ -49,7 +54,11 @@ class Answerer:
         self._token_bytes = 0  # of the cache; 0 until it is measured
 
     def batch_size(self, group: list[Question]) -> int:
-        """Return how many of a group are answered together, by the group alone."""
+        """Return how many of a group are answered together; by the group alone, if memory lasts."""
+        size = self._largest_batch(group)
+        return size if self.most_rows is None else min(size, self.most_rows)
+
+    def _largest_batch(self, group: list[Question]) -> int:
         model, end = self.reader.model, max(q.tokens for q in group)
         lengths = {q.pass_tokens for q in group}
         if len(group) == 1 or not self.reader.rotates_alike(lengths, end):

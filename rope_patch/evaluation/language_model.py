@@ -235,22 +235,33 @@ class LongContextLM(RollingLikelihood, HFLM):
         return [part for part in parts if self._missing(part)]
 
     def _answer_group(self, group: list[Question], answerer: Answerer, bar: Any) -> None:
-        """Answer questions together; one by one if that fails."""
+        """Answer questions together; in halves if memory runs out, one by one if that fails."""
+        size = answerer.batch_size(group)
+        if len(group) > size:
+            for i in range(0, len(group), size):
+                self._answer_group(group[i : i + size], answerer, bar)
+            return
         started, before, answers = time.monotonic(), bar.n, None
         missing = self._missing(group)
         if len(group) > 1:
             try:
                 answers = answerer.answer_together(group, bar.update)
             except Exception as error:
-                logger.warning(
-                    "%d questions are answered one by one instead of together: %s",
-                    len(group),
-                    describe_error(error),
-                )
+                if is_out_of_memory(error):
+                    answerer.most_rows = len(group) // 2
+                else:
+                    logger.warning(
+                        "%d questions are answered one by one instead of together: %s",
+                        len(group),
+                        describe_error(error),
+                    )
         if answers is None:  # the error, whose traceback held tensors, is gone by now
             if len(group) > 1:
                 answerer.reader.clear()
                 bar.update(before - bar.n)
+            if answerer.batch_size(group) < len(group):
+                self._answer_group(group, answerer, bar)
+                return
             for question in missing:
                 self._answer_alone(question, answerer, bar)
             self.prompt_tokens += _prompt_tokens(missing)

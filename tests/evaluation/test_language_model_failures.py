@@ -135,3 +135,33 @@ def test_an_interrupt_is_not_stored_as_a_failure(llama, tokenizer, tmp_path):
         ask(lm, "generate_until", arguments)
     hook.remove()
     assert "error" not in (tmp_path / "answers-0.jsonl").read_text()
+
+
+@pytest.mark.parametrize("request_type", ["generate_until", "loglikelihood"])
+def test_out_of_memory_makes_fewer_questions_go_together(
+    llama, tokenizer, monkeypatch, request_type
+):
+    monkeypatch.setattr(language_model, "BATCHABLE_TOKENS", 0)
+    ends = ("one", "two", "three", "four")  # of 2, 3, 3 and 2 tokens
+    arguments = [(f"{i} {CONTEXT} {end}", SETTINGS) for i in range(2) for end in ends]
+    if request_type == "loglikelihood":
+        arguments = [(f"{i} and {CONTEXT}", f" {end}") for i in range(2) for end in ends]
+    expected = ask(lm_for(llama, tokenizer), request_type, arguments)
+    shapes = []
+
+    def is_too_large(ids):
+        shapes.append(tuple(ids.shape))
+        return ids.shape[0] > 2 or ids.shape[1] == 10
+
+    fail_on_input(llama, is_too_large, torch.OutOfMemoryError("no memory"))
+    lm = lm_for(llama, tokenizer)
+    got = ask(lm, request_type, arguments)
+    assert not lm.failures
+    if request_type == "generate_until":
+        assert [str(text) for text in got] == [str(text) for text in expected]
+        assert [rows for rows, _ in shapes].count(4) == 1  # the second text has batches of two
+        assert (2, 1) in shapes
+    else:
+        assert [x for x, _ in got] == pytest.approx([x for x, _ in expected], abs=1e-4)
+        assert shapes.count((1, 10)) == 1
+        assert shapes.count((1, 5)) == 4
