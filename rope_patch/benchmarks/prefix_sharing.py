@@ -1,6 +1,6 @@
 """Benchmark of the evaluation's speed: the same samples in plain lm-eval and here.
 
-    python -m rope_patch.benchmarks.prefix_sharing demo --lengths 8192 --out FILE
+    OMP_NUM_THREADS=1 python -m rope_patch.benchmarks.prefix_sharing demo --out FILE
 
 Plain lm-eval reads every sample's whole prompt, and each choice's again, computes logits for all of
 it, and decodes one answer after another. Here the common prefix of samples is read once, logits are
