@@ -41,6 +41,7 @@ class PerplexityRun:
         self.tasks = {PERPLEXITY, KEY_TOKENS, SLIDING} & set(request.tasks)
         self.documents: list[texts.TokenizedDocument] = []
         self.control: ControlRecord | None = None
+        self.short_control: ControlRecord | None = None
         self.key_positions: list[list[int]] = []
         self.losses: dict[str, list[list[float]]] = {}
         self.key_losses: dict[str, list[list[float]]] = {}
@@ -70,10 +71,13 @@ class PerplexityRun:
             self.sliding_documents = texts.documents(*source, room, request.documents)
 
     def measure_plain(self) -> None:
-        """Measure the control and find the key tokens, both with the plain model."""
+        """Measure the controls and find the key tokens, all with the plain model."""
         if PERPLEXITY in self.tasks:
             with self.session.timer(PERPLEXITY):
-                self._measure_control()
+                self.control = self._measure_control(self.control_context, "the control")
+                half = self.control_context // 2
+                if self.control and half > self.window:
+                    self.short_control = self._measure_control(half, "the half-length control")
         if KEY_TOKENS in self.tasks:
             handle = current(self.session.model)  # of a model that was saved with its patch
             self.evaluator = "the plain model" if handle is None else str(handle.method)
@@ -112,6 +116,7 @@ class PerplexityRun:
             "window": self.window,
             "losses": self.losses if PERPLEXITY in self.tasks else {},
             "control": self.control,
+            "short_control": self.short_control,
             "key_tokens": None,
             "sliding": None,
         }
@@ -131,20 +136,22 @@ class PerplexityRun:
             }
         return record
 
-    def _measure_control(self) -> None:
-        window, context, model = self.window, self.control_context, self.session.model
-        ends = perplexity.control_positions(self.length, window, context)
+    def _measure_control(self, context: int, name: str) -> ControlRecord | None:
+        """Return the losses with `context` tokens, on the same windows whatever the context."""
+        window, model = self.window, self.session.model
+        ends = perplexity.control_positions(self.length, window, self.control_context)
         pieces = []
         for d in self.documents:
             for end in ends:
                 what = {"control": [end, window, context], "document": d.sha256}
                 loss = partial(perplexity.control_loss, model, d.tokens, end, window, context)
                 pieces.append(CachedComputation(what, context, partial(loss, d.head)))
-        values = self.session.try_compute_cached("the control of perplexity", pieces)
-        if values:
-            values_left = iter(values)
-            losses = [{str(end): next(values_left) for end in ends} for _ in self.documents]
-            self.control = {"context": context, "losses": losses}
+        values = self.session.try_compute_cached(f"{name} of perplexity", pieces)
+        if not values:
+            return None
+        values_left = iter(values)
+        losses = [{str(end): next(values_left) for end in ends} for _ in self.documents]
+        return {"context": context, "losses": losses}
 
     def _measure_passes(self, label: str) -> None:
         handle, trained = current(self.session.model), self.session.trained_length

@@ -128,7 +128,13 @@ class SlidingRecord(TypedDict):
     losses: Mapping[str, Mapping[str, Sequence[Sequence[Number]]]]
 
 
-class PerplexityRecord(TypedDict):
+class LaterPerplexityKeys(TypedDict, total=False):
+    """`short_control`: half of the control's context; older files lack it."""
+
+    short_control: ControlRecord | None
+
+
+class PerplexityRecord(LaterPerplexityKeys):
     """The measurements on long documents.
 
     Attributes:

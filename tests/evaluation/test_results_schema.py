@@ -79,7 +79,7 @@ def test_an_evaluation_returns_and_writes_what_the_schema_says(results):
     # Each part is there, so that the schema was tried on it.
     for part in RunRecord.__required_keys__ - {"harness"}:
         assert written[part], part
-    for part in ("control", "key_tokens", "sliding"):
+    for part in ("control", "short_control", "key_tokens", "sliding"):
         assert written["perplexity"][part], part
     assert any(
         "chance" in row

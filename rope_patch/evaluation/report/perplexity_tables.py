@@ -83,11 +83,12 @@ def answer_table(stats: RunStatistics) -> Table | None:
 
 
 def controls(stats: RunStatistics) -> list[tuple[str, Curve]]:
-    """Return the controls of perplexity, each with its name."""
-    record = stats.control_record
-    if not stats.control or record is None:
-        return []
-    return [(f"text cut to {record['context']:,}", stats.control)]
+    """Return the controls of perplexity, each with its name; the first is what is compared with."""
+    measured = (
+        (stats.control_record, stats.control),
+        (stats.short_control_record, stats.short_control),
+    )
+    return [(f"text cut to {r['context']:,}", curve) for r, curve in measured if r and curve]
 
 
 def representative_positions(stats: RunStatistics) -> list[int]:

@@ -51,6 +51,7 @@ _CONTROL = (
     "The control is the plain model on the same tokens, given only the last {context:,} before "
     "them: what cutting the text gets you. A patch that does no better gains nothing there."
 )
+_SHORT_CONTROL = " The second control has {context:,}; no method is compared with it."
 _LENGTH_DEPENDENT = (
     "{names}: the rotation follows the length, so the text's first {trained:,} tokens are read by "
     "themselves, as a text that ends there, and the rest in one pass as the whole length asks for; "
@@ -262,6 +263,8 @@ def _perplexity_section(stats: RunStatistics, pictures: dict[str, Picture]) -> S
     notes = [_CURVES.format(window=stats.window, texts=texts or "the documents")]
     if stats.control and stats.control_record:
         notes.append(_CONTROL.format(context=stats.control_record["context"]))
+        if stats.short_control and (half := stats.short_control_record):
+            notes[-1] += _SHORT_CONTROL.format(context=half["context"])
     length_dependent = [m["label"] for m in stats.results["methods"] if m.get("follows_length")]
     if length_dependent:
         names = ", ".join(stats.names[label] for label in length_dependent)

@@ -95,16 +95,21 @@ class PerplexityStatistics(RunResults):
     @cached_property
     def control(self) -> Curve:
         """Return perplexity of windows under the control, by where the windows end."""
-        ends = sorted({end for document in self._control_losses for end in document})
-        return {
-            end: _perplexity([[d[end]] for d in self._control_losses if end in d]) for end in ends
-        }
+        return _control_curve(self._control_losses)
+
+    @cached_property
+    def short_control_record(self) -> ControlRecord | None:
+        """Return the control with half the context; None if it was not measured."""
+        return self.perplexity.get("short_control") if self.perplexity else None
+
+    @cached_property
+    def short_control(self) -> Curve:
+        """Return perplexity of windows under the control with half the context."""
+        return _control_curve(_losses_by_end(self.short_control_record))
 
     @cached_property
     def _control_losses(self) -> list[dict[int, float]]:
-        measured = (self.control_record.get("losses") or []) if self.control_record else []
-        # Keys are text once they were in JSON.
-        return [{int(end): float(nll) for end, nll in d.items()} for d in measured]
+        return _losses_by_end(self.control_record)
 
     def _blocks_in_range(self, label: str, *, beyond: bool) -> tuple[list[list[float]], int]:
         """Return the blocks wholly within, or beyond, the trained length, and the first's index."""
@@ -189,3 +194,14 @@ class PerplexityStatistics(RunResults):
 
 def _perplexity(pieces: list[list[float]]) -> Interval:
     return statistics.perplexity_interval([piece for piece in pieces if piece])
+
+
+def _losses_by_end(record: ControlRecord | None) -> list[dict[int, float]]:
+    measured = (record.get("losses") or []) if record else []
+    # Keys are text once they were in JSON.
+    return [{int(end): float(nll) for end, nll in d.items()} for d in measured]
+
+
+def _control_curve(losses: list[dict[int, float]]) -> Curve:
+    ends = sorted({end for document in losses for end in document})
+    return {end: _perplexity([[d[end]] for d in losses if end in d]) for end in ends}
