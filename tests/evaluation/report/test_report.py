@@ -20,7 +20,7 @@ image = pytest.importorskip("matplotlib.image")
 from matplotlib.figure import Figure  # noqa: E402
 
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics  # noqa: E402
-from rope_patch.evaluation.report.retrieval_tables import heat_maps, tables  # noqa: E402
+from rope_patch.evaluation.report.retrieval_tables import tables  # noqa: E402
 from rope_patch.evaluation.report.writer import write_report  # noqa: E402
 from rope_patch.utils.checksums import verify_checksum  # noqa: E402
 
@@ -300,22 +300,6 @@ def test_significance_is_marked_and_explained() -> None:
     tip = table.rows[1].cells[1].tip
     assert "against the plain model +100.0 points" in tip
     assert "p < 0.001 after Holm over 2 methods; better than each other method, p < 0.001" in tip
-
-
-def test_heat_maps_show_each_depth_and_length() -> None:
-    task = retrieval("rp_niah_single_1", count=30)
-    run = RunStatistics(results() | {"retrieval": [task]})
-    for table in heat_maps(run, "rp_niah_single_1"):
-        label = next(name for name, table_name in run.names.items() if table_name == table.name)
-        for row, depth in zip(table.rows, (10, 50, 90), strict=True):
-            for cell, length in zip(row.cells, task["lengths"], strict=True):
-                scores = [
-                    s["score"]
-                    for s in task["samples"][label]
-                    if (s["depth"], s["length"]) == (depth, length)
-                ]
-                assert cell.text == f"{sum(scores):.0f}/{len(scores)}"
-                assert cell.share == pytest.approx(sum(scores) / len(scores))
 
 
 @pytest.mark.usefixtures("undrawn")
