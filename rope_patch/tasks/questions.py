@@ -1,4 +1,8 @@
-"""RULER's questions over documents: made-up articles, or a file of the user's own questions."""
+"""Questions over documents in RULER's wording: made-up articles, or a file of the user's own.
+
+The person's full name stands in the question and in the article, so questions over made-up articles
+are key lookups; RULER's are SQuAD's and HotpotQA's.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ _FIELDS = '{"question": "...", "answers": ["..."], "context": "..."}'
 
 
 def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
-    """Return samples of rp_qa_1: one document answers the question (RULER, arXiv:2404.06654).
+    """Return samples of rp_qa_1: one document answers (after RULER, arXiv:2404.06654).
 
     Samples of one text have the same documents and ask other questions.
 
@@ -50,7 +54,7 @@ def one_hop(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
 
 
 def two_hops(questions: str | None = None, **metadata: Any) -> dict[str, Any]:
-    """Return samples of rp_qa_2: the answer takes two documents (RULER, arXiv:2404.06654).
+    """Return samples of rp_qa_2: the answer takes two documents (after RULER, 2404.06654).
 
     Depth is the position of the second document, which holds the answer. The first document has a
     random position.
