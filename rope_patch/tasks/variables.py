@@ -86,7 +86,7 @@ def _assignment_places(rng: random.Random) -> list[float]:
 def _hide_chain(names: list[str], value: str, spread: list[float], sentences: int) -> str:
     """Return noise of `sentences` sentences with the chain in it, each assignment on its own line.
 
-    So does NVIDIA/RULER since May 2026; before, assignments stood in the middle of lines.
+    So does NVIDIA/RULER since May 2025; before, assignments stood in the middle of lines.
     """
     noise = [NOISE[i % len(NOISE)] for i in range(sentences)]
     lines = [" ".join(noise[i : i + len(NOISE)]) for i in range(0, sentences, len(NOISE))]
