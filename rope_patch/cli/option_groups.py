@@ -165,7 +165,10 @@ class TextOptions(OptionGroup):
     ] = "auto"
     questions: Annotated[
         Path | None,
-        typer.Option(help="Questions in SQuAD's format for rp_qa_1, instead of generated ones."),
+        typer.Option(
+            help="Questions in SQuAD's format for rp_qa_1 and rp_qa_2, instead of key lookups in "
+            "generated articles."
+        ),
     ] = None
     include_path: Annotated[
         list[str] | None,
