@@ -143,7 +143,7 @@ def _averages(stats: RunStatistics) -> Table:
                 value = stats.ruler_weighted_average(label, increasing=increasing)
                 text = NOTHING if value is None else percent(value)
                 more = "more" if increasing else "less"
-                tip = f"{text} if longer lengths weigh {more} (RULER's weighted average)"
+                tip = f"{text} if longer lengths weigh {more} (weighted as in RULER)"
                 row.cells.append(Cell(text=text, tip=tip))
     if stats.has_ruler and len(stats.averaged_tasks) > RULER_TASKS:
         rows += _ruler_rows(stats, len(columns))

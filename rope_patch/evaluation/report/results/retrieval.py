@@ -209,7 +209,7 @@ class RetrievalStatistics(RunResults):
         return set(self.tasks) >= _RULER
 
     def ruler_average(self, label: str, length: int) -> Interval | None:
-        """Return the mean of RULER's 13 tasks, each counting the same; None if one is missing."""
+        """Return the RULER-like mean of 13 tasks, which count the same; None if any is missing."""
         cells = [c for name in sorted(_RULER) for c in self._ruler_cells(label, name, length)]
         if len(cells) < len(_RULER):
             return None
@@ -219,7 +219,7 @@ class RetrievalStatistics(RunResults):
         return self._cells(label, task, (length,)) if task in self.tasks else []
 
     def ruler_effective_length(self, label: str) -> tuple[int | None, str]:
-        """Return RULER's effective length: its average over all 13 tasks is at least 85.6%."""
+        """Return the effective length by RULER's threshold: a RULER-like mean of 85.6% at least."""
         averages = {
             length: average
             for length in self.lengths
@@ -230,7 +230,7 @@ class RetrievalStatistics(RunResults):
         return statistics.effective_length(averages, RULER_THRESHOLD)
 
     def ruler_weighted_average(self, label: str, *, increasing: bool) -> float | None:
-        """Return RULER's weighted average: lengths weigh 1, 2, 3, ... or the other way around."""
+        """Return a mean weighted as in RULER: lengths weigh 1, 2, 3, ... or the reverse."""
         accuracies = [self.accuracy(label, lengths=(length,)) for length in self.lengths]
         if len(accuracies) < 2 or any(interval is None for interval in accuracies):
             return None
