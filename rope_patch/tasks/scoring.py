@@ -1,4 +1,4 @@
-"""Scoring of answers: RULER's two rules for generated text, and likelihood."""
+"""Scoring of answers: RULER's two rules for generated text, likelihood, and choice."""
 
 from __future__ import annotations
 
@@ -48,13 +48,21 @@ def likelihood(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
 
 
 def choice(doc: dict[str, Any], results: list[Any]) -> dict[str, float]:
-    """Return 1 if the right choice is the likeliest, and its log-likelihood in nats."""
+    """Return 1 if the prompt makes the right choice likelier than the others, and its likelihood.
+
+    A choice counts by what its log-likelihood gains from the prompt (PMI, Holtzman et al. 2021,
+    arXiv:2104.08315). Else short choices and usual words would win, whatever the text says.
+
+    Args:
+        doc: The sample.
+        results: The log-likelihood of each choice after the prompt, then of each without it.
+    """
     log_likelihoods = [float(log_likelihood) for log_likelihood, _ in results]
-    gold = int(doc["gold"])
-    right = all(
-        log_likelihoods[gold] > other for i, other in enumerate(log_likelihoods) if i != gold
-    )
-    return {"score": float(right), "target_log_likelihood": log_likelihoods[gold]}
+    gold, count = int(doc["gold"]), len(doc["choices"])
+    after, without = log_likelihoods[:count], log_likelihoods[count:]
+    gains = [mine - prior for mine, prior in zip(after, without, strict=True)]
+    right = all(gains[gold] > other for i, other in enumerate(gains) if i != gold)
+    return {"score": float(right), "target_log_likelihood": after[gold]}
 
 
 def _with_target_likelihood(score: float, response: Any) -> dict[str, float]:

@@ -1,6 +1,10 @@
 """Test choice tasks: their choices, lm-eval's requests and the scores."""
 
+import random
+
 import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from rope_patch import tasks
@@ -13,9 +17,9 @@ TINY = "tests/assets/tiny-llama"
 LENGTH = 1536
 
 
-def build(name, tokenizer, **kwargs):
+def build(name, tokenizer, length=LENGTH, **kwargs):
     options = {"samples": 4, "depths": [10, 50, 90], "per_text": 4, **kwargs}
-    return lm_eval_tasks.build(name, tokenizer, [LENGTH], **options)[0]
+    return lm_eval_tasks.build(name, tokenizer, [length], **options)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,13 +69,68 @@ def test_a_single_question_a_text_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("likelihoods", "score"),
-    [((-3.0, -1.0, -2.0), 1.0), ((-1.0, -3.0, -2.0), 0.0), ((-1.0, -1.0, -2.0), 0.0)],
+    ("likelihoods", "priors", "score"),
+    [
+        ((-3.0, -1.0, -2.0), (-4.0, -4.0, -4.0), 1.0),
+        ((-1.0, -3.0, -2.0), (-4.0, -4.0, -4.0), 0.0),
+        ((-1.0, -1.0, -2.0), (-4.0, -4.0, -4.0), 0.0),  # a tie
+        ((-1.0, -3.0, -2.0), (-1.5, -9.0, -4.0), 1.0),  # the text says so, though it is unusual
+        ((-3.0, -1.0, -2.0), (-9.0, -1.0, -4.0), 0.0),  # it is as usual without the text
+    ],
 )
-def test_the_likeliest_choice_scores_and_a_tie_does_not(likelihoods, score):
-    results = [(log_likelihood, False) for log_likelihood in likelihoods]
-    scored = scoring.choice({"gold": 1}, results)
+def test_the_choice_that_the_prompt_makes_likelier_scores(likelihoods, priors, score):
+    results = [(log_likelihood, False) for log_likelihood in (*likelihoods, *priors)]
+    scored = scoring.choice({"gold": 1, "choices": ["a", "b", "c"]}, results)
     assert scored == {"score": score, "target_log_likelihood": likelihoods[1]}
+
+
+def test_a_model_that_prefers_short_choices_only_guesses():
+    # Its log-likelihood is -1 a character, with some noise of the prompt, and no more.
+    rng, scores, likeliest = random.Random(0), [], []
+    for _ in range(4000):
+        lengths = rng.sample(range(4, 40), 4)
+        prior = [-float(length) for length in lengths]
+        after = [value + rng.gauss(0, 0.5) for value in prior]
+        for gold in range(4):  # each answer of a text is right once
+            doc = {"gold": gold, "choices": lengths}
+            results = [(value, False) for value in (*after, *prior)]
+            scores.append(scoring.choice(doc, results)["score"])
+            likeliest.append((max(after) == after[gold], min(lengths) == lengths[gold]))
+    assert sum(scores) / len(scores) == 1 / 4  # of four gains, one is the greatest
+    shortest = [score for score, (_, short) in zip(scores, likeliest, strict=True) if short]
+    assert sum(shortest) / len(shortest) == pytest.approx(1 / 4, abs=0.03)
+    # By plain likelihood the shortest would nearly always be chosen.
+    chosen = [first for first, short in likeliest if short]
+    assert sum(chosen) / len(chosen) > 0.95
+
+
+def test_plain_lm_eval_scores_choices_alike(tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    task = build("rp_recall_mc", tokenizer, length=160)
+    ours = LongContextLM(model, tokenizer, LENGTH, {})
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=LENGTH)
+    runs = [lm_eval_tasks.evaluate(lm, [task])["samples"] for lm in (ours, theirs)]
+    ours_scores, theirs_scores = (
+        [sample["score"] for sample in samples[task.config.task]] for samples in runs
+    )
+    assert ours_scores == theirs_scores
+    docs = task.dataset["test"].to_list()
+    for doc, score in zip(docs, ours_scores, strict=True):
+        gains = [
+            likelihood_of(model, tokenizer, f"{doc['input']} {doc['gen_prefix']}", f" {choice}")
+            - likelihood_of(model, tokenizer, "", f" {choice}")
+            for choice in doc["choices"]
+        ]
+        assert score == float(gains.index(max(gains)) == doc["gold"])
+
+
+@torch.no_grad()
+def likelihood_of(model, tokenizer, prompt, continuation):
+    """Return a continuation's log-likelihood after a prompt, or after the end token alone."""
+    start = tokenizer(prompt).input_ids or [tokenizer.eos_token_id]
+    ids = [*start, *tokenizer(continuation, add_special_tokens=False).input_ids]
+    logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return sum(logits[i - 1, ids[i]].item() for i in range(len(start), len(ids)))
 
 
 def test_a_choice_task_reads_a_prompt_once_and_reports_the_likelihood(tokenizer):
@@ -83,8 +142,8 @@ def test_a_choice_task_reads_a_prompt_once_and_reports_the_likelihood(tokenizer)
         rows = lm_eval_tasks.scores(results, lm.failures)
         answers[name] = [row["log_likelihood"] for row in rows]
         assert lm.computed_tokens < 2 * LENGTH  # of four prompts, and four choices each
-        prompts = [instance.args[0] for instance in task.instances]
-        assert lm.prompt_tokens == sum(len(tokenizer(text).input_ids) for text in set(prompts))
+        prompts = {instance.args[0] for instance in task.instances} - {""}
+        assert lm.prompt_tokens == sum(len(tokenizer(text).input_ids) for text in prompts)
     choice_likelihoods, target_likelihoods = answers.values()
     assert choice_likelihoods == pytest.approx(target_likelihoods, abs=1e-3)
     assert not any("chance" in row for row in rows)
