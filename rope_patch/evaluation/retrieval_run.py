@@ -16,7 +16,8 @@ from rope_patch.utils import atomic_files
 
 logger = logging.getLogger("rope_patch")
 
-_CONTROL_SAMPLES = 6  # samples without their answer, which should all fail
+# Samples and texts without their answer, whose mean likelihood is the floor of the verdict.
+_CONTROL_SAMPLES, _CONTROL_TEXTS = 6, 4
 
 
 class RetrievalRun:
@@ -55,13 +56,18 @@ class RetrievalRun:
         """Ask questions of texts without their answer, at the shortest length."""
         request = self.session.request
         length, depths = min(request.lengths), list(request.depths)
+        count = max(_CONTROL_SAMPLES, _CONTROL_TEXTS * (request.per_text or 1))
+        built: dict[str, Any] = {}
         for name in self.task_names if request.controls else []:
             try:
-                task = self._build(name, length, _CONTROL_SAMPLES, planted=False)
+                built[name] = self._build(name, length, count, planted=False)
             except ValueError as error:
                 self.session.not_run.append(f"control of {name}: {error}")
-                continue
-            (rows,) = self._score_tasks([task], f"{name} without its answer")
+        if not built:
+            return
+        with self.session.timer("retrieval"):
+            scores = self._score_tasks(list(built.values()), "texts without their answers")
+        for name, rows in zip(built, scores, strict=True):
             samples = {BASELINE: rows}
             self.controls.append(
                 {"task": name, "lengths": [length], "depths": depths, "samples": samples}
