@@ -27,6 +27,8 @@ from rope_patch.tasks import CHOICE, LIKELIHOOD
 SIGNIFICANCE_LEVEL = 0.05
 BETTER, WORSE, BEST, PASSED = "▲", "▼", "◆", "✓"
 
+_MAX_RETENTION_WIDTH = 0.5  # of an interval that is shown though it decides nothing
+
 
 def tables(stats: RunStatistics) -> list[Table]:
     """Return averages over all tasks, and every task by itself."""
@@ -53,12 +55,23 @@ def uniform_tasks(stats: RunStatistics) -> dict[str, str]:
     return lines
 
 
+def can_tell(retention: Interval | None) -> bool:
+    """Return whether an interval is narrow, or on one side of what is called usable."""
+    if retention is None:
+        return False
+    is_decided = retention.low >= THRESHOLD or retention.high < THRESHOLD
+    return is_decided or retention.high - retention.low < _MAX_RETENTION_WIDTH
+
+
 def retention_table(stats: RunStatistics) -> Table | None:
-    """Return accuracy at each length over the plain model's within its trained length."""
+    """Return accuracy at each length over the plain model's within its trained length.
+
+    A method of whose accuracy too little is known to say anything has no row.
+    """
     rows = []
     for label in stats.labels:
         retentions = [stats.retention(label, length) for length in stats.lengths]
-        if any(retentions):
+        if any(map(can_tell, retentions)):
             cells = [
                 _retention_cell(interval, length > stats.trained_length)
                 for interval, length in zip(retentions, stats.lengths, strict=True)

@@ -20,6 +20,7 @@ from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.evaluation.report.retrieval_tables import can_tell
 from rope_patch.evaluation.report.table import Cell, Row, Table, ratio_column
 from rope_patch.statistics import Interval
 
@@ -97,8 +98,9 @@ def _columns(
         yield Cell(text="usable up to", note="tokens", tip=tip), each(_effective_cell)
     if any(stats.has_ruler for stats in runs):
         yield Cell(text="RULER's 85.6% up to", note="tokens"), each(_ruler_cell)
-    retention = Cell(text=f"accuracy kept {at}", note=f"% of the plain model's up to {of}")
-    yield retention, each(lambda stats, label: _share_cell(_retention(stats, label)))
+    if any(can_tell(_retention(stats, label)) for stats, label in entries):
+        retention = Cell(text=f"accuracy kept {at}", note=f"% of the plain model's up to {of}")
+        yield retention, each(lambda stats, label: _share_cell(_retention(stats, label)))
     accuracy = Cell(text=f"accuracy beyond {of}", note="%")
     yield accuracy, each(lambda stats, label: _share_cell(_far_accuracy(stats, label)))
     yield from _perplexity_columns(runs, entries, of)
