@@ -5,7 +5,12 @@ same report.
 """
 
 from rope_patch.statistics.bootstrap import bootstrap_mean, perplexity_interval, perplexity_ratio
-from rope_patch.statistics.clustered_mean import MeanTest, clustered_mean, texts_to_decide
+from rope_patch.statistics.clustered_mean import (
+    MeanTest,
+    clustered_mean,
+    texts_to_decide,
+    welch_p,
+)
 from rope_patch.statistics.intervals import Interval, accuracy, is_precise, required_samples, wilson
 from rope_patch.statistics.paired_tests import PairedTest, holm, mcnemar, paired_difference
 from rope_patch.statistics.power import POWER, required_texts, smallest_effect
@@ -40,5 +45,6 @@ __all__ = [
     "smallest_effect",
     "stratified_mean",
     "texts_to_decide",
+    "welch_p",
     "wilson",
 ]

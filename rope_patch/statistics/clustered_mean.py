@@ -78,6 +78,31 @@ def clustered_mean(
     return MeanTest(interval, p_value, error * math.sqrt(texts))
 
 
+def welch_p(first: MeanTest, second: MeanTest) -> float:
+    """Return the two-sided p-value of two means of other texts being the same.
+
+    Welch's t test (Welch 1947), with a text's mean as one observation.
+
+    Args:
+        first: A mean over texts.
+        second: A mean over other texts, which may vary otherwise.
+
+    Returns:
+        The p-value; 1 if either mean rests on a single text.
+    """
+    tests = (first, second)
+    if not all(math.isfinite(test.deviation) for test in tests):
+        return 1.0
+    gap = abs(first.mean.estimate - second.mean.estimate)
+    errors = [test.deviation**2 / test.mean.effective_n for test in tests]
+    if sum(errors) == 0:
+        return 0.0 if gap else 1.0
+    freedom = sum(errors) ** 2 / sum(
+        error**2 / (test.mean.effective_n - 1) for error, test in zip(errors, tests, strict=True)
+    )
+    return 2 * float(special.stdtr(freedom, -gap / math.sqrt(sum(errors))))
+
+
 def texts_to_decide(test: MeanTest, level: float = 0.05) -> int | None:
     """Return about how many texts would show that a mean is not zero, were it as measured.
 

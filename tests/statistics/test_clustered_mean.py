@@ -73,3 +73,19 @@ def test_the_number_of_texts_to_decide_decides_four_times_in_five(level):
 def test_values_must_be_finite(values):
     with pytest.raises(ValueError, match=r"expected (finite )?values"):
         statistics.clustered_mean(values, range(len(values)))
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 4), (8, 4), (3, 12)])
+def test_means_of_other_texts_are_compared_by_welch_s_test(first, second):
+    generator = np.random.default_rng(first)
+    values = [generator.normal(0, 0.3, first), generator.normal(1, 0.9, second)]
+    means = [statistics.clustered_mean(v.tolist(), range(len(v))) for v in values]
+    truth = stats.ttest_ind(*values, equal_var=False)
+    assert statistics.welch_p(*means) == pytest.approx(truth.pvalue)
+
+
+def test_one_text_is_compared_with_nothing():
+    one, many = (statistics.clustered_mean([1.0] * n, range(n)) for n in (1, 3))
+    assert statistics.welch_p(one, many) == 1
+    assert statistics.welch_p(many, many) == 1
+    assert statistics.welch_p(many, statistics.clustered_mean([2.0] * 3, range(3))) == 0

@@ -98,8 +98,7 @@ def _likelier(
             f"Use none of these methods at {length:,} tokens: even with {who}, the best of them, "
             f"the right answers are less likely than with the plain model {sure}."
         )
-    mine = stats.answer_loss(best, length)
-    if stats.floor is not None and mine and mine.mean.high >= stats.floor.mean.low:
+    if stats.floor is not None and not stats.reads_answers(best, length):
         return (
             f"This run cannot decide what to use at {length:,} tokens: with {who} the right "
             f"answers are likelier than with the plain model {sure}, but not surely likelier than "

@@ -26,6 +26,8 @@ from rope_patch.statistics import Interval
 
 Column = tuple[Cell, list[Cell]]
 
+_MAX_WIDTH = 0.5  # of the narrowest interval of accuracies that stand beside likelihoods
+
 
 def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table | None, list[str]]:
     """Return a row for each method, of each run where there are several, and lines below them.
@@ -85,7 +87,7 @@ def _columns(
     decisive = {stats.verdict_length for stats in runs if stats.verdict_length}
     trained = {stats.trained_length for stats in runs}
     at = f"at {longest.pop():,}" if len(longest) == 1 else "at the longest"
-    where = f"at {decisive.pop():,}" if len(decisive) == 1 else "at the longest"
+    where = f"at {min(decisive):,}" if len(decisive) == 1 else "at the longest"
     of = f"{trained.pop():,}" if len(trained) == 1 else "the trained length"
 
     def each(cell: Callable[[RunStatistics, str], Cell]) -> list[Cell]:
@@ -101,8 +103,9 @@ def _columns(
     if any(can_tell(_retention(stats, label)) for stats, label in entries):
         retention = Cell(text=f"accuracy kept {at}", note=f"% of the plain model's up to {of}")
         yield retention, each(lambda stats, label: _share_cell(_retention(stats, label)))
-    accuracy = Cell(text=f"accuracy beyond {of}", note="%")
-    yield accuracy, each(lambda stats, label: _share_cell(_far_accuracy(stats, label)))
+    shares = [_far_accuracy(stats, label) for stats, label in entries]
+    if not decisive or any(share and share.high - share.low < _MAX_WIDTH for share in shares):
+        yield Cell(text=f"accuracy beyond {of}", note="%"), list(map(_share_cell, shares))
     yield from _perplexity_columns(runs, entries, of)
     short = Cell(text="short tasks", note="points more than the plain model")
     yield short, each(_short_cell)

@@ -100,14 +100,13 @@ def _rivals(stats: RunStatistics, ranking: Ranking) -> str:
 
 
 def _floor(stats: RunStatistics, best: str, length: int) -> str:
-    mine = stats.answer_loss(best, length)
-    if stats.floor is None or mine is None:
+    if stats.floor is None:
         return ""
     floor = stats.floor.mean.estimate
     text = (
         "Without the answers in the text, the plain model gives them "
         f"{nats_text(floor)} nats a token"
     )
-    if mine.mean.high < stats.floor.mean.low:
+    if stats.reads_answers(best, length):
         return f"{text}: the model does read them."
     return f"{text}: it is not shown that the model reads them."

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from rope_patch.evaluation.report import summary
+from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
+from rope_patch.evaluation.report.summary_table import summary_table
 
 LENGTH, TRAINED = 2048, 1024
 
@@ -105,6 +107,36 @@ def test_answers_are_held_against_questions_without_them(floor, reads):
     (sentence,) = (s for s in sentences if s.startswith("Without the answers in the text"))
     assert sentence.endswith("the model does read them.") == reads
     assert sentence.endswith("it is not shown that the model reads them.") != reads
+
+
+def test_two_texts_can_show_that_the_model_reads():
+    """Welch's test decides where the intervals of few texts overlap."""
+    stats = run({"none": 3.0, "yarn": 0.6}, texts=2, spread=0.3, floor=2.0)
+    loss = stats.answer_loss("yarn", LENGTH)
+    assert loss is not None
+    assert stats.floor is not None
+    assert loss.mean.high > stats.floor.mean.low
+    assert stats.reads_answers("yarn", LENGTH)
+    assert not stats.reads_answers("none", LENGTH)
+
+
+def test_reading_is_corrected_over_the_methods():
+    losses = {f"m{i}": 2.6 for i in range(20)}
+    alone, among = (
+        run({"none": 3.0, "yarn": 2.6} | others, 6, floor=3.0) for others in ({}, losses)
+    )
+    assert alone.reads_answers("yarn", LENGTH)
+    assert not among.reads_answers("yarn", LENGTH)
+
+
+@pytest.mark.parametrize(("texts", "is_shown"), [(2, False), (20, True)])
+def test_accuracies_stand_beside_likelihoods_where_they_say_something(texts, is_shown):
+    stats = run({"none": 3.0, "yarn": 0.6}, texts)
+    table, _ = summary_table([("", stats, Ranking(stats))])
+    assert table is not None
+    heads = [column.text for column in table.columns]
+    assert "loss of right answers at 2,048" in heads
+    assert ("accuracy beyond 1,024" in heads) == is_shown
 
 
 def test_twins_by_choice_are_not_counted_again():

@@ -142,6 +142,23 @@ class LikelihoodStatistics(ComparisonStatistics):
         ]
         return _mean([loss.nats for loss in losses], losses)
 
+    def reads_answers(self, label: str, length: int) -> bool:
+        """Return whether right answers are shown to be likelier than where the text lacks them.
+
+        Welch's t test against the floor, whose texts are others; the family is all methods at this
+        length. False where there is no floor.
+        """
+        losses = {
+            other: loss
+            for other in self.patched
+            if (loss := self.answer_loss(other, length)) is not None
+        }
+        if self.floor is None or label not in losses:
+            return False
+        p_values = {other: statistics.welch_p(loss, self.floor) for other, loss in losses.items()}
+        is_below = losses[label].mean.estimate < self.floor.mean.estimate
+        return is_below and self.adjust(p_values, length)[label] < SIGNIFICANCE_LEVEL
+
     def _losses_at(self, label: str, length: int) -> dict[tuple[str, str], AnswerLoss]:
         losses: dict[tuple[str, str], AnswerLoss] = {}
         for task in self.likelihood_tasks:
