@@ -28,6 +28,7 @@ SIGNIFICANCE_LEVEL = 0.05
 BETTER, WORSE, BEST, PASSED = "▲", "▼", "◆", "✓"
 
 _MAX_RETENTION_WIDTH = 0.5  # of an interval that is shown though it decides nothing
+_MAX_ACCURACY_WIDTH = 0.5
 
 
 def tables(stats: RunStatistics) -> list[Table]:
@@ -61,6 +62,11 @@ def can_tell(retention: Interval | None) -> bool:
         return False
     is_decided = retention.low >= THRESHOLD or retention.high < THRESHOLD
     return is_decided or retention.high - retention.low < _MAX_RETENTION_WIDTH
+
+
+def is_informative(share: Interval | None) -> bool:
+    """Return whether an accuracy's interval leaves out half of all accuracies."""
+    return share is not None and share.high - share.low < _MAX_ACCURACY_WIDTH
 
 
 def retention_table(stats: RunStatistics) -> Table | None:

@@ -20,6 +20,7 @@ from rope_patch.evaluation.report.format import (
 from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
+from rope_patch.evaluation.report.retrieval_tables import can_tell, is_informative
 from rope_patch.evaluation.report.verdict import likelihood_sentences
 from rope_patch.statistics import Interval
 
@@ -59,7 +60,8 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
     trained = f"{stats.trained_length:,}"
     if not stats.lengths_beyond_training:
         yield f"No retrieval was measured beyond the trained {trained} tokens."
-    elif stats.plain is None or not stats.lengths_within_training:
+        return
+    if stats.plain is None or not stats.lengths_within_training:
         far = stats.accuracy(chosen, lengths=stats.lengths_beyond_training)
         who = stats.names[chosen]
         if far is not None:
@@ -74,9 +76,18 @@ def _usable_length_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator
         if usable is not None and usable < stats.lengths[-1]:
             yield f"Why not farther: {reason}."
     others = [labels[0] for labels in ranking.groups if labels[0] != chosen]
-    if stats.lengths_beyond_training and (
-        texts := [t for label in others if (t := _accuracy_phrase(stats, label))]
-    ):
+    shares = {
+        label: share
+        for label in others
+        if (share := stats.accuracy(label, lengths=stats.lengths_beyond_training)) is not None
+    }
+    # Likelihoods decide where accuracies could be anything.
+    if shares and (not stats.verdict_length or any(map(is_informative, shares.values()))):
+        texts = [
+            f"{'the plain model' if label == stats.plain else stats.names[label]} gets "
+            f"{_share_with_interval(share)} right"
+            for label, share in shares.items()
+        ]
         yield f"In texts beyond {trained} tokens: {'; '.join(_first_few(texts))}."
 
 
@@ -107,21 +118,18 @@ def _usable_length(stats: RunStatistics, ranking: Ranking, chosen: str) -> str:
     retention = None if first is None else stats.retention(chosen, first)
     if retention is None:
         return f"No length is shown to be usable: {reason}."
-    text = (
-        f"{who} is not shown to be usable beyond its trained {stats.trained_length:,} tokens: at "
+    text = f"{who} is not shown to be usable beyond its trained {stats.trained_length:,} tokens: "
+    if not can_tell(retention):
+        return (
+            f"{text}n at {first:,} ({n_text(retention)}) is too small to tell how much of the "
+            "plain model's accuracy it keeps."
+        )
+    text += (
+        f"at {first:,} it keeps {_share_with_95_interval(retention)} of the plain model's accuracy"
     )
-    text += f"{first:,} it keeps {_share_with_95_interval(retention)} of the plain model's accuracy"
     if retention.high >= THRESHOLD:
         text += f"; n is too small to tell whether that is above {THRESHOLD:.0%}"
     return f"{text}."
-
-
-def _accuracy_phrase(stats: RunStatistics, label: str) -> str:
-    far = stats.accuracy(label, lengths=stats.lengths_beyond_training)
-    if far is None:
-        return ""
-    name = "the plain model" if label == stats.plain else stats.names[label]
-    return f"{name} gets {_share_with_interval(far)} right"
 
 
 def _long_perplexity_sentences(stats: RunStatistics, ranking: Ranking) -> Iterator[str]:

@@ -20,13 +20,11 @@ from rope_patch.evaluation.report.method_row import method_row
 from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
-from rope_patch.evaluation.report.retrieval_tables import can_tell
+from rope_patch.evaluation.report.retrieval_tables import can_tell, is_informative
 from rope_patch.evaluation.report.table import Cell, Row, Table, ratio_column
 from rope_patch.statistics import Interval
 
 Column = tuple[Cell, list[Cell]]
-
-_MAX_WIDTH = 0.5  # of the narrowest interval of accuracies that stand beside likelihoods
 
 
 def summary_table(runs: list[tuple[str, RunStatistics, Ranking]]) -> tuple[Table | None, list[str]]:
@@ -104,7 +102,7 @@ def _columns(
         retention = Cell(text=f"accuracy kept {at}", note=f"% of the plain model's up to {of}")
         yield retention, each(lambda stats, label: _share_cell(_retention(stats, label)))
     shares = [_far_accuracy(stats, label) for stats, label in entries]
-    if not decisive or any(share and share.high - share.low < _MAX_WIDTH for share in shares):
+    if not decisive or any(is_informative(share) for share in shares):
         yield Cell(text=f"accuracy beyond {of}", note="%"), list(map(_share_cell, shares))
     yield from _perplexity_columns(runs, entries, of)
     short = Cell(text="short tasks", note="points more than the plain model")

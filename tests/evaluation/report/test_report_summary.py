@@ -71,7 +71,7 @@ def test_too_few_samples_are_reported() -> None:
     )
     assert by_likelihood.startswith("At 8,192 tokens yarn ×2 makes the right answers likelier")
     assert "is not shown to be usable" in by_accuracy
-    assert "n is too small to tell whether that is above 85%" in by_accuracy
+    assert "n at 6,144 (n = 5) is too small to tell how much of the plain" in by_accuracy
 
 
 def test_other_methods_are_reported() -> None:
