@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_patch.cli.evaluation import Folder, run_and_report
+from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
 from rope_patch.cli.option_groups import (
     Depths,
     LoadingOptions,
@@ -35,8 +35,9 @@ def compare(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="A method; several, or by commas: linear,ntk,yarn,dynamic-yarn if left out. The "
-            "model as it is, `none`, is always with them."
+            help="A method, or the folder of a search's result; several, or by commas: "
+            "linear,ntk,yarn,dynamic-yarn if left out. The model as it is, `none`, is always with "
+            "them."
         ),
     ] = None,
     factor: Factor = None,
@@ -78,10 +79,12 @@ def compare(
       rope-patch compare demo --method none,linear,yarn --factor 2 --lengths 4096,8192,12288
       rope-patch compare ./my-model --factor 4 --precision 0.05 --out comparison
     """
-    method_names = split_commas(",".join(method or []))
+    chosen = parse_methods(
+        ["none", *(method or _DEFAULT_METHODS)], method_options.trained_length, method_options.start
+    )
     token_lengths = tuple(parse_ints("lengths", lengths, minimum=1)) if lengths else ()
     methods: dict[str, Any] = {
-        "methods": tuple(dict.fromkeys(["none", *(method_names or _DEFAULT_METHODS)])),
+        **chosen,
         "factor": factor,
         "length": length,
         **method_options.arguments(),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rope_patch.cli.evaluation import Folder, run_and_report
+from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
 from rope_patch.cli.option_groups import (
     LoadingOptions,
     MethodOptions,
@@ -24,7 +24,10 @@ def evaluate(
     model: Model,
     method: Annotated[
         list[str],
-        typer.Option(help="A method, or `none` for the model as it is; several are compared."),
+        typer.Option(
+            help="A method, `none` for the model as it is, or the folder of a search's result; "
+            "several are compared."
+        ),
     ],
     factor: Factor = None,
     length: Length = None,
@@ -100,7 +103,7 @@ def evaluate(
         as_json,
         engine=engine,
         model=model,
-        methods=tuple(dict.fromkeys(split_commas(",".join(method)))),
+        **parse_methods(method, method_options.trained_length, method_options.start),
         factor=factor,
         length=length,
         lengths=tuple(parse_ints("lengths", lengths, minimum=1)),

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from rope_patch.cli.options import split_commas
 from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.methods import list_methods
 
 Folder = Annotated[Path, typer.Option(help="Folder for the report and everything measured.")]
 
@@ -33,3 +35,37 @@ def run_and_report(folder: Path, as_json: bool, engine: str | None = None, **req
         print(f"\n{folder / 'report.html'}")
     if find_gaps(results):  # the report and stderr name them
         raise typer.Exit(1)
+
+
+def parse_methods(words: list[str], trained_length: int | None, start: str) -> dict[str, Any]:
+    """Return the fields `methods` and `arguments` of a request from names and folders of searches.
+
+    Args:
+        words: What `--method` was given: names, `none` and folders, also by commas.
+        trained_length: The request's.
+        start: The request's.
+
+    Raises:
+        ValueError: A folder has no result of a search; or one that was made with another trained
+            length or start, or beside which there is another `longrope`.
+    """
+    names: list[str] = []
+    arguments: dict[str, dict[str, Any]] = {}
+    for word in split_commas(",".join(words)):
+        if word in list_methods() or not (Path(word).exists() or "/" in word):
+            names.append(word)
+            continue
+        from rope_patch.searching import SearchResult
+
+        found = SearchResult.load(word)
+        for option, value in (("trained_length", trained_length), ("start", start)):
+            if found.asked.get(option, value) != value:
+                raise ValueError(
+                    f"{word} was searched with {option} {found.asked[option]}: give "
+                    f"--{option.replace('_', '-')} {found.asked[option]}, too"
+                )
+        names.append("longrope")
+        arguments["longrope"] = dict(found)
+    if arguments and names.count("longrope") > 1:
+        raise ValueError("--method: a search's result is a `longrope`, evaluate one at a time")
+    return {"methods": tuple(dict.fromkeys(names)), "arguments": arguments}

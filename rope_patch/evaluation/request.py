@@ -68,6 +68,7 @@ class EvalRequest:
         trained_length: Tokens of pretraining, if the config gives another number.
         start: Where the config scales already: see `patch`.
         options: The methods' options.
+        arguments: By method, arguments of `patch` that go before all others: what a search found.
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         device_map: As in transformers; "auto" where there is a GPU.
         gguf_file: The GGUF file within the model's folder.
@@ -105,6 +106,7 @@ class EvalRequest:
     trained_length: int | None = None
     start: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
     dtype: str = "auto"
     device_map: str | None = None
     gguf_file: str | None = None
@@ -116,14 +118,12 @@ class EvalRequest:
         """Return the request to patch with one of the methods, with the options that it has."""
         known = registered_methods()
         names = known[method].__dataclass_fields__ if method in known else {}
-        return Extension(
-            method,
-            factor=self.factor,
-            length=self.length,
-            trained_length=self.trained_length,
-            start=self.start,
-            options={key: value for key, value in self.options.items() if key in names},
-        )
+        arguments = {key: value for key, value in self.options.items() if key in names}
+        arguments |= {"trained_length": self.trained_length, "start": self.start}
+        own = self.arguments.get(method, {})
+        if not own.keys() & {"factor", "length"}:
+            arguments |= {"factor": self.factor, "length": self.length}
+        return Extension.of(method, **{**arguments, **own})
 
     @property
     def first_samples(self) -> int:

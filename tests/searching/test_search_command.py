@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,43 @@ def test_the_result_patches_and_plain_transformers_loads_it(finished_run):
     native = AutoModelForCausalLM.from_pretrained(TINY, config=AutoConfig.from_pretrained(folder))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, native(ids).logits, rtol=0, atol=2e-4)
+
+
+def evaluate(folder, *arguments):
+    words = ["eval", TINY, "--lengths", "320", "--tasks", "perplexity", "--window", "64"]
+    return CliRunner().invoke(app, [*words, "--out", str(folder), *map(str, arguments)])
+
+
+def test_the_result_is_evaluated_by_its_folder(finished_run, tmp_path):
+    _, folder, _ = finished_run
+    run = evaluate(tmp_path, "--method", f"none,yarn,{folder}", "--factor", 2)
+    assert run.exit_code == 0, run.output
+    methods = json.loads((tmp_path / "report.json").read_text())["methods"]
+    assert [method["method"] for method in methods] == [None, "yarn", "longrope"]
+    frequencies = methods[-1]["frequencies"]["all"]
+    patch = json.loads((folder / "found.json").read_text())["patch"]
+    stretch = [a / b for a, b in zip(frequencies["unscaled"], frequencies["inv_freq"], strict=True)]
+    assert stretch == pytest.approx(patch["long_factor"], rel=1e-5)
+    assert frequencies["attention_factor"] == pytest.approx(patch["attention_factor"])
+
+
+def test_a_folder_without_a_result_and_two_of_longrope_are_refused(finished_run, tmp_path):
+    _, folder, _ = finished_run
+    for method, message in [
+        (tmp_path, "found.json: expected what a search saved"),
+        (f"{folder},longrope", "evaluate one at a time"),
+        (f"{folder},{folder}", "evaluate one at a time"),
+    ]:
+        run = evaluate(tmp_path / "new", "--method", method)
+        assert message in str(run.exception)
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_trained_length_than_the_search_s_is_refused(finished_run, tmp_path):
+    _, folder, _ = finished_run
+    replace(SearchResult.load(folder), asked={"trained_length": 128}).save(tmp_path / "found")
+    run = evaluate(tmp_path / "new", "--method", tmp_path / "found", "--trained-length", 256)
+    assert "searched with trained_length 128: give --trained-length 128" in str(run.exception)
 
 
 def test_pictures_of_the_search_and_the_result_are_written(finished_run):
