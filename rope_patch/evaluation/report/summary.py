@@ -21,6 +21,7 @@ from rope_patch.evaluation.report.ranking import Ranking
 from rope_patch.evaluation.report.results.retrieval import THRESHOLD
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics, task_name
 from rope_patch.evaluation.report.retrieval_tables import can_tell, is_informative
+from rope_patch.evaluation.report.table import is_unknown
 from rope_patch.evaluation.report.verdict import likelihood_sentences
 from rope_patch.statistics import Interval
 
@@ -152,7 +153,7 @@ def _long_perplexity_sentences(stats: RunStatistics, ranking: Ranking) -> Iterat
     texts = [
         f"{_change_with_interval(change)} {_method_phrase(stats, label)}"
         for label, change in changes.items()
-        if change is not None and math.isfinite(change.estimate)
+        if change is not None and math.isfinite(change.estimate) and not is_unknown(change)
     ]
     if texts and stats.control_record:
         context = f"{stats.control_record['context']:,}"

@@ -126,17 +126,23 @@ def ratio_cell(
     return Cell(text=text, note=note, tip=f"{tip}, {n_text(interval)}", beyond=beyond)
 
 
+def is_unknown(ratio: Interval | None) -> bool:
+    """Return whether a ratio may be far above 1 or far below it, as one of few windows may."""
+    return ratio is not None and ratio.low < 1 < ratio.high and ratio.high > 10 * ratio.low
+
+
 def ratio_column(
     intervals: Sequence[Interval | None], head: str, base: str, *, beyond: bool = False
 ) -> tuple[Cell, list[Cell]]:
     """Return a column of ratios in one unit, which its head names: percent, or times.
 
     Args:
-        intervals: The ratios.
+        intervals: The ratios; one of which nothing is known is left out.
         head: What is compared; empty where the column beside it says so.
         base: What it is compared with, such as "the plain model".
         beyond: Whether it is of texts beyond the trained length.
     """
+    intervals = [None if is_unknown(interval) else interval for interval in intervals]
     percent = in_percent(*intervals)
     unit = f"% change from {base}" if percent else f"times that of {base}"
     cells = [ratio_cell(interval, beyond=beyond, percent=percent) for interval in intervals]

@@ -10,7 +10,8 @@ from rope_patch.evaluation.report import cost_tables, retrieval_tables
 from rope_patch.evaluation.report.ranking import MAX_ROWS, PLAIN, REST, Ranking
 from rope_patch.evaluation.report.results.run_statistics import RunStatistics
 from rope_patch.evaluation.report.summary_table import summary_table
-from rope_patch.evaluation.report.table import Table
+from rope_patch.evaluation.report.table import Table, ratio_column
+from rope_patch.statistics import Interval
 
 
 def ranked(measured: dict[str, Any]) -> tuple[RunStatistics, Ranking]:
@@ -127,3 +128,12 @@ def test_a_column_of_ratios_has_one_unit_in_its_head() -> None:
     assert table.columns[at].note == "times that of the plain model"
     texts = [row.cells[at].text + row.cells[at].note for row in table.rows]
     assert not any(mark in text for text in texts for mark in "%×+−")
+
+
+def test_a_ratio_that_could_be_anything_leaves_the_column_and_its_unit_alone() -> None:
+    known = Interval(1.03, 1.02, 1.04, 8, 8)
+    _, cells = ratio_column([known, Interval(5.4, 0.45, 65, 4, 4)], "perplexity", "the control")
+    assert [(cell.text, cell.note) for cell in cells] == [("+3.0", "+2.0 to +4.0"), ("–", "")]
+    large = Interval(40, 3, 500, 4, 4)  # surely above 1, however wide
+    _, cells = ratio_column([large], "perplexity", "the control")
+    assert cells[0].text == "40"
