@@ -21,9 +21,11 @@ logger = logging.getLogger("rope_patch")
 # `yarn` against the plain model, 32 questions about eight texts at five depths
 # (eval/results/smollm2/report.json, rp_niah_multikey_1_ll): 1.04 at 12,288 tokens and 1.15 at
 # 16,384 between answers; the means of texts vary by 0.23 and 0.64, where independent answers would
-# have 0.52 and 0.58, so what texts add is small. Rounded up here. Another model or task varies
-# otherwise; questions at the same depths in each text vary less, and decide sooner.
+# have 0.52 and 0.58, so what texts add is small. At one depth, answers vary by 0.48 and 0.78: where
+# each text is asked at the same depths, only that counts. Rounded up here. Another model or task
+# varies otherwise.
 ANSWER_DEVIATION = 1.25
+DEPTH_ANSWER_DEVIATION = 0.8
 TEXT_DEVIATION = 0.2
 _MEASURED_ON = "SmolLM2-135M"
 
@@ -70,13 +72,24 @@ def sentences(request: EvalRequest, planned: Planned, trained_length: int) -> li
     return [*_likelihood_sentences(request, planned, length, methods), *by_accuracy]
 
 
-def text_deviation(questions: float) -> float:
+def text_deviation(questions: float, has_equal_depths: bool = False) -> float:
     """Return the assumed standard deviation of texts' mean gains, in nats a token.
 
     Args:
         questions: Questions about each text.
+        has_equal_depths: Whether each text is asked at the same depths.
     """
-    return math.hypot(TEXT_DEVIATION, ANSWER_DEVIATION / math.sqrt(questions))
+    answers = DEPTH_ANSWER_DEVIATION if has_equal_depths else ANSWER_DEVIATION
+    return math.hypot(TEXT_DEVIATION, answers / math.sqrt(questions))
+
+
+def has_equal_depths(samples: Sequence[UnscoredSample]) -> bool:
+    """Return whether there are several texts, and each is asked at the same depths."""
+    by_text: dict[int, list[int | None]] = {}
+    for sample in samples:
+        by_text.setdefault(sample["text"], []).append(sample["depth"])
+    first, *others = [sorted(depths, key=str) for depths in by_text.values()]
+    return bool(others) and None not in first and all(depths == first for depths in others)
 
 
 def _likelihood_sentences(
@@ -89,7 +102,8 @@ def _likelihood_sentences(
     count = sum(map(len, by_question.values()))
     texts = sum(len({sample["text"] for sample in samples}) for samples in by_question.values())
     questions, tasks = count / texts, len(by_question)
-    deviation = text_deviation(questions)
+    equal_depths = all(map(has_equal_depths, by_question.values()))
+    deviation = text_deviation(questions, equal_depths)
     level = SIGNIFICANCE_LEVEL / methods / statistics.look_factor(int(request.until_decided))
     holm = f" after Holm over {methods} methods" if methods > 1 else ""
     if texts < 2:

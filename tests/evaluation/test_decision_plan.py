@@ -15,7 +15,9 @@ from scipy import stats
 from rope_patch.evaluation import profiles
 from rope_patch.evaluation.decision_plan import (
     ANSWER_DEVIATION,
+    DEPTH_ANSWER_DEVIATION,
     TEXT_DEVIATION,
+    has_equal_depths,
     sentences,
     text_deviation,
 )
@@ -34,7 +36,7 @@ def request(**changes: Any) -> EvalRequest:
 
 def rows(count: int, per_text: int, length: int, **values: Any) -> list[dict[str, Any]]:
     return [
-        {"id": f"{length}/{i}", "text": i // per_text, "length": length, "depth": 50}
+        {"id": f"{length}/{i}", "text": i // per_text, "length": length, "depth": 10 * (i % 7)}
         | {"target_tokens": 4, "log_likelihood": None}
         | values
         for i in range(count)
@@ -71,6 +73,18 @@ def run(samples: dict[str, list[dict[str, Any]]], tasks: tuple[str, ...] = (TASK
 
 def smallest_change(text: str) -> float:
     return float(re.search(r"if it does by ([\d.]+) nats", text)[1])
+
+
+def test_texts_asked_at_the_same_depths_vary_less():
+    for depths, equal in (([10, 90], True), ([50, 50], True), ([None, 50], False)):
+        asked = [row | {"depth": depths[i % 2]} for i, row in enumerate(rows(12, 2, 2048))]
+        assert has_equal_depths(asked) is equal
+        (text, *_) = sentences(request(), {(TASK, 2048): asked}, TRAINED)
+        assert f"between texts by {text_deviation(2, equal):.1f} nats" in text
+        assert (smallest_change(text) < smallest_change(plan(12, 2))) is equal
+        assert not has_equal_depths(asked[:-1])
+    assert not has_equal_depths(rows(12, 2, 2048))
+    assert not has_equal_depths(rows(2, 2, 2048))
 
 
 @pytest.mark.parametrize(("count", "per_text"), [(12, 2), (50, 4), (6, 1)])
@@ -175,6 +189,11 @@ def test_quick_can_decide_what_was_measured_and_assumes_its_deviations():
     assert smallest_change(plan(profile.samples, profile.per_text)) < np.mean(means)
     assert text_deviation(1) == pytest.approx(np.std(gains, ddof=1), rel=0.5)
     assert text_deviation(len(gains) / len(texts)) > np.std(means, ddof=1) / 1.5
+    by_depth: dict[int, list[float]] = {}
+    for gain, row in zip(gains, plain, strict=True):
+        by_depth.setdefault(row["depth"], []).append(gain)
+    at_one_depth = math.sqrt(np.mean([np.var(at, ddof=1) for at in by_depth.values()]))
+    assert at_one_depth == pytest.approx(DEPTH_ANSWER_DEVIATION, rel=0.5)
 
 
 def test_the_readme_shows_the_plan_of_a_quick_comparison():
@@ -184,3 +203,4 @@ def test_the_readme_shows_the_plan_of_a_quick_comparison():
     for sentence in sentences(request(lengths=lengths), samples, 8192):
         assert f"plan: {sentence}" in readme
     assert f"{ANSWER_DEVIATION} nats between answers and {TEXT_DEVIATION} between texts" in readme
+    assert f"{DEPTH_ANSWER_DEVIATION} nats between answers at one depth" in readme
