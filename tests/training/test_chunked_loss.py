@@ -44,7 +44,8 @@ def step(model, **inputs):
     ids=["mean", "count", "counted", "shifted"],
 )
 def test_loss_and_gradients_equal_those_of_all_logits(family, extra):
-    plain, inputs = make(family), batch()
+    # In float64: the order in which threads add an embedding's gradients shows in float32.
+    plain, inputs = make(family).double(), batch()
     if extra.pop("shifted", False):
         shifted = functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
         inputs["shift_labels"] = shifted.contiguous()
