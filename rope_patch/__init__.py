@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
     from rope_patch.exporting import Export, export
     from rope_patch.extension import Extension
-    from rope_patch.patching import Patch, current, patch, unpatch
+    from rope_patch.patching import Patch, current, patch, restore, unpatch
     from rope_patch.pretrained.adapters import load_adapter
     from rope_patch.pretrained.loading import load
     from rope_patch.pretrained.saving import save
@@ -40,6 +40,7 @@ __all__ = [
     "patch",
     "recommend",
     "register",
+    "restore",
     "save",
     "search",
     "unpatch",
@@ -63,6 +64,7 @@ _MODULES = {
     "patch": "patching",
     "recommend": "recommending",
     "register": "pretrained.transformers_registry",
+    "restore": "patching",
     "save": "pretrained.saving",
     "search": "searching",
     "unpatch": "patching",

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from rope_patch.geometry import Geometry
+from rope_patch.trained_yarn import trained_yarn_evidence
 from rope_patch.utils.errors import Refused
 
 START_CHOICES = ("auto", "unscaled", "running")
 
 # Scalings that a new method replaces with start="auto": it extends the unscaled frequencies at the
 # original length. Models were trained with the other scalings, so doing that would undo training.
+# Of YaRN, `trained_yarn_evidence` decides.
 _DISCARDED_SCALINGS = ("default", "linear", "dynamic", "yarn")
 
 # Architectures whose configs accept no scaling but longrope.
@@ -143,10 +145,11 @@ def config_rope_type(parameters: dict[str, Any]) -> str:
     return rope_type
 
 
-def extends_scaled_frequencies(parameters: dict[str, Any], start: str) -> bool:
+def extends_scaled_frequencies(config: Any, parameters: dict[str, Any], start: str) -> bool:
     """Return whether an extension starts from the frequencies of the config's own scaling.
 
     Args:
+        config: The text config.
         parameters: `rope_parameters` of one layer type.
         start: See `patch`.
 
@@ -164,7 +167,11 @@ def extends_scaled_frequencies(parameters: dict[str, Any], start: str) -> bool:
             "start='running' needs frequencies that stay, and the config's own scaling, "
             "'dynamic', changes them with the length; use start='unscaled'"
         )
-    return rope_type not in _DISCARDED_SCALINGS if start == "auto" else start == "running"
+    if start != "auto":
+        return start == "running"
+    if rope_type == "yarn":
+        return trained_yarn_evidence(config, parameters) is not None
+    return rope_type not in _DISCARDED_SCALINGS
 
 
 def _read_geometry(
@@ -230,7 +237,7 @@ def _trained_length(config: Any, parameters: dict[str, Any], start: str) -> int:
             "original_max_position_embeddings must be a whole number of tokens, at least 1, got "
             f"{original!r} in the config"
         )
-    if extends_scaled_frequencies(parameters, start):
+    if extends_scaled_frequencies(config, parameters, start):
         lengths = [max_positions] if isinstance(max_positions, int) else []
         if rope_type in ("linear", "yarn") and original:  # max_positions may be the original
             lengths.append(round(_read_number(parameters, "factor", least=1) * original))

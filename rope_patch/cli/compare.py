@@ -11,7 +11,7 @@ import typer
 from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
 from rope_patch.cli.option_groups import (
     Depths,
-    LoadingOptions,
+    MeasuredLoadingOptions,
     MethodOptions,
     SampleOptions,
     TextOptions,
@@ -63,7 +63,7 @@ def compare(
     sample_options: _SampleOptions,
     text_options: TextOptions,
     method_options: MethodOptions,
-    loading: LoadingOptions,
+    loading: MeasuredLoadingOptions,
     seed: Seed = 42,
     out: Folder = Path("out"),
     as_json: Json = False,

@@ -9,7 +9,7 @@ import typer
 
 from rope_patch.cli.evaluation import Folder, parse_methods, run_and_report
 from rope_patch.cli.option_groups import (
-    LoadingOptions,
+    MeasuredLoadingOptions,
     MethodOptions,
     SampleOptions,
     TextOptions,
@@ -73,7 +73,7 @@ def evaluate(
         int, typer.Option(help="Samples of each ordinary short task.", min=1)
     ] = 100,
     method_options: MethodOptions,
-    loading: LoadingOptions,
+    loading: MeasuredLoadingOptions,
     seed: Seed = 42,
     engine: Annotated[
         str | None,

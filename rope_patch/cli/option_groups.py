@@ -23,6 +23,7 @@ from rope_patch.cli.options import (
     Dtype,
     LayerTypes,
     Option,
+    Quantization,
     Start,
     TrainedLength,
     parse_ints,
@@ -58,6 +59,13 @@ class LoadingOptions(OptionGroup):
     dtype: Dtype = "auto"
     device_map: DeviceMap = None
     gguf_file: GGUF = None
+
+
+@dataclass(frozen=True)
+class MeasuredLoadingOptions(LoadingOptions):
+    """How a model is loaded that will be measured."""
+
+    quantization: Quantization = None
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,14 @@ DeviceMap = Annotated[
     str | None, typer.Option(help="As in transformers; auto where there is a GPU.")
 ]
 GGUF = Annotated[str | None, typer.Option(help="The GGUF file within the model's folder.")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        help="Quantise the weights before anything is measured, to measure methods on the weights "
+        "that will be served: Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 as in a GGUF file (llama.cpp), int8 "
+        "or nf4 of bitsandbytes, where it is installed."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Another seed makes other samples.")]
 StateFolder = Annotated[
     Path, typer.Option(help="Folder for the result, and for the state to continue from.")

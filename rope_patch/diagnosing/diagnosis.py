@@ -106,6 +106,7 @@ class Diagnosis:
             f"{geometry.head_dim}, rotary_dim "
             f"{geometry.rotary_dim}, theta {geometry.theta:g}, trained on "
             f"{geometry.trained_length:,} tokens{scaled}",
+            *([rotation.own_yarn] if rotation.own_yarn else []),
             f"{self.method} to {self.length:,} tokens, attention factor "
             f"{rotation.attention_factor:.6g} (YaRN's law: {rotation.yarn_attention_factor:.6g})",
             f"critical dimension: pair {critical} of {len(pairs)}; "

@@ -42,6 +42,8 @@ class PairTable:
     Attributes:
         geometry: The geometry before the extension.
         rope_type: The config's own scaling.
+        own_yarn: A phrase on the config's own YaRN and whether it was trained in; None if it has
+            none.
         critical_dimension: The first pair without a full rotation in training; the number of pairs
             if there is none.
         attention_factor: The method's multiplier of cos and sin.
@@ -56,6 +58,7 @@ class PairTable:
 
     geometry: Geometry
     rope_type: str
+    own_yarn: str | None
     critical_dimension: int
     attention_factor: float
     yarn_attention_factor: float
@@ -65,7 +68,11 @@ class PairTable:
 
 
 def build_pair_table(
-    geometry: Geometry, after: Frequencies, length: int, rope_type: str
+    geometry: Geometry,
+    after: Frequencies,
+    length: int,
+    rope_type: str,
+    own_yarn: str | None = None,
 ) -> PairTable:
     """Return the table of pairs before and after an extension.
 
@@ -74,6 +81,7 @@ def build_pair_table(
         after: The frequencies at the target length.
         length: The target length in tokens.
         rope_type: The config's own scaling.
+        own_yarn: See `PairTable`.
     """
     trained = geometry.trained_length
     pairs = tuple(
@@ -91,6 +99,7 @@ def build_pair_table(
     return PairTable(
         geometry=geometry,
         rope_type=rope_type,
+        own_yarn=own_yarn,
         critical_dimension=next((p.pair for p in pairs if p.turns < 1), len(pairs)),
         attention_factor=after.attention_factor,
         yarn_attention_factor=yarn_mscale(max(1.0, length / trained)),

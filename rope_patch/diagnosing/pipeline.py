@@ -11,6 +11,7 @@ from rope_patch.diagnosing.advice import advise
 from rope_patch.diagnosing.checks.adapter import adapter_findings
 from rope_patch.diagnosing.checks.config_json import config_json_findings
 from rope_patch.diagnosing.checks.config_scaling import scaling_findings
+from rope_patch.diagnosing.checks.extensibility import extensibility_findings
 from rope_patch.diagnosing.checks.live_model import live_findings
 from rope_patch.diagnosing.diagnosis import Diagnosis
 from rope_patch.diagnosing.finding import SEVERITIES, Finding
@@ -23,9 +24,10 @@ from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.registry import get_method
 from rope_patch.patching.architecture.probe import reference_frequencies
-from rope_patch.patching.method_wrappers import ContinuedScaling
+from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
+from rope_patch.patching.method_wrappers import ContinuedScaling, describe_yarn
 from rope_patch.patching.plan import resolve_base, select_layer_types
-from rope_patch.rope_config import read_geometries
+from rope_patch.rope_config import by_layer_type, read_geometries
 
 
 def diagnose(
@@ -96,13 +98,20 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis:
     config_length = promised_length(subject.config, layers)
     geometries = _base_geometries(subject, request)
     trained_in_config = next(iter(geometries.values())).trained_length
+    if extension.method != "default":
+        original = subject.original_config
+        require_no_shrink(extension, original, geometries)
+        own_parameters = by_layer_type(original.rope_parameters)
+        extension = inherit_constants(extension, geometries, own_parameters)
     built_method, reached_length = _resolve_method(extension, trained_in_config)
     target = reached_length or max(
         trained_in_config, config_length if trained_length is None else trained_in_config
     )
     facts = Facts(subject, layers, config_length, target, assumed)
     rotations = {
-        layer_type: _pair_table(geometry, layers[layer_type], built_method, target, config_length)
+        layer_type: _pair_table(
+            geometry, layers[layer_type], built_method, target, config_length, subject
+        )
         for layer_type, geometry in geometries.items()
     }
     findings = [
@@ -111,6 +120,7 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis:
         *scaling_findings(facts),
         *_overpromised_length(facts, trained_length),
         *adapter_findings(facts),
+        *extensibility_findings(facts),
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Diagnosis(
@@ -126,7 +136,7 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis:
 
 def _base_geometries(subject: Subject, extension: Extension) -> dict[str | None, Geometry]:
     """Return the geometry that an extension starts from, per layer type it changes."""
-    config, start = subject.config, extension.start
+    config, start = subject.original_config, extension.start
     all_geometries = read_geometries(config, extension.trained_length, start)
     geometries = select_layer_types(all_geometries, extension.layer_types, config)
     unpatched = [reference_frequencies(rotary, config) for rotary in subject.rotaries]
@@ -161,29 +171,39 @@ def _resolve_method(extension: Extension, trained: int) -> tuple[Method | None, 
 
 
 def _pair_table(
-    geometry: Geometry, layer: LayerFacts, method: Method | None, length: int, promised_length: int
+    geometry: Geometry,
+    layer: LayerFacts,
+    method: Method | None,
+    length: int,
+    promised_length: int,
+    subject: Subject,
 ) -> PairTable:
+    layer_type, original = geometry.layer_type, subject.original_config
+    own_yarn = describe_yarn(subject.config, layer_type)
     if method is not None:
-        layer_type = geometry.layer_type
+        own_parameters = by_layer_type(original.rope_parameters)[layer_type]
         method = ContinuedScaling.wrap_if_needed(
-            method, {layer_type: geometry}, {layer_type: layer.parameters}
+            method, {layer_type: geometry}, {layer_type: own_parameters}
         )
-        return build_pair_table(
-            geometry, method.frequencies_at(geometry, length), length, layer.scaling
-        )
-    after: Frequencies | None = Frequencies(geometry.inv_freq(), geometry.attention_factor)
+        after = method.frequencies_at(geometry, length)
+        return build_pair_table(geometry, after, length, layer.scaling, own_yarn)
+    if original is not subject.config and layer.scaling != "dynamic":
+        saved = layer.configured(length) if layer.scaling == "longrope" else layer.actual
+        saved = saved or Frequencies(geometry.inv_freq(), geometry.attention_factor)
+        return build_pair_table(geometry, saved, length, layer.scaling, own_yarn)
+    now: Frequencies | None = Frequencies(geometry.inv_freq(), geometry.attention_factor)
     if not geometry.base and layer.scaling == "dynamic" and layer.configured_method is not None:
-        after = layer.configured_method.frequencies_at(
+        now = layer.configured_method.frequencies_at(
             replace(geometry, trained_length=promised_length), length
         )
     elif not geometry.base and layer.scaling == "longrope":
-        after = layer.configured(length) or after
+        now = layer.configured(length) or now
     elif not geometry.base and layer.scaling != "default":
         configured, actual = layer.configured(length), layer.actual
         is_exact = configured is not None and (actual is None or configured.close_to(actual))
-        after = (configured if is_exact else actual) or after
-    assert after is not None
-    return build_pair_table(geometry, after, length, layer.scaling)
+        now = (configured if is_exact else actual) or now
+    assert now is not None
+    return build_pair_table(geometry, now, length, layer.scaling, own_yarn)
 
 
 def _overpromised_length(facts: Facts, trained_length: int | None) -> Iterator[Finding]:

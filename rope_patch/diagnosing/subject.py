@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig
 
+from rope_patch.original_config import original_config
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
 from rope_patch.pretrained.adapters import adapter_base, is_adapter
@@ -26,7 +27,7 @@ class Subject:
     """A model to diagnose, and its source.
 
     Attributes:
-        config: The decoder's config without a patch.
+        config: The decoder's config without an active patch.
         model: The model; without weights if built from a config; None if it cannot be built.
         live: Whether the caller passed a model.
         rotaries: The model's rotary modules.
@@ -54,6 +55,11 @@ class Subject:
     path: str = ""
     display_name: str = "MODEL"
     is_loadable: bool = True
+
+    @property
+    def original_config(self) -> Any:
+        """Return the decoder's config without a patch that it was saved with."""
+        return original_config(self.config)
 
     def patch_call(self, method: str, arguments: str) -> str:
         """Return the line of Python that extends the model."""

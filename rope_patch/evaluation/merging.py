@@ -75,6 +75,7 @@ def _model_key(run: RunMetadata) -> tuple[object, ...]:
         run.get("weights"),
         run.get("trained_length"),
         run.get("dtype"),
+        run.get("quantization"),
         run.get("attention"),
         run.get("device"),
         run.get("chat_template"),

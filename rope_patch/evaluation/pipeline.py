@@ -24,6 +24,7 @@ from rope_patch.evaluation.results_schema import (
 from rope_patch.evaluation.retrieval_run import RetrievalRun
 from rope_patch.evaluation.sanity import cautions
 from rope_patch.evaluation.session import Session
+from rope_patch.patching.length_warning import silence_length_warnings
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.tasks import chat_template, short
@@ -36,6 +37,7 @@ _SPEED_PROMPT = 2048  # tokens
 _UNLIMITED = 10**9  # tokens: lm-eval's own tasks have no limit here
 
 
+@silence_length_warnings()  # the report shows what happens beyond a method's length
 def evaluate(request: EvalRequest, show: Callable[[str], object] | None = None) -> RunRecord:
     """Evaluate, and write the report.
 
@@ -219,12 +221,14 @@ class _OtherMeasures:
 def _run_metadata(session: Session, total: float) -> RunMetadata:
     """Return the part `run` of the results: where and how the evaluation ran."""
     request, model = session.request, session.model
+    name = demo.NAME if request.model == "demo" else Path(request.model).name
     return {
         "model": request.model,
-        "name": demo.NAME if request.model == "demo" else Path(request.model).name,
+        "name": f"{name}, {session.quantization}" if session.quantization else name,
         "architecture": type(model).__name__,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": session.quantization,
         "attention": model.config._attn_implementation,
         "device": str(model.device),
         "trained_length": session.trained_length,

@@ -11,6 +11,7 @@ from rope_patch import tasks
 from rope_patch.evaluation.measures import lm_eval_tasks
 from rope_patch.evaluation.request import KEY_TOKENS, PERPLEXITY, SHORT, SLIDING, SPEED
 from rope_patch.extension import resolve_factor_and_length
+from rope_patch.original_config import original_config
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config, read_tokenizer
 from rope_patch.rope_config import read_geometries
@@ -126,7 +127,8 @@ def default_lengths(
     Without a factor or length (methods that follow the length need none) up to twice of it.
     """
     config = read_config(demo.resolve_model_path(model), gguf_file=gguf_file)
-    geometries = read_geometries(config.get_text_config(decoder=True), trained_length, start)
+    text = original_config(config.get_text_config(decoder=True))
+    geometries = read_geometries(text, trained_length, start)
     trained = next(iter(geometries.values())).trained_length
     longest = 2 * trained
     if factor is not None or length is not None:

@@ -13,6 +13,7 @@ from rope_patch.methods import registered_methods
 from rope_patch.patching import check
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.loading import empty_model, require_dtype
+from rope_patch.pretrained.quantization import parse_quantization, require_unquantized
 from rope_patch.pretrained.saving import read_sidecar
 from rope_patch.tasks import short, texts
 from rope_patch.utils.errors import did_you_mean
@@ -72,6 +73,8 @@ class EvalRequest:
         dtype: As in transformers; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
         device_map: As in transformers; "auto" where there is a GPU.
         gguf_file: The GGUF file within the model's folder.
+        quantization: What the weights are quantised to before anything is measured: a type of
+            GGUF (`Q8_0`, `Q5_1`, `Q5_0`, `Q4_1`, `Q4_0`) or of bitsandbytes (`int8`, `nf4`).
         seed: The seed of the samples.
         folder: The folder of the report and of everything measured.
         command: The command line, to record.
@@ -110,6 +113,7 @@ class EvalRequest:
     dtype: str = "auto"
     device_map: str | None = None
     gguf_file: str | None = None
+    quantization: str | None = None
     seed: int = 42
     folder: Path = Path("out")
     command: str = ""
@@ -188,6 +192,9 @@ def check_request(request: EvalRequest, path: str, config: Any) -> None:
         _check_until_decided(request)
     require_dtype(request.dtype)
     require_device(request.device_map)
+    if request.quantization is not None:
+        quantization = parse_quantization(request.quantization)
+        require_unquantized(quantization, config, request.gguf_file)
     if SPEED in request.tasks and len(set(request.methods)) < 2:
         raise ValueError("speed is a ratio to the first method's: give at least two methods")
     for text in (*request.texts, *request.haystacks):

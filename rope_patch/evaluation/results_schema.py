@@ -279,6 +279,7 @@ class LaterRunKeys(TypedDict, total=False):
         chat_template: The fingerprint of the chat template around questions; None without one.
         looks: Samples a task at the longest length, at each look of `--until-decided`; else empty.
         untimed_answers: An earlier run's answers whose time is not known.
+        quantization: What the weights were quantised to after loading; None without.
     """
 
     failed: list[str]
@@ -286,6 +287,7 @@ class LaterRunKeys(TypedDict, total=False):
     chat_template: str | None
     looks: Sequence[int]
     untimed_answers: int
+    quantization: str | None
 
 
 class RunMetadata(LaterRunKeys):

@@ -15,9 +15,11 @@ from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.request import BASELINE, EvalRequest
 from rope_patch.evaluation.results_schema import MethodRecord, TokenCounts
 from rope_patch.inference.answers import AnswerStore, answer_key
+from rope_patch.original_config import original_config
 from rope_patch.patching import Patch, current, patch
 from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
+from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
 from rope_patch.pretrained.saving import read_sidecar
 from rope_patch.rope_config import read_geometries
 from rope_patch.tasks import chat_template
@@ -59,7 +61,8 @@ class Session:
 
     Attributes:
         model: The model; None until `load`.
-        weights: The fingerprint of the weights.
+        weights: The fingerprint of the weights, as they are after `quantization`.
+        quantization: What the weights were quantised to; None if they are the checkpoint's.
         geometries: By layer type.
         trained_length: Tokens.
         chat: Whether questions stand in the tokenizer's chat template.
@@ -74,6 +77,7 @@ class Session:
 
     model: Any = None
     weights = ""
+    quantization: str | None = None
     continued = False
     earlier_seconds = 0.0
 
@@ -81,10 +85,13 @@ class Session:
         self.request = request
         self.path = path
         self.tokenizer = tokenizer
+        self._checkpoint_dtype = getattr(config, "dtype", None)
         self.chat = chat_template.resolve(request.chat_template, tokenizer)
         self.processes = Processes()
         self.geometries = read_geometries(
-            config.get_text_config(decoder=True), request.trained_length, request.start
+            original_config(config.get_text_config(decoder=True)),
+            request.trained_length,
+            request.start,
         )
         self.trained_length = next(iter(self.geometries.values())).trained_length
         self.methods: dict[str, MethodRecord] = {}
@@ -99,10 +106,15 @@ class Session:
         """Read the weights, and the answers of an earlier run."""
         request = self.request
         where = placement(request.dtype, request.device_map, self.processes.device)
+        if request.quantization is not None:
+            self.quantization = parse_quantization(request.quantization)
+        dtype = self._checkpoint_dtype if where["dtype"] == "auto" else where["dtype"]
+        quantized = loading_arguments(self.quantization, dtype)
         # The plain form of a model that was saved with a patch has that patch.
         self.model = (read_model if read_sidecar(self.path) is None else load)(
-            self.path, **where, gguf_file=request.gguf_file
+            self.path, **where, gguf_file=request.gguf_file, **quantized
         )
+        quantize(self.model, self.quantization)
         self.weights = provenance.fingerprint(self.model)
         self.answers = AnswerStore(
             request.folder / "cache", self.processes.rank, self.processes.size
@@ -228,6 +240,8 @@ class Session:
             "rotation": None if handle is None else _rotation_identity(handle, length, end),
             "trained_length": self.trained_length,
             "versions": provenance.versions(),
+            # Only where there is one, so that earlier runs' answers keep their keys.
+            **({"quantization": self.quantization} if self.quantization else {}),
         }
 
 

@@ -61,6 +61,11 @@ def commands(engine: str, request: EvalRequest) -> list[str]:
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}: expected {', '.join(ENGINES)}")
     path = demo.resolve_model_path(request.model)
+    if request.quantization is not None:
+        raise Refused(
+            f"{engine} quantises by itself, so --quantization {request.quantization} does not go "
+            f"into its commands: give it a quantised checkpoint, or {_ALTERNATIVE}"
+        )
     if request.gguf_file is not None:
         raise ValueError(
             f"{engine} reads no GGUF file within a folder as transformers does: give a folder of "

@@ -5,6 +5,7 @@ Each engine has one small file, written from what the engine's own code reads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rope_patch.exporting import llama_cpp, mlx, sglang, transformers, vllm
@@ -45,7 +46,9 @@ def export(model_or_config: Any, engine: str) -> Export:
         TypeError: The argument is neither a model nor a config.
     """
     require_engine(engine)
-    return _EXPORTERS[engine](Target.from_model(model_or_config))
+    target = Target.from_model(model_or_config)
+    result = _EXPORTERS[engine](target)
+    return replace(result, notes=[*result.notes, *target.yarn_notes()])
 
 
 def require_engine(engine: str) -> None:

@@ -231,7 +231,7 @@ def _checked_stretch(target: Target, rotation: LayerRotation) -> list[float]:
     if _ARCHITECTURES.get(target.model_type) not in _STRETCH_ARCHITECTURES:
         raise target.refuse(
             NAME,
-            "its YaRN is always truncated; leave truncate=False out"
+            "its YaRN is always truncated; use truncate=True"
             if _has_untruncated_ramp(rotation)
             else "a GGUF file has stretches pair by pair for Llama's own architecture and Phi-3 "
             f"only, none for {target.model_type}; use linear, ntk, abf, yarn or ntk-by-parts"

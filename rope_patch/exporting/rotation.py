@@ -13,6 +13,7 @@ from rope_patch.rope_config import config_rope_type
 
 # Keys of `rope_parameters` that are independent of the scaling.
 _PRESERVED_KEYS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_TEMPERATURE = "llama_4_scaling_beta"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class LayerRotation:
         return self.frequencies.attention_factor
 
     @property
+    def has_temperature(self) -> bool:
+        """Return whether queries grow beyond the checkpoint's original length (Ministral 3)."""
+        return _TEMPERATURE in self.checkpoint_parameters
+
+    @property
     def stretch(self) -> list[float]:
         """Return the ratio of each pair's wavelength to that of theta alone, `[R / 2]`."""
         inv_freq = self.frequencies.inv_freq
@@ -70,6 +76,9 @@ class LayerRotation:
         if config_rope_type(self.checkpoint_parameters) == "proportional":
             # For `proportional` it is the share of pairs that rotate.
             preserved.pop("partial_rotary_factor", None)
+        if self.has_temperature:
+            names = (_TEMPERATURE, "original_max_position_embeddings")
+            preserved |= {key: self.checkpoint_parameters[key] for key in names}
         return {
             "rope_type": "longrope",
             "factor": length / self.trained_length,

@@ -101,6 +101,12 @@ def _longrope_fields(target: Target, rotation: LayerRotation) -> dict[str, Any]:
             "its longrope, which could say it pair by pair, rotates halves of heads, and this "
             "model rotates neighbours; use linear, ntk, abf, llama3 or yarn",
         )
+    if rotation.has_temperature:
+        raise target.refuse(
+            NAME,
+            "its longrope needs another original_max_position_embeddings than the checkpoint's, at "
+            "which the queries' temperature begins; use yarn",
+        )
     factor = rotation.attention_factor
     return {
         **rotation.as_longrope(target.length),

@@ -14,6 +14,7 @@ from rope_patch.methods import Frequencies, Method
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
+from rope_patch.patching.method_wrappers import describe_yarn
 from rope_patch.patching.mla_scale import SoftmaxScaled, find_mla_attentions
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained.loading import empty_model
@@ -256,6 +257,11 @@ class Target:
     def nest_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Nest fields of the text config as in the whole config."""
         return nest_fields(self.config, fields)
+
+    def yarn_notes(self) -> list[str]:
+        """Return a note on each YaRN of the checkpoint's own config: whether it was trained in."""
+        phrases = [describe_yarn(self.text, layer_type) for layer_type in self.extended_layer_types]
+        return list(dict.fromkeys(phrase for phrase in phrases if phrase))
 
     def refuse(self, engine: str, reason: str) -> Refused:
         """Return the error for a rotation that an engine has no form for."""

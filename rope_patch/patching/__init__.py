@@ -2,5 +2,6 @@
 
 from rope_patch.patching.entry_points import check, patch, unpatch
 from rope_patch.patching.handle import Patch, current
+from rope_patch.patching.restoration import restore
 
-__all__ = ["Patch", "check", "current", "patch", "unpatch"]
+__all__ = ["Patch", "check", "current", "patch", "restore", "unpatch"]

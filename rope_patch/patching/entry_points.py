@@ -63,8 +63,9 @@ def patch(
         model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
         method: A name from `rope_patch.list_methods()`; or a whole request, an `Extension`, with
             no other arguments.
-        factor: Target length / trained length. Exactly one of `factor` and `length`; dynamic
-            methods and `nope` need neither.
+        factor: Target length / trained length, which is what the model reads now, a scaling that
+            was trained in included. Exactly one of `factor` and `length`; dynamic methods and
+            `nope` need neither.
         length: Target length in tokens; for dynamic methods the largest one expected.
         trained_length: Tokens of pretraining, if the config states them wrongly.
         layer_types: Which layers to change, where a model has several types; all but the
@@ -75,8 +76,11 @@ def patch(
             plain torch and Triton, "hf" is transformers' own code throughout.
         start: The frequencies to stretch, if the checkpoint's own config scales its rotation.
             "unscaled": the frequencies and the length before that; "running": the frequencies that
-            the model runs with, and its full length. "auto" replaces `linear`, `dynamic` and `yarn`
-            and builds on the others (`llama3`, `longrope`, ...), which were trained in.
+            the model runs with, and its full length. "auto" replaces `linear` and `dynamic`, and a
+            `yarn` that was put on (see `rope_patch.trained_yarn`). It builds on the others
+            (`llama3`, `longrope`, a trained `yarn`, ...). YaRN on YaRN is one YaRN from the
+            config's original length. Requests that end below the length under the config's YaRN
+            need "unscaled".
         **options: The method's options.
 
     Returns:

@@ -56,16 +56,16 @@ def set_frequencies(
         undo_log: Log of the changes.
     """
     module: Any = rotary.module
-    exact: dict[str, torch.Tensor] = {}
+    exact = exact_buffers(rotary, before, after)
     for layer_type, prefix in rotary.prefixes.items():
         name = f"{prefix}inv_freq"
         live = getattr(module, name)
-        exact[name] = after.get(layer_type, before[layer_type]).inv_freq.float()
         if layer_type not in after and live.dtype == torch.float32:
             continue
         # A buffer on meta has no values to restore, but the model may be materialised meanwhile.
         old = before[layer_type].inv_freq.float() if live.is_meta else live
-        undo_log.set(module, name, exact[name].to(live.device), old=old)
+        # A copy, because in-place writes to the buffer must not reach the exact values.
+        undo_log.set(module, name, exact[name].to(live.device, copy=True), old=old)
     rope_type: Any = module.rope_type
     for layer_type in rotary.prefixes.keys() & after.keys():
         prefix = rotary.prefixes[layer_type]
@@ -74,6 +74,24 @@ def set_frequencies(
         rope_type = "default" if layer_type is None else {**rope_type, layer_type: "default"}
     undo_log.set(module, "rope_type", rope_type)
     undo_log.set(module, "_apply", Float32BufferGuard(module, exact))
+
+
+def exact_buffers(
+    rotary: RotaryModule,
+    before: dict[str | None, Frequencies],
+    after: dict[str | None, Frequencies],
+) -> dict[str, torch.Tensor]:
+    """Return the float32 values of a patched rotary module's buffers, by name.
+
+    Args:
+        rotary: The module.
+        before: Frequencies that transformers computes from the unpatched config.
+        after: New frequencies, for each layer type that changes.
+    """
+    return {
+        f"{prefix}inv_freq": after.get(layer_type, before[layer_type]).inv_freq.float()
+        for layer_type, prefix in rotary.prefixes.items()
+    }
 
 
 def forward_per_row(
@@ -124,7 +142,7 @@ class Float32BufferGuard:
         type(module)._apply(module, fn, recurse)
         dtypes = {module._buffers[name].dtype for name in self.buffers} - {torch.float32}
         for name, inv_freq in self.buffers.items():
-            module._buffers[name] = inv_freq.to(module._buffers[name].device)
+            module._buffers[name] = inv_freq.to(module._buffers[name].device, copy=True)
         if dtypes and not self.has_logged:
             self.has_logged = True
             logger.info(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,9 @@ from rope_patch.patching.dynamic.generation_loop import watch_generate
 from rope_patch.patching.frequency_buffers import set_frequencies, warn_about_cast
 from rope_patch.patching.kernels.eligibility import install_kernels, summarize_kernels
 from rope_patch.patching.kernels.liger import warn_about_liger
+from rope_patch.patching.length_warning import install_length_warning, make_length_warning
 from rope_patch.patching.mla_scale import base_softmax_scale
-from rope_patch.patching.plan import PatchPlan
+from rope_patch.patching.plan import PatchPlan, saved_frequencies
 from rope_patch.patching.position_guard import PositionIdsGuard, install_position_guards
 from rope_patch.patching.replicas import support_replicas
 from rope_patch.patching.stamp import (
@@ -84,6 +86,7 @@ class Patch:
         }
         self._rotation_digest = rotation_digest(plan, self.frequencies)
         self._kernel_summary = summarize_kernels(plan.extension.kernels, plan.rotation_sites)
+        self._length_warning = make_length_warning(plan)
         self._position_guards: list[PositionIdsGuard] = []
         self._context_parallel_group: Any = None
         # Needed when a `with` block ends, until the patch is over.
@@ -234,6 +237,8 @@ class Patch:
             self._position_guards = install_position_guards(model, rotaries, self._undo_log)
             if not plan.length_hooks:
                 install_cache_stamps(model, rotaries, self._rotation_digest, self._undo_log)
+            if self._length_warning is not None:
+                install_length_warning(self._length_warning, model, rotaries, self._undo_log)
             guard_batching(model, self._rotation_digest, self._length_hooks, self._undo_log)
             for guard in self._position_guards:
                 guard.group = self._context_parallel_group
@@ -242,24 +247,28 @@ class Patch:
             initial = self.frequencies_at(1)
             for traits in plan.rotaries:
                 rotary = traits.rotary
-                set_frequencies(rotary, traits.frequencies, initial, self._undo_log)
+                live = {**saved_frequencies(traits, plan), **initial}
+                set_frequencies(rotary, traits.frequencies, live, self._undo_log)
                 if start_token_count := plan.method.start_token_count:
                     install_start_tokens(traits, plan.geometries, start_token_count, self._undo_log)
                 self._undo_log.set(rotary.module, "extra_repr", partial(str, str(self)))
                 self._undo_log.set(rotary.module, "_rope_patch", self)
             for attention in plan.mla_attentions:
-                scale = base_softmax_scale(attention) * self.softmax_mscale**2
+                scale = base_softmax_scale(attention) * plan.shortest_softmax_mscale**2
+                if plan.length_hooks and math.isclose(scale, attention.scaling):
+                    continue  # short texts keep their logits, bit for bit
                 self._undo_log.set(attention, "scaling", scale)
-            for decoder, rotary, hooks in plan.length_hooks:
+            for decoder, _, hooks in plan.length_hooks:
                 self._undo_log.hook(decoder, before=TraceRefusal(str(self.method)))
-                hooks.attach(decoder, rotary, self._undo_log)
+                hooks.attach(decoder, self._undo_log)
             limit_candidates(model, plan.length_hooks, self._undo_log)
             watch_generate(model, plan.length_hooks, self._undo_log)
             for site in plan.rotation_sites:
                 install_kernels(site, plan.extension.kernels, self._undo_log)
-                for _, rotary, hooks in plan.length_hooks:
-                    if rotary is site.rotary and site.uses_passthrough:
-                        hooks.kernels = plan.extension.kernels
+            exact = [site.rotary for site in plan.rotation_sites if site.uses_passthrough]
+            for _, _, hooks in plan.length_hooks:
+                if all(rotary in exact for rotary in hooks.rotaries):
+                    hooks.kernels = plan.extension.kernels
             support_replicas(self._undo_log)
             ours = {id(r.rotary.module): r.problem is None for r in plan.rotation_sites}
             for traits in plan.rotaries:
@@ -277,6 +286,7 @@ class Patch:
             fields = {
                 "max_position_embeddings": target_length or plan.trained_length,
                 "rope_parameters": plan.rope_parameters(),
+                **plan.layer_thetas(),
             }
             self._config_override.apply(model, type(plan.config), fields)
             self._active = True

@@ -14,8 +14,19 @@ from rope_patch.methods.base import original_rope_parameters
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.nope import NoPE
+from rope_patch.methods.yarn import YaRN
+from rope_patch.original_config import original_config
+from rope_patch.patching.continued_yarn import (
+    continued_frequencies,
+    original_geometry,
+    total_yarn,
+)
 from rope_patch.rope_config import by_layer_type, config_rope_type
+from rope_patch.trained_yarn import trained_yarn_evidence
 from rope_patch.utils.errors import Refused
+
+# Where a config has a temperature of positions, it begins at the original length (Ministral 3).
+_TEMPERATURE, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +68,8 @@ class ContinuedScaling(MethodWrapper):
 
     The geometry holds the frequencies and the attention factor to build on. A model with LongRoPE
     of its own keeps the short factors for short sequences. Layer types without a scaling of their
-    own are extended by the inner method alone.
+    own are extended by the inner method alone. YaRN on a YaRN is one YaRN from the original length,
+    with the factor of both.
 
     Attributes:
         own_parameters: The `rope_parameters` of each layer type that starts from its own scaling.
@@ -133,6 +145,14 @@ class ContinuedScaling(MethodWrapper):
             ),
         )
 
+    def continued_yarn(self, geometry: Geometry) -> YaRN | None:
+        """Return the one YaRN that continues the config's, or None if the method continues none."""
+        parameters = self.own_parameters.get(geometry.layer_type)
+        if not isinstance(self.inner, YaRN) or parameters is None:
+            return None
+        is_yarn = config_rope_type(parameters) == "yarn"
+        return total_yarn(self.inner, parameters) if is_yarn else None
+
     @property
     def has_config_form(self) -> bool:
         if isinstance(self.inner, NoPE):
@@ -143,8 +163,11 @@ class ContinuedScaling(MethodWrapper):
             self._is_proportional(layer_type) for layer_type in self.layer_types_with_stopped_pairs
         ):
             return False
-        if isinstance(self.inner, Mixed):  # a config holds two sets of frequencies, not three
-            return not self.short_frequencies
+        if isinstance(self.inner, Mixed):
+            # A config holds two sets of frequencies, not three, and one original length.
+            return not self.short_frequencies and not any(
+                _TEMPERATURE in parameters for parameters in self.own_parameters.values()
+            )
         return not self.scales_attention
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
@@ -154,6 +177,9 @@ class ContinuedScaling(MethodWrapper):
         if short and seq_len is not None and seq_len <= self.short_length:
             inv_freq = torch.tensor(short, dtype=torch.float64, device="cpu")
             return Frequencies(inv_freq, geometry.attention_factor)
+        if isinstance(self.inner, YaRN) and self.continued_yarn(geometry):
+            parameters = self.own_parameters[geometry.layer_type]
+            return continued_frequencies(self.inner, geometry, parameters, seq_len)
         changed = self.inner.frequencies(geometry, seq_len)
         return Frequencies(changed.inv_freq, changed.attention_factor * geometry.attention_factor)
 
@@ -179,6 +205,11 @@ class ContinuedScaling(MethodWrapper):
         if self._is_proportional(layer_type):
             factor = float(self.own_parameters[layer_type].get("factor") or 1.0) * self.inner.factor
             return {**self.own_parameters[layer_type], "factor": factor}
+        yarn = self.continued_yarn(geometry)
+        if yarn is not None and not isinstance(yarn, Mixed):
+            start = original_geometry(geometry, self.own_parameters[layer_type])
+            return yarn.rope_parameters(start)
+        own = self.own_parameters[layer_type]
         reached = self.frequencies(geometry)
         short, switches = reached.inv_freq, layer_type in self.short_frequencies
         if switches or isinstance(self.inner, Mixed):
@@ -192,6 +223,7 @@ class ContinuedScaling(MethodWrapper):
             "attention_factor": float(reached.attention_factor),
             **original_rope_parameters(geometry),
             **({"original_max_position_embeddings": self.short_length} if switches else {}),
+            **{key: own[key] for key in (_ORIGINAL,) if _TEMPERATURE in own and key in own},
         }
 
     def _is_proportional(self, layer_type: str | None) -> bool:
@@ -203,7 +235,10 @@ class ContinuedScaling(MethodWrapper):
         scalings = dict.fromkeys(
             config_rope_type(parameters) for parameters in self.own_parameters.values()
         )
-        return f"{self.inner} on the config's own {' and '.join(scalings)}"
+        names = " and ".join(scalings)
+        if isinstance(self.inner, YaRN) and names == "yarn":
+            return f"{self.inner}, continuing the config's own yarn"
+        return f"{self.inner} on the config's own {names}"
 
 
 def describe_start(config: Any, geometries: dict[str | None, Geometry]) -> list[str]:
@@ -223,4 +258,35 @@ def describe_start(config: Any, geometries: dict[str | None, Geometry]) -> list[
             )
             + f" ({geometry.trained_length:,} tokens)"
         )
+        if yarn := describe_yarn(config, layer_type):
+            lines.append(f"  {where}{yarn}")
     return lines
+
+
+def describe_yarn(config: Any, layer_type: str | None) -> str | None:
+    """Return a phrase on a config's YaRN: its lengths, and whether it was trained in and why.
+
+    Args:
+        config: The text config.
+        layer_type: The layer type.
+
+    Returns:
+        None if the config has no YaRN. For a config that was saved with a patch, the YaRN is the
+        one before the patch.
+    """
+    original = original_config(config)
+    parameters = by_layer_type(original.rope_parameters)[layer_type]
+    if config_rope_type(parameters) != "yarn":
+        saved = by_layer_type(config.rope_parameters)[layer_type]
+        if original is config or config_rope_type(saved) != "yarn":
+            return None
+        return "the config's yarn was put on by rope_patch, which saved it"
+    evidence = trained_yarn_evidence(original, parameters)
+    length = parameters.get("original_max_position_embeddings")
+    return (
+        "the config's own yarn"
+        + ("" if original is config else ", before rope_patch extended and saved it")
+        + f": ×{parameters['factor']:g}"
+        + (f" from {length:,} tokens, " if length else ", ")
+        + (f"trained in ({evidence})" if evidence else "put on: nothing says it was trained in")
+    )

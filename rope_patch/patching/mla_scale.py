@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,23 +17,25 @@ from torch import nn
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
+from rope_patch.methods.dynamic import Dynamic
+from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.ntk_by_parts import yarn_mscale
 from rope_patch.methods.yarn import YaRN
-from rope_patch.patching.method_wrappers import MethodWrapper
+from rope_patch.patching.method_wrappers import ContinuedScaling, MethodWrapper
 
 # Factor for configs whose own factor is 1, under which transformers ignores mscale_all_dim.
 _PLACEHOLDER_FACTOR = 2.0
 
 
-def find_mla_attentions(owner: nn.Module) -> list[nn.Module]:
+def find_mla_attentions(owner: nn.Module) -> list[Any]:
     """Return the attentions below a module whose softmax scale carries the attention factor."""
     names = {"qk_head_dim", "qk_nope_head_dim", "scaling"}
     return [module for module in owner.modules() if names <= vars(module).keys()]
 
 
 def filter_by_layer_type(
-    attentions: Iterable[nn.Module], config: Any, layer_types: Collection[str | None]
-) -> list[nn.Module]:
+    attentions: Iterable[Any], config: Any, layer_types: Collection[str | None]
+) -> list[Any]:
     """Return the attentions in layers of the given types; None stands for all layers."""
     if None in layer_types:
         return list(attentions)
@@ -64,6 +66,7 @@ class SoftmaxScaled(MethodWrapper):
     """A method whose attention factor goes into the softmax scale.
 
     cos and sin keep the attention factor of the base, which may be a scaling of the config's own.
+    A YaRN that continues the config's has its attention factor where the config's has it.
 
     Attributes:
         own_mscale: mscale that the base has in its softmax scale already.
@@ -73,15 +76,30 @@ class SoftmaxScaled(MethodWrapper):
 
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         inner = self.inner.frequencies(geometry, seq_len)
-        both = self._deepseek_mscales()
+        if continued := self._continued_mscales(geometry, seq_len):
+            return Frequencies(inner.inv_freq, continued[0])
+        both = self._deepseek_mscales(geometry, seq_len)
         return Frequencies(inner.inv_freq, geometry.attention_factor * (both[0] if both else 1.0))
 
-    def softmax_mscale(self, geometry: Geometry) -> float:
-        """Return the total mscale; its square multiplies the softmax scale."""
-        both = self._deepseek_mscales()
+    def softmax_mscale(self, geometry: Geometry, seq_len: float | None = None) -> float:
+        """Return the total mscale; its square multiplies the softmax scale.
+
+        Args:
+            geometry: The unextended rotation.
+            seq_len: See `Method.frequencies`.
+        """
+        if continued := self._continued_mscales(geometry, seq_len):
+            return continued[1]
+        both = self._deepseek_mscales(geometry, seq_len)
         if both:
             return self.own_mscale * both[1]
-        return self.own_mscale * self._requested_method.frequencies(geometry).attention_factor
+        requested = self._requested_method.frequencies(geometry, seq_len)
+        return self.own_mscale * requested.attention_factor
+
+    def softmax_mscale_at(self, geometry: Geometry, length: float) -> float:
+        """Return the total mscale of a sequence of `length` tokens."""
+        valid_until = self.valid_until(length, geometry.trained_length)
+        return self.softmax_mscale(geometry, None if math.isinf(valid_until) else valid_until)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         parameters = self.inner.rope_parameters(geometry)
@@ -110,9 +128,43 @@ class SoftmaxScaled(MethodWrapper):
         """Return the requested method, below all wrappers."""
         return self.inner.inner if isinstance(self.inner, MethodWrapper) else self.inner
 
-    def _deepseek_mscales(self) -> tuple[float, float] | None:
+    def _continued_mscales(
+        self, geometry: Geometry, seq_len: float | None = None
+    ) -> tuple[float, float] | None:
+        """Return mscale for cos and sin, and for the softmax, of a YaRN that continues another."""
+        wrapper = self.inner
+        if not isinstance(wrapper, ContinuedScaling):
+            return None
+        yarn = wrapper.continued_yarn(geometry)
+        if yarn is None:
+            return None
+        if seq_len is not None and isinstance(yarn, Dynamic | Mixed):
+            share = seq_len / geometry.trained_length
+            if share <= 1:
+                return geometry.attention_factor, self.own_mscale
+            if isinstance(yarn, Dynamic):
+                own_factor = wrapper.own_parameters[geometry.layer_type]["factor"]
+                yarn = replace(yarn, factor=yarn.factor_at(own_factor * share))
+        if yarn.mscale and yarn.mscale_all_dim:
+            return _deepseek_mscales(yarn)
+        factor = yarn.cos_sin_factor()
+        return (factor, 1.0) if self.own_mscale == 1 else (1.0, factor)
+
+    def _deepseek_mscales(
+        self, geometry: Geometry, seq_len: float | None = None
+    ) -> tuple[float, float] | None:
         """Return mscale for cos and sin, and for the softmax, if both are named; else None."""
         method = self._requested_method
-        if isinstance(method, YaRN) and method.mscale and method.mscale_all_dim:
-            return method.cos_sin_factor(), yarn_mscale(method.factor, method.mscale_all_dim)
-        return None
+        if not (isinstance(method, YaRN) and method.mscale and method.mscale_all_dim):
+            return None
+        ratio = method.factor if seq_len is None else seq_len / geometry.trained_length
+        if isinstance(method, Dynamic):
+            method = replace(method, factor=method.factor_at(ratio) if ratio > 1 else 1.0)
+        elif isinstance(method, Mixed) and ratio <= 1:
+            method = replace(method, factor=1.0)
+        return (1.0, 1.0) if method.factor == 1 else _deepseek_mscales(method)
+
+
+def _deepseek_mscales(yarn: YaRN) -> tuple[float, float]:
+    """Return mscale for cos and sin, and for the softmax, of a YaRN that names both."""
+    return yarn.cos_sin_factor(), yarn_mscale(yarn.factor, yarn.mscale_all_dim or 0.0)

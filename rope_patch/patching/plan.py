@@ -13,8 +13,10 @@ from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.base import require_tokens
+from rope_patch.original_config import is_saved_patch, original_config
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
+from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
 from rope_patch.patching.dynamic.hooks import LengthHooks
 from rope_patch.patching.kernels.eligibility import RotationSite, inspect_site, require_kernels
 from rope_patch.patching.method_wrappers import ContinuedScaling
@@ -82,7 +84,7 @@ class PatchPlan:
     rotaries: list[RotaryTraits]
     length_hooks: list[tuple[nn.Module, RotaryModule, LengthHooks]] = field(default_factory=list)
     rotation_sites: list[RotationSite] = field(default_factory=list)
-    mla_attentions: list[nn.Module] = field(default_factory=list)
+    mla_attentions: list[Any] = field(default_factory=list)
 
     @property
     def trained_length(self) -> int:
@@ -114,6 +116,13 @@ class PatchPlan:
         if not isinstance(self.method, SoftmaxScaled):
             return 1.0
         return self.method.softmax_mscale(next(iter(self.geometries.values())))
+
+    @property
+    def shortest_softmax_mscale(self) -> float:
+        """Return mscale of the shortest sequences; hooks scale queries for longer ones."""
+        if not (isinstance(self.method, SoftmaxScaled) and self.length_hooks):
+            return self.softmax_mscale
+        return self.method.softmax_mscale_at(next(iter(self.geometries.values())), 1)
 
     @property
     def is_dynamic(self) -> bool:
@@ -150,6 +159,14 @@ class PatchPlan:
                     parameters[layer_type].setdefault(key, value)
         return parameters.get(None) or {**own_parameters, **parameters}
 
+    def layer_thetas(self) -> dict[str, list[float]]:
+        """Return the config's theta of each layer under the plan, where it names them (Granite)."""
+        thetas = getattr(self.config, "layer_rope_theta", None)
+        if thetas is None:
+            return {}
+        theta = self.rope_parameters()["rope_theta"]
+        return {"layer_rope_theta": [theta if each else each for each in thetas]}
+
 
 def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     """Check a request against a model and return its plan.
@@ -166,7 +183,7 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     start = extension.start
     require_kernels(extension.kernels, [])
     modules = find_rotaries(model)
-    config = config or modules[0].module.config
+    config = config or original_config(modules[0].module.config)
     if extension.trained_length is not None:
         require_tokens("trained_length", extension.trained_length)
     # First, for its error messages.
@@ -188,8 +205,10 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
             f"{got}: patch one of "
             "them (layer_types=...), or name the length (trained_length=...)"
         )
-    resolved, target_length = extension.resolve(trained)
     own_parameters = by_layer_type(config.rope_parameters)
+    require_no_shrink(extension, config, geometries)
+    request = inherit_constants(extension, geometries, own_parameters)
+    resolved, target_length = request.resolve(trained)
     resolved = ContinuedScaling.wrap_if_needed(resolved, geometries, own_parameters)
     sharpened = [module for traits in rotaries for module in find_mla_attentions(traits.owner)]
     sharpened = filter_by_layer_type(sharpened, config, geometries)
@@ -235,11 +254,8 @@ def select_layer_types(
     known = [layer_type for layer_type in geometries if layer_type is not None]
     if layer_types is None:
         # Layers with a window never meet a distance that they were not trained on.
-        far = [
-            layer_type
-            for layer_type in known
-            if "sliding" not in layer_type and "chunked" not in layer_type
-        ]
+        windows = ["sliding", "chunked", *(["main"] if config.model_type == "deepseek_v4" else [])]
+        far = [each for each in known if not any(window in each for window in windows)]
         return {layer_type: geometries[layer_type] for layer_type in far or geometries}
     if not layer_types or not set(layer_types) <= set(known):
         names = list(layer_types) if isinstance(layer_types, tuple) else layer_types
@@ -270,7 +286,7 @@ def resolve_base(
     rotary_dim = 2 * len(reference.inv_freq)
     sized = replace(geometry, rotary_dim=rotary_dim, head_dim=max(geometry.head_dim, rotary_dim))
     parameters = by_layer_type(config.rope_parameters)[layer_type]
-    if not extends_scaled_frequencies(parameters, start):
+    if not extends_scaled_frequencies(config, parameters, start):
         return sized
     running = reference.inv_freq
     if config_rope_type(parameters) == "longrope":  # the module starts with the short factors
@@ -279,8 +295,37 @@ def resolve_base(
     return replace(sized, base=tuple(running.tolist()), attention_factor=reference.attention_factor)
 
 
+def saved_frequencies(traits: RotaryTraits, plan: PatchPlan) -> dict[str | None, Frequencies]:
+    """Return the frequencies to restore in layer types that a model was saved with a patch of.
+
+    Plain transformers loaded them extended, and the plan leaves them as they were trained.
+
+    Args:
+        traits: One of the plan's rotary modules, unpatched.
+        plan: The plan.
+    """
+    config: Any = traits.rotary.module.config
+    if not is_saved_patch(config):
+        return {}
+    saved, original = (by_layer_type(c.rope_parameters) for c in (config, plan.config))
+    return {
+        layer_type: frequencies
+        for layer_type, frequencies in traits.frequencies.items()
+        if layer_type not in plan.geometries and saved[layer_type] != original[layer_type]
+    }
+
+
 def _require_known_rotation(plan: PatchPlan) -> None:
     """Raise if an architecture's plain rotation is not the one that its config describes."""
+    for layer_type, geometry in plan.geometries.items():
+        thetas = {theta for theta in getattr(plan.config, "layer_rope_theta", None) or () if theta}
+        if layer_type is None and thetas - {geometry.theta}:  # Granite SWA: a theta for each layer
+            raise Refused(
+                f"{type(plan.config).__name__} rotates layers by theta "
+                f"{' and '.join(f'{theta:g}' for theta in sorted(thetas))} (layer_rope_theta), "
+                f"expected {geometry.theta:g} (rope_parameters) in all: several thetas in one "
+                "layer type are not supported yet"
+            )
     for traits in plan.rotaries:
         before = traits.frequencies
         for layer_type in before.keys() & plan.geometries.keys():
@@ -326,12 +371,11 @@ def _make_length_hooks(plan: PatchPlan) -> list[tuple[nn.Module, RotaryModule, L
     for traits in plan.rotaries:
         if not traits.frequencies.keys() & plan.geometries.keys():
             continue
-        decoder = traits.require_decoder()
-        if any(decoder is other for other, _, _ in hooks):
-            raise Refused(
-                f"{type(decoder).__name__} has several rotary modules, whose lengths cannot be "
-                "followed in one cache yet: use a method whose frequencies stay, such as yarn"
-            )
+        decoder = traits.require_decoder(is_owner=False)
+        shared = next((h for other, _, h in hooks if other is decoder), None)
+        if shared is not None:  # the modules rotate alike: see `_require_known_rotation`
+            shared.rotaries.append(traits.rotary)
+            continue
         length_hooks = LengthHooks(traits, plan.method, plan.geometries)
         hooks.append((decoder, traits.rotary, length_hooks))
     return hooks

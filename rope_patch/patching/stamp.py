@@ -112,7 +112,7 @@ def install_cache_stamps(
         rotation: The digest of their rotation.
         undo_log: Log of the changes.
     """
-    for decoder in _innermost_decoders(model, rotaries):
+    for decoder in innermost_decoders(model, rotaries):
         hooks = StampHooks(decoder, rotation)
         undo_log.hook(decoder, before=hooks.check_cache, after=hooks.mark_cache)
     for module in model.modules():
@@ -258,7 +258,7 @@ def _add_to_tokens(
     return (args[0] + zero.to(args[0].device), *args[1:]), kwargs
 
 
-def _innermost_decoders(model: nn.Module, rotaries: list[RotaryModule]) -> list[nn.Module]:
+def innermost_decoders(model: nn.Module, rotaries: list[RotaryModule]) -> list[nn.Module]:
     """Return the innermost modules around the rotary modules that are given a cache."""
     inner: dict[int, nn.Module] = {}
     for rotary in rotaries:

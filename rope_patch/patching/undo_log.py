@@ -57,9 +57,32 @@ class UndoLog:
                 module.register_forward_hook(after, with_kwargs=True, always_call=True)
             )
 
+    def hook_output(self, module: nn.Module, change: Callable[..., Any]) -> None:
+        """Replace the output of the module's forward calls.
+
+        Args:
+            module: The module.
+            change: Called with `(module, args, output)`; returns the new output.
+        """
+        self._hooks.append(module.register_forward_hook(change))
+
     def owners(self, attribute: str) -> list[Any]:
         """Return the objects of which an attribute has been set, each once."""
         return list({id(o): o for o, name, _, _ in self._changes if name == attribute}.values())
+
+    def original(self, owner: Any, attribute: str) -> Any:
+        """Return the value of an attribute before its first change; ABSENT if none was logged."""
+        for changed, name, _, old in self._changes:
+            if changed is owner and name == attribute:
+                return old
+        return ABSENT
+
+    def set_original(self, owner: Any, attribute: str, original: Any) -> None:
+        """Have `undo` restore another value than the one that the first change replaced."""
+        for i, (changed, name, value, _) in enumerate(self._changes):
+            if changed is owner and name == attribute:
+                self._changes[i] = (changed, name, value, original)
+                return
 
     def undo(self) -> list[str]:
         """Restore everything, the latest change first. Calling it again does nothing.

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
+from rope_patch.original_config import FIELD, is_saved_patch, original_field
 from rope_patch.patching import check, patch
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.adapters import (
@@ -163,7 +164,7 @@ def load(
 
 
 def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """Read a model's config.
+    """Read a model's config, with the original rotation of a folder that `save` wrote.
 
     Raises:
         ValueError: It does not exist or is invalid; says where it was looked for and what to do.
@@ -171,7 +172,7 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     require_model_folder(path, kwargs.get("gguf_file"))
     try:
         kwargs.pop("max_memory", None)
-        return AutoConfig.from_pretrained(path, **kwargs)
+        config = AutoConfig.from_pretrained(path, **kwargs)
     except OSError as error:
         raise _loading_error(path, error) from error
     except RecursionError as error:
@@ -192,6 +193,12 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         except (OSError, KeyError, TypeError, AttributeError):
             pass
         raise _loading_error(path, error) from error
+    text = config.get_text_config(decoder=True)
+    if kwargs.get("gguf_file") is None and not is_saved_patch(text):
+        sidecar = read_sidecar(path)
+        if sidecar is not None:  # of an earlier release, without the field in config.json
+            setattr(text, FIELD, original_field(sidecar["original"]))
+    return config
 
 
 def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None) -> Any:
@@ -321,7 +328,9 @@ def _original_config(folder: Path, sidecar: dict[str, Any]) -> Any:
     require_model_folder(folder, None)
     try:
         fields = parse_json((folder / "config.json").read_text())
-        fields.get("text_config", fields).update(sidecar["original"])
+        text = fields.get("text_config", fields)
+        text.update(sidecar["original"])
+        text.pop(FIELD, None)
         return AutoConfig.for_model(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _loading_error(folder, error) from error

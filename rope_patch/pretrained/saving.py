@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from rope_patch.extension import Extension
 from rope_patch.methods import registered_methods
+from rope_patch.original_config import FIELD, original_field
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
@@ -124,7 +125,7 @@ def _write_folder(
         adapters = [path.parent for path in staging.rglob(ADAPTER_CONFIG)]
         _refuse_adapter_beside_model(folder, adapters)
         if not adapters:
-            _write_native_rope_type(staging / "config.json", model)
+            _complete_config(staging / "config.json", model, handle)
         problem = None if adapters else _loading_problem(staging, model)
         native = not adapters and not problem and _loads_natively(staging, model, handle)
         sidecar = _make_sidecar(handle, native)
@@ -251,14 +252,16 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _write_native_rope_type(path: Path, model: nn.Module) -> None:
-    """Replace our rope_type names in config.json by transformers' own form."""
+def _complete_config(path: Path, model: nn.Module, handle: Patch) -> None:
+    """Write the original rotation, and transformers' names for our rope types, to config.json."""
     config = parse_json(path.read_text())
     text = config.get("text_config", config)
+    before = to_native_rope_parameters(handle.original_config)
+    text[FIELD] = original_field({**handle.original, "rope_parameters": before})
     native = to_native_rope_parameters(_text_config(model))
     if native != _text_config(model).rope_parameters:
         text["rope_parameters"] = native
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _refuse_adapter_beside_model(folder: Path, adapters: list[Path]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from rope_patch.original_config import original_config
 from rope_patch.patching import Patch, current
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.pretrained import demo
@@ -189,5 +190,5 @@ def _has_tied_embeddings(model: Any) -> bool:
 def _trained_length(model: Any, handle: Patch | None) -> int:
     if handle is not None:
         return handle.trained_length
-    config = model.config.get_text_config(decoder=True)
+    config = original_config(model.config.get_text_config(decoder=True))
     return next(iter(read_geometries(config, None).values())).trained_length

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from architectures.cached_rotation import assert_followed
 from architectures.tiny_architectures import TRAINED, mentions_rotation, tiny_model
 from torch import nn
 
@@ -89,13 +90,17 @@ def _static(model: Any) -> str:
     assert (len(unchanged) < len(scales)) == (handle.softmax_mscale != 1)
     for kind, frequencies in handle.frequencies.items():
         geometry = handle.geometries[kind]
-        inv_freq, mscale = _yarn(
-            geometry.inv_freq(), geometry.theta, geometry.trained_length, FACTOR
-        )
+        own = by_layer_type(handle.original_config.rope_parameters)[kind]
+        if geometry.base and config_rope_type(own) == "yarn":
+            inv_freq, mscale = _continued_yarn(geometry, own)
+        else:
+            inv_freq, mscale = _yarn(
+                geometry.inv_freq(), geometry.theta, geometry.trained_length, FACTOR
+            )
+            mscale *= geometry.attention_factor * _config_mscale(model, handle)
         torch.testing.assert_close(frequencies.inv_freq, inv_freq, rtol=1e-9, atol=0)
         total = frequencies.attention_factor * handle.softmax_mscale
-        start_mscale = _config_mscale(model, handle)
-        assert total == _approximately(mscale * geometry.attention_factor * start_mscale)
+        assert total == _approximately(mscale)
         for rotary in find_rotaries(model):
             if kind in rotary.prefixes:
                 live = getattr(rotary.module, f"{rotary.prefixes[kind]}inv_freq")
@@ -124,6 +129,8 @@ def _dynamic(model: Any) -> str:
     else:
         assert torch.equal(patched_short, short)
     _assert_untouched(model, long, buffers)
+    assert_followed(model, _start)
+    _assert_untouched(model, long, buffers)
     return "patched"
 
 
@@ -136,8 +143,20 @@ def _replaced(handle: Any) -> bool:
     )
 
 
+def _continued_yarn(geometry: Any, own: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """Compute the one YaRN that continues a config's, and the mscale of cos, sin and softmax."""
+    pair = torch.arange(geometry.rotary_dim // 2, dtype=torch.float64)
+    unscaled = geometry.theta ** (-2 * pair / geometry.rotary_dim)
+    factor, original = own["factor"] * FACTOR, own["original_max_position_embeddings"]
+    truncate = own.get("truncate", True)
+    inv_freq, mscale = _yarn(unscaled, geometry.theta, original, factor, truncate)
+    if own.get("attention_factor") is not None:
+        return inv_freq, own["attention_factor"]
+    return inv_freq, mscale if own.get("mscale_all_dim") is None else 1.0
+
+
 def _yarn(
-    inv_freq: torch.Tensor, theta: float, trained: int, factor: float
+    inv_freq: torch.Tensor, theta: float, trained: int, factor: float, truncate: bool = True
 ) -> tuple[torch.Tensor, float]:
     """Compute YaRN independently, for any monotone frequencies, by the rotations of each pair."""
     pairs = len(inv_freq)
@@ -155,7 +174,10 @@ def _yarn(
                 return i + (logs[i] - target) / (logs[i] - logs[i + 1])
         return pairs - 1 + (logs[-1] - target) / per_pair
 
-    low, high = max(math.floor(pair_index(32)), 0), min(math.ceil(pair_index(1)), 2 * pairs - 1)
+    low, high = pair_index(32), pair_index(1)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
     high = high + 0.001 if low == high else high
     ramp = ((torch.arange(pairs, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 0.1 * math.log(factor) + 1
@@ -166,7 +188,7 @@ def _start(handle: Any, kind: str | None, inv_freq: torch.Tensor) -> torch.Tenso
     geometry = handle.geometries[kind]
     parameters = by_layer_type(handle.original_config.rope_parameters)[kind]
     scaling = config_rope_type(parameters)
-    if scaling in ("default", "llama3", "proportional"):
+    if scaling in ("default", "llama3", "proportional") or (scaling == "yarn" and geometry.base):
         return inv_freq
     pair = torch.arange(len(inv_freq), dtype=torch.float64)
     unscaled = geometry.theta ** (-pair / len(inv_freq))

@@ -32,8 +32,9 @@ model. `python tests/architectures/architectures_page.py` writes this page;
 - undoing the patch restored the logits, bit for bit.
 
 "Follows the length: yes" means that with `dynamic-yarn` short texts kept their logits, and those
-of long texts changed. "no" means that the patch was refused with an error that says why, and that
-the model stayed as it was.
+of long texts changed; and that, when a text with a cache outgrew its trained length, everything
+that was cached rotated had the new rotation, and nothing else changed. "no" means that the patch
+was refused with an error that says why, and that the model stayed as it was.
 """
 
 

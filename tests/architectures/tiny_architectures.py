@@ -82,6 +82,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention"],
         "position_embedding_type": "rope",
     },
+    "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},  # 8 slots in the cache
     "hunyuan_v1_dense": _HEADS,
     "hunyuan_v1_moe": _HEADS,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -209,6 +210,8 @@ def _rope(value: Any) -> Any:
             changed[key] = TRAINED // 4
         elif key in ("short_factor", "long_factor"):
             changed[key] = inner[: HEAD_DIM // 2]
+    if "yarn" in (changed.get("rope_type"), changed.get("type")):
+        changed["factor"] = 4.0  # reaches TRAINED, as the published configs reach their length
     return changed
 
 

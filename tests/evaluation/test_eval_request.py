@@ -164,7 +164,11 @@ def scaled_model(tmp_path):
 
 
 def test_start_selects_the_base_of_a_scaled_config(scaled_model, tmp_path):
-    assert profiles.default_lengths(scaled_model, 2.0, None, None, "auto", None) == (128, 256, 512)
+    assert profiles.default_lengths(scaled_model, 2.0, None, None, "unscaled", None) == (
+        128,
+        256,
+        512,
+    )
     assert profiles.default_lengths(scaled_model, 2.0, None, None, "running", None) == (
         512,
         1024,
@@ -178,7 +182,7 @@ def test_start_selects_the_base_of_a_scaled_config(scaled_model, tmp_path):
     }
     results = {
         start: evaluate(request(tmp_path / start, **changes, factor=2.0, start=start))
-        for start in ("auto", "running")
+        for start in ("unscaled", "running")
     }
     assert [results[start]["run"]["trained_length"] for start in results] == [256, 1024]
     slowest = {
@@ -186,4 +190,4 @@ def test_start_selects_the_base_of_a_scaled_config(scaled_model, tmp_path):
         for start in results
     }
     # YaRN by 4 had stretched the slowest pair already; NTK by 2 stretches it by 2.
-    assert slowest["auto"] == pytest.approx(4 * slowest["running"])
+    assert slowest["unscaled"] == pytest.approx(4 * slowest["running"])

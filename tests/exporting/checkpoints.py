@@ -120,16 +120,23 @@ def make_checkpoint_model(name):
 
 
 def make_patched(name, method, **request):
-    """Return a checkpoint's model patched with a method of `METHODS`, and the handle."""
+    """Return a checkpoint's model patched with a method of `METHODS`, and the handle.
+
+    A YaRN that was trained in (gpt-oss) is replaced, unless `start` says otherwise.
+    """
     checkpoint_model = make_checkpoint_model(name)
     kind, options = METHODS[method]
+    start = "unscaled" if name == "gpt-oss" else "auto"
     pairs = _pairs(CHECKPOINTS[name])
     options = {
         key: [1 + 3 * i / pairs for i in range(pairs)] if value is STRETCHES else value
         for key, value in options.items()
     }
     handle = rope_patch.patch(
-        checkpoint_model, kind, **{"factor": FACTOR, **options, **request}, kernels="hf"
+        checkpoint_model,
+        kind,
+        **{"factor": FACTOR, "start": start, **options, **request},
+        kernels="hf",
     )
     return checkpoint_model, handle
 

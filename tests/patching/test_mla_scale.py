@@ -91,11 +91,10 @@ def test_scale_from_the_config_is_replaced_and_restored():
     attention = model.model.layers[0].self_attn
     unscaled = attention.qk_head_dim**-0.5
     assert attention.scaling == pytest.approx(unscaled * MSCALE**2)
-    with rope_patch.patch(model, "yarn", factor=8):  # from 16 tokens to 128
+    with rope_patch.patch(model, "yarn", factor=8, start="unscaled"):  # from 16 tokens to 128
         assert attention.scaling == pytest.approx(unscaled * (0.1 * math.log(8) + 1) ** 2)
-    with rope_patch.patch(model, "linear", factor=8):  # has no attention factor
+    with rope_patch.patch(model, "linear", factor=8, start="unscaled"):  # no attention factor
         assert attention.scaling == pytest.approx(unscaled)
-    with rope_patch.patch(model, "yarn", factor=2, start="running"):  # from 64 tokens to 128
-        mscale = MSCALE * (0.1 * math.log(2) + 1)
-        assert attention.scaling == pytest.approx(unscaled * mscale**2)
+    with rope_patch.patch(model, "yarn", factor=2):  # one YaRN from 16 tokens, 64 with the config's
+        assert attention.scaling == pytest.approx(unscaled * (0.1 * math.log(8) + 1) ** 2)
     assert attention.scaling == pytest.approx(unscaled * MSCALE**2)

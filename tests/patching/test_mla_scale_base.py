@@ -73,21 +73,12 @@ def ntk(inv_freq, factor):
     return inv_freq * (factor ** (2 * PAIRS / (2 * PAIRS - 2))) ** (-np.arange(PAIRS) / PAIRS)
 
 
-OTHER_MSCALES = {"mscale": 1.2, "mscale_all_dim": 0.5}
 STRETCH = [1 + 0.3 * pair for pair in range(PAIRS)]
 # case: (method, options, its frequencies as a function of the earlier ones, its factor on cos and
 # sin, its mscale in the softmax scale)
 EXTENDED = {
     "linear": ("linear", {"factor": 2}, lambda f: f / 2, 1, 1),
     "ntk": ("ntk", {"factor": 2}, lambda f: ntk(f, 2), 1, 1),
-    "yarn": ("yarn", {"factor": 2}, lambda f: apply_yarn(f, TRAINED, 2), 1, mscale_law(2)),
-    "yarn, both laws": (
-        "yarn",
-        {"factor": 2, **OTHER_MSCALES},
-        lambda f: apply_yarn(f, TRAINED, 2),
-        mscale_law(2, 1.2) / mscale_law(2, 0.5),
-        mscale_law(2, 0.5),
-    ),
     "longrope, no factor": (
         "longrope",
         {"factor": 1, "long_factor": STRETCH, "short_factor": STRETCH},
@@ -188,7 +179,7 @@ def test_other_mscale_at_the_same_frequencies_is_a_change():
     before = logits(model)
     same_cos_sin = mscale_law(OWN_FACTOR, 0.707) / mscale_law(OWN_FACTOR, 0.9)
     options = {"attention_factor": same_cos_sin, "mscale": 1.0, "mscale_all_dim": 1e-9}
-    handle = rope_patch.patch(model, "yarn", factor=OWN_FACTOR, **options)
+    handle = rope_patch.patch(model, "yarn", factor=OWN_FACTOR, start="unscaled", **options)
     assert handle.frequencies[None].close_to(handle.original_frequencies[None])
     assert (logits(model) - before).abs().max() > 1e-3
 
@@ -196,7 +187,7 @@ def test_other_mscale_at_the_same_frequencies_is_a_change():
 def test_same_yarn_is_refused():
     model = make_with_yarn("deepseek_v3", pair=True)
     with pytest.raises(ValueError, match="would change nothing"):
-        rope_patch.patch(model, "yarn", factor=OWN_FACTOR, **MSCALES)
+        rope_patch.patch(model, "yarn", factor=OWN_FACTOR, start="unscaled", **MSCALES)
 
 
 @pytest.mark.skipif("dots3_note_text" not in CONFIG_MAPPING, reason="newer than this transformers")

@@ -12,6 +12,12 @@ from typing import Any
 
 import torch
 
+from rope_patch.diagnosing.checks.initialisation import (
+    has_weights,
+    loss_of_frequencies,
+    patched_findings,
+    uninitialised_finding,
+)
 from rope_patch.diagnosing.finding import Finding
 from rope_patch.diagnosing.layer_facts import Facts, frequency_difference
 from rope_patch.methods import Frequencies
@@ -29,7 +35,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")  # these modules change their buffer
 
 
 def live_findings(facts: Facts) -> Iterator[Finding]:
-    """Yield findings about a live model; rotary modules under our patch are skipped."""
+    """Yield findings about a live model."""
     subject = facts.subject
     if not subject.live:
         return
@@ -37,6 +43,7 @@ def live_findings(facts: Facts) -> Iterator[Finding]:
         for rotary in subject.rotaries:
             yield from _check_buffers(facts, rotary)
             yield from _raised_max_positions_finding(facts, rotary)
+    yield from patched_findings(facts)
     yield from _replaced_function_finding(facts)
 
 
@@ -56,12 +63,19 @@ def _check_buffers(facts: Facts, rotary: RotaryModule) -> Iterator[Finding]:
         ):
             name = f"{prefix}original_inv_freq"
         buffer = getattr(module, name)
+        cast = None if buffer.is_meta else _dtype_it_was_cast_to(buffer, layer.actual)
+        weighted = has_weights(facts.subject.model)
+        if cast is None and (
+            problem := loss_of_frequencies(rotary, prefix, layer, has_weights=weighted)
+        ):
+            in_use = getattr(module, f"{prefix}inv_freq")
+            yield uninitialised_finding(layer_type, problem, live=in_use)
+            continue
         if buffer.is_meta:
             continue
         live = Frequencies(buffer.double().cpu(), _attention_factor(module, prefix))
         if built_rope_type == layer.scaling and live.close_to(layer.actual):
             continue
-        cast = _dtype_it_was_cast_to(buffer, layer.actual)
         if cast is not None and built_rope_type == layer.scaling:
             yield _cast_finding(facts, layer_type, cast, live, layer.actual)
         else:
@@ -103,7 +117,7 @@ def _cast_finding(
         f"at {length:,} tokens pair {pair} is {error * (length - 1):.3g} radians off, cos by up to "
         f"{worst:.2g}; a quarter of a turn is passed after {math.pi / 2 / error:,.0f} tokens",
         f"model = AutoModelForCausalLM.from_pretrained({source}, dtype=torch.{name}) instead of a "
-        "cast afterwards; rope_patch.patch(model, ...) makes them exact, too",
+        "cast afterwards; rope_patch.restore(model) makes them exact, too",
         layer_type,
         {"length": length, "pair": pair, "radians": error * (length - 1), "cos": worst},
     )

@@ -35,6 +35,7 @@ from rope_patch.evaluation.measures.timed_method import (
 from rope_patch.evaluation.results_schema import CostRecord
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import get_method
+from rope_patch.original_config import original_config
 from rope_patch.patching import check
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config, read_model, require_dtype
@@ -152,7 +153,7 @@ def bench(request: SpeedRequest) -> SpeedRecord:
     _validate_request(request)
     path = demo.resolve_model_path(request.model)
     config = read_config(path)
-    text = config.get_text_config(decoder=True)
+    text = original_config(config.get_text_config(decoder=True))
     geometries = read_geometries(text, request.trained_length)
     trained = next(iter(geometries.values())).trained_length
     empty = empty_model(path, config)

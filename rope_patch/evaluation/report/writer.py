@@ -223,6 +223,7 @@ def _run_facts_table(stats: RunStatistics) -> list[tuple[str, str]]:
         "Trained length": f"{run['trained_length']:,} tokens",
         "Rotation": _rotation_text(run.get("geometry") or {}),
         "Numbers": run.get("dtype"),
+        "Weights quantised to": run.get("quantization"),
         "Attention kernel": run.get("attention"),
         "Device": run.get("device"),
         "Hardware": _hardware_text(run.get("hardware")),

@@ -12,7 +12,6 @@ from rope_patch.patching.defaults import torch_defaults
 from rope_patch.utils.errors import Refused
 
 
-@torch_defaults()
 def make_probe(rotary: RotaryModule, config: Any) -> Any:
     """Make a rotary module of the same class on the CPU, with frequencies that never update.
 
@@ -23,11 +22,27 @@ def make_probe(rotary: RotaryModule, config: Any) -> Any:
     Raises:
         ValueError: The class cannot be built from the config.
     """
+    module = build_rotary(rotary, config)
+    # transformers' own updates read rope_type, and would disturb any comparison.
+    several = isinstance(module.rope_type, dict)
+    module.rope_type = dict.fromkeys(module.rope_type, "default") if several else "default"
+    return module
+
+
+@torch_defaults()
+def build_rotary(rotary: RotaryModule, config: Any) -> Any:
+    """Build a rotary module of the same class on the CPU, as transformers builds it for a model.
+
+    Args:
+        rotary: The module whose class to use.
+        config: The text config to read.
+
+    Raises:
+        ValueError: The class cannot be built from the config.
+    """
     try:
         module: Any = type(rotary.module)(config)
-        # transformers' own updates read rope_type, and would disturb any comparison.
-        several = isinstance(module.rope_type, dict)
-        module.rope_type = dict.fromkeys(module.rope_type, "default") if several else "default"
+        _ = module.rope_type  # its absence is an error of the class, too
         return module
     except (
         LookupError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,18 @@ def find_owner(model: nn.Module, rotary: RotaryModule) -> nn.Module:
         if any(child is rotary.module for child in module.children()):
             return module
     return model
+
+
+def find_decoder(model: nn.Module, rotary: RotaryModule) -> nn.Module | None:
+    """Return the innermost module around a rotary module that takes positions and a cache."""
+    decoder = None
+    names = {"input_ids", "position_ids", "past_key_values"}
+    for module in model.modules():  # outer modules come first
+        if names <= inspect.signature(type(module).forward).parameters.keys() and any(
+            inner is rotary.module for inner in module.modules()
+        ):
+            decoder = module
+    return decoder
 
 
 def is_mrope(module: Any, config: Any) -> bool:

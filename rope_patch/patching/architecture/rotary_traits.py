@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +23,7 @@ from rope_patch.patching.architecture.probe import (
 from rope_patch.patching.architecture.rotary_modules import (
     CANNOT_FOLLOW_YET,
     RotaryModule,
+    find_decoder,
     find_owner,
     is_mrope,
 )
@@ -44,6 +44,7 @@ class RotaryTraits:
         rotary: The rotary module.
         config: The text config of the unpatched model.
         owner: The module's parent.
+        decoder: The innermost module around it that takes tokens, positions and a cache, if any.
         probe: A module of the same class (`make_probe`), which never changes.
         frequencies: The unpatched frequencies of each layer type.
     """
@@ -51,6 +52,7 @@ class RotaryTraits:
     rotary: RotaryModule
     config: Any
     owner: nn.Module
+    decoder: nn.Module | None
     probe: Any
     frequencies: dict[str | None, Frequencies]
 
@@ -68,18 +70,25 @@ class RotaryTraits:
         """
         probe = make_probe(rotary, config)
         frequencies = probe_frequencies(probe, rotary)
-        return cls(rotary, config, find_owner(model, rotary), probe, frequencies)
+        owner, decoder = find_owner(model, rotary), find_decoder(model, rotary)
+        return cls(rotary, config, owner, decoder, probe, frequencies)
 
     @property
     def name(self) -> str:
         """Return the name of the module's class."""
         return type(self.rotary.module).__name__
 
-    def require_decoder(self) -> nn.Module:
-        """Return the owner; raise ValueError unless its forward takes positions and a cache."""
-        names = inspect.signature(type(self.owner).forward).parameters
-        if {"input_ids", "position_ids", "past_key_values"} <= names.keys():
-            return self.owner
+    def require_decoder(self, *, is_owner: bool = True) -> nn.Module:
+        """Return the decoder.
+
+        Args:
+            is_owner: Whether it must be the owner, so that one module rotates all layers.
+
+        Raises:
+            ValueError: No decoder's forward takes positions and a cache.
+        """
+        if self.decoder is not None and (self.decoder is self.owner or not is_owner):
+            return self.decoder
         raise Refused(
             f"{self.name} does not belong to a decoder that is given positions and a cache, so no "
             "length can be followed: use a method whose frequencies stay, such as yarn"

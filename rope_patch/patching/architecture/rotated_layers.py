@@ -32,11 +32,6 @@ def rotated_layer_types(decoder: nn.Module, config: Any) -> list[str | None]:
         ValueError: The cached keys cannot be re-rotated, or only some layers rotate and it is
             unknown which.
     """
-    if "qk_rope_head_dim" in vars(config):
-        raise Refused(
-            f"{type(config).__name__} caches compressed keys (multi-head latent attention), which "
-            f"{CANNOT_FOLLOW_YET}"
-        )
     rope_parameters = by_layer_type(config.rope_parameters)
     if any(is_mrope(module, config) for module in decoder.modules()):
         raise Refused(
@@ -55,6 +50,11 @@ def _layers_that_rotate(
 ) -> list[bool]:
     if getattr(config, "no_rope_layers", None):  # SmolLM3, Llama 4: 1 where a layer rotates
         return [bool(rotates) for rotates in config.no_rope_layers]
+    if thetas := getattr(config, "layer_rope_theta", None):  # Granite SWA: 0 where none rotates
+        return [bool(theta) for theta in thetas]
+    rope_parameters = by_layer_type(config.rope_parameters)
+    if None not in rope_parameters and None in config.rope_parameters.values():
+        return [layer_type in rope_parameters for layer_type in layer_types]  # BEAM
     if config.model_type in ("cohere2", "exaone4", "exaone_moe"):  # only windows rotate
         sliding = [layer_type == "sliding_attention" for layer_type in layer_types]
         whole = config.model_type != "cohere2" and getattr(config, "sliding_window", None) is None

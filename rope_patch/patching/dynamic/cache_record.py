@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -25,11 +25,27 @@ from rope_patch.utils.errors import Refused
 
 UNKNOWN = torch.nan
 
+# Layers with the state of a linear attention beside the keys; transformers 5.0 has some of them.
+_HYBRID_LAYERS = (
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+)
+
 _REROTATABLE_LAYERS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
+    *(getattr(cache_utils, name) for name in _HYBRID_LAYERS if hasattr(cache_utils, name)),
+)
+
+# With the keys of an indexer (sparse attention) beside the others; transformers 5.0 has none.
+_INDEXED_LAYERS = tuple(
+    getattr(cache_utils, name)
+    for name in ("DynamicIndexedLayer", "StaticIndexedLayer")
+    if hasattr(cache_utils, name)
 )
 
 
@@ -203,7 +219,12 @@ def empty_positions(cache: Any, new: torch.Tensor) -> torch.Tensor:
 
 
 def cached_keys(
-    cache: Any, record: RotationRecord, past: Any
+    cache: Any,
+    record: RotationRecord,
+    past: Any,
+    *,
+    attribute: str = "keys",
+    has_indexers: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yield the keys that each layer of a cache holds of the first `past` tokens.
 
@@ -211,6 +232,8 @@ def cached_keys(
         cache: Any of transformers' caches, or None.
         record: Its record, which may include more than `past` tokens already.
         past: How many slots are filled.
+        attribute: Where a layer holds its rotated keys.
+        has_indexers: Whether the caller re-rotates the keys of indexers, too.
 
     Yields:
         Index of a layer, its keys `[B, K, S, D]` and the positions they were rotated at, `[B, S]`.
@@ -218,15 +241,16 @@ def cached_keys(
     Raises:
         ValueError: The keys cannot be re-rotated, or not without losing gradients.
     """
-    require_rerotatable_cache(cache)
+    require_rerotatable_cache(cache, has_indexers=has_indexers)
     if getattr(cache, "offloading", False) and torch.cuda.is_available():
         torch.cuda.synchronize()  # a copy of keys to the device may still run
     for index, layer in enumerate([] if cache is None else cache.layers):
-        keys = getattr(layer, "keys", None)
+        keys = getattr(layer, attribute, None)
         if keys is None or keys.numel() == 0:
             continue
         if not torch.compiler.is_compiling():
-            layer.keys = keys = _writable_keys(layer, keys)
+            keys = _writable_keys(layer, keys)
+            setattr(layer, attribute, keys)
         end, slots = past, keys.shape[2]
         if record.static:  # a window that is not full yet starts at the first slot
             end = max(layer.get_seq_length(), slots) if layer.is_sliding else slots
@@ -241,8 +265,12 @@ def carries_gradients(cache: Any) -> bool:
     return any(key.requires_grad for key in keys if key is not None)
 
 
-def require_rerotatable_cache(cache: Any) -> None:
+def require_rerotatable_cache(cache: Any, *, has_indexers: bool = False) -> None:
     """Raise if the keys of a cache cannot be re-rotated in place.
+
+    Args:
+        cache: Any of transformers' caches, or None.
+        has_indexers: Whether the keys of indexers are re-rotated, too (sparse attention).
 
     Raises:
         ValueError: The message names what to use instead.
@@ -250,6 +278,8 @@ def require_rerotatable_cache(cache: Any) -> None:
     layers = [] if cache is None else cache.layers or [cache.layer_class_to_replicate]
     for layer in layers:
         layer_class = layer if isinstance(layer, type) else type(layer)
+        if has_indexers and layer_class in _INDEXED_LAYERS:
+            continue
         if layer_class in _REROTATABLE_LAYERS or not issubclass(layer_class, CacheLayerMixin):
             continue
         raise Refused(

@@ -13,6 +13,7 @@ import torch
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
+from rope_patch.patching.mla_scale import SoftmaxScaled
 
 
 class FrequencyTable:
@@ -22,6 +23,8 @@ class FrequencyTable:
         slices: Where each layer type's numbers are in a row: its frequencies, then its attention
             factor.
         row_width: F.
+        softmax_columns: Where the factor of each layer type's queries is in a row, for latent
+            attention (`SoftmaxScaled`); empty for others.
     """
 
     def __init__(
@@ -48,7 +51,13 @@ class FrequencyTable:
             itertools.accumulate(len(before[layer_type].inv_freq) + 1 for layer_type in layer_types)
         )
         self.slices = {k: (s, e) for k, s, e in zip(layer_types, [0, *ends], ends, strict=False)}
-        self.row_width = ends[-1]
+        # Where the factors of the queries are: after all others.
+        self.softmax_columns = (
+            {layer_type: ends[-1] + i for i, layer_type in enumerate(layer_types)}
+            if isinstance(method, SoftmaxScaled)
+            else {}
+        )
+        self.row_width = ends[-1] + len(self.softmax_columns)
         self._rows: dict[float, torch.Tensor] = {}
         self._rows_on_device: dict[Any, torch.Tensor] = {}
         self._last_split: dict[str | None, Any] = {}
@@ -73,6 +82,7 @@ class FrequencyTable:
                 self._rows.clear()
             row = self._rows[reach] = torch.cat(
                 [self._layer_type_row(layer_type, reach) for layer_type in self.slices]
+                + [self._softmax_factor(layer_type, reach) for layer_type in self.softmax_columns]
             )
         return row
 
@@ -82,6 +92,14 @@ class FrequencyTable:
             frequencies = self.before[layer_type]
         factor = torch.tensor([frequencies.attention_factor], dtype=torch.float64, device="cpu")
         return torch.cat([frequencies.inv_freq.double(), factor])
+
+    def _softmax_factor(self, layer_type: str | None, reach: float) -> torch.Tensor:
+        """Return what multiplies the softmax scale of the shortest sequences, `[1]`."""
+        assert isinstance(self.method, SoftmaxScaled)
+        geometry = self.geometries[layer_type]
+        shortest = self.method.softmax_mscale_at(geometry, 1)
+        factor = (self.method.softmax_mscale_at(geometry, reach) / shortest) ** 2
+        return torch.tensor([factor], dtype=torch.float64, device="cpu")
 
     def rows_on(self, reaches: list[float], device: torch.device) -> torch.Tensor:
         """Return the rows in float32 on a device, `[B, F]`, or `[1, F]` if all are equal."""
@@ -114,3 +132,10 @@ class FrequencyTable:
         if not torch.compiler.is_compiling():
             self._last_split[layer_type] = (rows, inv_freq, scale)
         return inv_freq, scale
+
+    def softmax_factor(
+        self, rows: torch.Tensor, layer_type: str | None, device: torch.device
+    ) -> torch.Tensor:
+        """Return the factor of a layer type's queries, a number or `[B, 1, 1]`."""
+        factors = rows[:, self.softmax_columns[layer_type]].to(device)
+        return factors[0] if rows.shape[0] == 1 else factors[:, None, None]

@@ -26,8 +26,8 @@ One decode step of a dynamic method, where `hooks` are the `LengthHooks` of the 
        |                  | after_decoder: attach_record to a cache made in this forward  |
        |<-----------------|                      |                    |                   |
 
-So every query meets keys under its own frequencies, whatever ran before and whichever rows share
-the batch. Within torch.compile, `update_rows` runs behind an op (`compile_op`).
+So every query meets keys under its own frequencies, whichever rows share the batch. Within
+torch.compile, `update_rows` runs behind an op (`compile_op`).
 
 Lengths are read from the device as seldom as possible. For a single new token only its position is
 read. Nothing is read where the position is certain: without position_ids, and in generate (see
@@ -50,7 +50,7 @@ from transformers import Cache
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
-from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.patching.architecture.key_layout import KeyLayout
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.architecture.rotated_layers import rotated_layer_types
 from rope_patch.patching.dynamic import compile_op
@@ -68,6 +68,7 @@ from rope_patch.patching.dynamic.cache_record import (
 )
 from rope_patch.patching.dynamic.frequency_table import FrequencyTable
 from rope_patch.patching.dynamic.generation_loop import GenerationLoop
+from rope_patch.patching.dynamic.latent_cache import LatentCache, attach_softmax_factor
 from rope_patch.patching.dynamic.rerotation import CachedKeys, KeyRerotation
 from rope_patch.patching.dynamic.sequence_lengths import (
     context_parallel_group,
@@ -103,6 +104,7 @@ class LengthHooks:
     Attributes:
         fixed_length: The length assumed for every sequence; None to measure each.
         group: The processes that hold parts of the same sequences (context parallelism).
+        rotaries: The decoder's rotary modules, which rotate alike.
     """
 
     def __init__(
@@ -115,9 +117,14 @@ class LengthHooks:
             for layer_type, prefix in traits.rotary.prefixes.items()
             if layer_type in geometries
         }
-        decoder = traits.require_decoder()
-        self.rotated_layer_types = rotated_layer_types(decoder, traits.config)
-        self.interleaved = traits.is_interleaved
+        decoder = traits.require_decoder(is_owner=False)
+        self.rotaries = [traits.rotary]
+        latent = LatentCache.of(traits)
+        types = latent.layer_types if latent else rotated_layer_types(decoder, traits.config)
+        self.rotated_layer_types = types
+        self.key_layout = KeyLayout(latent.interleaved) if latent else KeyLayout.of(traits)
+        self.has_indexers = latent is not None and latent.has_indexers
+        self._keys_in_cache = latent.cached_keys if latent else cached_keys
         self.supports_per_row_frequencies = traits.supports_per_row_frequencies
         self.fixed_length: float | None = None
         self.group: Any = None
@@ -135,20 +142,18 @@ class LengthHooks:
         self._lock = threading.RLock()
         self.op_handle = compile_op.register_hooks(self)
 
-    def attach(self, decoder: nn.Module, rotary: RotaryModule, undo_log: UndoLog) -> None:
+    def attach(self, decoder: nn.Module, undo_log: UndoLog) -> None:
         """Install the hooks on the live modules."""
         undo_log.hook(decoder, before=self.before_decoder, after=self.after_decoder)
-        undo_log.hook(rotary.module, before=self.before_rotary, after=self.after_rotary)
-        for _, scale_name in self.attribute_names.values():
-            # A tensor from the start: by it alone torch.compile recognises that a graph compiled
-            # without the hooks does not fit.
-            one = torch.ones((), device="cpu")
-            undo_log.set(rotary.module, scale_name, one)
-        if not self.supports_per_row_frequencies:
-            whole = partial(
-                forward_per_row, self.attribute_names, rotary.module, rotary.module.forward
-            )
-            undo_log.set(rotary.module, "forward", whole)
+        attach_softmax_factor(decoder, self, undo_log)
+        for module in [rotary.module for rotary in self.rotaries]:
+            undo_log.hook(module, before=self.before_rotary, after=self.after_rotary)
+            for _, scale_name in self.attribute_names.values():
+                # A tensor from the start: else torch.compile takes a graph from before the hooks.
+                undo_log.set(module, scale_name, torch.ones((), device="cpu"))
+            if not self.supports_per_row_frequencies:
+                whole = partial(forward_per_row, self.attribute_names, module, module.forward)
+                undo_log.set(module, "forward", whole)
 
     # -- the hooks ---------------------------------------------------------------------------------
 
@@ -168,8 +173,7 @@ class LengthHooks:
         cache = arguments.get("past_key_values")
         cache = getattr(cache, "self_attention_cache", cache)
         if torch.compiler.is_compiling() and carries_gradients(cache):
-            # The op re-rotates keys in place, without gradients: break the graph instead. Imported
-            # here, because the module imports the compiler.
+            # The op would lose gradients. Imported here, because the module imports the compiler.
             from rope_patch.patching.dynamic.graph_break import prepare_outside_graph
 
             prepare_outside_graph(self, arguments, tokens, cache)
@@ -185,7 +189,7 @@ class LengthHooks:
         record = get_record(cache, past, new.shape[0], self.record_layout, self.patch_id)
         if record is None:
             if self.fixed_length is None:
-                require_rerotatable_cache(cache)
+                require_rerotatable_cache(cache, has_indexers=self.has_indexers)
             record = RotationRecord.empty(
                 self.patch_id, empty_positions(cache, new), self.row_width, self.record_layout
             )
@@ -354,11 +358,15 @@ class LengthHooks:
         """Return the frequencies of a sequence of `length` tokens, by layer type that changes."""
         return self.frequency_table.frequencies(length)
 
+    def rows_of_forward(self) -> torch.Tensor | None:
+        """Return the rows' frequencies in the decoder's present forward; None outside of it."""
+        return self._state.rows
+
     def _sharing_group(self) -> Any:
         return self.group or context_parallel_group()
 
     def _cached_keys(self, cache: Any, record: RotationRecord, past: Any) -> Iterator[CachedKeys]:
-        for index, keys, slots in cached_keys(cache, record, past):
+        for index, keys, slots in self._keys_in_cache(cache, record, past):
             if (
                 index < len(self.rotated_layer_types)
                 and self.rotated_layer_types[index] in self.slices
@@ -373,9 +381,8 @@ class LengthHooks:
         changed: torch.Tensor,
     ) -> None:
         """Re-rotate cached keys; see `KeyRerotation.rerotate`."""
-        rerotation = KeyRerotation(
-            self.slices, self.interleaved, self.kernels, self.method.start_token_count
-        )
+        start = self.method.start_token_count
+        rerotation = KeyRerotation(self.slices, self.key_layout, self.kernels, start)
         rerotation.rerotate(cached, frequencies, new_frequencies, changed)
 
     # -- copies ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 from rope_patch.ops import pack_frequencies, rerotate_
 from rope_patch.ops.reference import rerotate_as_transformers_
+from rope_patch.patching.architecture.key_layout import KeyLayout
 from rope_patch.patching.kernels.position_passthrough import use_exact_positions
 from rope_patch.patching.start_tokens import preserve_start_keys
 
@@ -23,13 +24,13 @@ class KeyRerotation:
 
     Attributes:
         slices: Where each layer type's numbers are in a row; see `FrequencyTable`.
-        interleaved: See `rope_patch.ops.rope`.
+        layout: How the keys are rotated.
         kernels: Which kernels take positions; None if none do.
         start_tokens: Positions below it keep their rotation; see `Method.start_token_count`.
     """
 
     slices: dict[str | None, tuple[int, int]]
-    interleaved: bool
+    layout: KeyLayout
     kernels: str | None
     start_tokens: int
 
@@ -62,8 +63,9 @@ class KeyRerotation:
         for (layer_type, _, _, with_gradients), layers in groups.items():
             start, end = self.slices[layer_type]
             at = layers[0][1].clamp(min=0)
-            # A copy, because the cache's record changes later.
-            change = (blocks, at, old[:, start:end].clone(), new[:, start:end])
+            # Copies, because the cache's record changes later.
+            applied_old = self.layout.applied(old[:, start:end])
+            change = (blocks, at, applied_old, self.layout.applied(new[:, start:end]))
             keys_of_all = [keys for keys, _, _ in layers]
             if with_gradients:
                 _DifferentiableRerotation.apply(self, change, *keys_of_all)
@@ -103,13 +105,13 @@ class KeyRerotation:
                 layers,
                 at.to(device),
                 *packed,
-                interleaved=self.interleaved,
+                interleaved=self.layout.interleaved,
                 kernels=self.kernels,
             )
             return
         scale = new[:, -1] / old[:, -1]
         rerotate_as_transformers_(
-            layers, at, old[:, :-1], new[:, :-1], scale, interleaved=self.interleaved
+            layers, at, old[:, :-1], new[:, :-1], scale, interleaved=self.layout.interleaved
         )
 
 

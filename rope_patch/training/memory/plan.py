@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from rope_patch.original_config import original_config
 from rope_patch.patching import check as check_request
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
@@ -205,7 +206,7 @@ def _row_length(settings: Any, config: Any) -> int:
         request_check = check_request(empty_model(extension.model, config), request)
         if request_check.length is not None:
             return request_check.length
-    text = config.get_text_config(decoder=True)
+    text = original_config(config.get_text_config(decoder=True))
     return next(iter(read_geometries(text, extension.trained_length).values())).trained_length
 
 

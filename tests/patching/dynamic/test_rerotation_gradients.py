@@ -6,6 +6,7 @@ from helpers.tiny_models import LONG_FACTOR, SHORT, TRAINED, make_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
+from rope_patch.patching.architecture.key_layout import KeyLayout
 from rope_patch.patching.dynamic.rerotation import KeyRerotation
 
 CHUNK = 60  # tokens in each of the two chunks
@@ -105,7 +106,9 @@ def test_static_cache_that_would_lose_gradients_is_refused(model):
 
 
 def test_keys_without_gradients_are_rerotated_in_place():
-    rerotation = KeyRerotation({None: (0, 9)}, interleaved=False, kernels=None, start_tokens=0)
+    rerotation = KeyRerotation(
+        {None: (0, 9)}, layout=KeyLayout(interleaved=False), kernels=None, start_tokens=0
+    )
     keys, positions = torch.randn(1, 2, CHUNK, 16), torch.arange(CHUNK)[None]
     before, sets = keys.clone(), torch.rand(2, 1, 9, dtype=torch.float64) + 0.5
     rerotation.rerotate([(keys, positions, None)], sets[0], sets[1], torch.tensor([True]))
@@ -119,7 +122,7 @@ def test_derivative_of_rerotation(kernels, interleaved):
     """Check by finite differences: one of two rows changes, with start tokens and factors."""
     torch.manual_seed(0)
     old, new = (torch.rand(2, 5, dtype=torch.float64) + 0.5 for _ in range(2))
-    rerotation = KeyRerotation({None: (0, 5)}, interleaved, kernels, start_tokens=2)
+    rerotation = KeyRerotation({None: (0, 5)}, KeyLayout(interleaved), kernels, start_tokens=2)
     positions, changed = torch.arange(4).repeat(2, 1), torch.tensor([False, True])
 
     def rerotate(keys):

@@ -1,0 +1,149 @@
+"""Warning that a text outgrew the length that a model was patched for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rope_patch.patching.architecture.rotary_modules import RotaryModule
+from rope_patch.patching.plan import PatchPlan
+from rope_patch.patching.position_guard import parameter_names
+from rope_patch.patching.stamp import innermost_decoders
+from rope_patch.patching.undo_log import UndoLog
+
+logger = logging.getLogger("rope_patch")
+
+_is_silent: ContextVar[bool] = ContextVar("length_warnings_are_silent", default=False)
+# The longest patched length, in tokens, that each decoder has warned of.
+_warned_lengths: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def silence_length_warnings() -> Iterator[None]:
+    """Let texts outgrow patched lengths without a warning, where such lengths are measured."""
+    token = _is_silent.set(True)
+    try:
+        yield
+    finally:
+        _is_silent.reset(token)
+
+
+class LengthWarning:
+    """Pre-hook of decoders that warns once when a position lies beyond the patched length.
+
+    The shapes of tokens and cache tell without reading from a device that a sequence is short
+    enough. Only beyond the length, positions are read, because padded and packed rows are longer
+    than their sequences. Another patch of the model warns again only if its length is larger.
+    Compiled graphs do not warn, and a process that holds a part of a sequence (context parallelism)
+    counts that part alone.
+
+    Attributes:
+        length: The patched length in tokens.
+        method: The method, for the message.
+    """
+
+    def __init__(self, length: int, method: str) -> None:
+        self.length = length
+        self.method = method
+        self._has_warned = False
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._has_warned or _is_silent.get():
+            return
+        arguments = kwargs
+        if args:
+            arguments = dict(zip(parameter_names(decoder), args, strict=False)) | kwargs
+        if _upper_bound(arguments) <= self.length:
+            return
+        longest = _longest_sequence(arguments)
+        if longest <= self.length:
+            return
+        self._has_warned = True
+        if _warned_lengths.get(decoder, 0) >= self.length:
+            return
+        _warned_lengths[decoder] = self.length
+        logger.warning(
+            "a text of %s tokens outgrew the %s that the model is patched for by %s, which "
+            "stretches no further: expect worse answers from here. Patch the model again with a "
+            "larger length=..., or by a method that follows the length, such as dynamic-yarn. "
+            "This is said once.",
+            f"{longest:,}",
+            f"{self.length:,}",
+            self.method,
+        )
+
+
+def make_length_warning(plan: PatchPlan) -> LengthWarning | None:
+    """Return the warning of a patch; None if its method has no longest length."""
+    if plan.length is None or plan.is_dynamic:
+        return None
+    if not any((f.inv_freq > 0).any() for f in plan.frequencies().values()):
+        return None  # nothing rotates (`nope`)
+    return LengthWarning(plan.length, str(plan.method))
+
+
+def install_length_warning(
+    warning: LengthWarning, model: nn.Module, rotaries: list[RotaryModule], undo_log: UndoLog
+) -> None:
+    """Have a model's decoders warn of texts that are too long.
+
+    Args:
+        warning: The warning, shared by all decoders.
+        model: The model.
+        rotaries: Its rotary modules.
+        undo_log: Log of the changes.
+    """
+    for decoder in innermost_decoders(model, rotaries):
+        undo_log.hook(decoder, before=warning)
+
+
+def _upper_bound(arguments: dict[str, Any]) -> int:
+    """Return a number of tokens that no sequence of a forward exceeds, from shapes alone."""
+    tokens = _tokens(arguments)
+    if tokens is None or not _is_readable(tokens):
+        return 0
+    cache, past = _cached(arguments)
+    if isinstance(past, torch.Tensor):  # a static cache counts on the device
+        past = int(past) if past.device.type == "cpu" else getattr(cache, "max_cache_len", 0)
+    return past + int(tokens.shape[1])
+
+
+def _longest_sequence(arguments: dict[str, Any]) -> int:
+    """Return the tokens of a forward's longest sequence, the cached ones included."""
+    positions = arguments.get("position_ids")
+    if positions is not None:
+        is_known = positions.numel() and _is_readable(positions)
+        return int(positions.max()) + 1 if is_known else 0
+    _, past = _cached(arguments)
+    if isinstance(past, torch.Tensor) and not _is_readable(past):
+        return 0
+    tokens = _tokens(arguments)
+    return 0 if tokens is None else int(past) + int(tokens.shape[1])
+
+
+def _tokens(arguments: dict[str, Any]) -> torch.Tensor | None:
+    """Return the input of a forward; None without one, which is an error of the model's own."""
+    tokens: torch.Tensor | None = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if tokens is None else tokens
+
+
+def _cached(arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the cache of a forward and the number of its tokens, which a tensor may hold."""
+    cache: Any = arguments.get("past_key_values")
+    cache = getattr(cache, "self_attention_cache", cache)
+    return cache, cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values, and reading them disturbs no capture of a CUDA graph."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
