@@ -12,6 +12,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from rope_patch.pretrained.gguf_weights import dense_options, unmark_quantized
 from rope_patch.utils.checksums import file_sha256
 
 NAME = "SmolLM2-135M-Instruct Q4_1"
@@ -75,8 +76,9 @@ def _convert(gguf: Path, into: Path) -> None:
 
     # Load in bfloat16, because a later cast would round the rotary frequencies too.
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+        gguf.parent, dtype=torch.bfloat16, **dense_options(gguf.name)
     )
+    unmark_quantized(model)
     del model.config._model_name_or_path
     model.save_pretrained(into)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(into)

@@ -26,6 +26,7 @@ from rope_patch.pretrained.adapters import (
     require_same_rotation,
 )
 from rope_patch.pretrained.device_map import require_device
+from rope_patch.pretrained.gguf_weights import dense_options, unmark_quantized
 from rope_patch.pretrained.model_folder import (
     has_tokenizer,
     require_complete_shards,
@@ -289,7 +290,9 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     if gguf_file is None:
         require_complete_shards(Path(path))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **kwargs, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, **{**kwargs, **dense_options(gguf_file)}, output_loading_info=True
+        )
         model, report = loaded
     except Exception as error:
         if "mismatched" in str(error):
@@ -313,10 +316,8 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             f"({', '.join(missing[:2])}{', ...' if len(missing) > 2 else ''}), which would be "
             "random; download it again, or mend its config"
         )
-    # A GGUF's weights are dense once read, but transformers still marks them as quantized and
-    # refuses to save or train them.
-    if gguf_file is not None and (quantizer := getattr(model, "hf_quantizer", None)):
-        quantizer.remove_quantization_config(model)
+    if gguf_file is not None:
+        unmark_quantized(model)
     return model.eval()
 
 

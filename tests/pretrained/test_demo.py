@@ -10,6 +10,7 @@ from rope_patch.evaluation.measures import perplexity
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_model, read_tokenizer
 from rope_patch.tasks import texts
+from rope_patch.utils.checksums import file_sha256
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +46,8 @@ def test_damaged_demo_is_converted_again(folder, tmp_path, monkeypatch):
     demo_copy.mkdir(parents=True)
     (demo_copy / "model.safetensors").write_bytes(b"cut short")
     assert demo.demo_folder() == demo_copy
-    digest = demo._sha256(demo_copy / "model.safetensors")
-    assert digest == demo._sha256(folder / "model.safetensors")
+    digest = file_sha256(demo_copy / "model.safetensors")
+    assert digest == file_sha256(folder / "model.safetensors")
 
 
 def test_demo_generates_sensible_text(model, folder):
