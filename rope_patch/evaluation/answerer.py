@@ -32,9 +32,12 @@ class Answerer:
 
     Attributes:
         most_rows: The most questions together; fewer once memory ran out, None before.
+        after_prompt: Called with each prompt's tokens as long as the reader's cache still holds
+            it, when answers are generated together.
     """
 
     most_rows: int | None = None
+    after_prompt: Callable[[list[int]], Any] | None = None
 
     def __init__(
         self,
@@ -114,6 +117,8 @@ class Answerer:
             target = question.target
             scores.append(score_target(cache, last, target, self.reader) if target else {})
             batch.fill_row(row, cache)
+            if self.after_prompt is not None:
+                self.after_prompt(question.ids)
         texts = self._decoder.decode_batch(
             batch,
             [q.ids[-1] for q in group],

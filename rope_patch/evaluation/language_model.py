@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,8 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from rope_patch import tasks
-from rope_patch.evaluation.answerer import Answerer
-from rope_patch.evaluation.question import Question, group_questions, make_batches
+from rope_patch.evaluation.answer_run import AnswerRun
+from rope_patch.evaluation.question import Question, make_batches
 from rope_patch.evaluation.rolling_windows import RollingLikelihood
 from rope_patch.inference import target_scores
 from rope_patch.inference.answers import AnswerStore, answer_key
@@ -76,6 +76,8 @@ class LongContextLM(RollingLikelihood, HFLM):
             many choices follow it.
         computed_tokens: Tokens that went through the model for them.
         earlier_seconds: Time that an earlier run took for its answers that were used.
+        tasks: lm-eval's task objects, if known: questions of theirs that ask for texts are answered
+            together with those that score targets, so that prompts they share are read once.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class LongContextLM(RollingLikelihood, HFLM):
         self._share = share
         self._label = label
         self._processes = processes or Processes(alone=True)
+        self.tasks: Sequence[Any] = ()
         self._quiet = False
         self._last_answers: list[dict[str, Any]] = []
         device_type = input_device(model).type
@@ -139,7 +142,7 @@ class LongContextLM(RollingLikelihood, HFLM):
         """
         questions = [self._generation_question(request) for request in requests]
         self._quiet = disable_tqdm
-        self._answer_missing(questions, generate=True)
+        self._answer_long(questions)
         self._claim_seconds(questions)
         responses: list[str] = []
         for question, request in zip(questions, requests, strict=True):
@@ -166,7 +169,9 @@ class LongContextLM(RollingLikelihood, HFLM):
             questions.append(Question(key, list(context), list(continuation)))
             self._require_fit(questions[-1])
         self._answer_in_batches([q for q in questions if q.tokens <= BATCHABLE_TOKENS])
-        self._answer_missing([q for q in questions if q.tokens > BATCHABLE_TOKENS], generate=False)
+        long = [q for q in questions if q.tokens > BATCHABLE_TOKENS]
+        if long:
+            self._answer_long([*long, *self._generation_questions()])
         self._claim_seconds(questions)
         self._last_answers = [self._answers[question.key] for question in questions]
         nothing = {"log_likelihood": float("nan"), "greedy": False}
@@ -200,94 +205,23 @@ class LongContextLM(RollingLikelihood, HFLM):
         self._require_fit(question, f"{request.task_name}: ")
         return question
 
-    def _answer_missing(self, questions: list[Question], *, generate: bool) -> None:
-        """Answer the questions that have no answer, divided between processes; record failures."""
-        by_key = {question.key: question for question in questions}
-        # Sorted, so that questions with a common beginning follow one another.
-        ordered = sorted(by_key.values(), key=lambda q: q.ids)
+    def _answer_long(self, questions: list[Question]) -> None:
+        """Answer questions on long prompts, each prompt read once for all of them."""
         reader = PrefixReader(self.model, self._share)
-        answerer = Answerer(reader, self.tok_decode, self.eot_token_id, generate=generate)
-        groups = group_questions(ordered, reader.chunk if generate else None)
-        # The main process decides what is missing, because others may already see new answers.
-        missing = self._processes.broadcast(
-            [i for i, group in enumerate(groups) if self._missing(group)]
-        )
-        pending = [part for i in missing for part in self._split(groups[i], answerer)]
-        mine = self._processes.own_share(pending, lambda group: sum(q.tokens for q in group))
-        with self._progress_bar(sum(map(_prompt_tokens, mine))) as bar:
-            for group in mine:
-                self._answer_group(group, answerer, bar)
+        run = AnswerRun(reader, self._answers, self._processes, self.tok_decode, self.eot_token_id)
+        run.answer(questions, self._progress_bar)
+        self.prompt_tokens += run.prompt_tokens
         self.computed_tokens += reader.tokens_read
         self._sync()
 
+    def _generation_questions(self) -> list[Question]:
+        """Return the questions of `tasks` whose answers are to be generated."""
+        requests = [request for task in self.tasks for request in task.instances]
+        texts = [request for request in requests if request.request_type == "generate_until"]
+        return [self._generation_question(request) for request in texts]
+
     def _missing(self, questions: list[Question]) -> list[Question]:
         return [q for q in questions if not self._answers.is_answered(q.key)]
-
-    def _split(self, group: list[Question], answerer: Answerer) -> list[list[Question]]:
-        """Return the parts of a group that are computed together; those without gaps are left out.
-
-        A part depends on the questions alone. After a failure, though, only the failed ones are
-        asked again, each on its own, as the others were when it failed.
-        """
-        failed = any(self._answers.has_failed(q.key) for q in group)
-        size = 1 if failed else answerer.batch_size(group)
-        parts = [group[i : i + size] for i in range(0, len(group), size)]
-        return [part for part in parts if self._missing(part)]
-
-    def _answer_group(self, group: list[Question], answerer: Answerer, bar: Any) -> None:
-        """Answer questions together; in halves if memory runs out, one by one if that fails."""
-        size = answerer.batch_size(group)
-        if len(group) > size:
-            for i in range(0, len(group), size):
-                self._answer_group(group[i : i + size], answerer, bar)
-            return
-        started, before, answers = time.monotonic(), bar.n, None
-        missing = self._missing(group)
-        if len(group) > 1:
-            try:
-                answers = answerer.answer_together(group, bar.update)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    answerer.most_rows = len(group) // 2
-                else:
-                    logger.warning(
-                        "%d questions are answered one by one instead of together: %s",
-                        len(group),
-                        describe_error(error),
-                    )
-        if answers is None:  # the error, whose traceback held tensors, is gone by now
-            if len(group) > 1:
-                answerer.reader.clear()
-                bar.update(before - bar.n)
-            if answerer.batch_size(group) < len(group):
-                self._answer_group(group, answerer, bar)
-                return
-            for question in missing:
-                self._answer_alone(question, answerer, bar)
-            self.prompt_tokens += _prompt_tokens(missing)
-            return
-        self.prompt_tokens += _prompt_tokens(group)
-        seconds = (time.monotonic() - started) / len(missing)
-        keys = {question.key for question in missing}
-        for question, answer in zip(group, answers, strict=True):
-            if question.key in keys:
-                self._put(question, answer, seconds)
-
-    def _answer_alone(self, question: Question, answerer: Answerer, bar: Any) -> None:
-        started, reader = time.monotonic(), answerer.reader
-        while True:
-            before = bar.n
-            try:
-                answer = answerer.answer(question, bar.update)
-            except Exception as error:
-                bar.update(before - bar.n)
-                if is_out_of_memory(error) and reader.halve_chunk():
-                    continue
-                reader.clear()  # the cache may be incomplete
-                bar.update(len(question.ids))
-                answer = {"error": describe_error(error)}
-            self._put(question, answer, time.monotonic() - started)
-            return
 
     def _put(self, question: Question, answer: dict[str, Any], seconds: float) -> None:
         """Store an answer with its share of the run's time; processes work at the same time."""
@@ -363,11 +297,6 @@ class LongContextLM(RollingLikelihood, HFLM):
                 f"{self.max_length:,} were set as the longest: build the samples with this model's "
                 "tokenizer, or set a longer length"
             )
-
-
-def _prompt_tokens(questions: list[Question]) -> int:
-    """Return the tokens of the different prompts."""
-    return sum(map(len, {tuple(question.ids) for question in questions}))
 
 
 def _scoring(task_name: str) -> Any:

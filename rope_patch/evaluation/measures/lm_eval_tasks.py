@@ -73,7 +73,10 @@ def evaluate(
     from lm_eval.api import task
     from lm_eval.tasks import TaskManager
 
+    # Scores come first: with them, the model also answers the other questions on their prompts.
+    built = sorted(built, key=lambda one: getattr(one, "OUTPUT_TYPE", None) == "generate_until")
     swaps = UndoLog()
+    swaps.set(lm, "tasks", built)
     swaps.set(task, "tqdm", lambda docs, **_: docs)  # a bar of no time at all
     # lm-eval would record the git commit of the current folder.
     swaps.set(evaluator, "get_git_commit_hash", lambda: None)
