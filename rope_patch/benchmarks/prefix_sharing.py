@@ -3,12 +3,13 @@
     OMP_NUM_THREADS=1 python -m rope_patch.benchmarks.prefix_sharing demo --out FILE
 
 Plain lm-eval reads every sample's whole prompt, and each choice's again, computes logits for all of
-it, and decodes one answer after another. Here the common prefix of samples is read once, logits are
-computed only where they are scored, and answers to questions on one text are decoded together. Both
-answer the same lm-eval tasks with the same weights, and must agree.
+it, and decodes one answer after another. Here the common prefix of samples is read once, whether
+answers are generated, scored or chosen; logits are computed only where they are scored, and answers
+to questions on one text are decoded together. Both answer the same lm-eval tasks with the same
+weights, and must agree.
 
-The task of one length is a piece. With `--out`, each piece is stored when it is done, and the same
-command goes on behind the last one.
+The tasks of one length that ask the same questions (`rp_count`, `rp_count_ll`) are a piece. With
+`--out`, each piece is stored when it is done, and the same command goes on behind the last one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,14 +63,18 @@ def main(
     weights = read_model(path, dtype=dtype).to("cuda" if on_gpu else "cpu")
     request = {"model": model, "samples": samples, "per_text": per_text, "depths": DEPTHS}
     rows = _earlier_rows(out, request)
+    pieces = [list(twins) for _, twins in groupby(sorted(names), key=tasks.question_of)]
     for length in [int(length) for length in lengths.split(",")]:
-        for name in names:
-            if any((row["task"], row["length"]) == (name, length) for row in rows):
+        for twins in pieces:
+            if any((row["tasks"], row["length"]) == (twins, length) for row in rows):
                 continue
-            built = lm_eval_tasks.build(
-                name, tokenizer, [length], samples, DEPTHS, per_text=per_text
-            )
-            rows.append({"task": name, "length": length} | _time(weights, tokenizer, built, length))
+            built = [
+                lm_eval_tasks.build(name, tokenizer, [length], samples, DEPTHS, per_text=per_text)[
+                    0
+                ]
+                for name in twins
+            ]
+            rows.append({"tasks": twins, "length": length} | _time(weights, tokenizer, built))
             print(_line(rows[-1]), flush=True)
             if out is not None:
                 report = request | {"rows": rows, "total": _total(rows)}
@@ -96,8 +102,9 @@ def _earlier_rows(out: Path | None, request: dict[str, Any]) -> list[dict[str, A
     return list(report["rows"])
 
 
-def _time(weights: Any, tokenizer: Any, built: list[Any], length: int) -> dict[str, Any]:
-    """Return times and scores of one task at one length, from both."""
+def _time(weights: Any, tokenizer: Any, built: list[Any]) -> dict[str, Any]:
+    """Return times and scores of tasks of one length, from both."""
+    length = built[0].config.metadata["length"]
     # lm-eval counts the room of generated answers towards `max_length`; no prompt is cut.
     plain = HFLM(pretrained=weights, tokenizer=tokenizer, batch_size=1, max_length=length)
     ours = LongContextLM(weights, tokenizer, length, {}, label=f"ours at {length:,}")
@@ -133,7 +140,7 @@ def _total(rows: list[dict[str, Any]]) -> dict[str, Any]:
     cpu = {name: sum(row["cpu_seconds"][name] for row in rows) for name in ("ours", "lm_eval")}
     nats = [row["largest_difference_nats"] for row in rows]
     return {
-        "tasks": len(rows),
+        "tasks": sum(len(row["tasks"]) for row in rows),
         "samples": sum(row["samples"] for row in rows),
         "cpu_seconds": cpu,
         "cpu_ratio": cpu["lm_eval"] / cpu["ours"],
@@ -145,9 +152,9 @@ def _total(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _line(row: dict[str, Any]) -> str:
     ours, plain = row["cpu_seconds"]["ours"], row["cpu_seconds"]["lm_eval"]
     same = "same" if row["scores"]["ours"] == row["scores"]["lm_eval"] else "OTHER"
-    nats = row["largest_difference_nats"]
+    nats, names = row["largest_difference_nats"], ", ".join(row["tasks"])
     return (
-        f"{row['task']}: {row['samples']} samples of {row['length']:,} tokens: CPU time "
+        f"{names}: {row['samples']} samples of {row['length']:,} tokens: CPU time "
         f"{ours:,.0f} s here, {plain:,.0f} s in plain lm-eval, {row['cpu_ratio']:.2f} times; "
         f"{row['tokens_read']:,} of {row['tokens_asked']:,} tokens read; {same} scores"
         + ("" if nats is None else f", log-likelihoods within {nats:.1e} nats")

@@ -22,6 +22,11 @@ def names() -> list[str]:
     return sorted(name for name, config in _all_configs().items() if "group" not in config)
 
 
+def question_of(name: str) -> str:
+    """Return what a task asks, however the answer is scored."""
+    return name.removesuffix(LIKELIHOOD).removesuffix(CHOICE)
+
+
 def groups() -> dict[str, list[str]]:
     """Return the names of the groups, with the tasks of each."""
     return {name: config["task"] for name, config in _all_configs().items() if "group" in config}

@@ -9,12 +9,9 @@ from typing import NamedTuple
 
 from rope_patch import statistics
 from rope_patch.evaluation.report.results.comparisons import ComparisonStatistics
-from rope_patch.evaluation.report.results.retrieval import (
-    ScoredSample,
-    question_of,
-    scored_samples,
-)
+from rope_patch.evaluation.report.results.retrieval import ScoredSample, scored_samples
 from rope_patch.statistics import MeanTest
+from rope_patch.tasks import question_of
 
 SIGNIFICANCE_LEVEL = 0.05
 

@@ -10,7 +10,7 @@ from rope_patch import statistics
 from rope_patch.evaluation.report.results.base import RunResults
 from rope_patch.evaluation.results_schema import RunRecord, SampleRecord, UnscoredSample
 from rope_patch.statistics import Interval, PairedTest
-from rope_patch.tasks import CHOICE, LIKELIHOOD
+from rope_patch.tasks import CHOICE, LIKELIHOOD, question_of
 
 THRESHOLD = 0.85  # of the plain model's accuracy, to call a length usable (NoLiMa's)
 RULER_THRESHOLD = 0.856  # RULER's: what Llama-2-7B reaches at 4,096 tokens
@@ -338,11 +338,6 @@ def _clusters(samples: list[ScoredSample]) -> list[int]:
     texts = [(question_of(s["task"]), s["length"], s.get("text", s["id"])) for s in samples]
     number = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     return [number[text] for text in texts]
-
-
-def question_of(task: str) -> str:
-    """Return what a task asks, however the answer is scored."""
-    return task.removesuffix(LIKELIHOOD).removesuffix(CHOICE)
 
 
 def _accuracy(samples: list[ScoredSample]) -> Interval:
