@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import math
+import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from rope_patch.patching import current
 
 _CHUNK = 512  # tokens of a prefill chunk; whole chunks are shared
 _MIN_CHUNK = 64
+_FORCE_GROUPS = "TRANSFORMERS_SDPA_FORCE_GQA"  # transformers reads it at each call
 _MAX_SNAPSHOTS = 16  # of a prompt's sliding-window layers
 
 
@@ -215,9 +217,26 @@ class PrefixReader:
 
     def _prefill_chunk(self, ids: list[int]) -> None:
         tokens = torch.tensor([ids], device=input_device(self.model))
-        with torch.no_grad():
+        with torch.no_grad(), _grouped_heads(tokens.device):
             self.model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self.tokens_read += len(ids)
+
+
+@contextlib.contextmanager
+def _grouped_heads(device: torch.device) -> Iterator[None]:
+    """Make torch's attention on a CPU share keys and values between query heads.
+
+    With a mask, which every chunk after the first one has, transformers repeats all keys and values
+    for each query head, which takes time and memory. The results are the same bits.
+    """
+    if device.type != "cpu" or _FORCE_GROUPS in os.environ:
+        yield
+        return
+    os.environ[_FORCE_GROUPS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_FORCE_GROUPS]
 
 
 def input_device(model: Any) -> torch.device:
