@@ -26,6 +26,7 @@ for _file in (
     "proportional",
     "nope",
     "ntk_by_parts_2023_06",
+    "clipped",
     "mixed",
     "dynamic",
 ):

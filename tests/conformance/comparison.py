@@ -62,6 +62,8 @@ def source(method: str, model: Published) -> str:
     """
     if method.endswith("ntk-by-parts-2023-06"):
         return "golden"
+    if method.startswith("clipped"):
+        return "formula"
     if method == "nope" or (method == "proportional" and model.rotary_dim < model.head_dim):
         return "formula"  # transformers' proportional rotates whole heads
     return "transformers"
@@ -127,7 +129,16 @@ def _theirs(method: str, model: Published, factor: float) -> Rotation:
         return formulas.proportional(model, 0.0)
     if method == "ntk-by-parts-2023-06":
         return formulas.by_parts_2023_06(model, factor)
+    if method.startswith("clipped"):
+        return formulas.clipped(_unclipped(method, model, factor), round(_pairs(model) * 20 / 64))
     raise ValueError(f"{method} is held against nothing: add it to comparison.py")
+
+
+def _unclipped(method: str, model: Published, factor: float) -> Rotation:
+    """Return the rotation that a clipped method clips."""
+    if method == "clipped-abf":
+        return formulas.default(model, formulas.critical_base(model, factor))
+    return formulas.yarn(model, factor) if method == "clipped-yarn" else formulas.default(model)
 
 
 def _pairs(model: Published) -> int:
@@ -171,6 +182,10 @@ def _pairs_with_options(method: str, model: Published) -> Iterator[Pair]:
     elif method == "proportional":
         theirs = _theirs_proportional(model, 0.25)
         yield Pair(ours(method, model, factor=4.0, partial_rotary_factor=0.25), theirs)
+    elif method.startswith("clipped"):
+        for count in (2, _pairs(model)):
+            theirs = formulas.clipped(_unclipped(method, model, 4.0), count)
+            yield Pair(ours(method, model, factor=4.0, clipped_pairs=count), theirs)
     elif method == "abf":
         theirs = hf_rotation.rotation(model, "default", rope_theta=8e6)
         yield Pair(ours(method, model, factor=4.0, new_theta=8e6), theirs)

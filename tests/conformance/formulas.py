@@ -120,6 +120,15 @@ def longrope(at: Any, factor: float, stretch: Sequence[float]) -> Rotation:
     return [f / s for f, s in zip(plain, stretch, strict=True)], attention_factor
 
 
+def clipped(rotation: Rotation, count: int) -> Rotation:
+    """Return a rotation with its slowest pairs clipped as in CoPE, arXiv:2602.05258."""
+    inv_freq, attention_factor = rotation
+    first = len(inv_freq) - count
+    cosines = [math.cos(math.pi * k / (count - 1)) for k in range(count)]
+    clipped_pairs = [inv_freq[first + k] * 0.5 * (1 + cosines[k]) for k in range(count - 1)]
+    return [*inv_freq[:first], *clipped_pairs, 0.0], attention_factor
+
+
 def proportional(at: Any, share: float) -> Rotation:
     """Return p-RoPE, arXiv:2410.06205: exponents over whole heads; the last pairs do not rotate."""
     plain, _ = default(at)

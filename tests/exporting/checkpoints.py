@@ -104,6 +104,8 @@ METHODS = {
     "yarn-warmer": ("yarn", {"attention_factor": 1.3}),
     "yarn-cooler": ("yarn", {"attention_factor": 0.9}),
     "ntk-by-parts": ("ntk-by-parts", {}),
+    "clipped": ("clipped", {}),
+    "clipped-yarn": ("clipped-yarn", {}),
     "ntk-by-parts-2023-06": ("ntk-by-parts-2023-06", {}),
     "llama3": ("llama3", {}),
     "longrope": ("longrope", {"long_factor": STRETCHES, "short_factor": STRETCHES}),

@@ -8,6 +8,7 @@ import rope_patch
 from rope_patch.exporting import ENGINES
 
 _ANY_STRETCH = {"ntk-by-parts-2023-06", "longrope", "proportional", "nope"}
+_ANY_STRETCH |= {"clipped", "clipped-yarn"}
 
 # Methods that an engine has no form for; all others must be exported.
 REFUSED = {
@@ -18,7 +19,7 @@ REFUSED = {
     "mlx": {
         "Llama-3.1": {"yarn-cooler"},
         "Phi-3-4k": {"yarn-cooler"},
-        "gpt-oss": {"yarn-untruncated", "ntk-by-parts-2023-06", "longrope", "nope"},
+        "gpt-oss": {"yarn-untruncated"} | _ANY_STRETCH - {"proportional"},
     },
     "llama.cpp": {
         "Qwen2.5": {"yarn-untruncated", "llama3"} | _ANY_STRETCH,

@@ -145,6 +145,26 @@ def test_proportional_stops_the_slowest_pairs(share, rotating):
     assert not got[rotating:].any()
 
 
+def test_clipped_leaves_the_fast_pairs_and_stops_the_slowest():
+    """Of 64 pairs, the authors' code clips 20: the first of them and all before are unchanged."""
+    got, unscaled = frequencies("clipped", "llama-2").inv_freq, plain("llama-2")
+    torch.testing.assert_close(got[:45], unscaled[:45], rtol=1e-14, atol=0)
+    assert (got[45:] < unscaled[45:]).all()
+    assert got[-1] == 0
+    # The middle of an odd number of pairs is halved.
+    got = frequencies("clipped", "llama-2", clipped_pairs=21).inv_freq
+    assert got[53] / unscaled[53] == pytest.approx(0.5, rel=1e-12)
+
+
+@pytest.mark.parametrize(("method", "inner"), [("clipped-abf", "abf"), ("clipped-yarn", "yarn")])
+@pytest.mark.parametrize("model", GEOMETRIES)
+def test_clipping_comes_after_the_inner_method(method, inner, model):
+    got, unclipped = (frequencies(name, model, factor=4) for name in (method, inner))
+    clip = frequencies("clipped", model).inv_freq / plain(model)
+    torch.testing.assert_close(got.inv_freq, unclipped.inv_freq * clip, rtol=1e-12, atol=0)
+    assert got.attention_factor == unclipped.attention_factor
+
+
 @pytest.mark.parametrize(
     ("method", "options", "error", "message"),
     [
@@ -160,6 +180,10 @@ def test_proportional_stops_the_slowest_pairs(share, rotating):
         ("longrope", {"long_factor": [0.0] * 64}, ValueError, "above 0"),
         ("longrope", {"long_factor": "1,2"}, TypeError, "list of numbers"),
         ("mixed-longrope", {"long_factor": [1.0] * 63}, ValueError, "each of the 64 rotated pairs"),
+        ("clipped", {"clipped_pairs": 1}, ValueError, "whole number of at least 2"),
+        ("clipped", {"clipped_pairs": 2.5}, ValueError, "whole number of at least 2"),
+        ("clipped", {"clipped_pairs": "all"}, TypeError, "clipped_pairs must be a number"),
+        ("clipped-yarn", {"clipped_pairs": 65}, ValueError, "at most 64, the pairs that rotate"),
         ("nope", {"temperature": -0.1}, ValueError, "temperature must be at least 0"),
         ("nope", {"temperature": "warm"}, TypeError, "temperature must be a number"),
         ("nope", {"temperature": math.inf}, ValueError, "temperature must be finite"),

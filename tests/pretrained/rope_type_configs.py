@@ -13,7 +13,7 @@ import rope_patch
 
 LENGTH = "original_max_position_embeddings"
 NATIVE_ROPE_TYPES = ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
-STATIC = ["ntk", "ntk-by-parts", "abf", "ntk-by-parts-2023-06", "nope"]
+STATIC = ["ntk", "ntk-by-parts", "abf", "ntk-by-parts-2023-06", "nope", "clipped"]
 LENGTH_DEPENDENT = [
     name for name in rope_patch.list_methods() if name.startswith(("dynamic-", "mixed-"))
 ]

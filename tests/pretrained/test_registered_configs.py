@@ -103,6 +103,7 @@ OPTIONS = {
     "abf": {"factor": 4},
     "ntk-by-parts-2023-06": {"factor": 4},
     "nope": {},
+    "clipped": {"factor": 4, "clipped_pairs": 8},
 }
 
 
@@ -128,6 +129,10 @@ def native(name, theta):
                 name, head_dim=16, theta=theta, trained_length=TRAINED, factor=4
             )
             stretch = [p / float(f) for p, f in zip(plain, row.inv_freq, strict=True)]
+            factors = {"short_factor": stretch, "long_factor": stretch, "attention_factor": 1.0}
+            return {"rope_type": "longrope", "rope_theta": theta, LENGTH: TRAINED} | factors
+        case "clipped":
+            stretch = [2 / (1 + math.cos(math.pi * pair / 7)) for pair in range(7)] + [1e30]
             factors = {"short_factor": stretch, "long_factor": stretch, "attention_factor": 1.0}
             return {"rope_type": "longrope", "rope_theta": theta, LENGTH: TRAINED} | factors
     huge_stretch = [1e30] * 8  # so slow that nothing rotates
@@ -311,8 +316,9 @@ def test_save_replaces_our_rope_types_in_the_config(
         return  # transformers 5.0 cannot read nested scalings
     rope_patch.unregister()
     native_model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    # Configs cannot hold an attention factor without a rotation.
-    is_native = method == "yarn" and (rope_type, family) != ("nope", "llama")
+    # Configs cannot hold an attention factor for pairs that do not rotate.
+    stopped = rope_type in ("nope", "clipped") and family == "llama"
+    is_native = method == "yarn" and not stopped
     assert json.loads((tmp_path / "rope_patch.json").read_text())["native"] is is_native
     assert_close(logits(native_model), patched if is_native else plain)
 

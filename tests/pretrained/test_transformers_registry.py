@@ -37,7 +37,7 @@ def test_register_adds_and_unregister_removes_all_methods():
     assert now[: len(before[0])] == before[0]  # transformers' functions are unchanged
     added = [name for name, _ in now[len(before[0]) :]]
     assert added == [name for name in rope_patch.list_methods() if name not in NATIVE_ROPE_TYPES]
-    assert set(added) == {*STATIC, *LENGTH_DEPENDENT}
+    assert set(added) == {*STATIC, "clipped-abf", "clipped-yarn", *LENGTH_DEPENDENT}
     assert mixin.keys() - before[1].keys() == {f"_validate_{n}_rope_parameters" for n in added}
     rope_patch.register()
     assert registry() == (now, mixin)
