@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rope_patch.methods import frequencies, list_methods  # these need no torch
+from rope_patch.methods import frequencies, list_methods, register_method  # need no torch
 from rope_patch.utils.deprecation import warn_renamed
 
 if TYPE_CHECKING:
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from rope_patch.pretrained.adapters import load_adapter
     from rope_patch.pretrained.loading import load
     from rope_patch.pretrained.saving import save
-    from rope_patch.pretrained.transformers_registry import register, unregister
+    from rope_patch.pretrained.transformers_registry import (
+        register_rope_types,
+        unregister_rope_types,
+    )
     from rope_patch.recommending import recommend
     from rope_patch.searching import SearchResult, search
     from rope_patch.utils.errors import Refused
@@ -39,12 +42,13 @@ __all__ = [
     "load_adapter",
     "patch",
     "recommend",
-    "register",
+    "register_method",
+    "register_rope_types",
     "restore",
     "save",
     "search",
     "unpatch",
-    "unregister",
+    "unregister_rope_types",
 ]
 
 # Names that are imported on first use (PEP 562), because their modules import torch and
@@ -63,14 +67,18 @@ _MODULES = {
     "load_adapter": "pretrained.adapters",
     "patch": "patching",
     "recommend": "recommending",
-    "register": "pretrained.transformers_registry",
+    "register_rope_types": "pretrained.transformers_registry",
     "restore": "patching",
     "save": "pretrained.saving",
     "search": "searching",
     "unpatch": "patching",
-    "unregister": "pretrained.transformers_registry",
+    "unregister_rope_types": "pretrained.transformers_registry",
 }
-_RENAMED = {"Found": "SearchResult"}  # old names, which go with the next version
+_RENAMED = {  # old names, which go with the next version
+    "Found": "SearchResult",
+    "register": "register_rope_types",
+    "unregister": "unregister_rope_types",
+}
 
 
 if not TYPE_CHECKING:  # or type checkers would accept any name

@@ -1,18 +1,34 @@
-"""The methods, one file each; importing this package registers them in the order users see."""
+"""The methods, one file each; importing this package registers them in the order users see.
+
+For a method of your own: `Method`, `Geometry`, `Frequencies`, `option` and `register_method`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods.base import Frequencies, Method
-from rope_patch.methods.registry import build, registered_methods
+from rope_patch.methods.base import Frequencies, Method, option
+from rope_patch.methods.plugins import load_plugin
+from rope_patch.methods.registry import build, register_method, registered_methods
 from rope_patch.utils.deprecation import warn_renamed
 
-__all__ = ["Frequencies", "Method", "build", "frequencies", "list_methods", "registered_methods"]
+__all__ = [
+    "Frequencies",
+    "Geometry",
+    "Method",
+    "build",
+    "frequencies",
+    "list_methods",
+    "load_plugin",
+    "option",
+    "register_method",
+    "registered_methods",
+]
 
 for _file in (
     "default",
@@ -29,13 +45,17 @@ for _file in (
     "clipped",
     "mixed",
     "dynamic",
+    "recorded",
 ):
     import_module(f"rope_patch.methods.{_file}")
 
 
 def list_methods() -> dict[str, str]:
     """Return names and one-line descriptions of all methods, in a stable order."""
-    return {name: (cls.__doc__ or "").splitlines()[0] for name, cls in registered_methods().items()}
+    return {
+        name: (inspect.cleandoc(cls.__doc__ or "") or name).splitlines()[0]
+        for name, cls in registered_methods().items()
+    }
 
 
 def frequencies(

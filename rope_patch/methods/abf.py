@@ -12,11 +12,13 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method, option, require_number
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
 
 
-@register("abf", paper="ABF, arXiv:2309.16039; base from arXiv:2310.05209", training="needed")
+@register_method(
+    "abf", paper="ABF, arXiv:2309.16039; base from arXiv:2310.05209", training="needed"
+)
 @dataclass(frozen=True, kw_only=True)
 class ABF(Method):
     """Adjusted base frequency: a larger theta, given or derived from the target length."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 
 
-@register("default", paper="RoFormer, arXiv:2104.09864", training="not needed")
+@register_method("default", paper="RoFormer, arXiv:2104.09864", training="not needed")
 @dataclass(frozen=True, kw_only=True)
 class Default(Method):
     """Plain RoPE, the baseline: no frequency changes."""

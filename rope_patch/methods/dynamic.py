@@ -19,7 +19,7 @@ from rope_patch.methods.llama3 import Llama3
 from rope_patch.methods.ntk import NTK
 from rope_patch.methods.ntk_by_parts import NTKByParts
 from rope_patch.methods.ntk_by_parts_2023_06 import NTKByParts202306
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.methods.yarn import YaRN
 
 
@@ -55,7 +55,9 @@ class Dynamic(LengthGrowth):
         return self.name
 
 
-@register("dynamic", paper="Dynamic NTK, arXiv:2309.00071 section 3.3", training="not needed")
+@register_method(
+    "dynamic", paper="Dynamic NTK, arXiv:2309.00071 section 3.3", training="not needed"
+)
 @dataclass(frozen=True, kw_only=True)
 class DynamicNTK(Dynamic, NTK):
     """NTK-aware, the factor following the sequence; transformers' `dynamic`, with its factor."""
@@ -85,7 +87,7 @@ class DynamicNTK(Dynamic, NTK):
         return self.name if self.factor == 1 else f"{self.name}, factor {self.factor:g}"
 
 
-@register(
+@register_method(
     "dynamic-linear",
     paper="Dynamic position interpolation, arXiv:2309.00071 section 3.3",
     training="needed",
@@ -95,7 +97,7 @@ class DynamicLinear(Dynamic, Linear):
     """Position interpolation, the factor following the sequence."""
 
 
-@register(
+@register_method(
     "dynamic-ntk-by-parts",
     paper="NTK-by-parts, arXiv:2309.00071 sections 3.2 and 3.3",
     training="not needed",
@@ -105,25 +107,29 @@ class DynamicNTKByParts(Dynamic, NTKByParts):
     """NTK-by-parts, the factor following the sequence."""
 
 
-@register("dynamic-yarn", paper="Dynamic YaRN, arXiv:2309.00071 section 3.3", training="not needed")
+@register_method(
+    "dynamic-yarn", paper="Dynamic YaRN, arXiv:2309.00071 section 3.3", training="not needed"
+)
 @dataclass(frozen=True, kw_only=True)
 class DynamicYaRN(Dynamic, YaRN):
     """YaRN, the factor and with it the attention factor following the sequence."""
 
 
-@register("dynamic-llama3", paper="Llama 3.1's ramp, arXiv:2407.21783", training="not needed")
+@register_method(
+    "dynamic-llama3", paper="Llama 3.1's ramp, arXiv:2407.21783", training="not needed"
+)
 @dataclass(frozen=True, kw_only=True)
 class DynamicLlama3(Dynamic, Llama3):
     """Llama 3.1's ramp, the factor following the sequence."""
 
 
-@register("dynamic-abf", paper="critical base, arXiv:2310.05209", training="needed")
+@register_method("dynamic-abf", paper="critical base, arXiv:2310.05209", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class DynamicABF(Dynamic, ABF):
     """A base that follows the sequence: the critical one of its length."""
 
 
-@register(
+@register_method(
     "dynamic-ntk-by-parts-2023-06",
     paper="NTK-by-parts of June 2023, github.com/jquesnelle/yarn",
     training="not needed",

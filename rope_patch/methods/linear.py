@@ -7,10 +7,10 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 
 
-@register("linear", paper="Position Interpolation, arXiv:2306.15595", training="needed")
+@register_method("linear", paper="Position Interpolation, arXiv:2306.15595", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class Linear(Method):
     """Position interpolation: every frequency divided by the factor; costs short context."""

@@ -19,11 +19,11 @@ from rope_patch.methods.base import (
     original_rope_parameters,
     require_number,
 )
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
 
 
-@register("llama3", paper="Llama 3.1, arXiv:2407.21783", training="not needed, but helps")
+@register_method("llama3", paper="Llama 3.1, arXiv:2407.21783", training="not needed, but helps")
 @dataclass(frozen=True, kw_only=True)
 class Llama3(Method):
     """Llama 3.1's: like NTK-by-parts, with the ramp over turns and no attention factor."""

@@ -25,11 +25,11 @@ from rope_patch.methods.base import (
     original_rope_parameters,
     require_number,
 )
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
 
 
-@register("longrope", paper="LongRoPE, arXiv:2402.13753", training="not needed, but helps")
+@register_method("longrope", paper="LongRoPE, arXiv:2402.13753", training="not needed, but helps")
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(Method):
     """LongRoPE with given factors: each pair stretched by its own searched number."""

@@ -18,7 +18,7 @@ from rope_patch.methods.linear import Linear
 from rope_patch.methods.longrope import LongRoPE
 from rope_patch.methods.ntk import NTK
 from rope_patch.methods.ntk_by_parts import NTKByParts
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.methods.yarn import YaRN
 from rope_patch.utils.errors import Refused
 
@@ -65,19 +65,21 @@ class Mixed(Method):
         }
 
 
-@register("mixed-linear", paper="mixed windows, arXiv:2502.20082", training="needed")
+@register_method("mixed-linear", paper="mixed windows, arXiv:2502.20082", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class MixedLinear(Mixed, Linear):
     """Position interpolation beyond the trained length, the original rotation up to it."""
 
 
-@register("mixed-ntk", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps")
+@register_method(
+    "mixed-ntk", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps"
+)
 @dataclass(frozen=True, kw_only=True)
 class MixedNTK(Mixed, NTK):
     """NTK-aware beyond the trained length, the original rotation up to it."""
 
 
-@register(
+@register_method(
     "mixed-ntk-by-parts", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps"
 )
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,9 @@ class MixedNTKByParts(Mixed, NTKByParts):
     """NTK-by-parts beyond the trained length, the original rotation up to it."""
 
 
-@register("mixed-yarn", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps")
+@register_method(
+    "mixed-yarn", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps"
+)
 @dataclass(frozen=True, kw_only=True)
 class MixedYaRN(Mixed, YaRN):
     """YaRN beyond the trained length, the original rotation and attention up to it."""
@@ -94,13 +98,13 @@ class MixedYaRN(Mixed, YaRN):
         return self.cos_sin_factor() != 1
 
 
-@register("mixed-abf", paper="mixed windows, arXiv:2502.20082", training="needed")
+@register_method("mixed-abf", paper="mixed windows, arXiv:2502.20082", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class MixedABF(Mixed, ABF):
     """A larger base beyond the trained length, the original one up to it."""
 
 
-@register(
+@register_method(
     "mixed-longrope", paper="mixed windows, arXiv:2502.20082", training="not needed, but helps"
 )
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Any
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, option, require_number
 from rope_patch.methods.growth import LengthGrowth
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
 
 
-@register("nope", paper="DroPE, arXiv:2512.12167", training="needed")
+@register_method("nope", paper="DroPE, arXiv:2512.12167", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class NoPE(LengthGrowth):
     """DroPE: no rotation at all; train at the original length, then read as far as it carries."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
 
 
-@register(
+@register_method(
     "ntk", paper="NTK-aware, arXiv:2309.00071 section 3.1", training="not needed for small factors"
 )
 @dataclass(frozen=True, kw_only=True)

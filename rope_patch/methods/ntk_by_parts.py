@@ -18,14 +18,14 @@ from rope_patch.methods.base import (
     original_rope_parameters,
     require_number,
 )
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
 
 if TYPE_CHECKING:
     import torch
 
 
-@register(
+@register_method(
     "ntk-by-parts",
     paper="NTK-by-parts, arXiv:2309.00071 section 3.2",
     training="not needed, but helps",

@@ -12,10 +12,10 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method
 from rope_patch.methods.ntk import NTK
 from rope_patch.methods.ntk_by_parts import NTKByParts
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 
 
-@register(
+@register_method(
     "ntk-by-parts-2023-06",
     paper="NTK-by-parts of June 2023, github.com/jquesnelle/yarn",
     training="not needed, but helps",

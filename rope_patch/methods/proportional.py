@@ -10,11 +10,11 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, Method, option, require_number
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
 
 
-@register("proportional", paper="p-RoPE, arXiv:2410.06205", training="needed")
+@register_method("proportional", paper="p-RoPE, arXiv:2410.06205", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class Proportional(Method):
     """p-RoPE: the slowest pairs stop rotating and carry content alone."""

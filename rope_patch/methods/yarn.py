@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from rope_patch.methods.base import option, require_number
 from rope_patch.methods.ntk_by_parts import NTKByParts, yarn_mscale
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
 
 
-@register("yarn", paper="YaRN, arXiv:2309.00071", training="not needed, but helps")
+@register_method("yarn", paper="YaRN, arXiv:2309.00071", training="not needed, but helps")
 @dataclass(frozen=True, kw_only=True)
 class YaRN(NTKByParts):
     """YaRN: fast pairs kept, slow ones interpolated, attention sharpened by its factor."""

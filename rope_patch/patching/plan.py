@@ -51,7 +51,7 @@ _SCALING_KEYS = {
     "mscale",
     "mscale_all_dim",
     "truncate",
-    # Of rope types that rope_patch.register adds.
+    # Of rope types that rope_patch.register_rope_types adds.
     "new_theta",
     "growth",
 }

@@ -247,7 +247,7 @@ def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
             raise _loading_error(path, _explain_config_error(config, error)) from error
         raise Refused(
             f"cannot load {path}: its config names the scaling {error.args[0]!r}, which plain "
-            "transformers does not know; call rope_patch.register() first"
+            "transformers does not know; call rope_patch.register_rope_types() first"
         ) from error
     except (TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise _loading_error(path, _explain_config_error(config, error)) from error

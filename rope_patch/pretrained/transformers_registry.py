@@ -1,7 +1,7 @@
 """Registration of our method names with transformers, for configs that name them.
 
 transformers builds a rotary module with the function in `ROPE_INIT_FUNCTIONS` for the config's
-`rope_type`, and has a validator for each. `register()` adds both for the methods it lacks.
+`rope_type`, and has a validator for each. `register_rope_types()` adds both for the methods it lacks.
 transformers' own rope types (`yarn`, `llama3`, ...) keep their meaning.
 """
 
@@ -37,7 +37,7 @@ _lock = threading.RLock()
 _entries: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = []
 
 
-def register() -> None:
+def register_rope_types() -> None:
     """Register our methods with transformers, so that configs can name them.
 
     From then on, in this process, a config with `rope_parameters={"rope_type": "ntk", "factor": 4,
@@ -47,7 +47,7 @@ def register() -> None:
     (`dynamic-*`, `mixed-*`, `nope` with a temperature) need more than a rotary module: building a
     model whose config names one raises a ValueError that says what to do instead.
 
-    Calling it again does nothing. `unregister` removes the names.
+    Calling it again does nothing. `unregister_rope_types` removes the names.
 
     Raises:
         ValueError: Another library has registered one of the names; nothing is registered then.
@@ -69,7 +69,7 @@ def register() -> None:
             _entries.append((name, compute, validate))
 
 
-def unregister() -> None:
+def unregister_rope_types() -> None:
     """Remove our names from transformers' registry; does nothing if they are not there.
 
     Functions that another library has registered under one of the names since then stay. Existing
@@ -81,7 +81,7 @@ def unregister() -> None:
                 del ROPE_INIT_FUNCTIONS[name]
             else:
                 logger.warning(
-                    "rope_type %r was registered by somebody else after rope_patch.register(), "
+                    "rope_type %r was registered by somebody else after rope_patch.register_rope_types(), "
                     "and stays as it is",
                     name,
                 )
@@ -113,7 +113,7 @@ def to_native_rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def needs_registration(name: Any) -> bool:
-    """Return whether transformers lacks a rope_type that `register()` adds."""
+    """Return whether transformers lacks a rope_type that `register_rope_types()` adds."""
     return (
         isinstance(name, str) and name in _names_to_register() and name not in ROPE_INIT_FUNCTIONS
     )

@@ -15,14 +15,14 @@ def restored_registry():
     """Unregister our methods after a test, and check that transformers' registry is restored."""
     before = registry()
     yield
-    rope_patch.unregister()
+    rope_patch.unregister_rope_types()
     assert registry() == before
 
 
 @pytest.fixture
 def registered(restored_registry):
     """Register our methods for one test."""
-    rope_patch.register()
+    rope_patch.register_rope_types()
 
 
 @pytest.fixture

@@ -314,7 +314,7 @@ def test_save_replaces_our_rope_types_in_the_config(
     assert logits(loaded).equal(plain)
     if OLD_TRANSFORMERS and family == "gemma3":
         return  # transformers 5.0 cannot read nested scalings
-    rope_patch.unregister()
+    rope_patch.unregister_rope_types()
     native_model = AutoModelForCausalLM.from_pretrained(tmp_path)
     # Configs cannot hold an attention factor for pairs that do not rotate.
     stopped = rope_type in ("nope", "clipped") and family == "llama"

@@ -32,18 +32,18 @@ pytestmark = pytest.mark.usefixtures("restored_registry")
 
 def test_register_adds_and_unregister_removes_all_methods():
     before = registry()
-    rope_patch.register()
+    rope_patch.register_rope_types()
     now, mixin = registry()
     assert now[: len(before[0])] == before[0]  # transformers' functions are unchanged
     added = [name for name, _ in now[len(before[0]) :]]
     assert added == [name for name in rope_patch.list_methods() if name not in NATIVE_ROPE_TYPES]
     assert set(added) == {*STATIC, "clipped-abf", "clipped-yarn", *LENGTH_DEPENDENT}
     assert mixin.keys() - before[1].keys() == {f"_validate_{n}_rope_parameters" for n in added}
-    rope_patch.register()
+    rope_patch.register_rope_types()
     assert registry() == (now, mixin)
-    rope_patch.unregister()
+    rope_patch.unregister_rope_types()
     assert registry() == before
-    rope_patch.unregister()
+    rope_patch.unregister_rope_types()
     assert registry() == before
 
 
@@ -51,7 +51,7 @@ def test_import_registers_nothing():
     code = (
         "from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS as known\n"
         "before = dict(known)\nimport rope_patch\nassert known == before\n"
-        "rope_patch.register()\nassert 'ntk' in known and known != before"
+        "rope_patch.register_rope_types()\nassert 'ntk' in known and known != before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -65,9 +65,9 @@ def test_register_refuses_names_that_are_taken(monkeypatch):
     before = registry()
     for _ in range(2):
         with pytest.raises(ValueError, match=r"'abf' is .*foreign_compute.*rope_patch\.patch"):
-            rope_patch.register()
+            rope_patch.register_rope_types()
         assert registry() == before
-    rope_patch.unregister()
+    rope_patch.unregister_rope_types()
     assert registry() == before
 
 
@@ -75,9 +75,9 @@ def test_unregister_keeps_functions_of_others(registered, caplog):
     ROPE_INIT_FUNCTIONS["abf"] = foreign_compute
     try:
         with pytest.raises(ValueError, match=r"'abf' is .*foreign_compute"):
-            rope_patch.register()
+            rope_patch.register_rope_types()
         assert ROPE_INIT_FUNCTIONS["abf"] is foreign_compute
-        rope_patch.unregister()
+        rope_patch.unregister_rope_types()
         assert ROPE_INIT_FUNCTIONS["abf"] is foreign_compute
         assert not {*STATIC, *LENGTH_DEPENDENT} - {"abf"} & ROPE_INIT_FUNCTIONS.keys()
         assert "'abf' was registered by somebody else" in caplog.text
@@ -91,8 +91,8 @@ def test_register_is_thread_safe(restored_registry):
     def back_and_forth():
         try:
             for _ in range(50):
-                rope_patch.register()
-                rope_patch.unregister()
+                rope_patch.register_rope_types()
+                rope_patch.unregister_rope_types()
         except Exception as error:
             errors.append(error)
 
@@ -102,7 +102,7 @@ def test_register_is_thread_safe(restored_registry):
     for thread in threads:
         thread.join()
     assert not errors
-    rope_patch.register()
+    rope_patch.register_rope_types()
     assert {*STATIC, *LENGTH_DEPENDENT} <= ROPE_INIT_FUNCTIONS.keys()
 
 
@@ -119,7 +119,7 @@ def test_length_dependent_config_error_names_patch(registered, name):
 def test_transformers_dynamic_is_unchanged(registered):
     config = make_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, **BASE})
     model = AutoModelForCausalLM.from_config(config).eval()
-    rope_patch.unregister()
+    rope_patch.unregister_rope_types()
     twin = AutoModelForCausalLM.from_config(config).eval()
     twin.load_state_dict(model.state_dict())
     assert logits(model).equal(logits(twin))
@@ -164,7 +164,7 @@ def test_transformers_validation_knows_our_fields(registered, library_log):
         "rope_type 'ntk-by-parts' in rope_parameters: factor must be a number" in library_log.text
     )
     library_log.clear()
-    rope_patch.unregister()
+    rope_patch.unregister_rope_types()
     make_named_config(rope_type="ntk", factor=4, **BASE)
     assert "Missing validation function" in library_log.text
 
@@ -178,8 +178,10 @@ def test_unknown_layer_type_is_refused(registered):
 def test_load_without_register_names_register(tmp_path):
     make_model().save_pretrained(tmp_path)
     make_named_config(rope_type="ntk", factor=4, **BASE).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"names the scaling 'ntk'.*rope_patch\.register\(\)"):
+    with pytest.raises(
+        ValueError, match=r"names the scaling 'ntk'.*rope_patch\.register_rope_types\(\)"
+    ):
         rope_patch.load(tmp_path, "yarn", factor=4)
-    rope_patch.register()
+    rope_patch.register_rope_types()
     loaded = rope_patch.load(tmp_path, "yarn", factor=4)
     assert rope_patch.current(loaded).trained_length == TARGET

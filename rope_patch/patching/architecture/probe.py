@@ -54,7 +54,9 @@ def build_rotary(rotary: RotaryModule, config: Any) -> Any:
     ) as error:
         hint = "compare it with the checkpoint's config.json"
         if isinstance(error, KeyError) and error.args[0] in registered_methods():
-            hint = "it names one of rope_patch's scalings: call rope_patch.register() first"
+            hint = (
+                "it names one of rope_patch's scalings: call rope_patch.register_rope_types() first"
+            )
         raise Refused(
             f"{type(rotary.module).__name__} cannot be made from what the config says "
             f"({type(error).__name__}: {error}): {hint}"

@@ -1,0 +1,61 @@
+"""Origin of a method that is not ours: its package or file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rope_patch.methods.base import Method
+from rope_patch.methods.registry import is_outside
+from rope_patch.utils.checksums import digest
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a method comes from.
+
+    Attributes:
+        package: The installed package, or None.
+        version: The package's version, or None.
+        file: The file's name without its folder, or None for what was typed into a session.
+        digest: The first digits of the file's SHA-256, or None.
+    """
+
+    package: str | None = None
+    version: str | None = None
+    file: str | None = None
+    digest: str | None = None
+
+    def __str__(self) -> str:
+        if self.package is not None:
+            return f"the package {self.package} {self.version}"
+        return f"the file {self.file}" if self.file else "an interactive session"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain data."""
+        return asdict(self)
+
+
+def origin_of(method_class: type[Method]) -> Origin | None:
+    """Return the origin of a method, or None for ours."""
+    if not is_outside(method_class):
+        return None
+    package, version = _package_of(method_class.__module__.partition(".")[0])
+    path = getattr(sys.modules.get(method_class.__module__), "__file__", None)
+    if path is None or not Path(path).is_file():
+        return Origin(package, version)
+    return Origin(package, version, Path(path).name, digest(Path(path).read_bytes(), 16))
+
+
+def _package_of(module: str) -> tuple[str | None, str | None]:
+    """Return the name and version of the installed package that a top-level module is of."""
+    for entry in metadata.entry_points(group="rope_patch.methods"):
+        if entry.dist is not None and re.split(r"[.:]", entry.value)[0] == module:
+            return entry.dist.name, entry.dist.version
+    for name in metadata.packages_distributions().get(module, ()):
+        return name, metadata.version(name)
+    return None, None
