@@ -26,6 +26,7 @@ from rope_patch.cli import (
     verbosity,
 )
 from rope_patch.cli.interrupt import EXIT_CODE
+from rope_patch.cli.option_groups import with_plugins
 from rope_patch.utils.errors import Refused
 
 # Aliases of options by command: the alias, and the name shown in the help.
@@ -144,18 +145,18 @@ def rope_patch(
     """Take a pretrained RoPE decoder to a longer context, and prove what that gained and cost."""
 
 
-app.command(cls=Command)(methods.methods)
-app.command(cls=Command)(diagnose.diagnose)
-app.command("eval", cls=Command)(evaluate.evaluate)
-app.command(cls=Command)(compare.compare)
+app.command(cls=Command)(with_plugins(methods.methods))
+app.command(cls=Command)(with_plugins(diagnose.diagnose))
+app.command("eval", cls=Command)(with_plugins(evaluate.evaluate))
+app.command(cls=Command)(with_plugins(compare.compare))
 app.command(cls=Command)(report.report)
 app.command(cls=Command)(tasks.tasks)
-app.command(cls=Command)(recommend.recommend)
+app.command(cls=Command)(with_plugins(recommend.recommend))
 app.command(cls=Command)(search.search)
 app.command(
     cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(finetune.finetune)
 app.command(cls=Command)(recipes.recipes)
-app.command(cls=Command)(export.export)
-app.command(cls=Command)(bench.bench)
+app.command(cls=Command)(with_plugins(export.export))
+app.command(cls=Command)(with_plugins(bench.bench))
 app.command(cls=Command)(env.env)

@@ -23,6 +23,7 @@ from rope_patch.cli.options import (
     Dtype,
     LayerTypes,
     Option,
+    Plugin,
     Quantization,
     Start,
     TrainedLength,
@@ -30,6 +31,7 @@ from rope_patch.cli.options import (
     parse_names,
     parse_options,
 )
+from rope_patch.methods.plugins import load_plugin
 
 Depths = Annotated[str, typer.Option(help="Where answers stand, in percent of the text.")]
 PerText = Annotated[
@@ -229,7 +231,36 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
         command(**values)
 
+    return _with_parameters(expanded, parameters)
+
+
+def with_plugins(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for typer that takes methods from outside: `--plugin`, loaded first.
+
+    Args:
+        command: A function as typer takes it.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters = [
+        parameter.replace(annotation=hints[name])
+        for name, parameter in inspect.signature(command).parameters.items()
+    ]
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    plugin = inspect.Parameter("plugin", keyword_only, default=None, annotation=Plugin)
+
+    @functools.wraps(command)
+    def loaded(**values: Any) -> None:
+        for source in values.pop("plugin") or ():
+            load_plugin(source)
+        command(**values)
+
+    return _with_parameters(loaded, [*parameters, plugin])
+
+
+def _with_parameters(
+    command: Callable[..., None], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
     # Typer reads both.
-    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    expanded.__annotations__ = {each.name: each.annotation for each in parameters}
-    return expanded
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command

@@ -40,6 +40,14 @@ Option = Annotated[
         help="An option of the method, such as beta_fast=16 (`rope-patch methods` lists them).",
     ),
 ]
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE|MODULE",
+        help="A Python file, or a module, that registers methods of your own; several.",
+    ),
+]
 LayerTypes = Annotated[
     str | None, typer.Option(help="Which layers to extend, by commas; those that see far.")
 ]

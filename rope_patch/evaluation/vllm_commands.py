@@ -20,7 +20,7 @@ from rope_patch.evaluation.request import (
 )
 from rope_patch.exporting import vllm
 from rope_patch.exporting.target import Target, nest_fields
-from rope_patch.methods import registered_methods
+from rope_patch.methods.registry import find_method
 from rope_patch.patching import check
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained import demo
@@ -178,9 +178,10 @@ def _require_native_patch(path: str) -> None:
     if saved is None:
         return
     trained = saved["trained_length"]
-    follows = saved["method"] not in registered_methods() or extension_from_sidecar(saved).resolve(
-        trained
-    )[0].is_length_dependent(trained)
+    extension = extension_from_sidecar(saved)
+    follows = find_method(extension.method) is None or extension.resolve(trained)[
+        0
+    ].is_length_dependent(trained)
     if follows or not saved.get("native"):
         raise ValueError(
             f"vllm cannot run {path} as it was saved: it was patched with {saved['method']}, which "

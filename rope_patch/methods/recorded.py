@@ -37,11 +37,11 @@ class Recorded(Method):
 
         entry = self.layers.get(geometry.layer_type or "all")
         if entry is None or len(entry["inv_freq"]) != geometry.rotary_dim // 2:
-            got = "nothing" if entry is None else f"{len(entry['inv_freq'])}"
+            got = 0 if entry is None else len(entry["inv_freq"])
+            where = geometry.layer_type or "all layers"
             raise Refused(
-                f"the recorded frequencies of {self.saved_method!r} are for another model: expected "
-                f"{geometry.rotary_dim // 2} pairs in {geometry.layer_type or 'all layers'}, got "
-                f"{got}"
+                f"the recorded frequencies of {self.saved_method!r} are for another model: "
+                f"expected {geometry.rotary_dim // 2} pairs in {where}, got {got}"
             )
         inv_freq = torch.tensor(entry["inv_freq"], dtype=torch.float64, device="cpu")
         return Frequencies(inv_freq, float(entry["attention_factor"]))

@@ -14,6 +14,7 @@ from rope_patch.methods.base import original_rope_parameters
 from rope_patch.methods.linear import Linear
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.nope import NoPE
+from rope_patch.methods.origin import Origin, origin_of
 from rope_patch.methods.yarn import YaRN
 from rope_patch.original_config import original_config
 from rope_patch.patching.continued_yarn import (
@@ -60,6 +61,13 @@ class MethodWrapper(Method):
 
     def __str__(self) -> str:
         return str(self.inner)
+
+
+def method_origin(method: Method) -> Origin | None:
+    """Return where a method comes from, below its wrappers; None for ours."""
+    while isinstance(method, MethodWrapper):
+        method = method.inner
+    return origin_of(type(method))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.patching.method_wrappers import describe_start
+from rope_patch.patching.method_wrappers import describe_start, method_origin
 
 if TYPE_CHECKING:
     from rope_patch.patching.handle import Patch
@@ -47,6 +47,8 @@ def summarize(
             f"  softmax scale ×{handle.softmax_mscale**2:.6g}: heads that rotate only in part have "
             "the attention factor there"
         )
+    if origin := method_origin(method):
+        lines.append(f"  a method from outside: {origin}")
     options = {k: v for k, v in method.options().items() if k != "factor" and v is not None}
     if options:
         lines.append("  options: " + ", ".join(f"{k}={_abbreviate(v)}" for k, v in options.items()))
@@ -55,4 +57,6 @@ def summarize(
 
 
 def _abbreviate(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"[{', '.join(value)}]"
     return f"[{len(value)} numbers]" if isinstance(value, tuple | list) else str(value)

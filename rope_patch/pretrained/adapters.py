@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from rope_patch.extension import Extension
-from rope_patch.methods import Frequencies
 from rope_patch.patching import Patch, check, current, patch
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_owner, find_rotaries
 from rope_patch.patching.mla_scale import config_mscale, filter_by_layer_type, find_mla_attentions
+from rope_patch.pretrained.recorded_rotation import sidecar_frequencies
 from rope_patch.pretrained.saving import (
     ADAPTER_CONFIG,
     SIDECAR,
@@ -124,23 +124,9 @@ def _patches_equal(first: Patch, second: Patch) -> bool:
     return True
 
 
-def _sidecar_frequencies(sidecar: dict[str, Any]) -> dict[str | None, Frequencies]:
-    try:
-        return {
-            None if layer_type == "all" else layer_type: Frequencies(
-                torch.tensor(entry["inv_freq"], dtype=torch.float64), entry["attention_factor"]
-            )
-            for layer_type, entry in sidecar["frequencies"].items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refused(
-            f"the frequencies in the adapter's {SIDECAR} are damaged ({error!r}): save it again"
-        ) from error
-
-
 def _matches_sidecar(handle: Patch, sidecar: dict[str, Any]) -> bool:
     """Return whether a patch has the frequencies of a sidecar."""
-    expected = _sidecar_frequencies(sidecar)
+    expected = sidecar_frequencies(sidecar)
     return expected.keys() == handle.frequencies.keys() and all(
         frequencies.close_to(expected[layer_type])
         for layer_type, frequencies in handle.frequencies.items()
@@ -149,7 +135,7 @@ def _matches_sidecar(handle: Patch, sidecar: dict[str, Any]) -> bool:
 
 def _config_already_rotates_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
     """Return whether the base's own config has the recorded rotation, as a saved patch's has."""
-    expected = _sidecar_frequencies(sidecar)
+    expected = sidecar_frequencies(sidecar)
     method, _ = extension_from_sidecar(sidecar).resolve(sidecar["trained_length"])
     if (
         not expected

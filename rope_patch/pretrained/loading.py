@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from rope_patch.extension import Extension
-from rope_patch.methods import registered_methods
+from rope_patch.methods.registry import find_method
 from rope_patch.original_config import FIELD, is_saved_patch, original_field
 from rope_patch.patching import check, patch
 from rope_patch.pretrained import demo
@@ -32,6 +32,7 @@ from rope_patch.pretrained.model_folder import (
     require_complete_shards,
     require_model_folder,
 )
+from rope_patch.pretrained.recorded_rotation import require_recorded
 from rope_patch.pretrained.saving import SIDECAR, extension_from_sidecar, read_sidecar
 from rope_patch.pretrained.transformers_registry import needs_registration
 from rope_patch.rope_config import require_valid_rope_config
@@ -70,8 +71,10 @@ def load(
 
     The request is checked on an empty model first, so nothing large is read for an invalid one.
     A folder written by `rope_patch.save` is loaded as it was before the patch, and patched as
-    requested, or as recorded if no method is named. A folder with a PEFT adapter returns the PEFT
-    model: its base, patched as in the adapter's training, with the adapter.
+    requested, or as recorded if no method is named. Where its method is somebody else's and not
+    known here, it rotates by the recorded frequencies, and a warning says so. A folder with a PEFT
+    adapter returns the PEFT model: its base, patched as in the adapter's training, with the
+    adapter.
 
     Args:
         path: A folder, a model's name on the Hub, or `demo` (see `rope_patch.pretrained.demo`).
@@ -148,7 +151,9 @@ def load(
         extension = require_same_rotation(empty, trained_adapter)
         extension = extension and replace(extension, kernels=kernels)
     else:
-        check(empty, extension)
+        plan = check(empty, extension)
+        if method is None and patch_sidecar is not None:
+            require_recorded(plan, patch_sidecar)
         if trained_adapter is not None:
             patch(empty, extension)
             require_same_rotation(empty, trained_adapter)
@@ -341,7 +346,7 @@ def _split_method_options(
     method: str | None, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the method's options, and likely misspellings of them, from the loader's."""
-    cls = registered_methods().get(method or "")
+    cls = find_method(method) if method else None
     names = list(cls.__dataclass_fields__) if cls else []
     options = {
         key: value

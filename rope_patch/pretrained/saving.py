@@ -16,12 +16,18 @@ from torch import nn
 from transformers import AutoConfig
 
 from rope_patch.extension import Extension
-from rope_patch.methods import registered_methods
+from rope_patch.methods.registry import find_method
 from rope_patch.original_config import FIELD, original_field
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.mla_scale import config_mscale
+from rope_patch.pretrained.recorded_rotation import (
+    OUTSIDE,
+    is_missing,
+    outside_record,
+    recorded_extension,
+)
 from rope_patch.pretrained.transformers_registry import to_native_rope_parameters
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error, parse_json
@@ -45,6 +51,7 @@ _NEW_SIDECAR_TYPES: dict[str, Any] = {  # rope_patch 0.1 has the factor among th
     "factor": float | int | None,
     "length": int | None,
     "start": str,
+    OUTSIDE: dict,  # methods that are not ours
 }
 
 
@@ -161,12 +168,21 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def extension_from_sidecar(sidecar: dict[str, Any]) -> Extension:
-    """Return the request that restores the patch of a sidecar."""
+    """Return the request that restores the patch of a sidecar.
+
+    That is by its recorded frequencies, with a warning, if the method is not ours and not known
+    here.
+
+    Raises:
+        ValueError: The recorded frequencies are not all that such a method did.
+    """
+    if is_missing(sidecar):
+        return recorded_extension(sidecar)
     request = {f.name: sidecar[f.name] for f in fields(Extension) if f.name in sidecar}
     if "factor" not in request:  # of rope_patch 0.1, with the length that the factor led to
         options = dict(sidecar["options"])
         factor, length = options.pop("factor"), request.pop("length", None)
-        method_class = registered_methods().get(sidecar["method"])
+        method_class = find_method(sidecar["method"])
         if method_class is not None and method_class.is_dynamic:
             request["length"] = length
             factor = factor if method_class.factor_is_option else None
@@ -189,6 +205,7 @@ def _make_sidecar(handle: Patch, native: bool) -> dict[str, Any]:
         "target_length": handle.length,
         "sharpening": handle.softmax_mscale,
         "native": native,
+        **outside_record(handle),
         "original": handle.original,
         "frequencies": {
             layer_type or "all": {

@@ -1,8 +1,8 @@
 """Registration of our method names with transformers, for configs that name them.
 
 transformers builds a rotary module with the function in `ROPE_INIT_FUNCTIONS` for the config's
-`rope_type`, and has a validator for each. `register_rope_types()` adds both for the methods it lacks.
-transformers' own rope types (`yarn`, `llama3`, ...) keep their meaning.
+`rope_type`, and has a validator for each. `register_rope_types()` adds both for the methods it
+lacks. transformers' own rope types (`yarn`, `llama3`, ...) keep their meaning.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def unregister_rope_types() -> None:
                 del ROPE_INIT_FUNCTIONS[name]
             else:
                 logger.warning(
-                    "rope_type %r was registered by somebody else after rope_patch.register_rope_types(), "
-                    "and stays as it is",
+                    "rope_type %r was registered by somebody else after "
+                    "rope_patch.register_rope_types(), and stays as it is",
                     name,
                 )
             if vars(RotaryEmbeddingConfigMixin).get(_validator(name)) is validate:

@@ -54,7 +54,7 @@ def cut_sidecar(folder):
 
 def no_frequencies(folder):
     change(folder, "rope_patch.json", frequencies={"all": {}})
-    return "frequencies in the adapter's rope_patch.json are damaged"
+    return "frequencies in rope_patch.json are damaged"
 
 
 def method_of_tomorrow(folder):

@@ -77,8 +77,8 @@ def _unknown_rope_type(layer: LayerFacts) -> Finding:
     fix = "correct rope_type in the config"
     if needs_registration(layer.scaling):
         fix = (
-            "rope_patch.register_rope_types() before it is loaded, or rope_type 'default' in the config and "
-            f"rope_patch.patch(model, {layer.scaling!r}, ...)"
+            "rope_patch.register_rope_types() before it is loaded, or rope_type 'default' in the "
+            f"config and rope_patch.patch(model, {layer.scaling!r}, ...)"
         )
     return Finding(
         "error",
