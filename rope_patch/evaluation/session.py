@@ -17,6 +17,7 @@ from rope_patch.evaluation.results_schema import MethodRecord, TokenCounts
 from rope_patch.inference.answers import AnswerStore, answer_key
 from rope_patch.original_config import original_config
 from rope_patch.patching import Patch, current, patch
+from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.pretrained.device_map import placement
 from rope_patch.pretrained.loading import load, read_model
 from rope_patch.pretrained.quantization import loading_arguments, parse_quantization, quantize
@@ -260,7 +261,11 @@ def _is_intact(path: Path, key: str) -> bool:
 def _rotation_identity(handle: Patch, length: int, end: int) -> Any:
     """Return what rotates a sequence; None for the model's own rotation."""
     if handle.method.valid_until(max(length, 1), handle.trained_length) < end:
-        return [handle.method.name, handle.method.options()]  # changes on the way
+        changing = [handle.method.name, handle.method.options()]  # changes on the way
+        if method_origin(handle.method) is None:
+            return changing
+        # Another file may compute other numbers under the same name.
+        return [*changing, *(_numbers_at(handle, each) for each in (1, length, end))]
     rotation: dict[str, Any] = {}
     for layer_type, frequencies in handle.frequencies_at(length).items():
         if not frequencies.close_to(handle.original_frequencies[layer_type]):
@@ -269,6 +274,13 @@ def _rotation_identity(handle: Patch, length: int, end: int) -> Any:
     if rotation and handle.method.start_token_count:
         rotation["kept tokens"] = handle.method.start_token_count
     return rotation or None
+
+
+def _numbers_at(handle: Patch, length: int) -> dict[str, list[float]]:
+    return {
+        layer_type or "all": [frequencies.attention_factor, *frequencies.inv_freq.tolist()]
+        for layer_type, frequencies in handle.frequencies_at(length).items()
+    }
 
 
 def _describe_method(label: str, handle: Patch | None, longest: int) -> MethodRecord:

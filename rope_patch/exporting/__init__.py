@@ -1,6 +1,7 @@
 """Export of a model's rotation to other engines: config fields and command-line arguments.
 
-Each engine has one small file, written from what the engine's own code reads.
+Each engine has one small file, written from what the engine's own code reads. Installed packages
+add engines: a module or an object with `NAME` and `export(target)`.
 """
 
 from __future__ import annotations
@@ -8,23 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rope_patch.exporting import llama_cpp, mlx, sglang, transformers, vllm
+from rope_patch.exporting.engines import ENGINES, require_engine, run_exporter
 from rope_patch.exporting.folder import write_folder
 from rope_patch.exporting.result import Export
 from rope_patch.exporting.target import Target
-from rope_patch.utils.errors import Refused, did_you_mean
 
-__all__ = ["ENGINES", "Export", "export", "write_folder"]
-
-_EXPORTERS = {
-    "transformers": transformers.export,
-    "transformers4": transformers.export_v4,
-    "vllm": vllm.export,
-    "sglang": sglang.export,
-    "llama.cpp": llama_cpp.export,
-    "mlx": mlx.export,
-}
-ENGINES = tuple(_EXPORTERS)
+__all__ = ["ENGINES", "Export", "Target", "export", "require_engine", "write_folder"]
 
 
 def export(model_or_config: Any, engine: str) -> Export:
@@ -35,7 +25,8 @@ def export(model_or_config: Any, engine: str) -> Export:
     Args:
         model_or_config: A patched model; or a config or an unpatched model with a scaling of its
             own, such as one that `rope_patch.save` wrote.
-        engine: One of "transformers" (5), "transformers4", "vllm", "sglang", "llama.cpp" and "mlx".
+        engine: One of "transformers" (5), "transformers4", "vllm", "sglang", "llama.cpp" and "mlx",
+            or one that an installed package adds (entry points `rope_patch.engines`).
 
     Returns:
         Fields of config.json, command-line arguments, tensors and notes; print it to read it.
@@ -47,12 +38,5 @@ def export(model_or_config: Any, engine: str) -> Export:
     """
     require_engine(engine)
     target = Target.from_model(model_or_config)
-    result = _EXPORTERS[engine](target)
+    result = run_exporter(engine, target)
     return replace(result, notes=[*result.notes, *target.yarn_notes()])
-
-
-def require_engine(engine: str) -> None:
-    """Raise ValueError unless the engine is one of `ENGINES`."""
-    if engine not in _EXPORTERS:
-        hint = did_you_mean(engine, ENGINES, cutoff=0.5)
-        raise Refused(f"unknown engine {engine!r}{hint}: expected {', '.join(ENGINES)}")

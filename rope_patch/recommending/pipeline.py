@@ -61,7 +61,8 @@ def recommend(
 ) -> Recommendation:
     """Measure methods on this checkpoint and recommend one for a length, with the evidence.
 
-    The plain model, the static methods, their dynamic forms and the result of a search are scored
+    The plain model, the static methods (with those of imported plugins, where they need no
+    options), their dynamic forms and the result of a search are scored
     on needle questions of the target length, or on word pairs if the trained length is too short
     for needles. Their price is measured within the trained length, on questions and on prose,
     against the plain model. All are scored on a few samples, the best on more, until the budget is

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from rope_patch.exporting import ENGINES, export
 from rope_patch.extension import Extension
 from rope_patch.methods import build, registered_methods
+from rope_patch.methods.registry import outside_methods
 from rope_patch.patching import check, patch
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.strategies.base import KEY_DIGITS
@@ -33,10 +34,12 @@ class VariantRotation:
     Attributes:
         candidate: The static method with this rotation; None for the unpatched model.
         factor: The method's factor.
+        numbers: The frequencies of a method that is not ours: its file may change.
     """
 
     candidate: Candidate | None = None
     factor: float = 1.0
+    numbers: tuple[object, ...] = ()
 
     @property
     def key(self) -> str:
@@ -44,6 +47,7 @@ class VariantRotation:
         if self.candidate is None:
             return PLAIN
         request = [self.candidate.method, self.candidate.options, self.factor]
+        request += [self.numbers] if self.numbers else []
         return json.dumps(request, sort_keys=True)
 
 
@@ -88,7 +92,26 @@ def standard_variants(space: SearchSpace) -> list[Variant]:
     for name in names:
         rotation = VariantRotation(Candidate(name, name), space.factor)
         variants.append(Variant(name, name, {}, rotation, rotation))
+    variants += _outside_variants(space)
     return variants + [_dynamic_variant(space, name, {}) for name in names]
+
+
+def _outside_variants(space: SearchSpace) -> list[Variant]:
+    """Return the imported methods that are not ours, as far as they are static by themselves."""
+    variants = []
+    for name, method_class in outside_methods().items():
+        needs_options = any(option.default is MISSING for option in fields(method_class))
+        if needs_options or method_class.is_dynamic:
+            continue
+        method = build(name, factor=space.factor)
+        if method.is_length_dependent(space.geometry.trained_length):
+            continue
+        candidate = Candidate(name, name)
+        rotation = VariantRotation(
+            candidate, space.factor, candidate.rotation_key(space, KEY_DIGITS)
+        )
+        variants.append(Variant(name, name, {}, rotation, rotation))
+    return variants
 
 
 def search_variants(space: SearchSpace, strategy: str, candidate: Candidate) -> list[Variant]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rope_patch.patching import Patch
+from rope_patch.patching.method_wrappers import method_origin
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import read_config
 from rope_patch.pretrained.saving import read_sidecar
@@ -27,7 +29,7 @@ FORMAT = "rope_patch.recipes/1"
 
 # Keys that may change when a run resumes. All other keys of a recipe are its identity.
 _MAY_CHANGE = {
-    "place, and when to stop or measure": "output_dir resume ignore_plan max_loss_rise "
+    "place, and when to stop or measure": "output_dir plugin resume ignore_plan max_loss_rise "
     "retrieval_steps max_steps tokens",
     "saving": "save_strategy save_steps save_total_limit save_on_each_node enable_jit_checkpoint",
     "logging": "logging_strategy logging_steps logging_first_step logging_dir log_level "
@@ -84,6 +86,7 @@ def identity_of(
             if key not in MAY_CHANGE and key not in _COMPARED_BY_CONTENTS
         },
         "options": settings.method_options,
+        **_outside_frequencies(prepared.handle),
         **{
             key: [{_NAME_KEY: n, "contents": documents.fingerprint(n)} for n in names or []]
             for key, names in (
@@ -208,6 +211,19 @@ def _read_identity(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if body.get("format") != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT}, got {body.get('format')}: {remedy}")
     return body["identity"], body["versions"]
+
+
+def _outside_frequencies(handle: Patch | None) -> dict[str, Any]:
+    """Return a digest of the rotation if the method is not ours, since its file may change."""
+    if handle is None or method_origin(handle.method) is None:
+        return {}
+    lengths = (1, handle.trained_length, handle.length or 2 * handle.trained_length)
+    numbers = [
+        [str(layer_type), frequencies.attention_factor, frequencies.inv_freq.tolist()]
+        for length in lengths
+        for layer_type, frequencies in handle.frequencies_at(length).items()
+    ]
+    return {"frequencies": checksums.digest(json.dumps(numbers), 32)}
 
 
 def _versions() -> dict[str, str]:

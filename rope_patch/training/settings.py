@@ -16,6 +16,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments, integrations
 
 from rope_patch.extension import Extension
+from rope_patch.methods.plugins import load_plugin
 from rope_patch.training import recipe_files
 from rope_patch.training.data_arguments import DataArguments
 from rope_patch.utils.errors import did_you_mean, one_line
@@ -44,6 +45,7 @@ class ExtensionArguments:
     options: str | None = field(
         default=None, metadata={"help": "The method's options, such as {beta_fast: 16}."}
     )
+    plugin: list[str] = field(default_factory=list, metadata={"help": "Files with methods."})
     layer_types: list[str] | None = field(
         default=None, metadata={"help": "Layers to extend, where a model has several types."}
     )
@@ -51,8 +53,7 @@ class ExtensionArguments:
         default="auto", metadata={"help": "Who rotates: auto, triton, reference or hf."}
     )
     train_length: int | None = field(
-        default=None,
-        metadata={"help": "Tokens of a row; the target length if left out."},
+        default=None, metadata={"help": "Tokens of a row; the target length if left out."}
     )
     tokens: float | None = field(
         default=None, metadata={"help": "Tokens to train on in all, instead of max_steps."}
@@ -240,6 +241,8 @@ def parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
         _require_known(word[2:].partition("=")[0], "on the command line")
     explicit = recipe | {key: getattr(_owner(key, extension, data, training), key) for key in words}
     settings = Settings(extension, data, training, explicit)
+    for source in extension.plugin:
+        load_plugin(source)
     _validate(settings)
     return settings, flags
 
@@ -330,11 +333,9 @@ def _to_cli_string(value: Any) -> Any:
 
 def _with_underscores(word: str) -> str:
     key, equals, value = word.partition("=")
-    return (
-        key.replace("-", "_").replace("__", "--", 1) + equals + value
-        if (key.startswith("--"))
-        else word
-    )
+    if not key.startswith("--"):
+        return word
+    return key.replace("-", "_").replace("__", "--", 1) + equals + value
 
 
 def _require_known(key: str, location: str) -> None:
