@@ -13,6 +13,7 @@ from rope_patch.diagnosing.checks.config_json import config_json_findings
 from rope_patch.diagnosing.checks.config_scaling import scaling_findings
 from rope_patch.diagnosing.checks.extensibility import extensibility_findings
 from rope_patch.diagnosing.checks.live_model import live_findings
+from rope_patch.diagnosing.checks.outside_method import outside_method_findings
 from rope_patch.diagnosing.diagnosis import Diagnosis
 from rope_patch.diagnosing.finding import SEVERITIES, Finding
 from rope_patch.diagnosing.layer_facts import Facts, LayerFacts, promised_length, read_layer_facts
@@ -120,6 +121,7 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis:
         *scaling_findings(facts),
         *_overpromised_length(facts, trained_length),
         *adapter_findings(facts),
+        *outside_method_findings(facts, built_method),
         *extensibility_findings(facts),
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))

@@ -15,6 +15,7 @@ from rope_patch.methods.linear import Linear
 from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.nope import NoPE
 from rope_patch.methods.origin import Origin, origin_of
+from rope_patch.methods.recorded import Recorded
 from rope_patch.methods.yarn import YaRN
 from rope_patch.original_config import original_config
 from rope_patch.patching.continued_yarn import (
@@ -63,11 +64,14 @@ class MethodWrapper(Method):
         return str(self.inner)
 
 
-def method_origin(method: Method) -> Origin | None:
-    """Return where a method comes from, below its wrappers; None for ours."""
+def method_origin(method: Method) -> Origin | str | None:
+    """Return where a method comes from, below its wrappers; None for ours.
+
+    For recorded frequencies, that is what was recorded of the method that computed them.
+    """
     while isinstance(method, MethodWrapper):
         method = method.inner
-    return origin_of(type(method))
+    return method.origin if isinstance(method, Recorded) else origin_of(type(method))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ OUTSIDE = "outside"
 def outside_record(handle: Patch) -> dict[str, Any]:
     """Return what a sidecar says of a patch's method if it is not ours; else nothing."""
     origin = method_origin(handle.method)
-    if origin is None or handle.method.name == Recorded.name:
+    if not isinstance(origin, Origin):  # ours, or recorded already
         return {}
     record = {
         **origin.to_dict(),
@@ -37,6 +37,15 @@ def outside_record(handle: Patch) -> dict[str, Any]:
         "start_tokens": handle.method.start_token_count,
     }
     return {OUTSIDE: record}
+
+
+def describe_outside(sidecar: dict[str, Any]) -> str:
+    """Return where a sidecar's method was from; empty for ours."""
+    if sidecar["method"] == Recorded.name:
+        return str(sidecar["options"].get("origin", ""))
+    names = ("package", "version", "file", "digest")
+    record = sidecar.get(OUTSIDE)
+    return "" if record is None else str(Origin(*(record.get(name) for name in names)))
 
 
 def is_missing(sidecar: dict[str, Any]) -> bool:
@@ -50,9 +59,8 @@ def recorded_extension(sidecar: dict[str, Any]) -> Extension:
     Raises:
         ValueError: They are not all that the method did.
     """
-    method, record = sidecar["method"], sidecar[OUTSIDE]
+    method, record, origin = sidecar["method"], sidecar[OUTSIDE], describe_outside(sidecar)
     try:
-        origin = Origin(**{name: record[name] for name in ("package", "version", "file", "digest")})
         follows_length, start_tokens = record["follows_length"], int(record["start_tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(
@@ -89,7 +97,7 @@ def recorded_extension(sidecar: dict[str, Any]) -> Extension:
         start="unscaled",  # the recorded numbers need nothing to start from
         options={
             "saved_method": method,
-            "origin": str(origin),
+            "origin": origin,
             "layers": layers,
             "start_tokens": start_tokens,
         },
