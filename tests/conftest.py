@@ -36,3 +36,18 @@ def reset_compiler():
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    """Forget the methods from outside that a test registers, and its plugins."""
+    from rope_patch.exporting import engines
+    from rope_patch.methods import registry
+    from rope_patch.utils import plugins
+
+    monkeypatch.setenv(plugins.VARIABLE, "")
+    monkeypatch.setattr(plugins, "_imported", set())
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    for module in (registry, engines):
+        group = plugins.PluginGroup(module._GROUP.group)
+        monkeypatch.setattr(module, "_GROUP", group)

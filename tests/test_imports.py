@@ -97,6 +97,12 @@ def test_deprecated_names_warn_with_the_new_ones():
         assert rope_patch.methods() == rope_patch.list_methods()
     with pytest.warns(DeprecationWarning, match=r"rope_patch\.SearchResult"):
         assert rope_patch.Found is rope_patch.SearchResult
+    for old, new in (
+        ("register", "register_rope_types"),
+        ("unregister", "unregister_rope_types"),
+    ):
+        with pytest.warns(DeprecationWarning, match=rf"rope_patch\.{new}"):
+            assert getattr(rope_patch, old) is getattr(rope_patch, new)
     with pytest.warns(DeprecationWarning, match=r"rope_patch\.ops\.pack_frequencies"):
         assert rope_patch.ops.make_turns is rope_patch.ops.pack_frequencies
 

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import sysconfig
 import traceback
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -24,6 +25,7 @@ VARIABLE = "ROPE_PATCH_PLUGINS"
 
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _OWN_FOLDER = str(Path(__file__).parents[1])
+_LIBRARY = sysconfig.get_paths()["stdlib"]
 _imported: set[str] = set()
 
 
@@ -173,6 +175,7 @@ def _locate(error: BaseException) -> str:
         return f"{text} ({error.filename}, line {error.lineno})"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = frame.filename
-        if not file.startswith(("<frozen", _OWN_FOLDER)) and "importlib" not in Path(file).parts:
+        in_library = file.startswith(_LIBRARY) and "site-packages" not in file
+        if not in_library and not file.startswith(("<frozen", _OWN_FOLDER)):
             return f"{text} ({file}, line {frame.lineno})"
     return text
