@@ -18,7 +18,8 @@ NAME = "outside-engine"
 
 def export(target: Target) -> Export:
     target.require_static(NAME)
-    return Export(engine=NAME, config={"inv_freq": target.rotations[None].frequencies.inv_freq.tolist()})
+    frequencies = target.rotations[None].frequencies
+    return Export(engine=NAME, config={"inv_freq": frequencies.inv_freq.tolist()})
 """
 
 
