@@ -1,11 +1,12 @@
 """Test variants: the rotations by which static and dynamic methods are measured."""
 
 import pytest
+from helpers.plugins import write_method
 from helpers.search_fixtures import TRAINED
 
 import rope_patch
 from rope_patch.extension import Extension
-from rope_patch.methods import build
+from rope_patch.methods import build, load_plugin
 from rope_patch.recommending import variants
 from rope_patch.recommending.variants import UNPATCHED, VariantRotation
 from rope_patch.searching.measure.fitness import make_space
@@ -43,3 +44,17 @@ def test_dynamic_variants_rotate_like_the_patched_model(model, length):
 def _frequencies(rotation: VariantRotation, space):
     method = build(rotation.candidate.method, factor=rotation.factor, **rotation.candidate.options)
     return method.frequencies(space.geometry)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_static_methods_from_outside_are_variants_keyed_by_their_numbers(model, tmp_path):
+    space = make_space(model, Extension("longrope", length=512))
+
+    def outside(**changes):
+        load_plugin(str(write_method(tmp_path / "mine.py", **changes)))
+        return [each for each in variants.standard_variants(space) if each.method == "outside"]
+
+    (first,), (again,), (changed,) = outside(), outside(), outside(divisor="9")
+    assert first.long_rotation.key == again.long_rotation.key != changed.long_rotation.key
+    assert first.short_rotation == first.long_rotation
+    assert outside(following=True) == []
