@@ -51,6 +51,13 @@ def origin_of(method_class: type[Method]) -> Origin | None:
     return Origin(package, version, Path(path).name, digest(Path(path).read_bytes(), 16))
 
 
+def plugin_file(method_class: type[Method]) -> str | None:
+    """Return the file to give to `--plugin` for a method, or None if none is needed or known."""
+    path = getattr(sys.modules.get(method_class.__module__), "__file__", None)
+    origin = origin_of(method_class)
+    return path if origin is not None and origin.package is None else None
+
+
 def _package_of(module: str) -> tuple[str | None, str | None]:
     """Return the name and version of the installed package that a top-level module is of."""
     for entry in metadata.entry_points(group="rope_patch.methods"):

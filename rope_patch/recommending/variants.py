@@ -14,7 +14,8 @@ from typing import Any
 from rope_patch.exporting import ENGINES, export
 from rope_patch.extension import Extension
 from rope_patch.methods import build, registered_methods
-from rope_patch.methods.registry import outside_methods
+from rope_patch.methods.origin import plugin_file
+from rope_patch.methods.registry import get_method, outside_methods
 from rope_patch.patching import check, patch
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.strategies.base import KEY_DIGITS
@@ -222,6 +223,8 @@ def export_command(
         words += [f"--{name.replace('_', '-')}", str(value)]
     for name, value in variant.options.items():
         words += ["--option", f"{name}={json.dumps(value)}"]
+    if plugin := plugin_file(get_method(variant.method)):
+        words += ["--plugin", plugin]
     return shlex.join(words)
 
 

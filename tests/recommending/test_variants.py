@@ -57,4 +57,6 @@ def test_static_methods_from_outside_are_variants_keyed_by_their_numbers(model, 
     (first,), (again,), (changed,) = outside(), outside(), outside(divisor="9")
     assert first.long_rotation.key == again.long_rotation.key != changed.long_rotation.key
     assert first.short_rotation == first.long_rotation
+    command = variants.export_command(first, Extension("linear", length=512), "m", ("vllm",))
+    assert command.endswith(f"--method outside --length 512 --plugin {tmp_path / 'mine.py'}")
     assert outside(following=True) == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 import training_runs as runs
 from helpers.commands import run_in_this_process
+from helpers.plugins import write_method
 from safetensors.torch import load_file, save_file
 from training_runs import (
     ASSETS,
@@ -21,6 +22,7 @@ from training_runs import (
 )
 from transformers import get_scheduler
 
+from rope_patch.methods import registry
 from rope_patch.training import identity, schedule
 from rope_patch.training.documents import fingerprint
 from rope_patch.training.settings import known_keys, parse
@@ -85,6 +87,20 @@ def test_another_recipe_is_refused_and_nothing_changes(state, reference_run, tmp
         assert re.search(message, error), error
         assert "Set that back, or give another --output_dir" in error
     assert "loop was false, got true" in error_of_refused_run(folder, "--loop")
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_method_from_outside_is_identified_by_its_numbers(tmp_path):
+    changes = {"method": "outside", "plugin": tmp_path / "mine.py", "max_steps": 2}
+    write_method(changes["plugin"])
+    model = run("finetune", tmp_path / "run", **changes)
+    assert json.loads((model / "rope_patch.json").read_text())["outside"]["file"] == "mine.py"
+    changes["plugin"] = changes["plugin"].rename(tmp_path / "moved.py")
+    registry._REGISTRY.pop("outside")  # as in another process
+    assert run("finetune", tmp_path / "run", resume="auto", **changes) == model
+    write_method(changes["plugin"], divisor="9")
+    error = error_of_refused_run(tmp_path / "run", **changes)
+    assert "frequencies was " in error
 
 
 def test_the_loop_refuses_another_recipe_too(reference_run, tmp_path):
