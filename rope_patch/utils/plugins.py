@@ -24,7 +24,7 @@ logger = logging.getLogger("rope_patch")
 VARIABLE = "ROPE_PATCH_PLUGINS"
 
 _MODULE_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_OWN_FOLDER = str(Path(__file__).parents[1])
+_OWN_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 _imported: set[str] = set()
 

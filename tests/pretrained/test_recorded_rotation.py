@@ -6,7 +6,17 @@ import pytest
 import torch
 from architectures.tiny_architectures import tiny_model
 from helpers.plugins import write_method
-from helpers.tiny_models import LONG, assert_close, assert_differs, logits, make_model
+from helpers.published_yarn import PUBLISHED
+from helpers.published_yarn import logits as logits_of_published
+from helpers.published_yarn import make_model as make_published
+from helpers.tiny_models import (
+    LONG,
+    OLD_TRANSFORMERS,
+    assert_close,
+    assert_differs,
+    logits,
+    make_model,
+)
 from transformers import AutoModelForCausalLM
 
 import rope_patch
@@ -79,6 +89,34 @@ def test_latent_attention_keeps_its_softmax_scale(attention_factor, tmp_path, fo
     loaded = rope_patch.load(tmp_path / "saved")
     assert rope_patch.current(loaded).softmax_mscale == float(attention_factor)
     torch.testing.assert_close(loaded(input_ids=ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="needs nested YaRN and new model types")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_with_a_yarn_of_their_own_keep_both(name, tmp_path, forget):
+    model = make_published(name)
+    handle = save_patched(model, tmp_path / "saved", attention_factor="1.1")
+    assert handle.extension.start == "running"
+    expected = logits_of_published(model)
+    forget()
+    loaded = rope_patch.load(tmp_path / "saved", attn_implementation="eager")
+    assert torch.equal(logits_of_published(loaded), expected)
+
+
+def test_adapters_load_without_the_plugin(tmp_path, forget, caplog):
+    peft = pytest.importorskip("peft")
+    make_model().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(model, lora).eval()
+    save_patched(model, tmp_path / "adapter")
+    expected = logits(model)
+    forget()
+    caplog.clear()
+    assert_close(logits(rope_patch.load(tmp_path / "adapter")), expected)
+    assert "'outside' of the file mine.py is not loaded here" in caplog.text
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert_close(logits(rope_patch.load_adapter(plain, tmp_path / "adapter")), expected)
 
 
 def test_the_sidecar_names_file_and_digest(tmp_path):
