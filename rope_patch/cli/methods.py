@@ -29,7 +29,7 @@ def methods(
     rows: list[dict[str, Any]] = [
         {
             "name": key,
-            "description": list_methods()[key],
+            "description": list_methods().get(key, (cls.__doc__ or "").splitlines()[0]),
             "paper": cls.paper,
             "training": cls.training,
             "options": {

@@ -121,7 +121,7 @@ def get_method(name: str) -> type[Method]:
     method_class = find_method(name)
     if method_class is None:
         raise Refused(
-            f"unknown method {name!r}{did_you_mean(name, _REGISTRY, 0.5)}; "
+            f"unknown method {name!r}{did_you_mean(name, registered_methods(), 0.5)}; "
             "rope_patch.list_methods() and `rope-patch methods` list all"
         )
     return method_class

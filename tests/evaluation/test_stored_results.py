@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 from helpers.evaluations import answer_lines, measured_numbers, request
+from helpers.plugins import write_method
+from helpers.tiny_models import TRAINED, make_model
 
+import rope_patch
+from rope_patch.evaluation import session
 from rope_patch.evaluation.measures import perplexity
 from rope_patch.evaluation.pipeline import evaluate
+from rope_patch.methods import load_plugin
 from rope_patch.utils import checksums
 from rope_patch.utils.checksums import unseal
 
@@ -174,3 +179,20 @@ def test_a_run_that_uses_answers_of_an_earlier_one_counts_their_time(tmp_path):
     answers.write_text("\n".join(sealed) + "\n")
     third = evaluate(eval_request)["run"]
     assert third["untimed_answers"] == len(lines)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_answers_across_a_change_of_the_rotation_depend_on_its_numbers(tmp_path):
+    """A method from outside that follows the length is keyed by its numbers, not by its name."""
+    factor = "({} if seq_len is None or seq_len > geometry.trained_length else 1)"
+    identities = []
+    for divisor in ("4", "4", "5"):
+        path = write_method(tmp_path / "mine.py", divisor=factor.format(divisor), following=True)
+        load_plugin(str(path))
+        model = make_model()
+        handle = rope_patch.patch(model, "outside", factor=4)
+        assert handle.is_length_dependent
+        identities.append(session._rotation_identity(handle, TRAINED - 4, TRAINED + 4))
+    first, same, other = identities
+    assert first == same != other
+    assert first[:2] == other[:2]
