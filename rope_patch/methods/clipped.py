@@ -16,7 +16,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods.abf import ABF
 from rope_patch.methods.base import Frequencies, Method, option, require_number
 from rope_patch.methods.default import Default
-from rope_patch.methods.registry import register
+from rope_patch.methods.registry import register_method
 from rope_patch.methods.yarn import YaRN
 from rope_patch.utils.errors import Refused
 
@@ -77,19 +77,19 @@ class Clipped(Method):
         return Method.rope_parameters(self, geometry)
 
 
-@register("clipped", paper="CoPE, arXiv:2602.05258", training="needed")
+@register_method("clipped", paper="CoPE, arXiv:2602.05258", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class ClippedDefault(Clipped, Default):
     """CoPE: the slowest pairs are slowed down to a standstill, the others kept."""
 
 
-@register("clipped-abf", paper="CoPE, arXiv:2602.05258", training="needed")
+@register_method("clipped-abf", paper="CoPE, arXiv:2602.05258", training="needed")
 @dataclass(frozen=True, kw_only=True)
 class ClippedABF(Clipped, ABF):
     """CoPE as its authors train it: a larger theta, and the slowest pairs clipped."""
 
 
-@register("clipped-yarn", paper="CoPE, arXiv:2602.05258", training="not needed, but helps")
+@register_method("clipped-yarn", paper="CoPE, arXiv:2602.05258", training="not needed, but helps")
 @dataclass(frozen=True, kw_only=True)
 class ClippedYaRN(Clipped, YaRN):
     """YaRN, and its slowest pairs clipped as in CoPE."""
