@@ -90,7 +90,7 @@ class Answerer:
             What is stored: the text and `target_log_likelihood` if texts are generated, else
             `log_likelihood` in nats and whether the target is `greedy`.
         """
-        cache = self.reader(question.ids, on_progress, question.pass_tokens)
+        cache = self.reader(question.ids, on_progress, self._rotated_length(question))
         last, score = question.ids[-1], {}
         if question.target:
             score = score_target(cache, last, question.target, self.reader)
@@ -127,6 +127,13 @@ class Answerer:
         )
         results = zip(group, scores, texts, strict=True)
         return [self._generated(question, score, new_ids) for question, score, new_ids in results]
+
+    def _rotated_length(self, question: Question) -> int:
+        """Return the length whose rotation the prompt gets, in tokens."""
+        handle = self.reader.handle
+        if question.max_new_tokens and handle and handle.method.fixed_at_admission:
+            return question.tokens
+        return question.pass_tokens
 
     def _is_done(self, question: Question, new_ids: list[int]) -> bool:
         """Return whether a stop string is there, or the score cannot change any more."""

@@ -93,6 +93,11 @@ class Method(ABC):
         """Return how many first positions keep the unextended rotation, not `frequencies`."""
         return 0
 
+    @property
+    def fixed_at_admission(self) -> bool:
+        """Return whether a sequence keeps the frequencies that its cache begins with."""
+        return False
+
     @abstractmethod
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         """Compute the rotation of one layer type.

@@ -1,4 +1,8 @@
-"""Growth of a rotation with the sequence: in steps of the length, or with every token."""
+"""Growth of a rotation with the sequence: in steps, with every token, or fixed at admission.
+
+Fixing the factor when a request is admitted, from its prompt and the tokens it may generate, is
+the idea of github.com/vllm-project/vllm/pull/53964.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from typing import ClassVar
 from rope_patch.methods.base import Method, option
 from rope_patch.utils.errors import Refused
 
-_GROWTH_CHOICES = ("stepped", "exact")
+_ADMISSION = "admission"
+_GROWTH_CHOICES = ("stepped", "exact", _ADMISSION)
 _STEPS_PER_DOUBLING = 4  # the factor is on the grid 2^(k / 4)
 
 
@@ -21,7 +26,8 @@ class LengthGrowth(Method):
 
     growth: str = option(
         "stepped: the factor rises on the grid 2^(k/4), so cached keys are seldom rotated again; "
-        "exact: with every token",
+        "exact: with every token; admission: the step that serves the prompt and all new tokens, "
+        "from the first token on, so no cached key is ever rotated again",
         default="stepped",
     )
 
@@ -31,6 +37,10 @@ class LengthGrowth(Method):
             raise Refused(
                 f"growth must be one of {', '.join(_GROWTH_CHOICES)}, got {self.growth!r}"
             )
+
+    @property
+    def fixed_at_admission(self) -> bool:
+        return self.growth == _ADMISSION
 
     def valid_until(self, length: float, trained_length: int) -> float:
         if length <= trained_length:

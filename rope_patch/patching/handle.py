@@ -13,6 +13,7 @@ from rope_patch.methods import Frequencies
 from rope_patch.methods.base import require_tokens
 from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.defaults import torch_defaults
+from rope_patch.patching.dynamic.admission import watch_admission
 from rope_patch.patching.dynamic.assisted_decoding import limit_candidates
 from rope_patch.patching.dynamic.batching_guard import guard_batching
 from rope_patch.patching.dynamic.compile_op import TraceRefusal
@@ -263,6 +264,7 @@ class Patch:
                 hooks.attach(decoder, self._undo_log)
             limit_candidates(model, plan.length_hooks, self._undo_log)
             watch_generate(model, plan.length_hooks, self._undo_log)
+            watch_admission(model, plan.length_hooks, self._undo_log)
             for site in plan.rotation_sites:
                 install_kernels(site, plan.extension.kernels, self._undo_log)
             exact = [site.rotary for site in plan.rotation_sites if site.uses_passthrough]

@@ -54,6 +54,10 @@ class MethodWrapper(Method):
     def start_token_count(self) -> int:
         return self.inner.start_token_count
 
+    @property
+    def fixed_at_admission(self) -> bool:
+        return self.inner.fixed_at_admission
+
     def valid_until(self, length: float, trained_length: int) -> float:
         return self.inner.valid_until(length, trained_length)
 

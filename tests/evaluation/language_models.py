@@ -16,6 +16,7 @@ METHODS = {
     "none": {},
     "yarn": {"method": "yarn", "factor": 4},
     "dynamic-yarn": {"method": "dynamic-yarn"},
+    "admission": {"method": "dynamic-yarn", "growth": "admission"},
     "mixed-yarn": {"method": "mixed-yarn", "factor": 4},
     "nope": {"method": "nope", "temperature": 1.2},
 }

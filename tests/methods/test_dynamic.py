@@ -99,6 +99,14 @@ def test_exact_growth_is_valid_for_one_length():
     assert [method.valid_until(n, 64) for n in (1, 64, 65, 66)] == [64, 64, 65, 66]
 
 
+@pytest.mark.parametrize("length", [1, 64, 65, 100, 300, 5000])
+def test_admission_takes_the_steps_of_stepped_growth(length):
+    admission, grown = build("dynamic-yarn", growth="admission"), build("dynamic-yarn")
+    assert admission.valid_until(length, 64) == grown.valid_until(length, 64)
+    assert admission.fixed_at_admission
+    assert not grown.fixed_at_admission
+
+
 def test_static_methods_are_valid_forever_and_longrope_up_to_the_trained_length():
     assert build("yarn", factor=4).valid_until(10, 64) == math.inf
     longrope = build("longrope", factor=4, long_factor=[1.0, 2.0])

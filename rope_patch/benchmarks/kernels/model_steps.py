@@ -154,7 +154,7 @@ def _make_timed_method(model: Any, kernels: str) -> TimedMethod:
 def _time_decoding(contenders: list[TimedMethod], ids: torch.Tensor, repeats: int) -> None:
     """Record the decoding times in the contenders."""
     for contender in contenders:
-        contender.cache = contender.read(ids[:, :_PROMPT])
+        contender.cache = contender.read(ids[:, :_PROMPT], ids.shape[1])
     for _ in range(repeats):
         time_decoding(contenders, ids)
 

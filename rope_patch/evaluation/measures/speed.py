@@ -237,10 +237,10 @@ def _measure_rows(
     ids = ids.to(model.device)
     until = start + 1 + request.decode
     for c in progress_bar(methods, desc="warming up", unit="method"):
-        c.cache = c.read(ids[:, : start - WARMUP_TOKENS])
+        c.cache = c.read(ids[:, : start - WARMUP_TOKENS], ids.shape[1])
     for repeat in progress_bar(range(request.repeats), desc="timing", unit="repeat"):
         for c in rotate_order(methods, repeat):
-            c.prompt_times.append([time_call(partial(c.read, ids[:, :prompt]))])
+            c.prompt_times.append([time_call(partial(c.read, ids[:, :prompt], ids.shape[1]))])
         time_decoding(methods, ids[:, :until])
     rows: list[SpeedRow] = []
     for c in progress_bar(methods, desc="weighing", unit="method"):

@@ -112,14 +112,22 @@ class TimedMethod:
 
     def valid_until(self, length: int) -> float:
         """Return up to which length in tokens keys stay as they were cached at `length`."""
-        if self.handle is None or not self.handle.method.is_dynamic:
+        if self.handle is None or not self.handle.method.is_dynamic or self._is_admitted:
             return math.inf
         return self.handle.method.valid_until(length, self.handle.trained_length)
 
-    def read(self, ids: torch.Tensor) -> Any:
-        """Read tokens at once into a new cache."""
+    @property
+    def _is_admitted(self) -> bool:
+        return self.handle is not None and self.handle.method.fixed_at_admission
+
+    def read(self, ids: torch.Tensor, length: int) -> Any:
+        """Read tokens at once into a new cache, of a sequence that will have `length` tokens."""
         cache = DynamicCache(config=self.model.config)
+        if self.handle is not None and self._is_admitted:
+            self.handle.fix_length(length)
         self._forward(ids, 0, cache)()
+        if self.handle is not None and self._is_admitted:
+            self.handle.fix_length(None)
         return cache
 
     def decode(self, ids: torch.Tensor, cache: Any) -> Iterator[Callable[[], Any]]:

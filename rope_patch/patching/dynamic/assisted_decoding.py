@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.patching.dynamic.cache_record import RotationRecord
-from rope_patch.patching.dynamic.sequence_lengths import first_and_last_positions
+from rope_patch.patching.dynamic.cache_record import cached_positions
+from rope_patch.patching.dynamic.sequence_lengths import (
+    first_and_last_positions,
+    prompt_positions,
+)
 from rope_patch.patching.undo_log import UndoLog
 
 # transformers' method that assisted decoding calls once.
@@ -76,22 +79,10 @@ class _SequencePositions:
         self.tokens = input_ids.shape[1]
         embeddings = model_kwargs.get("inputs_embeds")
         width = max(self.tokens, 0 if embeddings is None else embeddings.shape[1])
-        mask = model_kwargs.get("attention_mask")
-        positions = model_kwargs.get("position_ids")
-        if positions is None and mask is not None:
-            positions = mask.long().cumsum(-1) - 1
-        elif positions is None:
-            positions = torch.arange(width, device=input_ids.device)[None]
-        cache: Any = model_kwargs.get("past_key_values")
-        record = getattr(cache, "rotation", None)
-        past = cache.get_seq_length() if isinstance(record, RotationRecord) else 0
-        new = positions[:, -(width - past) :]
-        if mask is not None:
-            new = torch.where(mask[:, -new.shape[1] :].bool(), new, -1)
-        if isinstance(record, RotationRecord) and past:
-            new = torch.cat([record.positions[:, :past].to(new.device), new], dim=1)
-        self.first, self.largest = first_and_last_positions(new)[0].tolist()
-        self.last = positions[0, -1].item()
+        cached = cached_positions(model_kwargs.get("past_key_values"))
+        positions, last = prompt_positions(model_kwargs, cached, width, input_ids.device)
+        self.first, self.largest = first_and_last_positions(positions)[0].tolist()
+        self.last = last[0]
 
 
 class _CandidateLimit:
@@ -111,9 +102,10 @@ class _CandidateLimit:
             return math.inf
         sequence = self.sequence
         last = sequence.last + tokens - sequence.tokens
-        valid_until = self.hooks.frequency_table.valid_until(
-            max(sequence.largest, last) - sequence.first + 1
-        )
+        length = max(sequence.largest, last) - sequence.first + 1
+        if self.hooks.method.fixed_at_admission:
+            length = max(length, *(self.hooks.admission.lengths or ()))
+        valid_until = self.hooks.frequency_table.valid_until(length)
         return (
             valid_until if math.isinf(valid_until) else int(sequence.first + valid_until - 1 - last)
         )

@@ -193,10 +193,13 @@ def get_record(
             f"{batch} rows of {past}; change caches by their own methods (reorder_cache, "
             "batch_select_indices, crop)"
         )
-    cropped = not record.static and slots > past
-    if cropped:
+    if not record.static and slots > past:
+        if past == 0:
+            return None  # nothing is left to re-rotate
         record.positions = record.positions[:, :past]
-    if cropped or record.patch_id != patch_id:
+        record.row_spans = record.row_spans.clone()
+        record.row_spans[:, :2] = UNKNOWN
+    if record.patch_id != patch_id:
         record.patch_id = patch_id
         record.row_spans = torch.full_like(record.row_spans, UNKNOWN)
     return record
@@ -210,6 +213,14 @@ def cache_in_output(output: Any) -> Any:
         if hasattr(cache, "get_seq_length"):
             return cache
     return None
+
+
+def cached_positions(cache: Any) -> torch.Tensor | None:
+    """Return the positions of the tokens in a cache, `[B, S]`; None without a record of them."""
+    record = getattr(cache, "rotation", None)
+    if not isinstance(record, RotationRecord):
+        return None
+    return record.positions[:, : int(cache.get_seq_length())]
 
 
 def empty_positions(cache: Any, new: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ def _position_source(model_kwargs: dict[str, Any]) -> torch.Tensor | None:
     return model_kwargs.get("attention_mask") if positions is None else positions
 
 
-class _WrappedMethod:
+class WrappedMethod:
     """Wrapper of a model's method that keeps the method's signature."""
 
     def __init__(self, original_method: Any, hooks: Any) -> None:
@@ -155,14 +155,14 @@ class _WrappedMethod:
         return inspect.signature(self.original_method)
 
 
-class _PrepareInputs(_WrappedMethod):
+class _PrepareInputs(WrappedMethod):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = self.original_method(*args, **kwargs)
         self.hooks.generation_loop.prepare(_position_source(kwargs), inputs.get("position_ids"))
         return inputs
 
 
-class _UpdateModelKwargs(_WrappedMethod):
+class _UpdateModelKwargs(WrappedMethod):
     def __call__(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:

@@ -54,6 +54,7 @@ from rope_patch.patching.architecture.key_layout import KeyLayout
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.architecture.rotated_layers import rotated_layer_types
 from rope_patch.patching.dynamic import compile_op
+from rope_patch.patching.dynamic.admission import Admission
 from rope_patch.patching.dynamic.batching_guard import require_no_paged_cache
 from rope_patch.patching.dynamic.cache_record import (
     UNKNOWN,
@@ -72,6 +73,7 @@ from rope_patch.patching.dynamic.latent_cache import LatentCache, attach_softmax
 from rope_patch.patching.dynamic.rerotation import CachedKeys, KeyRerotation
 from rope_patch.patching.dynamic.sequence_lengths import (
     context_parallel_group,
+    extend_spans,
     first_and_last_positions,
     token_positions,
 )
@@ -137,9 +139,11 @@ class LengthHooks:
         self.row_width = self.frequency_table.row_width
         self.record_layout = (tuple(self.slices.items()), method.start_token_count)
         self._parameter_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
-        self.generation_loop = GenerationLoop()
-        self._state = ForwardState()
-        self._lock = threading.RLock()
+        self._start_thread_state()
+
+    def _start_thread_state(self) -> None:
+        self.generation_loop, self.admission = GenerationLoop(), Admission()
+        self._state, self._lock = ForwardState(), threading.RLock()
         self.op_handle = compile_op.register_hooks(self)
 
     def attach(self, decoder: nn.Module, undo_log: UndoLog) -> None:
@@ -188,7 +192,7 @@ class LengthHooks:
         new = token_positions(arguments, tokens, past, shared=self._sharing_group() is not None)
         record = get_record(cache, past, new.shape[0], self.record_layout, self.patch_id)
         if record is None:
-            if self.fixed_length is None:
+            if self.fixed_length is None and not self.method.fixed_at_admission:
                 require_rerotatable_cache(cache, has_indexers=self.has_indexers)
             record = RotationRecord.empty(
                 self.patch_id, empty_positions(cache, new), self.row_width, self.record_layout
@@ -314,7 +318,7 @@ class LengthHooks:
             if next_positions is None:
                 next_positions = new_positions[:, 0].tolist()
             self.generation_loop.note_positions(next_positions)
-            if self._extend_spans(row_spans, next_positions):
+            if not self.admission.is_new and extend_spans(row_spans, next_positions):
                 return self.frequency_table.rows_on(row_spans[:, 2].tolist(), positions.device)
         if self.fixed_length is not None:
             row_spans[:, :2] = UNKNOWN
@@ -325,34 +329,20 @@ class LengthHooks:
                 row_spans[:, 0], row_spans[:, 1] = 0, known_length - 1
             else:
                 row_spans[:, :2] = first_and_last_positions(positions, group)
-            valid_untils = [
-                self.frequency_table.valid_until(end - start + 1)
-                for start, end, _ in row_spans.tolist()
-            ]
+            lengths = [end - start + 1 for start, end, _ in row_spans.tolist()]
+            if self.method.fixed_at_admission:
+                lengths = self.admission.lengths_of_rows(lengths, row_spans[:, 2].tolist())
+            valid_untils = list(map(self.frequency_table.valid_until, lengths))
         new_frequencies = torch.stack(list(map(self.frequency_table.row, valid_untils)))
         changed = (frequencies != new_frequencies).any(1)
         if changed.any():
-            self._rerotate(
-                cached(), frequencies, new_frequencies, changed & ~frequencies.isnan().any(1)
-            )
+            rerotated = changed & ~frequencies.isnan().any(1)
+            if self.method.fixed_at_admission and rerotated.any():
+                self.admission.require_draft(max(valid_untils))
+            self._rerotate(cached(), frequencies, new_frequencies, rerotated)
             frequencies.copy_(new_frequencies)
         row_spans[:, 2] = torch.tensor(valid_untils, dtype=torch.float64, device="cpu")
         return self.frequency_table.rows_on(valid_untils, positions.device)
-
-    def _extend_spans(self, row_spans: torch.Tensor, next_positions: list[float]) -> bool:
-        """Extend each row's span by one position and return True, if all frequencies serve them."""
-        # Python and NumPy numbers are fastest for the few rows of a batch.
-        spans = []
-        for (first, last, valid_until), position in zip(
-            row_spans.tolist(), next_positions, strict=True
-        ):
-            if position >= 0:  # not hidden by a mask
-                first, last = min(first, position), max(last, position)
-            if not last + 1 - first <= valid_until:  # also False if the span is unknown (NaN)
-                return False
-            spans.append((first, last))
-        row_spans.numpy()[:, :2] = spans
-        return True
 
     def frequencies(self, length: float) -> dict[str | None, Frequencies]:
         """Return the frequencies of a sequence of `length` tokens, by layer type that changes."""
@@ -389,12 +379,11 @@ class LengthHooks:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            k: v for k, v in vars(self).items() if k not in ("generation_loop", "_state", "_lock")
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("generation_loop", "admission", "_state", "_lock")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.generation_loop = GenerationLoop()
-        self._state = ForwardState()
-        self._lock = threading.RLock()
-        self.op_handle = compile_op.register_hooks(self)
+        self._start_thread_state()

@@ -51,6 +51,38 @@ def token_positions(
     return positions
 
 
+def prompt_positions(
+    model_kwargs: dict[str, Any], cached: torch.Tensor | None, tokens: int, device: torch.device
+) -> tuple[torch.Tensor, list[float]]:
+    """Return the positions of the sequences that a generate continues.
+
+    Args:
+        model_kwargs: The generate's arguments for the model.
+        cached: Positions of the tokens in its cache, `[B, S]`, where known.
+        tokens: Tokens of the prompt, for a generate without positions and mask.
+        device: The prompt's device.
+
+    Returns:
+        Positions of all tokens, -1 for none, `[B, S]`, or `[1, S]` for equal rows; and the
+        position of each row's last token.
+    """
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if positions is not None and positions.ndim != 2:  # M-RoPE counts an image's tokens as fewer
+        positions = None
+    if positions is None and mask is not None:
+        positions = mask.long().cumsum(-1) - 1
+    elif positions is None:
+        positions = torch.arange(tokens, device=device)[None]
+    last = positions[:, -1].tolist()
+    if mask is not None:
+        positions = torch.where(mask[:, -positions.shape[1] :].bool(), positions, -1)
+    if cached is not None:
+        rows = max(len(cached), len(positions))
+        both = (cached.to(positions.device).expand(rows, -1), positions.expand(rows, -1))
+        positions, last = torch.cat(both, dim=1), last * (rows // len(last))
+    return positions, last
+
+
 def require_document_positions(arguments: dict[str, Any]) -> None:
     """Raise if packed rows come without the positions that tell where a document begins.
 
@@ -103,6 +135,27 @@ def first_and_last_positions(positions: torch.Tensor, group: Any = None) -> torc
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
         last, first = ends[: len(last)], -ends[len(last) :]
     return torch.stack([torch.minimum(first, last + 1), last], dim=1).to("cpu", torch.float64)
+
+
+def extend_spans(row_spans: torch.Tensor, next_positions: list[float]) -> bool:
+    """Extend each row's span by one position and return True, if all frequencies serve them.
+
+    Args:
+        row_spans: See `RotationRecord`; updated in place.
+        next_positions: Each row's new position; negative where a mask hides it.
+    """
+    # Python and NumPy numbers are fastest for the few rows of a batch.
+    spans = []
+    for (first, last, valid_until), position in zip(
+        row_spans.tolist(), next_positions, strict=True
+    ):
+        if position >= 0:  # not hidden by a mask
+            first, last = min(first, position), max(last, position)
+        if not last + 1 - first <= valid_until:  # also False if the span is unknown (NaN)
+            return False
+        spans.append((first, last))
+    row_spans.numpy()[:, :2] = spans
+    return True
 
 
 def context_parallel_group() -> Any:

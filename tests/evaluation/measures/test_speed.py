@@ -93,7 +93,7 @@ def test_compiling_breaks_no_graph_and_adds_no_traces(rows):
 def test_graph_breaks_and_recompilations_are_counted(rows):
     """The model breaks its graph, and more than the length changes with every step."""
     timed, ids = make_timed("none"), tokens(43)
-    timed.cache = timed.read(ids[:, :40])
+    timed.cache = timed.read(ids[:, :40], 40)
     steps = []
     timed.model.register_forward_pre_hook(lambda *_: steps.append(0))
     timed.model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
@@ -113,6 +113,16 @@ def test_keys_are_rerotated_once_and_in_the_first_step(prompt, start):
     after = frequencies_at(start + 1)[None].inv_freq
     assert torch.equal(after, frequencies_at(start + 1 + decode)[None].inv_freq)
     assert torch.equal(after, frequencies_at(start)[None].inv_freq) == (prompt < TRAINED)
+
+
+@torch.no_grad()
+def test_decoding_after_admission_rerotates_nothing():
+    timed, ids = make_timed(growth="admission"), tokens(3 * TRAINED)
+    assert timed_method.decode_start_length([timed], 77, 500) == 77
+    timed.cache = timed.read(ids[:, :60], 3 * TRAINED)
+    for step in timed.decode(ids, timed.cache):
+        step()
+    assert timed.cache.get_seq_length() == 3 * TRAINED
 
 
 def test_without_growth_decoding_starts_at_the_prompt():
