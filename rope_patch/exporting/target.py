@@ -145,6 +145,12 @@ class Target:
             for layer_type, layer_parameters in by_layer_type(parameters).items()
             if layer_type in checkpoint_frequencies
         }
+        if method.query_temperature is not None:
+            raise Refused(
+                f"{method} with temperature={method.temperature!r} cannot be exported: no config "
+                "and no engine has a form for the temperature; leave temperature out, or serve the "
+                "model with transformers and rope_patch"
+            )
         has_config_form = method.has_config_form
         is_length_dependent = method.is_length_dependent(trained_length)
         if method.start_token_count:

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rope_patch.geometry import Geometry
+from rope_patch.methods.temperature import Temperature
 from rope_patch.utils.errors import Refused, one_line
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Method(ABC):
 
     Attributes:
         factor: Target length / trained length.
+        temperature: Factor on the attention logits of each query; see `Temperature`. None for 1.
     """
 
     name: ClassVar[str]
@@ -74,6 +76,11 @@ class Method(ABC):
     factor_is_option: ClassVar[bool] = False  # `factor` is not target / trained length
 
     factor: float = option("target length / trained length", default=1.0)
+    temperature: float | str | None = option(
+        "factor on the attention logits, by the query's position: a number, log-n, llama4 (with "
+        "another beta than 0.1: llama4:BETA), or drope:COEFFICIENT; none unless given",
+        default=None,
+    )
 
     def __post_init__(self) -> None:
         require_number("factor", self.factor)
@@ -82,10 +89,27 @@ class Method(ABC):
                 f"factor must be at least 1 (target length / trained length), got {self.factor}: "
                 "a method extends a context, it does not shorten one"
             )
+        if self.temperature is not None:
+            if not isinstance(self.temperature, str):
+                require_number("temperature", self.temperature)
+            Temperature.parse(self.temperature)
+
+    @property
+    def query_temperature(self) -> Temperature | None:
+        """Return the temperature that multiplies queries; None if no logit changes."""
+        if self.temperature is None:
+            return None
+        temperature = Temperature.parse(self.temperature)
+        return temperature if temperature.changes_logits else None
+
+    @property
+    def is_native(self) -> bool:
+        """Return whether a transformers config can express the method with its temperature."""
+        return self.has_config_form and self.query_temperature is None
 
     @property
     def has_config_form(self) -> bool:
-        """Return whether a transformers config can express the method."""
+        """Return whether a transformers config can express the rotation."""
         return True
 
     @property
@@ -151,8 +175,11 @@ class Method(ABC):
         }
 
     def options(self) -> dict[str, Any]:
-        """Return the options as plain data, including `factor`."""
-        return {f.name: _to_plain_data(getattr(self, f.name)) for f in fields(self)}
+        """Return the options as plain data, including `factor`; `temperature` only if given."""
+        values = {f.name: _to_plain_data(getattr(self, f.name)) for f in fields(self)}
+        if self.temperature is None:
+            del values["temperature"]
+        return values
 
     def __str__(self) -> str:
         return f"{self.name} ×{self.factor:g}"

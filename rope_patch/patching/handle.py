@@ -25,6 +25,7 @@ from rope_patch.patching.length_warning import install_length_warning, make_leng
 from rope_patch.patching.mla_scale import base_softmax_scale
 from rope_patch.patching.plan import PatchPlan, saved_frequencies
 from rope_patch.patching.position_guard import PositionIdsGuard, install_position_guards
+from rope_patch.patching.query_temperature import install_temperature
 from rope_patch.patching.replicas import support_replicas
 from rope_patch.patching.stamp import (
     install_cache_stamps,
@@ -267,6 +268,9 @@ class Patch:
             watch_admission(model, plan.length_hooks, self._undo_log)
             for site in plan.rotation_sites:
                 install_kernels(site, plan.extension.kernels, self._undo_log)
+            if (temperature := plan.method.query_temperature) is not None:
+                sites, length = plan.temperature_sites, plan.trained_length
+                install_temperature(sites, temperature, length, self._undo_log)
             exact = [site.rotary for site in plan.rotation_sites if site.uses_passthrough]
             for _, _, hooks in plan.length_hooks:
                 if all(rotary in exact for rotary in hooks.rotaries):

@@ -43,7 +43,8 @@ class MethodWrapper(Method):
 
     def __post_init__(self) -> None:
         # Class attributes that describe the inner method also describe the wrapper.
-        for name in ("name", "paper", "training", "is_dynamic", "factor_is_option", "factor"):
+        names = ("name", "paper", "training", "is_dynamic", "factor_is_option", "factor")
+        for name in (*names, "temperature"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     @property

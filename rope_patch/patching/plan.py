@@ -26,6 +26,7 @@ from rope_patch.patching.mla_scale import (
     filter_by_layer_type,
     find_mla_attentions,
 )
+from rope_patch.patching.query_temperature import find_scalable_attentions
 from rope_patch.patching.start_tokens import require_start_tokens_supported
 from rope_patch.rope_config import (
     LONGROPE_ONLY,
@@ -73,6 +74,7 @@ class PatchPlan:
         length_hooks: For length-dependent frequencies: decoder, rotary module and their hooks.
         rotation_sites: The rotations that our kernels may compute.
         mla_attentions: The attentions with mscale in their softmax scale (`SoftmaxScaled`).
+        temperature_sites: The attentions whose queries have a temperature, by rotary module.
     """
 
     extension: Extension
@@ -85,6 +87,7 @@ class PatchPlan:
     length_hooks: list[tuple[nn.Module, RotaryModule, LengthHooks]] = field(default_factory=list)
     rotation_sites: list[RotationSite] = field(default_factory=list)
     mla_attentions: list[Any] = field(default_factory=list)
+    temperature_sites: list[tuple[RotaryTraits, list[nn.Module]]] = field(default_factory=list)
 
     @property
     def trained_length(self) -> int:
@@ -237,6 +240,8 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     _require_known_rotation(plan)
     _require_change(plan)
     require_start_tokens_supported(resolved, target_length, geometries, rotaries)
+    if plan.method.query_temperature is not None:
+        plan.temperature_sites.extend(find_scalable_attentions(rotaries, config, geometries))
     if plan.method.is_length_dependent(trained):
         plan.length_hooks.extend(_make_length_hooks(plan))
     if extension.kernels != "hf":
@@ -343,6 +348,8 @@ def _require_known_rotation(plan: PatchPlan) -> None:
 
 
 def _require_change(plan: PatchPlan) -> None:
+    if plan.method.query_temperature is not None:
+        return
     # Dynamic methods change nothing up to the trained length.
     lengths = (plan.trained_length, plan.trained_length + 1, plan.length)
     for frequencies in [plan.frequencies(length) for length in lengths]:

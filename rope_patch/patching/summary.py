@@ -49,6 +49,9 @@ def summarize(
         )
     if origin := method_origin(method):
         lines.append(f"  a method from outside: {origin}")
+    if (temperature := method.query_temperature) is not None:
+        formula = temperature.describe(handle.trained_length)
+        lines.append(f"  attention logits ×{formula}, by each query's position")
     options = {k: v for k, v in method.options().items() if k != "factor" and v is not None}
     if options:
         lines.append("  options: " + ", ".join(f"{k}={_abbreviate(v)}" for k, v in options.items()))

@@ -186,6 +186,10 @@ def extension_from_sidecar(sidecar: dict[str, Any]) -> Extension:
         if method_class is not None and method_class.is_dynamic:
             request["length"] = length
             factor = factor if method_class.factor_is_option else None
+        if sidecar["method"] == "nope":  # 0.1 scaled cos and sin by the length of the whole text
+            options.pop("growth", None)
+            if coefficient := options.pop("temperature", 0):
+                options["temperature"] = f"drope:{coefficient}"
         request |= {"factor": factor, "options": options}
     return Extension(**request)
 
@@ -219,7 +223,7 @@ def _make_sidecar(handle: Patch, native: bool) -> dict[str, Any]:
 
 def _loads_natively(folder: Path, model: nn.Module, handle: Patch) -> bool:
     """Return whether transformers, from the folder alone, rotates as the patched model does."""
-    if not handle.method.has_config_form:
+    if not handle.method.is_native:
         return False
     try:
         config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)

@@ -44,8 +44,8 @@ def register_rope_types() -> None:
     "rope_theta": 10000.0, "original_max_position_embeddings": 8192}` loads through transformers'
     Auto classes and rotates as `patch(model, "ntk", factor=4)` does. A method's options go beside
     `rope_type`. Names that transformers has itself keep its meaning. Length-dependent methods
-    (`dynamic-*`, `mixed-*`, `nope` with a temperature) need more than a rotary module: building a
-    model whose config names one raises a ValueError that says what to do instead.
+    (`dynamic-*`, `mixed-*`) and temperatures need more than a rotary module: building a model whose
+    config names one raises a ValueError that says what to do instead.
 
     Calling it again does nothing. `unregister_rope_types` removes the names.
 
@@ -229,6 +229,11 @@ def _build_method(name: str, parameters: dict[str, Any]) -> Method:
             "rope_type"
         )
     method = build(name, **options)
+    if method.query_temperature is not None:
+        raise Refused(
+            f"expected a rotation, got temperature={method.temperature!r} beside it, which acts on "
+            f"queries: leave it out of the config, and call rope_patch.patch(model, {name!r}, ...)"
+        )
     if method.is_length_dependent(1):
         raise _length_dependence_error(name, options)
     return method

@@ -18,7 +18,7 @@ METHODS = {
     "dynamic-yarn": {"method": "dynamic-yarn"},
     "admission": {"method": "dynamic-yarn", "growth": "admission"},
     "mixed-yarn": {"method": "mixed-yarn", "factor": 4},
-    "nope": {"method": "nope", "temperature": 1.2},
+    "nope": {"method": "nope", "temperature": "drope:1.2"},
 }
 
 

@@ -296,7 +296,7 @@ def test_questions_on_one_text_are_decoded_in_one_batch(llama, tokenizer, method
     assert len([shape for shape in shapes if shape[1] == 1]) <= 1 + SETTINGS["max_gen_toks"]
 
 
-@pytest.mark.parametrize("method", ["dynamic-yarn", "admission", "mixed-yarn", "nope"])
+@pytest.mark.parametrize("method", ["dynamic-yarn", "admission", "mixed-yarn"])
 def test_questions_are_answered_one_by_one_if_the_rotation_follows_the_length(
     llama, tokenizer, method, caplog
 ):

@@ -18,7 +18,7 @@ METHODS = {
     "dynamic-yarn": {"method": "dynamic-yarn"},
     "mixed-yarn": {"method": "mixed-yarn", "factor": 4},
     "nope": {"method": "nope"},
-    "nope-cool": {"method": "nope", "temperature": 1.2},
+    "nope-cool": {"method": "nope", "temperature": "drope:1.2"},
 }
 
 

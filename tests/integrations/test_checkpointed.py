@@ -21,7 +21,7 @@ METHODS = {
     "dynamic-yarn": {},
     "longrope": {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR},
     "mixed-yarn": {"factor": 4},
-    "nope": {"temperature": 0.4},
+    "nope": {"temperature": "drope:0.4"},
 }
 
 

@@ -24,8 +24,12 @@ import rope_patch
 from rope_patch.patching.dynamic.hooks import LengthHooks
 
 LONGROPE = {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR}
-STATIC = {"linear": {"factor": 4}, "yarn": {"factor": 4}}
-LENGTH_DEPENDENT = {"dynamic-yarn": {}, "longrope": LONGROPE, "nope": {"temperature": 0.4}}
+STATIC = {
+    "linear": {"factor": 4},
+    "yarn": {"factor": 4},
+    "nope": {"temperature": "drope:0.4"},
+}
+LENGTH_DEPENDENT = {"dynamic-yarn": {}, "longrope": LONGROPE}
 ROUNDS = 12
 
 

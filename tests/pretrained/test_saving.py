@@ -24,6 +24,7 @@ from helpers.tiny_models import (
 from transformers import modeling_rope_utils
 
 import rope_patch
+from rope_patch.pretrained.saving import extension_from_sidecar
 
 METHODS = {
     "linear": {},
@@ -239,3 +240,13 @@ def test_folder_that_transformers_cannot_load_is_logged(family, tmp_path, caplog
     save_patched(tmp_path / "other", family, "dynamic-yarn")
     assert "has no form of its own" in caplog.text
     assert "at all" not in caplog.text
+
+
+@pytest.mark.parametrize(("stored", "temperature"), [(0.412, "drope:0.412"), (0.0, None)])
+def test_temperature_of_nope_from_0_1_keeps_its_meaning(stored, temperature):
+    """There a number was the coefficient of the logarithm, and growth an option of nope."""
+    request = {"method": "nope", "trained_length": TRAINED, "layer_types": None, "length": None}
+    options = {"factor": 1.0, "growth": "stepped", "temperature": stored}
+    extension = extension_from_sidecar({**request, "options": options})
+    handle = rope_patch.patch(make_model(), extension)
+    assert handle.method.temperature == temperature

@@ -106,13 +106,19 @@ def test_register_is_thread_safe(restored_registry):
     assert {*STATIC, *LENGTH_DEPENDENT} <= ROPE_INIT_FUNCTIONS.keys()
 
 
-@pytest.mark.parametrize("name", [*LENGTH_DEPENDENT, "nope"])
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
 def test_length_dependent_config_error_names_patch(registered, name):
-    options = {"temperature": 0.4} if name == "nope" else {"factor": 4}
-    config = make_named_config(rope_type=name, **BASE, **options)
+    config = make_named_config(rope_type=name, **BASE, factor=4)
     with pytest.raises(
         ValueError, match=rf"follows the length.*rope_patch\.patch\(model, '{name}'"
     ):
+        AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", ["nope", "ntk"])
+def test_temperature_in_a_config_is_refused(registered, name):
+    config = make_named_config(rope_type=name, **BASE, factor=4, temperature="log-n")
+    with pytest.raises(ValueError, match=r"temperature='log-n' beside it.*rope_patch\.patch"):
         AutoModelForCausalLM.from_config(config)
 
 

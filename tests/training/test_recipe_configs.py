@@ -85,7 +85,7 @@ PUBLISHED = {
     },
     "drope_smollm": {
         "method": "nope", "trained": 2048, "row_length": 2048, "rows": 512, "tokens": 30e9,
-        "learning_rate": 3e-4, "temperature": 0.103,
+        "learning_rate": 3e-4, "temperature": "drope:0.103",
     },
     "prope_32k": {"method": "proportional", "share": 0.75},
     "smollm2_32k_yarn": YARN

@@ -30,41 +30,73 @@ from rope_patch.patching.kernels.position_passthrough import use_exact_positions
 from rope_patch.patching.undo_log import UndoLog
 
 
-class PatchedAttentionForward:
-    """An attention's forward that calls this package's rotation.
+class ReboundForward:
+    """A copy of an attention's forward that finds other functions under some global names.
 
     An object rather than a function, so that copies of a model get their own.
+
+    Attributes:
+        module: The attention.
+        function: The copy.
     """
 
-    def __init__(self, module: nn.Module, kernels: str, interleaved: bool, halved: bool) -> None:
+    function: Any
+
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.bind()
+
+    def source_function(self) -> Any:
+        """Return the function to copy."""
+        # For a replica `self.module` is a proxy, whose type() is not the module's class.
+        attention_class: Any = self.module.__class__
+        return undecorated_forward(attention_class)
+
+    def names(self, function: Any) -> dict[str, Any]:
+        """Return what the copy finds under which global names."""
+        raise NotImplementedError
+
+    def bind(self) -> None:
+        """Copy the function."""
+        source = self.source_function()
+        names = {**source.__globals__, **self.names(source)}
+        # torch.compile would look names up in the module of that name.
+        names.pop("__name__", None)
+        self.function = types.FunctionType(
+            source.__code__, names, source.__name__, source.__defaults__, source.__closure__
+        )
+        self.function.__kwdefaults__ = source.__kwdefaults__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.module, *args, **kwargs)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("function", "_original_apply")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.bind()
+
+
+class PatchedAttentionForward(ReboundForward):
+    """An attention's forward that calls this package's rotation."""
+
+    def __init__(self, module: nn.Module, kernels: str, interleaved: bool, halved: bool) -> None:
         self.kernels = kernels
         self.interleaved = interleaved
         self.halve_tables = halved
         self.norm_spec = shared_norm_spec(module)
         self.norm_names: tuple[str, ...] = inspect_forward(type(module)).norm_names or ()
-        self._bind()
+        super().__init__(module)
 
-    def _bind(self) -> None:
-        # For a replica `self.module` is a proxy, whose type() is not the module's class.
+    def names(self, function: Any) -> dict[str, Any]:
+        """Return what the copy finds under which global names."""
         attention_class: Any = self.module.__class__
-        function = undecorated_forward(attention_class)
-        rotate = self.rotate_one if inspect_forward(attention_class).one_tensor else self.rotate
         self._original_apply = function.__globals__[APPLY]
-        names = {**function.__globals__, APPLY: rotate}
-        # torch.compile would look names up in the module of that name.
-        del names["__name__"]
-        self._function = types.FunctionType(
-            function.__code__,
-            names,
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        self._function.__kwdefaults__ = function.__kwdefaults__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self.module, *args, **kwargs)
+        one_tensor = inspect_forward(attention_class).one_tensor
+        return {APPLY: self.rotate_one if one_tensor else self.rotate}
 
     def rotate(
         self,
@@ -151,7 +183,7 @@ class PatchedAttentionForward:
     def retire(self) -> None:
         """Rotate as the class does from now on: undone, but a wrapper still calls this."""
         self.kernels = "hf"
-        self._function = undecorated_forward(type(self.module))
+        self.function = undecorated_forward(type(self.module))
 
     def for_replica(self, replica: Any) -> PatchedAttentionForward:
         """Return the forward for a replica of the module (`nn.DataParallel`)."""
@@ -159,15 +191,6 @@ class PatchedAttentionForward:
         # Norms are replicated before their attention, so replicas defer none.
         forward.__setstate__({**self.__getstate__(), "module": replica, "norm_spec": None})
         return forward
-
-    # -- copies ------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_function", "_original_apply")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._bind()
 
 
 class DeferredNorm:
@@ -309,4 +332,4 @@ def has_foreign_forward(attention: nn.Module) -> bool:
     """Return whether other code replaced an attention's forward."""
     forward = vars(attention).get(forward_attribute(attention))
     own = getattr(forward, "__func__", None) is type(attention).forward
-    return not (forward is None or own or isinstance(forward, PatchedAttentionForward))
+    return not (forward is None or own or isinstance(forward, ReboundForward))

@@ -325,15 +325,6 @@ def test_any_cache_can_be_admitted(model):
     assert_same(generate(model, ids, past_key_values=cache), expected)
 
 
-def test_temperature_of_nope_is_fixed_at_admission(model):
-    ids = tokens(SHORT)
-    rope_patch.patch(model, "nope", temperature=0.4, growth="admission")
-    got = generate(model, ids)
-    handle = rope_patch.patch(model, "nope", temperature=0.4)
-    handle.fix_length(SHORT + NEW)
-    assert_same(got, generate(model, ids))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("reset_compiler")
 def test_compiled_model_is_admitted(model):

@@ -24,7 +24,7 @@ LONG = {"factor": 4, "long_factor": LONG_FACTOR}
 OPTIONS = {
     "longrope": {**LONG, "short_factor": SHORT_FACTOR},
     "mixed-longrope": LONG,
-    "nope": {"temperature": 0.4},
+    "nope": {"temperature": "drope:0.4"},
 }
 METHODS = {
     name: OPTIONS.get(name, {} if method.is_dynamic else {"factor": 4})

@@ -89,7 +89,6 @@ def test_fixed_length_batches_correctly(model):
         ("dynamic-linear", {}),
         ("mixed-yarn", {"factor": 4}),
         ("longrope", TWO_SETS),
-        ("nope", {"temperature": 0.1}),
     ],
 )
 def test_length_dependent_methods_are_refused(model, method, options):

@@ -23,7 +23,6 @@ METHODS = {
     "dynamic-yarn": {"growth": "exact"},
     "mixed-yarn": {"factor": 4},
     "longrope": {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR},
-    "nope": {"temperature": 0.4},
 }
 
 

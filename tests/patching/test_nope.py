@@ -2,12 +2,10 @@
 
 import copy
 import json
-import math
 
 import pytest
 import torch
 import transformers
-from helpers.reference_rerotation import Reference, exact, stepped
 from helpers.tiny_models import (
     LONG,
     OLD_TRANSFORMERS,
@@ -21,7 +19,6 @@ from helpers.tiny_models import (
     logits,
     make_config,
     make_model,
-    padded,
     step_by_step,
     tokens,
 )
@@ -30,8 +27,7 @@ import rope_patch
 
 SHAPES = ["llama", "qwen3", "gemma3"]
 KERNELS = ["auto", "reference", "hf"]
-TEMPERATURE = 0.412
-END = 300  # 9 growth steps beyond the trained length
+TEMPERATURE = "drope:0.412"
 
 
 def without_rotation(model, scale=1.0):
@@ -51,18 +47,6 @@ def without_rotation(model, scale=1.0):
 
     rotary.forward = forward_without_rotation
     return model
-
-
-class TemperatureReference(Reference):
-    """Unrotated keys, scaled by the current temperature at each step."""
-
-    def current(self, layer):
-        kind = self.kinds[layer]
-        if kind is not None and "sliding" in kind:
-            return super().current(layer)
-        length = (self.positions.max() - self.positions.min()).item() + 1
-        beta = 1 + TEMPERATURE * math.log(self.growth(length, TRAINED))
-        return torch.zeros(SIZES["head_dim"] // 2), math.sqrt(beta)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -91,44 +75,7 @@ def test_positions_do_not_change_logits(kernels):
         assert_close(forward(model, ids, attention_mask=mask, position_ids=positions), expected)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("family", SHAPES)
-def test_temperature_grows_with_the_length(family, kernels):
-    model = make_model(family)
-    plain = without_rotation(model)
-    beta = 1 + TEMPERATURE * math.log(LONG / TRAINED)
-    expected = without_rotation(model, math.sqrt(beta))
-    rope_patch.patch(model, "nope", temperature=TEMPERATURE, growth="exact", kernels=kernels)
-    assert_close(logits(model), logits(expected))
-    assert_differs(logits(model), logits(plain))
-    for length in (SHORT, TRAINED):
-        assert_close(logits(model, length), logits(plain, length))
-
-
-@pytest.mark.parametrize("growth", [stepped, exact])
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("family", SHAPES)
-def test_decoding_matches_scaling_all_keys_afresh(family, kernels, growth):
-    model, ids = make_model(family), tokens(END)
-    truth = TemperatureReference(model, "nope", growth).decode(ids, SHORT)
-    options = {"temperature": TEMPERATURE, "growth": growth.__name__}
-    rope_patch.patch(model, "nope", kernels=kernels, **options)
-    got = step_by_step(model, ids, SHORT)
-    assert_close(got, truth)
-    assert_differs(got, without_rotation(model)(ids).logits.detach())
-
-
-def test_rows_of_a_batch_have_separate_temperatures():
-    model = make_model()
-    rope_patch.patch(model, "nope", temperature=TEMPERATURE)
-    rows = [tokens(length, seed=length) for length in (30, 200, 90)]
-    ids, mask = padded(rows, "left")
-    batch = forward(model, ids, attention_mask=mask)
-    for row, got, slots in zip(rows, batch, mask.bool(), strict=True):
-        assert_close(got[slots], forward(model, row)[0])
-
-
-@pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
+@pytest.mark.parametrize("temperature", [None, TEMPERATURE])
 @pytest.mark.parametrize("family", SHAPES)
 def test_undo_is_bit_exact(family, temperature):
     model = make_model(family)
@@ -156,8 +103,7 @@ def test_only_full_attention_changes_in_gemma3():
         ({"factor": 4}, TARGET, TARGET),
         ({"length": TARGET}, TARGET, TARGET),
         ({"temperature": TEMPERATURE}, None, TRAINED),
-        # Configs cannot hold a temperature, so the config keeps the trained length.
-        ({"temperature": TEMPERATURE, "length": TARGET}, TARGET, TRAINED),
+        ({"temperature": TEMPERATURE, "length": TARGET}, TARGET, TARGET),
     ],
 )
 def test_length_is_optional(request_, length, config_length):
@@ -178,21 +124,15 @@ def test_summary_and_diagnosis_name_the_effect():
     with_temperature = rope_patch.patch(
         model, "nope", temperature=TEMPERATURE, length=TARGET
     ).summary()
-    assert with_temperature.startswith("nope, temperature 0.412, 64 → 256 tokens")
-    assert (
-        "at 256 tokens (slowest: no longer rotates), attention factor 1.25346" in with_temperature
-    )
+    assert with_temperature.startswith("nope, 64 → 256 tokens")
+    assert "attention logits ×1 + 0.412 ln(n / 64) beyond 64 tokens" in with_temperature
     assert "stopped" in str(rope_patch.diagnose(make_model(), "nope"))
 
 
-def test_temperature_is_refused_for_partly_rotated_heads():
+def test_partly_rotated_heads_lose_their_rotation():
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
     model = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes)).eval()
-    plain = logits(model)
-    with pytest.raises(ValueError, match="temperature must be 0 where only a part of each head"):
-        rope_patch.patch(model, "nope", temperature=TEMPERATURE)
-    assert logits(model).equal(plain)
     unrotated = without_rotation(model)
     rope_patch.patch(model, "nope")
     assert_close(logits(model), logits(unrotated))
@@ -225,7 +165,7 @@ def test_native_config_without_rotating_pairs_can_be_patched(tmp_path):
 
 
 @pytest.mark.parametrize("request_", [{}, {"length": TARGET}])
-@pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
+@pytest.mark.parametrize("temperature", [None, TEMPERATURE])
 @pytest.mark.parametrize("family", SHAPES)
 def test_load_restores_the_patch(family, temperature, request_, tmp_path, caplog):
     model = make_model(family)
@@ -245,7 +185,7 @@ def test_load_restores_the_patch(family, temperature, request_, tmp_path, caplog
     assert logits(loaded).equal(plain)
 
 
-@pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
+@pytest.mark.parametrize("temperature", [None, TEMPERATURE])
 def test_gradients_reach_every_weight(temperature):
     model = make_model().train()
     rope_patch.patch(model, "nope", temperature=temperature)
