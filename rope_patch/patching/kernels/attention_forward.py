@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from rope_patch.patching.kernels.position_passthrough import use_exact_positions
 from rope_patch.patching.undo_log import UndoLog
 
 
-class ReboundForward:
+class ReboundForward(ABC):
     """A copy of an attention's forward that finds other functions under some global names.
 
     An object rather than a function, so that copies of a model get their own.
@@ -52,9 +53,9 @@ class ReboundForward:
         attention_class: Any = self.module.__class__
         return undecorated_forward(attention_class)
 
+    @abstractmethod
     def names(self, function: Any) -> dict[str, Any]:
         """Return what the copy finds under which global names."""
-        raise NotImplementedError
 
     def bind(self) -> None:
         """Copy the function."""

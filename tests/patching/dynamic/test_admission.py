@@ -9,6 +9,7 @@ from helpers.tiny_models import (
     LONG,
     OLD_TRANSFORMERS,
     SHORT,
+    SIZES,
     TRAINED,
     forward,
     make_generator,
@@ -16,7 +17,7 @@ from helpers.tiny_models import (
     step_by_step,
     tokens,
 )
-from transformers import Cache, DynamicCache
+from transformers import Cache, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import rope_patch
@@ -225,6 +226,30 @@ def test_an_emptied_cache_is_admitted_anew(model):
     model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
     cache.crop(-cache.get_seq_length())
     assert_same(generate(model, ids, past_key_values=cache), expected)
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="it caches the keys of latent attention expanded")
+def test_latent_attention_equals_the_static_method_up_to_rounding():
+    """There the attention factor multiplies queries, instead of the softmax scale."""
+    torch.manual_seed(0)
+    sizes = {
+        key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")
+    }
+    config = DeepseekV3Config(
+        **sizes | {"initializer_range": 0.2, "tie_word_embeddings": False},
+        num_key_value_heads=4,
+        first_k_dense_replace=2,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+    )
+    model, ids = DeepseekV3ForCausalLM(config).eval(), tokens(SHORT)
+    expected = expected_of(model, SHORT + NEW, ids)
+    admit(model)
+    got = generate(model, ids)
+    assert got[0].equal(expected[0])
+    torch.testing.assert_close(got[1], expected[1], rtol=0, atol=1e-4)
 
 
 def test_single_pass_has_the_factor_of_its_length(model):
