@@ -26,6 +26,7 @@ METHODS = {
     "yarn": {"factor": 4},
     "longrope": {"factor": 4, "long_factor": LONG_FACTOR, "short_factor": SHORT_FACTOR},
     "dynamic-yarn": {},
+    "ntk": {"factor": 4, "temperature": "log-n"},
 }
 
 

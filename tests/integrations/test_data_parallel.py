@@ -24,6 +24,8 @@ REQUESTS = [
     ("qwen3", "yarn", {"factor": 4, "kernels": "reference"}),
     ("qwen3", "dynamic-yarn", {"kernels": "reference"}),
     ("gemma3", "dynamic-yarn", {"kernels": "hf"}),
+    ("llama", "yarn", {"factor": 4, "kernels": "hf", "temperature": "log-n"}),
+    ("qwen3", "dynamic-yarn", {"kernels": "reference", "temperature": 1.5}),
 ]
 
 

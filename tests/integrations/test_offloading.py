@@ -20,7 +20,11 @@ from transformers import AutoModelForCausalLM
 
 import rope_patch
 
-REQUESTS = [("yarn", {"factor": 4}), ("dynamic-yarn", {})]
+REQUESTS = [
+    ("yarn", {"factor": 4}),
+    ("dynamic-yarn", {}),
+    ("ntk", {"factor": 4, "temperature": "log-n"}),
+]
 MAX_MEMORY = {"cpu": "220KB"}  # of about 310
 
 
