@@ -87,8 +87,8 @@ def test_generate_equals_the_static_method(model, method):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_ways_to_generate_equal_the_static_method(family, way):
-    if OLD_TRANSFORMERS and way == "prompt lookup":
-        pytest.skip("transformers 5.0 itself fails without an eos token")
+    if OLD_TRANSFORMERS and way in ("prompt lookup", "chunks"):
+        pytest.skip("transformers 5.0 itself fails without an eos token, or to make the cache")
     model, ids = make_generator(family), tokens(SHORT)
     expected = expected_of(model, SHORT + NEW, ids, **WAYS[way])
     admit(model)
@@ -172,6 +172,8 @@ def test_rows_rotate_by_the_bits_of_their_factors(model):
 
 @pytest.mark.parametrize("kind", ["assistant", "patched assistant", "early exit"])
 def test_assisted_decoding_equals_decoding_without(kind):
+    if OLD_TRANSFORMERS and kind == "early exit":
+        pytest.skip("transformers 5.0 itself calls its generator wrongly")
     model, ids = make_generator("llama"), tokens(SHORT)
     expected = expected_of(model, SHORT + NEW, ids)[0]
     assistant = make_generator("llama", seed=3)
