@@ -34,10 +34,16 @@ _OWN_BETA = "llama_4_scaling_beta"
 
 
 class QueryPositions(threading.local):
-    """Positions of the queries in the present forward of a decoder, per thread."""
+    """Positions of the queries in the present forward of a decoder, per thread.
+
+    Attributes:
+        positions: `[B, S]` or `[1, S]`; None outside of a forward.
+        factors: Their factors, by device and dtype, once for all layers.
+    """
 
     def __init__(self) -> None:
         self.positions: torch.Tensor | None = None
+        self.factors: dict[Any, torch.Tensor] = {}
 
 
 class QueryScaling:
@@ -55,11 +61,13 @@ class QueryScaling:
 
     def before_rotary(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the positions of a forward (pre-hook of the rotary module)."""
-        self._state.positions = args[1] if len(args) > 1 else kwargs["position_ids"]
+        positions = args[1] if len(args) > 1 else kwargs["position_ids"]
+        if positions is not self._state.positions:
+            self._state.positions, self._state.factors = positions, {}
 
     def forget(self, *_: Any) -> None:
         """Forget the positions (hook before and after the decoder)."""
-        self._state.positions = None
+        self._state.positions, self._state.factors = None, {}
 
     def scale(self, query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Return rotated queries, `[B, H, S, D]`, times their factors.
@@ -80,10 +88,21 @@ class QueryScaling:
                 "switch gradient checkpointing off, or patch without temperature"
             )
         wide = torch.promote_types(query.dtype, torch.float32)
-        positions = positions.to(query.device)
-        factors = self.temperature.factors(positions, self.trained_length, wide)
+        factors = self._factors(positions, query.device, wide)
         # Wide, because a factor rounded to 16 bits would shift all logits the same way.
         return (query.to(wide) * factors[:, None, :, None]).to(query.dtype)
+
+    def _factors(
+        self, positions: torch.Tensor, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        key, state = (device, dtype), self._state
+        in_forward = positions is state.positions and not torch.compiler.is_compiling()
+        if in_forward and key in state.factors:
+            return state.factors[key]
+        factors = self.temperature.factors(positions.to(device), self.trained_length, dtype)
+        if in_forward:
+            state.factors[key] = factors
+        return factors
 
     def attend(
         self, function: Any, module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any
