@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from lm_eval.api.instance import Instance
 
+import rope_patch
 from rope_patch.evaluation.language_model import LongContextLM
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-llama"
@@ -57,9 +58,18 @@ def generate_greedily(model, ids, count):
 
 
 @torch.no_grad()
-def score_in_one_pass(model, ids, target):
-    """Return the target's log-likelihood in one pass, and whether greedy decoding gives it."""
+def score_in_one_pass(model, ids, target, room=0):
+    """Return the target's log-likelihood in one pass, and whether greedy decoding gives it.
+
+    A model that was admitted with an answer of `room` tokens rotates the target for that length.
+    """
+    handle = rope_patch.current(model)
+    admitted = room > 0 and handle is not None and handle.method.fixed_at_admission
+    if admitted:
+        handle.fix_length(len(ids) + room)
     logits = model(torch.tensor([[*ids, *target[:-1]]]), use_cache=False).logits[0]
+    if admitted:
+        handle.fix_length(None)
     log_probs = logits[len(ids) - 1 :].log_softmax(-1)
     total = sum(log_probs[i, token].item() for i, token in enumerate(target))
     return total, log_probs.argmax(-1).tolist() == target

@@ -166,12 +166,7 @@ def test_scoring_the_target_leaves_generation_unchanged(model, tokenizer):
     ids, target = encode_pair(tokenizer, LONG, f" {TARGET}")
     lm = lm_for(model, tokenizer)
     (got,) = ask(lm, "generate_until", [(LONG, SETTINGS)], [sample()])
-    handle = rope_patch.current(model)
-    if handle and handle.method.fixed_at_admission:  # one cache serves the answer and the target
-        handle.fix_length(len(ids) + SETTINGS["max_gen_toks"])
-    expected = score_in_one_pass(model, ids, target)[0]
-    if handle:
-        handle.fix_length(None)
+    expected = score_in_one_pass(model, ids, target, SETTINGS["max_gen_toks"])[0]
     assert got.target_log_likelihood == pytest.approx(expected, abs=1e-4)
     (plain,) = ask(lm_for(model, tokenizer), "generate_until", [(LONG, SETTINGS)])
     assert str(plain).startswith(str(got))  # scoring left the cache as it was
