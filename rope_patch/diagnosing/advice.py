@@ -272,7 +272,7 @@ def _python_arguments(length: int, request: Extension) -> str:
 
 def _shell_command(facts: Facts, method: str, ratio: float, request: Extension) -> str:
     if not facts.subject.is_loadable:
-        return ""  # the commands load text-only models
+        return ""  # the commands load models that generate text
     if ratio <= MAX_UNTRAINED_FACTOR:
         methods = "yarn,dynamic-yarn" if method == "dynamic-yarn" else method
         return _compare_command(facts, f"none,{methods}", request)

@@ -146,7 +146,7 @@ def _without_weights(full_config: Any, *, path: str, **fields: Any) -> Subject:
     try:
         try:
             model = empty_model(path or type(full_config).__name__, full_config)
-        except ValueError:  # a model that also reads images, for example
+        except ValueError:  # a model that generates speech, for example
             with torch.device("meta"):
                 model, is_loadable = AutoModel.from_config(copy.deepcopy(full_config)), False
         rotaries, problem = _find_rotaries(model)

@@ -153,6 +153,7 @@ def rerotate_as_transformers_(
     new: torch.Tensor,
     scale: torch.Tensor,
     *,
+    sections: Sequence[int] | None = None,
     interleaved: bool = False,
 ) -> None:
     """Re-rotate keys that transformers rotated, whose angles are products in float32.
@@ -162,10 +163,11 @@ def rerotate_as_transformers_(
 
     Args:
         layers: See `rerotate_`.
-        positions: Token positions, `[B, S]`.
+        positions: Token positions, `[B, S]`; `[A, B, S]` with sections.
         old: The frequencies of the keys, radians per token, `[B, R / 2]`.
         new: The frequencies to rotate them to.
         scale: New attention factor / old one, `[B]`.
+        sections: The axis that each pair takes its position from, R / 2 of A axes (M-RoPE).
         interleaved: See `rotate`.
     """
     device = layers[0].device
@@ -173,7 +175,8 @@ def rerotate_as_transformers_(
     old_freqs, new_freqs = (f.to(device, torch.float32)[:, None] for f in (old, new))
     factor = scale.to(device, wide)[:, None, None]
     for chunk in _chunks(positions):
-        tokens = positions[:, chunk].to(device, torch.float32)[..., None]
+        tokens = positions[..., chunk].to(device, torch.float32)
+        tokens = tokens[..., None] if sections is None else tokens[list(sections)].movedim(0, -1)
         angle = (tokens * new_freqs).to(wide) - (tokens * old_freqs).to(wide)
         cos, sin = ((f(angle) * factor).float()[:, None] for f in (torch.cos, torch.sin))
         _rotate_layers_(layers, chunk, cos, sin, interleaved)

@@ -109,7 +109,7 @@ def forward_per_row(
         module: The module.
         forward: Its original forward.
         x: Argument of the forward.
-        position_ids: Argument of the forward.
+        position_ids: Argument of the forward, `[B, S]` or `[A, B, S]`.
         layer_type: Argument of the forward.
     """
     extra = () if layer_type is None else (layer_type,)
@@ -119,10 +119,11 @@ def forward_per_row(
         return forward(x, position_ids, *extra)
     scales = getattr(module, scale_name)
     outputs = []
-    for row, scale, at in zip(rows, scales, position_ids.expand(len(rows), -1), strict=True):
+    positions = position_ids.expand(*position_ids.shape[:-2], len(rows), -1)
+    for index, (row, scale) in enumerate(zip(rows, scales, strict=True)):
         setattr(module, name, row[0])
         setattr(module, scale_name, scale)
-        outputs.append(forward(x, at[None], *extra))
+        outputs.append(forward(x, positions[..., index : index + 1, :], *extra))
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rope_patch.patching.architecture.mrope_sections import AXES
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.patching.position_guard import parameter_names
@@ -120,6 +121,8 @@ def _longest_sequence(arguments: dict[str, Any]) -> int:
     """Return the tokens of a forward's longest sequence, the cached ones included."""
     positions = arguments.get("position_ids")
     if positions is not None:
+        if positions.ndim == 3 and positions.shape[0] > AXES:
+            positions = positions[1:]  # M-RoPE: the first are for the mask of packed rows
         is_known = positions.numel() and _is_readable(positions)
         return int(positions.max()) + 1 if is_known else 0
     _, past = _cached(arguments)

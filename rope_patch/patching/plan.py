@@ -384,5 +384,11 @@ def _make_length_hooks(plan: PatchPlan) -> list[tuple[nn.Module, RotaryModule, L
             shared.rotaries.append(traits.rotary)
             continue
         length_hooks = LengthHooks(traits, plan.method, plan.geometries)
+        if plan.method.fixed_at_admission and length_hooks.axes is not None:
+            raise Refused(
+                f"{type(traits.config).__name__} counts an image as fewer positions than tokens "
+                "(M-RoPE), so prompt and max_new_tokens do not say how long a sequence becomes: "
+                "use growth='stepped'"
+            )
         hooks.append((decoder, traits.rotary, length_hooks))
     return hooks

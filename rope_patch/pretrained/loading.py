@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
@@ -27,6 +27,7 @@ from rope_patch.pretrained.adapters import (
 )
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.gguf_weights import dense_options, unmark_quantized
+from rope_patch.pretrained.model_class import auto_class
 from rope_patch.pretrained.model_folder import (
     has_tokenizer,
     require_complete_shards,
@@ -46,6 +47,17 @@ from rope_patch.utils.errors import (
 
 # Arguments of PEFT that from_pretrained lacks.
 _ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable", "autocast_adapter_dtype")
+# Arguments that say where a config is.
+_HUB_ARGUMENTS = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
 _UNKNOWN_CLASS = "Unrecognized configuration class"
 _FILE_ERRORS = (OSError, ValueError, SafetensorError, LookupError, AttributeError, ArithmeticError)
 _MAX_ERROR_LENGTH = 400  # characters of another library's error
@@ -235,14 +247,14 @@ def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
 
     Args:
         path: Source of the config, for the error.
-        config: A causal language model's config.
+        config: The config of a model that generates text.
 
     Raises:
         ValueError: It is another kind of model's config, or invalid.
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            return auto_class(config).from_config(copy.deepcopy(config))
     except ValueError as error:
         if _UNKNOWN_CLASS in str(error):
             raise _no_decoder_error(path, config) from error
@@ -294,8 +306,12 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     require_model_folder(path, gguf_file)
     if gguf_file is None:
         require_complete_shards(Path(path))
+    config = kwargs.get("config")
+    if config is None and gguf_file is None:
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        config = read_config(path, **hub)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             path, **{**kwargs, **dense_options(gguf_file)}, output_loading_info=True
         )
         model, report = loaded
@@ -304,7 +320,6 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             cause = ValueError("its weights are not of the sizes in its config")
             raise _loading_error(path, cause) from error
         if _UNKNOWN_CLASS in str(error):
-            config = kwargs.get("config") or read_config(path, gguf_file=gguf_file)
             raise _no_decoder_error(path, config) from error
         if is_weights_file_error(error):
             cause = ValueError(
@@ -371,11 +386,11 @@ def _loading_error(path: str | os.PathLike[str], error: Exception, what: str = "
 
 
 def _no_decoder_error(path: str | os.PathLike[str], config: Any) -> ValueError:
-    """Return the error for a model that AutoModelForCausalLM has no class for."""
+    """Return the error for a model that `auto_class` finds no class for."""
     model_type = getattr(config, "model_type", type(config).__name__)
     return ValueError(
-        f"cannot load {path}: transformers has no plain causal language model of the type "
-        f"{model_type!r}; if it reads pictures or sound beside text, load it in Python with its "
-        "own class and call rope_patch.patch(model, ...). `rope-patch diagnose` reads its config "
-        "as it is"
+        f"cannot load {path}: transformers has no causal language model of the type "
+        f"{model_type!r}, with images or without; if it generates text in another way, load it in "
+        "Python with its own class and call rope_patch.patch(model, ...). `rope-patch diagnose` "
+        "reads its config as it is"
     )

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import set_seed
+from transformers import AutoModelForImageTextToText, set_seed
 
 from rope_patch.original_config import original_config
 from rope_patch.patching import Patch, current
+from rope_patch.patching.architecture.rotary_modules import find_rotaries, is_mrope
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import load, read_model, read_tokenizer
+from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
 from rope_patch.training import chunked_loss
 from rope_patch.training.settings import Settings
+from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint
 
 logger = logging.getLogger("rope_patch")
@@ -76,6 +79,7 @@ def prepare(settings: Settings) -> PreparedModel:
         model = read_model(path, **load_options)
     else:
         model = load(path, settings.request(), **load_options)
+    _require_document_masks(model, settings)
     weights = fingerprint(model)
     model.config.use_cache = False
     if training.use_liger_kernel:
@@ -97,6 +101,27 @@ def prepare(settings: Settings) -> PreparedModel:
         swaps=swaps,
         weights=weights,
     )
+
+
+def _require_document_masks(model: Any, settings: Settings) -> None:
+    """Raise if packed documents would see each other.
+
+    Models with images count three positions a token, and some of them (Qwen2-VL) make no mask from
+    positions that start anew.
+
+    Raises:
+        ValueError: Rows need such a mask.
+    """
+    packs = settings.data.packing == "masked" or settings.data.short_share > 0
+    if packs and auto_class(model.config) is AutoModelForImageTextToText:
+        config = model.config.get_text_config(decoder=True)
+        if is_mrope(find_rotaries(model)[0].module, config):
+            raise Refused(
+                f"documents packed in a row may see each other in {type(model).__name__}, whose "
+                "tokens have several positions (M-RoPE): expected packing single or concatenate "
+                f"and short_share 0, got packing {settings.data.packing} and short_share "
+                f"{settings.data.short_share:g}"
+            )
 
 
 def liger_kernels_without_conflicts(liger: dict[str, bool] | None) -> dict[str, bool]:

@@ -180,10 +180,10 @@ def test_an_unavailable_device_is_refused_before_the_model_is_read():
     assert "device_map names 'xpu:0'" in line
 
 
-def test_a_vision_language_model_is_refused_with_advice(damaged_model):
-    folder = damaged_model(config__json='{"model_type": "qwen2_5_vl"}')
+def test_a_model_of_speech_is_refused_with_advice(damaged_model):
+    folder = damaged_model(config__json='{"model_type": "qwen2_5_omni"}')
     line = error_line("export", folder, "--engine", "vllm", "--method", "yarn", "--factor", "4")
-    assert "no plain causal language model of the type 'qwen2_5_vl'" in line
+    assert "no causal language model of the type 'qwen2_5_omni'" in line
     assert "rope-patch diagnose" in line
     assert len(line) < 500
 

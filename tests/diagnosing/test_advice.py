@@ -101,12 +101,17 @@ def test_advice_for_a_vision_language_model(rope_type):
     config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
     diagnosis = rope_patch.diagnose(config, length=2 * TRAINED)
     assert diagnosis.healthy
-    assert diagnosis.advice.method == "yarn"
-    assert "dynamic-yarn is refused here" in diagnosis.advice.reasons[0].text
-    assert diagnosis.advice.shell == ""
+    assert diagnosis.advice.method == "dynamic-yarn"
+    assert diagnosis.advice.shell.startswith("rope-patch compare MODEL --method none,yarn,dynamic")
     with torch.device("meta"):
         model = transformers.Qwen2VLForConditionalGeneration(config)
     assert run_line(diagnosis.advice.python)(model).length == 2 * TRAINED
+
+
+def test_advice_names_a_static_method_where_lengths_cannot_be_followed():
+    diagnosis = rope_patch.diagnose(tiny_config("glm4v"), length=2 * TRAINED)
+    assert diagnosis.advice.method == "yarn"
+    assert "dynamic-yarn is refused here" in diagnosis.advice.reasons[0].text
 
 
 @pytest.mark.parametrize("name", ["cohere2", "exaone4"])

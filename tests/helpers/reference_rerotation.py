@@ -30,6 +30,8 @@ def frequencies(config, method, length, growth=stepped, layer_type=None, options
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
     theta = parameters["rope_theta"]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    partial = {k: parameters[k] for k in ("partial_rotary_factor",) if k in parameters}
+    head_dim = int(head_dim * partial.get("partial_rotary_factor", 1.0))
     plain = 1 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     if method == "longrope":
         stretch = options["short_factor" if length <= trained else "long_factor"]
@@ -50,6 +52,7 @@ def frequencies(config, method, length, growth=stepped, layer_type=None, options
         "rope_theta": theta,
         "factor": factor,
         "original_max_position_embeddings": trained,
+        **partial,
     }
     inv_freq, scale = ROPE_INIT_FUNCTIONS["yarn"](flat, "cpu")
     return inv_freq, 1.0 if method == "dynamic-ntk-by-parts" else scale
@@ -77,11 +80,12 @@ class Reference:
 
     def __init__(self, model, method, growth=stepped, options=None):
         self.model = copy.deepcopy(model)
-        self.config = self.model.config
+        self.config = self.model.config.get_text_config()
         self.method, self.growth, self.options = method, growth, options
         nested = all(isinstance(v, dict) for v in self.config.rope_parameters.values())
         self.kinds = self.config.layer_types if nested else [None] * self.config.num_hidden_layers
-        self.model.base_model.register_forward_pre_hook(self._note_positions, with_kwargs=True)
+        decoder = self.model.get_decoder()
+        decoder.register_forward_pre_hook(self._note_positions, with_kwargs=True)
         for module in self.model.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "o_proj"):
                 self._keep_keys_unrotated(module)
@@ -110,16 +114,24 @@ class Reference:
         past = torch.empty(1, 0, dtype=torch.long) if cache is None else cache.positions
         positions = kwargs.get("position_ids")
         if positions is None:
-            tokens = args[0] if args else kwargs["input_ids"]
-            positions = torch.arange(past.shape[1], past.shape[1] + tokens.shape[1])[None]
-        self.positions = torch.cat([past, positions[:1]], dim=1)
+            tokens = args[0] if args else kwargs.get("input_ids")
+            tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+            positions = torch.arange(past.shape[-1], past.shape[-1] + tokens.shape[1])[None]
+        self.positions = self.join(past, positions)
         if cache is not None:
             cache.positions = self.positions
 
+    def join(self, past, positions):
+        """Return the positions of the cached tokens and the new ones, `[1, S]`."""
+        return torch.cat([past, positions[:1]], dim=1)
+
+    def rotate(self, x, layer):
+        """Return the last tokens' queries or keys, rotated by the current frequencies."""
+        return rotate(x, self.positions[:, -x.shape[2] :], *self.current(layer))
+
     def _keep_keys_unrotated(self, attention):
         def apply(q, k, cos, sin, *args, **kwargs):
-            positions = self.positions[:, -q.shape[2] :]
-            return rotate(q, positions, *self.current(attention.layer_idx)), k
+            return self.rotate(q, attention.layer_idx), k
 
         forward = type(attention).forward
         while hasattr(forward, "__wrapped__"):
@@ -145,9 +157,8 @@ class _Unrotated(DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        positions = self.positions[:, -keys.shape[2] :]
-        return rotate(keys, positions, *self.reference.current(layer_idx)), values
+        return self.reference.rotate(keys, layer_idx), values
 
     def crop(self, tokens_to_remove):
         super().crop(tokens_to_remove)
-        self.positions = self.positions[:, : self.get_seq_length()]
+        self.positions = self.positions[..., : self.get_seq_length()]

@@ -17,6 +17,7 @@ from helpers.tiny_models import (
     step_by_step,
     tokens,
 )
+from helpers.vision_models import SAMPLE, image_positions, image_prompt, vision_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
 
@@ -50,6 +51,22 @@ def test_once_beyond_the_patched_length(method, options, warnings):
     assert f"{TARGET + 1} tokens outgrew the {TARGET} " in warnings()[0]
     forward(model, tokens(TARGET + 8))
     assert len(warnings()) == 1
+
+
+def test_positions_of_an_image_count_instead_of_its_tokens(warnings):
+    """The first of four axes, which counts tokens, is for the mask alone."""
+    model, inputs = vision_model(SAMPLE[0]), image_prompt(90, 5)
+    positions = image_positions(90, 5)
+    count = positions.shape[2]
+    length = int(positions.max()) + 1
+    assert length < count
+    four = torch.cat([torch.arange(count).expand(1, 1, -1), positions])
+    for patched_length, expected in ((length, 0), (length - 1, 1)):
+        rope_patch.patch(model, "yarn", length=patched_length)
+        with torch.no_grad():
+            model(**inputs, position_ids=four, use_cache=False)
+        assert len(warnings()) == expected
+    assert f"{length} tokens outgrew" in warnings()[0]
 
 
 def test_cached_tokens_count(warnings):

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypedDict
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rope_patch.evaluation.measures.timed_method import (
     WARMUP_TOKENS,
@@ -39,6 +38,7 @@ from rope_patch.original_config import original_config
 from rope_patch.patching import check
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config, read_model, require_dtype
+from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
 from rope_patch.utils import provenance
 from rope_patch.utils.progress import progress_bar
@@ -310,7 +310,8 @@ def _load_model(request: SpeedRequest, path: str, config: Any) -> Any:
         return read_model(path, dtype=dtype).to(device)
     with torch.device(device):
         dtype = config.dtype if dtype == "auto" else dtype
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model: Any = auto_class(config).from_config(config, dtype=dtype)
+        return model.eval()
 
 
 def _validate_request(request: SpeedRequest) -> None:

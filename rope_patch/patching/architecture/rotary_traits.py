@@ -163,15 +163,14 @@ class RotaryTraits:
         layer_type, prefix = next(iter(self.rotary.prefixes.items()))
         name = f"{prefix}inv_freq"
         own = getattr(module, name)
-        x, positions = torch.zeros(2, 3, 4), torch.arange(3)[None]
-        arguments = (x, positions) if layer_type is None else (x, positions, layer_type)
+        arguments = (torch.zeros(2, 3, 4), torch.arange(3)[None], layer_type)
         row_outputs = []
         for inv_freq in (own, own / 2):
             setattr(module, name, inv_freq)
-            row_outputs.append(module(*arguments))
+            row_outputs.append(call_rotary(module, *arguments))
         setattr(module, name, torch.stack([own, own / 2])[:, None])
         try:
-            together = module(*arguments)
+            together = call_rotary(module, *arguments)
         except RuntimeError:
             return False
         expected = [torch.cat(parts) for parts in zip(*row_outputs, strict=True)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_patch.patching.architecture.rotary_modules import CANNOT_FOLLOW_YET, is_mrope
+from rope_patch.patching.architecture.rotary_modules import CANNOT_FOLLOW_YET
 from rope_patch.rope_config import by_layer_type
 from rope_patch.utils.errors import Refused
 
@@ -29,15 +29,9 @@ def rotated_layer_types(decoder: nn.Module, config: Any) -> list[str | None]:
         config: The model's text config.
 
     Raises:
-        ValueError: The cached keys cannot be re-rotated, or only some layers rotate and it is
-            unknown which.
+        ValueError: Only some layers rotate, and it is unknown which.
     """
     rope_parameters = by_layer_type(config.rope_parameters)
-    if any(is_mrope(module, config) for module in decoder.modules()):
-        raise Refused(
-            f"{type(config).__name__} gives a token several positions (M-RoPE), which "
-            f"{CANNOT_FOLLOW_YET}"
-        )
     layer_types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     return [
         (None if None in rope_parameters else layer_types[index]) if rotates else ""
@@ -59,7 +53,9 @@ def _layers_that_rotate(
         sliding = [layer_type == "sliding_attention" for layer_type in layer_types]
         whole = config.model_type != "cohere2" and getattr(config, "sliding_window", None) is None
         return [whole or window for window in sliding]
-    rotates = [True] * len(layer_types)
+    # Keys of images have no positions (Mllama).
+    cross_layers = getattr(config, "cross_attention_layers", None) or ()
+    rotates = [index not in cross_layers for index in range(len(layer_types))]
     if config.model_type in _ALWAYS_ROTATE:
         return rotates
     for module in decoder.modules():

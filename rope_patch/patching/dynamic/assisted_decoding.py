@@ -59,7 +59,8 @@ class _LimitedGeneratorFactory:
 
     def __call__(self, *, input_ids: torch.Tensor, model_kwargs: dict[str, Any], **options: Any):
         generator = self.original_method(input_ids=input_ids, model_kwargs=model_kwargs, **options)
-        limit = _CandidateLimit(generator, self.hooks, _SequencePositions(input_ids, model_kwargs))
+        sequence = _SequencePositions(input_ids, model_kwargs, self.hooks.axes)
+        limit = _CandidateLimit(generator, self.hooks, sequence)
         generator.get_candidates = limit.get_candidates
         generator.update_candidate_strategy = limit.update_candidate_strategy
         return generator
@@ -72,15 +73,17 @@ class _SequencePositions:
         tokens: Number of ids in the sequence when decoding began.
         first: Its first position.
         largest: Its largest position then; not the last one's where positions start anew.
-        last: The position of its last token then.
+        last: The position of its last token then, the highest one of several axes.
     """
 
-    def __init__(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, input_ids: torch.Tensor, model_kwargs: dict[str, Any], axes: int | None
+    ) -> None:
         self.tokens = input_ids.shape[1]
         embeddings = model_kwargs.get("inputs_embeds")
         width = max(self.tokens, 0 if embeddings is None else embeddings.shape[1])
         cached = cached_positions(model_kwargs.get("past_key_values"))
-        positions, last = prompt_positions(model_kwargs, cached, width, input_ids.device)
+        positions, last = prompt_positions(model_kwargs, cached, width, input_ids.device, axes)
         self.first, self.largest = first_and_last_positions(positions)[0].tolist()
         self.last = last[0]
 

@@ -57,7 +57,8 @@ class RotationRecord:
 
     Attributes:
         patch_id: The patch that wrote `row_spans`; another patch computes them from `positions`.
-        positions: Position of each slot's key, -1 for slots without a token, `[B, S]`.
+        positions: Position of each slot's key, -1 for slots without a token, `[B, S]`; `[B, S, A]`
+            where it has one on each of A axes (M-RoPE).
         row_spans: First position of each row, the largest that the last one can be, and the length
             that its frequencies serve (see `Method.valid_until`); `[B, 3]`, float64, on the CPU;
             NaN where unknown.
@@ -103,12 +104,13 @@ class RotationRecord:
 
         Args:
             past: How many slots are filled, an int or, in static caches, a tensor.
-            new: Their positions, `[B, S]`.
+            new: Their positions, `[B, S]` or `[B, S, A]`.
         """
         if not self.static:
             self.positions = torch.cat([self.positions, new], dim=1)
             return
         slot = torch.arange(self.positions.shape[1], device=new.device)
+        slot = slot.view(-1, *[1] * (new.ndim - 2))
         self.positions.masked_fill_(slot >= past, -1)  # left by a failed forward
         at = torch.arange(new.shape[1], device=new.device) + past
         self.positions.index_copy_(1, at, new.to(self.positions.dtype))
@@ -186,7 +188,7 @@ def get_record(
             "the cache was filled under a patch of other layer types or start tokens: expected an "
             "empty cache, or one that was filled under this patch"
         )
-    rows, slots = record.positions.shape
+    rows, slots = record.positions.shape[:2]
     if rows != batch or (not record.static and slots < past):
         raise Refused(
             f"the cache is not as this model left it: expected {rows} rows of {slots} tokens, got "
@@ -224,9 +226,9 @@ def cached_positions(cache: Any) -> torch.Tensor | None:
 
 
 def empty_positions(cache: Any, new: torch.Tensor) -> torch.Tensor:
-    """Return positions without tokens, `[B, S]`; S is a static cache's capacity, else 0."""
+    """Return positions without tokens, as `new` has them, in every slot of a static cache."""
     with torch.inference_mode(False):
-        return new.new_full((new.shape[0], _capacity(cache)), -1)
+        return new.new_full((new.shape[0], _capacity(cache), *new.shape[2:]), -1)
 
 
 def cached_keys(
@@ -247,7 +249,8 @@ def cached_keys(
         has_indexers: Whether the caller re-rotates the keys of indexers, too.
 
     Yields:
-        Index of a layer, its keys `[B, K, S, D]` and the positions they were rotated at, `[B, S]`.
+        Index of a layer, its keys `[B, K, S, D]` and the positions they were rotated at, `[B, S]`
+        or `[B, S, A]`.
 
     Raises:
         ValueError: The keys cannot be re-rotated, or not without losing gradients.

@@ -43,8 +43,9 @@ class _Step:
 
     Attributes:
         source: What the step's positions were made from; see `_position_source`.
-        position_ids: The positions that generate passes to the model, `[B, 1]`.
-        positions: The same positions as B numbers, where they are known.
+        position_ids: The positions that generate passes to the model, `[B, 1]` or `[A, B, 1]`.
+        positions: The same positions as B numbers, where they are known; the highest of several
+            axes.
         done: Whether the decoder had its forward.
     """
 
@@ -65,12 +66,7 @@ class GenerationLoop(threading.local):
         """Note a step whose inputs generate has prepared."""
         last, expected_source = self._step, self._next
         self._step = self._next = None
-        if (
-            source is None
-            or position_ids is None
-            or position_ids.ndim != 2
-            or position_ids.shape[1] != 1
-        ):
+        if source is None or position_ids is None or position_ids.shape[-1] != 1:
             return
         positions = None
         linked = expected_source is not None and expected_source.is_still(source)

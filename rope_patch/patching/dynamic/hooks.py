@@ -51,6 +51,7 @@ from transformers import Cache
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.patching.architecture.key_layout import KeyLayout
+from rope_patch.patching.architecture.mrope_sections import AXES
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.architecture.rotated_layers import rotated_layer_types
 from rope_patch.patching.dynamic import compile_op
@@ -72,9 +73,11 @@ from rope_patch.patching.dynamic.generation_loop import GenerationLoop
 from rope_patch.patching.dynamic.latent_cache import LatentCache, attach_softmax_factor
 from rope_patch.patching.dynamic.rerotation import CachedKeys, KeyRerotation
 from rope_patch.patching.dynamic.sequence_lengths import (
+    axis_positions,
     context_parallel_group,
     extend_spans,
     first_and_last_positions,
+    token_extents,
     token_positions,
 )
 from rope_patch.patching.frequency_buffers import forward_per_row
@@ -104,6 +107,7 @@ class LengthHooks:
     per thread, and only one thread at a time runs the rotary module's forward.
 
     Attributes:
+        axes: A, if a token has a position on each of A axes (M-RoPE); None if it has one.
         fixed_length: The length assumed for every sequence; None to measure each.
         group: The processes that hold parts of the same sequences (context parallelism).
         rotaries: The decoder's rotary modules, which rotate alike.
@@ -122,9 +126,10 @@ class LengthHooks:
         decoder = traits.require_decoder(is_owner=False)
         self.rotaries = [traits.rotary]
         latent = LatentCache.of(traits)
+        self.key_layout = KeyLayout(latent.interleaved) if latent else KeyLayout.of(traits)
+        self.axes = None if self.key_layout.sections is None else AXES
         types = latent.layer_types if latent else rotated_layer_types(decoder, traits.config)
         self.rotated_layer_types = types
-        self.key_layout = KeyLayout(latent.interleaved) if latent else KeyLayout.of(traits)
         self.has_indexers = latent is not None and latent.has_indexers
         self._keys_in_cache = latent.cached_keys if latent else cached_keys
         self.supports_per_row_frequencies = traits.supports_per_row_frequencies
@@ -189,7 +194,8 @@ class LengthHooks:
         past = cache.get_seq_length() if cache is not None else 0
         if isinstance(past, torch.Tensor) and arguments.get("cache_position") is not None:
             past = arguments["cache_position"][0]  # transformers 5.0 counts static slots by content
-        new = token_positions(arguments, tokens, past, shared=self._sharing_group() is not None)
+        shared = self._sharing_group() is not None
+        new = token_positions(arguments, tokens, past, shared=shared, axes=self.axes)
         record = get_record(cache, past, new.shape[0], self.record_layout, self.patch_id)
         if record is None:
             if self.fixed_length is None and not self.method.fixed_at_admission:
@@ -244,6 +250,8 @@ class LengthHooks:
         rows = self._state.rows
         if rows is None:  # called outside the decoder: only its positions are known
             positions = args[1] if len(args) > 1 else kwargs["position_ids"]
+            if self.axes is not None:
+                positions = axis_positions(positions, self.axes)
             record = RotationRecord.empty(
                 self.patch_id, positions, self.row_width, self.record_layout
             )
@@ -299,12 +307,13 @@ class LengthHooks:
         Args:
             row_spans: See `RotationRecord`; updated in place.
             frequencies: See `RotationRecord`; updated in place.
-            positions: Positions of all tokens, the new ones included, -1 for none, `[B, S]`.
-            new_positions: Positions of the new tokens, `[B, S]`.
+            positions: Positions of all tokens, the new ones included, -1 for none, `[B, S]`, or
+                `[B, S, A]` on several axes.
+            new_positions: Positions of the new tokens alone.
             cached: Function that returns the keys cached so far.
             known_length: The rows' length in tokens, if it is known and the same for all.
-            next_positions: Position of a single new token in each row, where it is known; else it
-                is read from `new_positions`.
+            next_positions: Position of a single new token in each row, where it is known, the
+                highest one of several axes; else it is read from `new_positions`.
 
         Returns:
             Frequencies and attention factors in float32 on the positions' device, `[B, F]`, or
@@ -315,10 +324,11 @@ class LengthHooks:
             and self.fixed_length is None
             and self._sharing_group() is None
         ):
-            if next_positions is None:
-                next_positions = new_positions[:, 0].tolist()
-            self.generation_loop.note_positions(next_positions)
-            if not self.admission.is_new and extend_spans(row_spans, next_positions):
+            lowest = highest = next_positions
+            if lowest is None or highest is None:
+                lowest, highest = token_extents(new_positions)
+            self.generation_loop.note_positions(highest)
+            if not self.admission.is_new and extend_spans(row_spans, lowest, highest):
                 return self.frequency_table.rows_on(row_spans[:, 2].tolist(), positions.device)
         if self.fixed_length is not None:
             row_spans[:, :2] = UNKNOWN

@@ -14,7 +14,7 @@ from rope_patch.patching.architecture.key_layout import KeyLayout
 from rope_patch.patching.kernels.position_passthrough import use_exact_positions
 from rope_patch.patching.start_tokens import preserve_start_keys
 
-# (keys [B, K, S, D], the positions they were rotated at [B, S], layer type)
+# (keys [B, K, S, D], the positions they were rotated at [B, S] or [B, S, A], layer type)
 CachedKeys = tuple[torch.Tensor, torch.Tensor, str | None]
 
 
@@ -85,7 +85,7 @@ class KeyRerotation:
         Args:
             layers: Keys, `[B, K, S, D]` each.
             blocks: The rows that change.
-            at: Positions, `[B, S]`.
+            at: Positions, `[B, S]`, or `[B, S, A]` on several axes.
             old: Frequencies and attention factor that they are rotated by, `[B, R / 2 + 1]`.
             new: Those to rotate them by.
         """
@@ -110,8 +110,15 @@ class KeyRerotation:
             )
             return
         scale = new[:, -1] / old[:, -1]
+        sections = self.layout.sections
         rerotate_as_transformers_(
-            layers, at, old[:, :-1], new[:, :-1], scale, interleaved=self.layout.interleaved
+            layers,
+            at if sections is None else at.movedim(-1, 0),
+            old[:, :-1],
+            new[:, :-1],
+            scale,
+            sections=sections,
+            interleaved=self.layout.interleaved,
         )
 
 

@@ -12,7 +12,12 @@ from rope_patch.utils.errors import Refused
 
 
 def token_positions(
-    arguments: dict[str, Any], tokens: torch.Tensor, past: Any, *, shared: bool
+    arguments: dict[str, Any],
+    tokens: torch.Tensor,
+    past: Any,
+    *,
+    shared: bool,
+    axes: int | None = None,
 ) -> torch.Tensor:
     """Return the positions of a forward call's tokens.
 
@@ -21,12 +26,14 @@ def token_positions(
         tokens: Ids or embeddings, `[B, S, ...]`.
         past: Tokens in the cache before them.
         shared: Whether other processes hold other parts of the sequences.
+        axes: A, if a token has a position on each of several axes (M-RoPE).
 
     Returns:
-        `[B, S]`, -1 for padding.
+        `[B, S]`, or `[B, S, A]` with axes; -1 for padding.
 
     Raises:
-        ValueError: Sequences are shared or packed, and `position_ids` are missing.
+        ValueError: Sequences are shared or packed, and `position_ids` are missing; or there are
+            more or fewer of them than tokens.
     """
     batch, steps = tokens.shape[:2]
     positions = arguments.get("position_ids")
@@ -41,46 +48,80 @@ def token_positions(
             positions = torch.full((batch, 1), past, device=tokens.device)
         else:
             positions = (torch.arange(steps, device=tokens.device) + past)[None]
+    if axes is not None:
+        positions = axis_positions(positions, axes)
+        if positions.shape[1] != steps:
+            raise Refused(
+                f"expected position_ids of {steps} tokens, got {positions.shape[1]}: the model "
+                "counted them from an attention_mask that includes cached tokens; pass "
+                "position_ids of the new tokens beside it, or use generate"
+            )
     if positions.shape[0] != batch:
-        positions = positions.expand(batch, -1)
+        positions = positions.expand(batch, *positions.shape[1:])
     mask = arguments.get("attention_mask")
     # Masks of other shapes, and the position_ids beside them, were made from a 2-D one.
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= steps:
-        new = mask_columns(mask, past, steps).to(positions.device)
-        positions = torch.where(new.bool(), positions, -1)
+        new = mask_columns(mask, past, steps).to(positions.device).bool()
+        positions = torch.where(new if axes is None else new[..., None], positions, -1)
     return positions
 
 
 def prompt_positions(
-    model_kwargs: dict[str, Any], cached: torch.Tensor | None, tokens: int, device: torch.device
+    model_kwargs: dict[str, Any],
+    cached: torch.Tensor | None,
+    tokens: int,
+    device: torch.device,
+    axes: int | None = None,
 ) -> tuple[torch.Tensor, list[float]]:
     """Return the positions of the sequences that a generate continues.
 
     Args:
         model_kwargs: The generate's arguments for the model.
-        cached: Positions of the tokens in its cache, `[B, S]`, where known.
+        cached: Positions of the tokens in its cache, `[B, S]` or `[B, S, A]`, where known.
         tokens: Tokens of the prompt, for a generate without positions and mask.
         device: The prompt's device.
+        axes: A, if a token has a position on each of several axes (M-RoPE).
 
     Returns:
-        Positions of all tokens, -1 for none, `[B, S]`, or `[1, S]` for equal rows; and the
-        position of each row's last token.
+        Positions of all tokens, -1 for none, `[B, S]`, or `[1, S]` for equal rows, and `[B, S, A]`
+        with axes; and the position of each row's last token, the highest one of its axes.
     """
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if positions is not None and positions.ndim != 2:  # M-RoPE counts an image's tokens as fewer
-        positions = None
+    if axes is None and positions is not None and positions.ndim != 2:
+        positions = None  # such positions belong to other axes than this decoder's
     if positions is None and mask is not None:
         positions = mask.long().cumsum(-1) - 1
     elif positions is None:
         positions = torch.arange(tokens, device=device)[None]
-    last = positions[:, -1].tolist()
+    if axes is not None:
+        positions = axis_positions(positions, axes)
+    last = positions[:, -1:].flatten(1).amax(1).tolist()
     if mask is not None:
-        positions = torch.where(mask[:, -positions.shape[1] :].bool(), positions, -1)
+        is_token = mask[:, -positions.shape[1] :].bool()
+        positions = torch.where(is_token if axes is None else is_token[..., None], positions, -1)
     if cached is not None:
         rows = max(len(cached), len(positions))
-        both = (cached.to(positions.device).expand(rows, -1), positions.expand(rows, -1))
-        positions, last = torch.cat(both, dim=1), last * (rows // len(last))
+        both = (part.to(positions.device) for part in (cached, positions))
+        positions = torch.cat([part.expand(rows, *part.shape[1:]) for part in both], dim=1)
+        last = last * (rows // len(last))
     return positions, last
+
+
+def axis_positions(position_ids: torch.Tensor, axes: int) -> torch.Tensor:
+    """Return the position of each token on every axis, from what an M-RoPE decoder accepts.
+
+    Args:
+        position_ids: `[A, B, S]`; `[A + 1, B, S]` where the first are for the mask of packed rows
+            alone; `[B, S]` or `[1, B, S]` for text, whose positions are the same on all axes.
+        axes: A.
+
+    Returns:
+        `[B, S, A]`: rows first, because caches reorder, repeat and select rows.
+    """
+    positions = position_ids if position_ids.ndim == 3 else position_ids[None]
+    if positions.shape[0] == axes + 1:
+        positions = positions[1:]
+    return positions.expand(axes, -1, -1).movedim(0, -1)
 
 
 def require_document_positions(arguments: dict[str, Any]) -> None:
@@ -117,16 +158,16 @@ def mask_columns(mask: torch.Tensor, past: Any, steps: int) -> torch.Tensor:
 
 
 def first_and_last_positions(positions: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Return first and last position of each row; waits for the device of `positions`.
+    """Return the lowest and the highest position of each row; waits for their device.
 
     Args:
-        positions: `[B, S]`, -1 where there is no token.
+        positions: `[B, S]`, or `[B, S, A]` on several axes; -1 where there is no token.
         group: The processes that hold other parts of the same rows, if any.
 
     Returns:
         `[B, 2]`, float64, on the CPU; a row without tokens has its last position before its first.
     """
-    positions = positions.long()  # narrower types cannot hold the marker for no position
+    positions = positions.flatten(1).long()  # narrower types cannot hold the marker for no position
     real = positions >= 0
     last = torch.where(real, positions, -1).amax(1)
     first = torch.where(real, positions, torch.iinfo(torch.int64).max).amin(1)
@@ -137,20 +178,34 @@ def first_and_last_positions(positions: torch.Tensor, group: Any = None) -> torc
     return torch.stack([torch.minimum(first, last + 1), last], dim=1).to("cpu", torch.float64)
 
 
-def extend_spans(row_spans: torch.Tensor, next_positions: list[float]) -> bool:
-    """Extend each row's span by one position and return True, if all frequencies serve them.
+def token_extents(positions: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Return the lowest and the highest position of a single token, over its axes.
+
+    Args:
+        positions: `[B, 1]` or `[B, 1, A]`; read from their device at once.
+
+    Returns:
+        Two lists of B numbers.
+    """
+    rows = positions.flatten(1).tolist()
+    return [min(row) for row in rows], [max(row) for row in rows]
+
+
+def extend_spans(row_spans: torch.Tensor, lowest: list[float], highest: list[float]) -> bool:
+    """Extend each row's span by one token and return True, if all frequencies serve them.
 
     Args:
         row_spans: See `RotationRecord`; updated in place.
-        next_positions: Each row's new position; negative where a mask hides it.
+        lowest: The token's lowest position in each row, negative where a mask hides it.
+        highest: Its highest position.
     """
     # Python and NumPy numbers are fastest for the few rows of a batch.
     spans = []
-    for (first, last, valid_until), position in zip(
-        row_spans.tolist(), next_positions, strict=True
+    for (first, last, valid_until), low, high in zip(
+        row_spans.tolist(), lowest, highest, strict=True
     ):
-        if position >= 0:  # not hidden by a mask
-            first, last = min(first, position), max(last, position)
+        if low >= 0:
+            first, last = min(first, low), max(last, high)
         if not last + 1 - first <= valid_until:  # also False if the span is unknown (NaN)
             return False
         spans.append((first, last))

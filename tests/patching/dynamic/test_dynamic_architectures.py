@@ -16,6 +16,7 @@ from helpers.tiny_models import (
     tokens,
 )
 from transformers import DynamicCache
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import rope_patch
 
@@ -159,6 +160,28 @@ def test_layers_without_rotation_keep_their_keys():
         for layer, keys in zip(cache.layers, before, strict=True)
     ]
     assert unchanged == [True, False]
+
+
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="fails on a second chunk without the patch, too")
+def test_cached_keys_of_images_do_not_rotate():
+    """Mllama caches the keys of cross-attention beside the others."""
+    layers = {"num_hidden_layers": 3, "cross_attention_layers": [1]}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    config = MllamaTextConfig(**{**small_config(), **layers, **rope})
+    torch.manual_seed(0)
+    model = transformers.MllamaForCausalLM(config).eval()
+    states = torch.randn(1, 10, config.hidden_size)
+    rope_patch.patch(model, "dynamic-yarn")
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(tokens(SHORT), past_key_values=cache, cross_attention_states=states)
+        before = [layer.keys.clone() for layer in cache.layers]
+        model(tokens(LONG - SHORT, seed=4), past_key_values=cache)
+    unchanged = [
+        layer.keys[:, :, : keys.shape[2]].equal(keys)
+        for layer, keys in zip(cache.layers, before, strict=True)
+    ]
+    assert unchanged == [False, True, False]
 
 
 def small_config():

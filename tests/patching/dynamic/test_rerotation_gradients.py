@@ -133,3 +133,28 @@ def test_derivative_of_rerotation(kernels, interleaved):
     keys = torch.randn(2, 1, 4, 10, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(rerotate, keys)
     torch.autograd.gradgradcheck(rerotate, keys)
+
+
+def test_derivative_of_rerotation_by_sections():
+    torch.manual_seed(0)
+    old, new = (torch.rand(2, 5, dtype=torch.float64) + 0.5 for _ in range(2))
+    layout = KeyLayout(interleaved=False, sections=(0, 1, 2, 0))
+    rerotation = KeyRerotation({None: (0, 5)}, layout, kernels=None, start_tokens=0)
+    positions, changed = torch.randint(9, (2, 4, 3)), torch.tensor([False, True])
+
+    def rerotate(keys):
+        keys = keys.clone()
+        rerotation.rerotate([(keys, positions, None)], old, new, changed)
+        return keys
+
+    keys = torch.randn(2, 1, 4, 10, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(rerotate, keys)
+    # The same as rotating by the difference at each pair's own position.
+    at = positions[1][:, [0, 1, 2, 0]]
+    angle = (new - old)[1, :-1] * at
+    turn = torch.polar(new[1, -1] / old[1, -1] * torch.ones_like(angle), angle)
+    first, second, rest = keys.split([4, 4, 2], dim=-1)
+    rotated = torch.complex(first[1, 0], second[1, 0]) * turn
+    expected = torch.cat([rotated.real, rotated.imag, rest[1, 0]], dim=-1)
+    torch.testing.assert_close(rerotate(keys)[1, 0], expected, rtol=0, atol=1e-5)
+    assert rerotate(keys)[0].equal(keys[0])
