@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rope_patch.patching import Patch, current, patch, restore, unpatch
     from rope_patch.pretrained.adapters import load_adapter
     from rope_patch.pretrained.loading import load
+    from rope_patch.pretrained.patched_checkpoint import PatchedCheckpoint, patch_checkpoint
     from rope_patch.pretrained.saving import save
     from rope_patch.pretrained.transformers_registry import (
         register_rope_types,
@@ -31,6 +32,7 @@ __all__ = [
     "Export",
     "Extension",
     "Patch",
+    "PatchedCheckpoint",
     "Refused",
     "SearchResult",
     "current",
@@ -41,6 +43,7 @@ __all__ = [
     "load",
     "load_adapter",
     "patch",
+    "patch_checkpoint",
     "recommend",
     "register_method",
     "register_rope_types",
@@ -58,6 +61,7 @@ _MODULES = {
     "Export": "exporting",
     "Extension": "extension",
     "Patch": "patching",
+    "PatchedCheckpoint": "pretrained.patched_checkpoint",
     "Refused": "utils.errors",
     "SearchResult": "searching",
     "current": "patching",
@@ -66,6 +70,7 @@ _MODULES = {
     "load": "pretrained.loading",
     "load_adapter": "pretrained.adapters",
     "patch": "patching",
+    "patch_checkpoint": "pretrained.patched_checkpoint",
     "recommend": "recommending",
     "register_rope_types": "pretrained.transformers_registry",
     "restore": "patching",

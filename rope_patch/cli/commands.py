@@ -18,6 +18,7 @@ from rope_patch.cli import (
     export,
     finetune,
     methods,
+    patch,
     recipes,
     recommend,
     report,
@@ -157,6 +158,7 @@ app.command(
     cls=Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(finetune.finetune)
 app.command(cls=Command)(recipes.recipes)
+app.command(cls=Command)(with_plugins(patch.patch))
 app.command(cls=Command)(with_plugins(export.export))
 app.command(cls=Command)(with_plugins(bench.bench))
 app.command(cls=Command)(env.env)

@@ -68,14 +68,14 @@ def export(
     """
     from rope_patch import patch
     from rope_patch.exporting import export, require_engine, write_folder
-    from rope_patch.exporting.folder import require_new_folder
     from rope_patch.pretrained import demo
     from rope_patch.searching.result.artifacts import export_for
     from rope_patch.searching.result.search_result import SearchResult
+    from rope_patch.utils import atomic_files
 
     require_engine(engine)
     if write is not None:
-        require_new_folder(write)
+        atomic_files.require_new_folder(write, "the converter's files")
     path = demo.resolve_model_path(model)
     request: dict[str, Any] = {"factor": factor, "length": length, "trained_length": trained_length}
     request |= parse_options(option)

@@ -62,26 +62,13 @@ def write_folder(
             "was converted from the model as it was"
         )
     weights = _weight_files(source)
-    require_new_folder(folder)
+    atomic_files.require_new_folder(folder, "the converter's files")
     config = merge_config(_read_json(source / CONFIG), export.config)
     with atomic_files.explain_write_errors(
         folder.parent, folder.name, "Nothing of it is left: REMEDY, and try again"
     ):
         _build_folder(export, source, folder, config, weights)
     return folder
-
-
-def require_new_folder(folder: str | os.PathLike[str]) -> None:
-    """Raise unless `write_folder` can write a folder.
-
-    Raises:
-        ValueError: It is not empty, or a file.
-        OSError: It is not writable.
-    """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Refused(f"{folder} is not empty: expected a new folder, as nothing is overwritten")
-    atomic_files.require_writable_folder(folder, "the converter's files")
 
 
 def _build_folder(

@@ -55,7 +55,7 @@ _NEW_SIDECAR_TYPES: dict[str, Any] = {  # rope_patch 0.1 has the factor among th
 }
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
     """Write a patched model: safetensors, a native config, and the sidecar `rope_patch.json`.
 
     If the method has a native form, plain transformers loads the folder to the same logits, up to
@@ -73,6 +73,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     Args:
         model: A patched model.
         folder: Target folder; created if missing.
+        tokenizer: The model's tokenizer, to be written, too; its `model_max_length` is raised to
+            the patch's length.
 
     Raises:
         ValueError: The model is not patched, the folder is a file, or an adapter would lie beside a
@@ -89,7 +91,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise Refused(f"{folder} is a file: expected a folder to save into")
     with atomic_files.explain_write_errors(folder.parent, folder.name, _DISK_ADVICE):
-        adapters, native, problem = _write_folder(model, handle, folder)
+        adapters, native, problem = _write_folder(model, handle, folder, tokenizer)
     if adapters:
         logger.info(
             "%s: an adapter for a base patched with %s; load it with rope_patch.load or "
@@ -117,7 +119,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _write_folder(
-    model: nn.Module, handle: Patch, folder: Path
+    model: nn.Module, handle: Patch, folder: Path, tokenizer: Any
 ) -> tuple[list[Path], bool, str | None]:
     """Write a patched model into a temporary folder, then move it into place.
 
@@ -131,17 +133,57 @@ def _write_folder(
         model.save_pretrained(staging)  # type: ignore[operator]
         adapters = [path.parent for path in staging.rglob(ADAPTER_CONFIG)]
         _refuse_adapter_beside_model(folder, adapters)
-        if not adapters:
-            _complete_config(staging / "config.json", model, handle)
-        problem = None if adapters else _loading_problem(staging, model)
-        native = not adapters and not problem and _loads_natively(staging, model, handle)
-        sidecar = _make_sidecar(handle, native)
         if adapters:
+            native, problem = False, None
+            sidecar = _make_sidecar(handle, native)
             sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
-        for path in {staging, *adapters}:
-            (path / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+            for path in {staging, *adapters}:
+                (path / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+        else:
+            native, problem = record_patch(staging, model, handle)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+            raise_tokenizer_length(staging, handle)
         _replace_files(staging, folder)
     return adapters, native, problem
+
+
+def record_patch(folder: Path, model: nn.Module, handle: Patch) -> tuple[bool, str | None]:
+    """Complete the config of a patched model in a folder, and write the sidecar beside it.
+
+    Args:
+        folder: Holds the `config.json` that transformers wrote for the patched model.
+        model: The model; its weights may be on the meta device.
+        handle: Its patch.
+
+    Returns:
+        Whether plain transformers loads the model to the same logits, and why it cannot load it at
+        all, if so.
+    """
+    _complete_config(folder / "config.json", model, handle)
+    problem = _loading_problem(folder, model)
+    native = not problem and _loads_natively(folder, model, handle)
+    sidecar = _make_sidecar(handle, native)
+    (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+    return native, problem
+
+
+def raise_tokenizer_length(folder: Path, handle: Patch) -> None:
+    """Raise `model_max_length` of a tokenizer in a folder to the length of a patch.
+
+    Serving engines take the smaller of the tokenizer's and the model's, and tokenizers warn beyond
+    their own.
+    """
+    path = folder / "tokenizer_config.json"
+    if handle.length is None or not path.is_file():
+        return
+    config = parse_json(path.read_text(encoding="utf-8"))
+    length = config.get("model_max_length")
+    if isinstance(length, int | float) and length < handle.length:
+        config["model_max_length"] = handle.length
+        # Replaced and not changed, because it may be a link to the checkpoint's file.
+        path.unlink()
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:

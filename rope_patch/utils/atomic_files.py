@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rope_patch.utils.errors import one_line
+from rope_patch.utils.errors import Refused, one_line
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -121,6 +121,23 @@ def _replace(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def require_new_folder(folder: str | os.PathLike[str], purpose: str) -> None:
+    """Raise unless a folder is new or empty, and can be written.
+
+    Args:
+        folder: The folder.
+        purpose: What is to be written, for the error.
+
+    Raises:
+        ValueError: It is not empty, or a file.
+        OSError: It is not writable.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refused(f"{folder} is not empty: expected a new folder, as nothing is overwritten")
+    require_writable_folder(folder, purpose)
 
 
 def require_writable_folder(folder: str | os.PathLike[str], purpose: str) -> None:

@@ -1,0 +1,93 @@
+"""The command `patch`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from rope_patch.cli.options import (
+    Factor,
+    Json,
+    LayerTypes,
+    Length,
+    Model,
+    Option,
+    Start,
+    TrainedLength,
+    parse_names,
+    parse_options,
+)
+
+logger = logging.getLogger("rope_patch")
+
+
+def patch(
+    model: Model,
+    method: Annotated[str, typer.Option(help="What to apply (`rope-patch methods` lists them).")],
+    to: Annotated[str, typer.Option(metavar="FOLDER", help="A new folder for the checkpoint.")],
+    factor: Factor = None,
+    length: Length = None,
+    trained_length: TrainedLength = None,
+    layer_types: LayerTypes = None,
+    start: Start = "auto",
+    option: Option = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="link: hard links to the checkpoint's files, which take no space and stay when it "
+            "is deleted; what writes into one in place changes both. copy: files of their own. "
+            "Across disks files are copied."
+        ),
+    ] = "link",
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint that reads further: a new config, the same weights.
+
+    Reads the config only. The folder has the weights, the tokenizer and all other files of the
+    checkpoint, the rotation in config.json, and rope_patch.json, by which rope_patch knows what was
+    done. Measure what it gains before you serve it: `rope-patch compare`.
+
+    \b
+    Examples:
+      rope-patch patch demo --method yarn --factor 2 --to smollm2-16k
+      rope-patch patch ./my-model --method yarn --length 131072 --to my-model-128k --weights copy
+    """
+    from rope_patch.pretrained.patched_checkpoint import patch_checkpoint
+
+    if weights not in ("link", "copy"):
+        raise ValueError(f"--weights must be link or copy, got {weights!r}")
+    names = parse_names(layer_types)
+    checkpoint = patch_checkpoint(
+        model,
+        to,
+        method,
+        factor=factor,
+        length=length,
+        trained_length=trained_length,
+        layer_types=None if names is None else list(names),
+        start=start,
+        copy=weights == "copy",
+        **parse_options(option),
+    )
+    if weights == "link" and any(name.endswith(".safetensors") for name in checkpoint.copied):
+        logger.warning("the weights were copied: there are no links from that disk to this one")
+    if as_json:
+        print(json.dumps(asdict(checkpoint) | {"folder": str(checkpoint.folder)}, indent=1))
+        return
+    folder = shlex.quote(str(checkpoint.folder))
+    print(checkpoint.summary)
+    print(
+        f"wrote {folder}: config.json and rope_patch.json; of the checkpoint's files "
+        f"{len(checkpoint.linked)} are linked, {len(checkpoint.copied)} copied"
+    )
+    if checkpoint.native:
+        print("plain transformers loads it; what other engines need:")
+        print(f"  rope-patch export {folder} --engine vllm")
+    else:
+        print("no config of transformers says this rotation; load the folder with")
+        print(f"  rope_patch.load({str(checkpoint.folder)!r})")
