@@ -10,6 +10,7 @@ from rope_patch.utils.deprecation import warn_renamed
 
 if TYPE_CHECKING:
     from rope_patch.diagnosing import Diagnosis, diagnose
+    from rope_patch.evaluation.entry_points import Evaluation, compare, evaluate
     from rope_patch.exporting import Export, export
     from rope_patch.extension import Extension
     from rope_patch.patching import Patch, current, patch, restore, unpatch
@@ -29,14 +30,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Diagnosis",
+    "Evaluation",
     "Export",
     "Extension",
     "Patch",
     "PatchedCheckpoint",
     "Refused",
     "SearchResult",
+    "compare",
     "current",
     "diagnose",
+    "evaluate",
     "export",
     "frequencies",
     "list_methods",
@@ -58,14 +62,17 @@ __all__ = [
 # transformers, which take seconds.
 _MODULES = {
     "Diagnosis": "diagnosing",
+    "Evaluation": "evaluation.entry_points",
     "Export": "exporting",
     "Extension": "extension",
     "Patch": "patching",
     "PatchedCheckpoint": "pretrained.patched_checkpoint",
     "Refused": "utils.errors",
     "SearchResult": "searching",
+    "compare": "evaluation.entry_points",
     "current": "patching",
     "diagnose": "diagnosing",
+    "evaluate": "evaluation.entry_points",
     "export": "exporting",
     "load": "pretrained.loading",
     "load_adapter": "pretrained.adapters",

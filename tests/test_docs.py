@@ -31,6 +31,7 @@ NAMED_FILE = re.compile(r"\b((?:tests|recipes)/[\w/]+\.py)\b")
 
 # These pages measure a model, so they run the trained tiny one, at lengths within its reach.
 SMALLER = {
+    "evaluation.md": {"factor=4, out=": 'lengths=[256], tasks=["rp_recall_ll"], factor=2, out='},
     "search.md": {"length=32768": "length=512", ', folder="out/search"': ", **QUICK"},
     "recommend.md": {"length=32768, budget=60": "length=512, budget=60, **QUICK"},
 }

@@ -18,9 +18,7 @@ from rope_patch.cli.option_groups import (
     expand_groups,
 )
 from rope_patch.cli.options import Factor, Json, Length, Model, Seed, parse_ints, split_commas
-from rope_patch.cli.runtime import requires_extra
-
-_DEFAULT_METHODS = ("none", "linear", "ntk", "yarn", "dynamic-yarn")
+from rope_patch.cli.runtime import command_line, requires_extra
 
 
 @dataclass(frozen=True)
@@ -80,48 +78,29 @@ def compare(
       rope-patch compare ./my-model --factor 4 --precision 0.05 --out comparison
     """
     chosen = parse_methods(
-        ["none", *(method or _DEFAULT_METHODS)], method_options.trained_length, method_options.start
+        ["none", *(method or [])], method_options.trained_length, method_options.start
     )
-    token_lengths = tuple(parse_ints("lengths", lengths, minimum=1)) if lengths else ()
-    methods: dict[str, Any] = {
-        **chosen,
-        "factor": factor,
-        "length": length,
+    options: dict[str, Any] = {
+        "lengths": parse_ints("lengths", lengths, minimum=1) if lengths else (),
         **method_options.arguments(),
-    }
-    sampling = sample_options.arguments()
-    from rope_patch.pretrained import demo
-    from rope_patch.pretrained.loading import read_config
-
-    with requires_extra("evaluation needs", "eval"):
-        from rope_patch.evaluation import profiles
-        from rope_patch.evaluation.request import EvalRequest, check_methods
-    path, gguf_file = demo.resolve_model_path(model), loading.gguf_file
-    # First, before the machine's profile is logged and a tokenizer is read.
-    check_methods(EvalRequest(model=model, **methods), path, read_config(path, gguf_file=gguf_file))
-    selected = profiles.choose_profile(profile)
-    sampling["samples"] = sampling["samples"] or (
-        None if sample_options.precision else selected.samples
-    )
-    sampling["per_text"] = sampling["per_text"] or selected.per_text
-    test_lengths = token_lengths or profiles.default_lengths(
-        model, factor, length, method_options.trained_length, method_options.start, gguf_file
-    )
-    run_and_report(
-        out,
-        as_json,
-        model=model,
-        lengths=test_lengths,
-        tasks=tuple(split_commas(tasks))
-        if tasks
-        else profiles.fit_tasks(
-            selected.tasks, model, gguf_file, min(test_lengths), text_options.chat_template
-        ),
-        controls=True,
-        short_samples=selected.short_samples,
-        seed=seed,
-        **methods,
-        **sampling,
-        **{"texts": tuple(selected.texts), **text_options.arguments()},
+        **sample_options.arguments(),
+        **text_options.arguments(),
         **loading.arguments(),
+    }
+    with requires_extra("evaluation needs", "eval"):
+        from rope_patch.evaluation.comparison import DEFAULT_METHODS, comparison_request
+    if method is None:
+        chosen["methods"] = DEFAULT_METHODS
+    request = comparison_request(
+        model,
+        factor=factor,
+        length=length,
+        tasks=tuple(split_commas(tasks)) if tasks else (),
+        profile=profile,
+        seed=seed,
+        folder=out,
+        command=command_line(),
+        **chosen,
+        **options,
     )
+    run_and_report(request, as_json)

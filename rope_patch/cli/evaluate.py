@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from rope_patch.cli.option_groups import (
     expand_groups,
 )
 from rope_patch.cli.options import Factor, Json, Length, Model, Seed, parse_ints, split_commas
+from rope_patch.cli.runtime import command_line, requires_extra
 
 
 @expand_groups
@@ -98,15 +99,20 @@ def evaluate(
       rope-patch eval ./my-model --method yarn --factor 4 --tasks perplexity --text book.txt
       rope-patch eval ./my-model --method none,yarn --factor 4 --tasks rp_ruler --precision 0.05
     """
-    run_and_report(
-        out,
-        as_json,
-        engine=engine,
-        model=model,
+    options: dict[str, Any] = {
         **parse_methods(method, method_options.trained_length, method_options.start),
+        "lengths": tuple(parse_ints("lengths", lengths, minimum=1)),
+        **sample_options.arguments(),
+        **text_options.arguments(),
+        **method_options.arguments(),
+        **loading.arguments(),
+    }
+    with requires_extra("evaluation needs", "eval"):
+        from rope_patch.evaluation.request import EvalRequest
+    request = EvalRequest(
+        model=model,
         factor=factor,
         length=length,
-        lengths=tuple(parse_ints("lengths", lengths, minimum=1)),
         tasks=tuple(split_commas(tasks)),
         controls=controls,
         perplexity_length=perplexity_length,
@@ -116,8 +122,13 @@ def evaluate(
         windows=windows,
         short_samples=short_samples,
         seed=seed,
-        **sample_options.arguments(),
-        **text_options.arguments(),
-        **method_options.arguments(),
-        **loading.arguments(),
+        folder=out,
+        command=command_line(),
+        **options,
     )
+    if engine is None:
+        run_and_report(request, as_json)
+        return
+    from rope_patch.evaluation import vllm_commands
+
+    print("\n\n".join(vllm_commands.commands(engine, request)))

@@ -6,11 +6,15 @@ import math
 import os
 import textwrap
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rope_patch.diagnosing.advice import Advice
 from rope_patch.diagnosing.finding import SEVERITIES, Finding, json_safe
 from rope_patch.diagnosing.pairs import PairTable
+from rope_patch.utils.notebook import text_html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HEALTHY = "transformers does what the config says"
 _WIDTH = 100
@@ -58,6 +62,16 @@ class Diagnosis:
 
         write_plot(self, path)
 
+    def figure(self) -> Figure:
+        """Return the plot of `plot` as a matplotlib figure, for notebooks and other formats.
+
+        Raises:
+            ValueError: matplotlib is not installed.
+        """
+        from rope_patch.diagnosing.plot import make_figure
+
+        return make_figure(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; infinite numbers (of stopped pairs) become None."""
         data = asdict(self)
@@ -74,6 +88,9 @@ class Diagnosis:
             self._table(layer_type, rotation) for layer_type, rotation in self.rotations.items()
         ]
         return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        return text_html(str(self))
 
     def _summary(self) -> list[str]:
         lines = [HEALTHY] if self.healthy else []

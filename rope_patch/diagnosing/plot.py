@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.diagnosing.pairs import PairTable
 from rope_patch.utils import atomic_files
-from rope_patch.utils.plot_style import PAPER, STYLE, require_plot_path
+from rope_patch.utils.plot_style import (
+    PAPER,
+    STYLE,
+    require_matplotlib,
+    require_plot_path,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from rope_patch.diagnosing.diagnosis import Diagnosis
 
@@ -25,9 +31,23 @@ def write_plot(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
     require_plot_path(path)
     atomic_files.require_writable_file(path, "the picture", folder_exists=True)
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     file = Path(path)
+    figure = make_figure(diagnosis)
+    kind = file.suffix.lower()[1:]
+    metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
+    buffer = BytesIO()
+    with rc_context(STYLE):
+        figure.savefig(buffer, format=kind, dpi=144, facecolor="white", metadata=metadata)
+    atomic_files.atomic_write(file, buffer.getvalue())
+
+
+def make_figure(diagnosis: Diagnosis) -> Figure:
+    """Return the plot as a figure; see `Diagnosis.figure`."""
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     rotations = list(diagnosis.rotations.items())
     with rc_context(STYLE):
         total = _HEIGHT * len(rotations)
@@ -36,11 +56,7 @@ def write_plot(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
             bottom = total - _HEIGHT * (i + 1) + 54
             box = (104 / _WIDTH, bottom / total, (_WIDTH - 122) / _WIDTH, (_HEIGHT - 92) / total)
             _draw_panel(figure.add_axes(box), diagnosis, kind, rotation)
-        kind = file.suffix.lower()[1:]
-        metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
-        buffer = BytesIO()
-        figure.savefig(buffer, format=kind, dpi=144, facecolor="white", metadata=metadata)
-    atomic_files.atomic_write(file, buffer.getvalue())
+    return figure
 
 
 def _draw_panel(

@@ -36,6 +36,7 @@ from rope_patch.patching.stamp import (
 from rope_patch.patching.start_tokens import install_start_tokens
 from rope_patch.patching.summary import summarize
 from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.notebook import text_html
 
 logger = logging.getLogger("rope_patch")
 
@@ -188,6 +189,9 @@ class Patch:
     def __str__(self) -> str:
         length = "any length" if self.length is None else f"{self.length:,} tokens"
         return f"{self.method}, {self.trained_length:,} → {length}"
+
+    def _repr_html_(self) -> str:
+        return text_html(self.summary() if self.active else repr(self))
 
     def __repr__(self) -> str:
         return f"<rope_patch.Patch {self}{'' if self.active else ' (undone)'}>"

@@ -14,6 +14,7 @@ from rope_patch.recommending.scores import Scores, score_difference
 from rope_patch.statistics import Interval
 from rope_patch.utils import atomic_files
 from rope_patch.utils.checksums import json_safe
+from rope_patch.utils.notebook import text_html
 
 if TYPE_CHECKING:
     from rope_patch.recommending.scoreboard import VariantScores
@@ -103,6 +104,9 @@ class Recommendation:
         from rope_patch.recommending.summary import as_text
 
         return as_text(self)
+
+    def _repr_html_(self) -> str:
+        return text_html(str(self))
 
 
 def to_rows(rows: Sequence[VariantScores], choice: Choice) -> list[dict[str, Any]]:

@@ -68,6 +68,11 @@ def require_plot_path(path: str | os.PathLike[str]) -> None:
         ValueError: The suffix is not a plot's, or matplotlib is not installed.
     """
     require_plot_suffix(path)
+    require_matplotlib()
+
+
+def require_matplotlib() -> None:
+    """Raise ValueError unless matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

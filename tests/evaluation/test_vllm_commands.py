@@ -229,10 +229,10 @@ class TestOverrides:
             with torch.no_grad(), rope_patch.patch(model, name, factor=2.0, **options):
                 expected = model(ids).logits
             # A config's frequencies may round differently; every method here moves some logit by
-            # more than 1.
+            # more, `clipped` the least.
             with torch.no_grad():
                 assert (native(ids).logits - expected).abs().max() < 2e-3
-                assert (model(ids).logits - expected).abs().max() > 1
+                assert (model(ids).logits - expected).abs().max() > 0.1
 
     def test_there_are_static_methods(self):
         assert {"linear", "ntk", "yarn", "longrope", "llama3", "abf"} <= set(static_methods())

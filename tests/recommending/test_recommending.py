@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from html import unescape
 from types import SimpleNamespace
 
 import pytest
@@ -275,6 +276,7 @@ def test_a_model_that_cannot_answer_gets_no_recommendation(machine):
     assert "Nothing can be recommended" in recommendation.verdict
     assert machine.scored == 12  # before anything long was read
     assert recommendation.verdict in str(recommendation)
+    assert str(recommendation).splitlines()[0] in unescape(recommendation._repr_html_())
 
 
 def test_no_method_is_recommended_if_none_holds(model, machine, monkeypatch):

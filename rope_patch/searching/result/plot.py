@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.utils import atomic_files
-from rope_patch.utils.plot_style import PALETTE, PAPER, STYLE, require_plot_path
+from rope_patch.utils.plot_style import (
+    PALETTE,
+    PAPER,
+    STYLE,
+    require_matplotlib,
+    require_plot_path,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,9 +60,33 @@ def draw(
     from io import BytesIO
 
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     kind = Path(path).suffix.lower()[1:]
+    figure = make_figure(space, history, candidate=candidate, title=title)
+    metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
+    buffer, paper = BytesIO(), PAPER["paper"]
+    with rc_context(STYLE):
+        figure.savefig(buffer, format=kind, dpi=144, facecolor=paper, metadata=metadata)
+    content = buffer.getvalue()
+    atomic_files.atomic_write(Path(path), _add_dark_colours(content) if kind == "svg" else content)
+
+
+def make_figure(
+    space: SearchSpace,
+    history: Sequence[Mapping[str, Any]] = (),
+    *,
+    candidate: Candidate | None = None,
+    title: str = "",
+) -> Figure:
+    """Return what `draw` draws as a matplotlib figure.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     best = candidate or best_of(history)
     with rc_context(STYLE):
         total = _UPPER_HEIGHT + (_LOWER_HEIGHT if history else 0)
@@ -69,12 +99,7 @@ def draw(
         )
         if history:
             _draw_history(_add_panel(figure, total, _UPPER_HEIGHT, _LOWER_HEIGHT), history)
-        metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
-        buffer = BytesIO()
-        paper = PAPER["paper"]
-        figure.savefig(buffer, format=kind, dpi=144, facecolor=paper, metadata=metadata)
-    content = buffer.getvalue()
-    atomic_files.atomic_write(Path(path), _add_dark_colours(content) if kind == "svg" else content)
+    return figure
 
 
 def best_of(history: Sequence[Mapping[str, Any]]) -> Candidate | None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import NO_ROTATION
@@ -16,6 +16,10 @@ from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.utils import atomic_files
 from rope_patch.utils.checksums import json_digest, json_safe
 from rope_patch.utils.errors import parse_json
+from rope_patch.utils.notebook import text_html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESULT_FORMAT = "rope_patch.search/1"
 RESULT_FILE = "found.json"
@@ -160,6 +164,24 @@ class SearchResult(Mapping[str, Any]):
             candidate=self.candidate,
             title=f"{self.model}: found by {self.strategy}",
         )
+
+    def figure(self) -> Figure:
+        """Return what `plot` draws as a matplotlib figure, for notebooks and other formats.
+
+        Raises:
+            ValueError: matplotlib is not installed.
+        """
+        from rope_patch.searching.result.plot import make_figure
+
+        return make_figure(
+            self.space,
+            self.history,
+            candidate=self.candidate,
+            title=f"{self.model}: found by {self.strategy}",
+        )
+
+    def _repr_html_(self) -> str:
+        return text_html(self.summary())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as strict JSON data, with a digest of the rest."""

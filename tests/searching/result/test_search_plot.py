@@ -143,3 +143,10 @@ def test_other_file_formats_are_refused(name, tmp_path):
     with pytest.raises(ValueError, match=r"an \.svg or a \.png file"):
         draw(tmp_path / name, SPACE)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_figure_has_the_panels_of_the_picture():
+    result = make_result()
+    figure = result.figure()
+    assert len(figure.axes) == (2 if result.history else 1)
+    assert str(result).splitlines()[0] in result._repr_html_()
