@@ -64,16 +64,13 @@ def diagnose(
     from rope_patch.diagnosing.pipeline import diagnose_subject
     from rope_patch.diagnosing.subject import open_subject
     from rope_patch.extension import Extension
-    from rope_patch.pretrained import demo
     from rope_patch.utils import atomic_files
     from rope_patch.utils.plot_style import require_plot_suffix
 
     if picture is not None:
         require_plot_suffix(picture)
         atomic_files.require_writable_file(picture, "the picture", folder_exists=True)
-    subject = open_subject(
-        demo.resolve_model_path(model), gguf_file=gguf_file, display_name=shlex.quote(model)
-    )
+    subject = open_subject(model, gguf_file=gguf_file, display_name=shlex.quote(model))
     extension = Extension(
         method,
         factor=factor,

@@ -16,6 +16,7 @@ from transformers import AutoModel, PreTrainedConfig
 from rope_patch.original_config import original_config
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
+from rope_patch.pretrained import demo
 from rope_patch.pretrained.adapters import adapter_base, is_adapter
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.pretrained.saving import ADAPTER_CONFIG, read_sidecar
@@ -86,7 +87,10 @@ def open_subject(
     if isinstance(model, nn.Module):
         return _from_model(model, display_name)
     if isinstance(model, str | os.PathLike):
-        return _from_path(os.fspath(model), gguf_file, display_name)
+        name = os.fspath(model)
+        if name == "demo":
+            display_name = display_name or name
+        return _from_path(demo.resolve_model_path(name), gguf_file, display_name)
     if isinstance(model, PreTrainedConfig):
         path = str(getattr(model, "_name_or_path", "") or "")
         return _without_weights(

@@ -95,3 +95,10 @@ def test_saved_model_loads_in_plain_transformers(model, folder, tmp_path):
         expected = model(ids).logits
         got = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(ids).logits
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-3)
+
+
+def test_python_takes_the_demo_by_name(folder):
+    assert rope_patch.current(rope_patch.load("demo", "yarn", factor=2)).length == 16384
+    diagnosis = rope_patch.diagnose("demo", "yarn", factor=2)
+    assert diagnosis.length == 16384
+    assert "demo" in diagnosis.advice.shell
