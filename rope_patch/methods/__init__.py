@@ -45,6 +45,15 @@ for _file in (
     "clipped",
     "mixed",
     "dynamic",
+    "rerope",
+    "self_extend",
+    "jet_long",
+    "dca",
+    "string_map",
+    "lampe",
+    "dpe",
+    "lm_infinite",
+    "streaming",
     "recorded",
 ):
     import_module(f"rope_patch.methods.{_file}")

@@ -2,7 +2,7 @@
 
 A query at position p sees n = p + 1 tokens. With the trained length L:
 
-- a number: the same factor at every position;
+- a number: the same factor at every position; "none" is 1;
 - "log-n": ln(n) / ln(L) beyond L (kexue.fm/archives/8823, by Jianlin Su);
 - "llama4": 1 + beta ln(1 + floor(p / L)), beta 0.1 unless given, as "llama4:0.2" (Llama 4; the
   `llama_4_scaling_beta` of Ministral 3 in transformers);
@@ -58,6 +58,8 @@ class Temperature:
                     f"write temperature='drope:{value}'"
                 )
             return cls("constant", float(value))
+        if value == "none":
+            return cls("constant", 1.0)
         kind, separator, text = value.partition(":")
         if kind not in _KINDS:
             raise Refused(
