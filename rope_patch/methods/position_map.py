@@ -135,7 +135,7 @@ class PositionMap(Method):
     def frequencies(self, geometry: Geometry, seq_len: float | None = None) -> Frequencies:
         inner = self.inner
         if inner is None:
-            return Frequencies(geometry.inv_freq(), geometry.attention_factor)
+            return Frequencies(geometry.inv_freq())
         return inner.frequencies(geometry, seq_len)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from rope_patch.patching.length_warning import install_length_warning, make_leng
 from rope_patch.patching.mla_scale import base_softmax_scale
 from rope_patch.patching.plan import PatchPlan, saved_frequencies
 from rope_patch.patching.position_guard import PositionIdsGuard, install_position_guards
+from rope_patch.patching.position_maps.mapped_attention import install_position_map
 from rope_patch.patching.query_temperature import install_temperature
 from rope_patch.patching.replicas import support_replicas
 from rope_patch.patching.stamp import (
@@ -241,7 +242,7 @@ class Patch:
         try:
             rotaries = [traits.rotary for traits in plan.rotaries]
             self._position_guards = install_position_guards(model, rotaries, self._undo_log)
-            if not plan.length_hooks:
+            if not plan.length_hooks and not plan.mapped_sites:
                 install_cache_stamps(model, rotaries, self._rotation_digest, self._undo_log)
             if self._length_warning is not None:
                 install_length_warning(self._length_warning, model, rotaries, self._undo_log)
@@ -272,6 +273,15 @@ class Patch:
             watch_admission(model, plan.length_hooks, self._undo_log)
             for site in plan.rotation_sites:
                 install_kernels(site, plan.extension.kernels, self._undo_log)
+            if (position_map := plan.position_map) is not None:
+                install_position_map(
+                    plan.mapped_sites,
+                    position_map,
+                    position_map.reach(plan.trained_length),
+                    self.frequencies,
+                    self._rotation_digest,
+                    self._undo_log,
+                )
             if (temperature := plan.method.query_temperature) is not None:
                 sites, length = plan.temperature_sites, plan.trained_length
                 install_temperature(sites, temperature, length, self._undo_log)

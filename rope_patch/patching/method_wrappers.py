@@ -16,6 +16,7 @@ from rope_patch.methods.mixed import Mixed
 from rope_patch.methods.nope import NoPE
 from rope_patch.methods.origin import Origin, origin_of
 from rope_patch.methods.recorded import Recorded
+from rope_patch.methods.temperature import Temperature
 from rope_patch.methods.yarn import YaRN
 from rope_patch.original_config import original_config
 from rope_patch.patching.continued_yarn import (
@@ -52,6 +53,10 @@ class MethodWrapper(Method):
         return self.inner.has_config_form
 
     @property
+    def query_temperature(self) -> Temperature | None:
+        return self.inner.query_temperature
+
+    @property
     def start_token_count(self) -> int:
         return self.inner.start_token_count
 
@@ -69,13 +74,19 @@ class MethodWrapper(Method):
         return str(self.inner)
 
 
+def unwrap(method: Method) -> Method:
+    """Return the method below its wrappers."""
+    while isinstance(method, MethodWrapper):
+        method = method.inner
+    return method
+
+
 def method_origin(method: Method) -> Origin | str | None:
     """Return where a method comes from, below its wrappers; None for ours.
 
     For recorded frequencies, that is what was recorded of the method that computed them.
     """
-    while isinstance(method, MethodWrapper):
-        method = method.inner
+    method = unwrap(method)
     return method.origin if isinstance(method, Recorded) else origin_of(type(method))
 
 

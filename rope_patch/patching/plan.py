@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,19 +14,21 @@ from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method
 from rope_patch.methods.base import require_tokens
+from rope_patch.methods.position_map import PositionMap
 from rope_patch.original_config import is_saved_patch, original_config
 from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_rotaries
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
 from rope_patch.patching.dynamic.hooks import LengthHooks
 from rope_patch.patching.kernels.eligibility import RotationSite, inspect_site, require_kernels
-from rope_patch.patching.method_wrappers import ContinuedScaling
+from rope_patch.patching.method_wrappers import ContinuedScaling, unwrap
 from rope_patch.patching.mla_scale import (
     SoftmaxScaled,
     config_mscale,
     filter_by_layer_type,
     find_mla_attentions,
 )
+from rope_patch.patching.position_maps.mapped_attention import Site, find_mapped_attentions
 from rope_patch.patching.query_temperature import find_scalable_attentions
 from rope_patch.patching.start_tokens import require_start_tokens_supported
 from rope_patch.rope_config import (
@@ -75,6 +78,7 @@ class PatchPlan:
         rotation_sites: The rotations that our kernels may compute.
         mla_attentions: The attentions with mscale in their softmax scale (`SoftmaxScaled`).
         temperature_sites: The attentions whose queries have a temperature, by rotary module.
+        mapped_sites: The attentions that compare at mapped positions, by rotary module.
     """
 
     extension: Extension
@@ -88,6 +92,13 @@ class PatchPlan:
     rotation_sites: list[RotationSite] = field(default_factory=list)
     mla_attentions: list[Any] = field(default_factory=list)
     temperature_sites: list[tuple[RotaryTraits, list[nn.Module]]] = field(default_factory=list)
+    mapped_sites: list[Site] = field(default_factory=list)
+
+    @property
+    def position_map(self) -> PositionMap | None:
+        """Return the map of positions that the method is; None if it changes frequencies alone."""
+        method = unwrap(self.method)
+        return method if isinstance(method, PositionMap) else None
 
     @property
     def trained_length(self) -> int:
@@ -212,6 +223,8 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     require_no_shrink(extension, config, geometries)
     request = inherit_constants(extension, geometries, own_parameters)
     resolved, target_length = request.resolve(trained)
+    if isinstance(resolved, PositionMap):
+        target_length = mapped_length(resolved, target_length, trained)
     resolved = ContinuedScaling.wrap_if_needed(resolved, geometries, own_parameters)
     sharpened = [module for traits in rotaries for module in find_mla_attentions(traits.owner)]
     sharpened = filter_by_layer_type(sharpened, config, geometries)
@@ -242,6 +255,8 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     require_start_tokens_supported(resolved, target_length, geometries, rotaries)
     if plan.method.query_temperature is not None:
         plan.temperature_sites.extend(find_scalable_attentions(rotaries, config, geometries))
+    if plan.position_map is not None:
+        plan.mapped_sites.extend(find_mapped_attentions(rotaries, config, geometries))
     if plan.method.is_length_dependent(trained):
         plan.length_hooks.extend(_make_length_hooks(plan))
     if extension.kernels != "hf":
@@ -250,6 +265,33 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
         )
         require_kernels(extension.kernels, plan.rotation_sites)
     return plan
+
+
+def mapped_length(
+    position_map: PositionMap, requested: int | None, trained_length: int
+) -> int | None:
+    """Return the length that a position map is planned for; None if it serves any.
+
+    Args:
+        position_map: The map.
+        requested: The request's length in tokens, if it names one.
+        trained_length: In tokens.
+
+    Raises:
+        ValueError: The map's positions do not stay within those that the frequencies reach.
+    """
+    reach = position_map.reach(trained_length)
+    longest = position_map.longest_text(reach)
+    if requested is not None and requested > longest:
+        raise Refused(
+            f"{position_map} stays within the {reach:,} positions that its frequencies reach for "
+            f"texts of up to {math.floor(longest):,} tokens, and the request is for "
+            f"{requested:,}: expected a shorter length, larger groups, or frequencies that reach "
+            "further (on='yarn:4')"
+        )
+    if requested is None and not math.isinf(longest):
+        return math.floor(longest)
+    return requested
 
 
 def select_layer_types(
@@ -348,7 +390,7 @@ def _require_known_rotation(plan: PatchPlan) -> None:
 
 
 def _require_change(plan: PatchPlan) -> None:
-    if plan.method.query_temperature is not None:
+    if plan.method.query_temperature is not None or plan.position_map is not None:
         return
     # Dynamic methods change nothing up to the trained length.
     lengths = (plan.trained_length, plan.trained_length + 1, plan.length)

@@ -1,0 +1,167 @@
+"""Intercept what an attention hands to its attention function: rotated queries, and all keys.
+
+Most attentions of transformers hand their rotated queries to a function from
+`ALL_ATTENTION_FUNCTIONS`. The attention's forward stays the class's own code. A copy of it, bound
+to one instance, finds a registry under that name whose functions are intercepted. So the name of
+the implementation, masks and caches stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+from torch import nn
+
+from rope_patch.geometry import Geometry
+from rope_patch.patching.architecture.attention_source import undecorated_forward
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits
+from rope_patch.patching.kernels.attention_forward import (
+    PatchedAttentionForward,
+    ReboundForward,
+    forward_attribute,
+)
+from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
+
+_INTERFACES, _GETTER = "ALL_ATTENTION_FUNCTIONS", "get_interface"
+_EAGER = "eager_attention_forward"
+
+
+class Interceptor(Protocol):
+    """What is called in place of an attention function."""
+
+    def attend(self, function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what `function(module, *args, **kwargs)` would; see transformers' interface."""
+
+
+class InterceptedInterfaces:
+    """A registry of attention functions, each of which an interceptor is given."""
+
+    def __init__(self, interfaces: Any, interceptor: Interceptor) -> None:
+        self.interfaces = interfaces
+        self.interceptor = interceptor
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        """Return the function of that name; see transformers' `AttentionInterface`."""
+        function = self.interfaces.get_interface(name, default)
+        return functools.partial(self.interceptor.attend, function)
+
+    def __getitem__(self, name: str) -> Any:
+        return functools.partial(self.interceptor.attend, self.interfaces[name])
+
+
+class InterceptedForward(ReboundForward):
+    """An attention's forward whose attention function an interceptor is given."""
+
+    def __init__(
+        self, module: nn.Module, inner: ReboundForward | None, interceptor: Interceptor
+    ) -> None:
+        self.inner = inner
+        self.interceptor = interceptor
+        super().__init__(module)
+
+    def source_function(self) -> Any:
+        """Return the function to copy: with this package's other changes where they are."""
+        attention_class: Any = self.module.__class__
+        return undecorated_forward(attention_class) if self.inner is None else self.inner.function
+
+    def names(self, function: Any) -> dict[str, Any]:
+        """Return what the copy finds under which global names."""
+        interfaces = InterceptedInterfaces(function.__globals__[_INTERFACES], self.interceptor)
+        names: dict[str, Any] = {_INTERFACES: interfaces}
+        if _GETTER not in function.__code__.co_names and _EAGER in function.__globals__:
+            eager = function.__globals__[_EAGER]
+            names[_EAGER] = functools.partial(self.interceptor.attend, eager)
+        return names
+
+    def retire(self) -> None:
+        """Attend as the class does from now on: undone, but a wrapper still calls this."""
+        if isinstance(self.inner, PatchedAttentionForward | InterceptedForward):
+            self.inner.retire()
+        self.function = undecorated_forward(type(self.module))
+
+    def for_replica(self, replica: Any) -> InterceptedForward:
+        """Return the forward for a replica of the module (`nn.DataParallel`)."""
+        inner = self.inner
+        if isinstance(inner, PatchedAttentionForward | InterceptedForward):
+            inner = inner.for_replica(replica)
+        return InterceptedForward(replica, inner, self.interceptor)
+
+
+def find_attentions(
+    rotaries: list[RotaryTraits], config: Any, geometries: dict[str | None, Geometry], what: str
+) -> list[tuple[RotaryTraits, list[nn.Module]]]:
+    """Return the attentions of the layers that a patch changes, beside their rotary modules.
+
+    Args:
+        rotaries: Facts about the rotary modules.
+        config: The text config of the unpatched model.
+        geometries: The layer types that change.
+        what: What needs them, for messages; such as "a temperature".
+
+    Raises:
+        ValueError: Their queries have no single position, or cannot be reached.
+    """
+    found: list[tuple[RotaryTraits, list[nn.Module]]] = []
+    for traits in rotaries:
+        if not traits.frequencies.keys() & geometries.keys():
+            continue
+        name = type(traits.config).__name__
+        if traits.is_mrope:
+            raise Refused(
+                f"{name} gives a token several positions (M-RoPE), so a {what} has none to follow: "
+                f"leave {what} out"
+            )
+        decoder = traits.decoder
+        if decoder is None:
+            raise Refused(
+                f"{traits.name} does not belong to a decoder that is given positions, which a "
+                f"{what} follows: leave {what} out"
+            )
+        attentions = [module for module in decoder.modules() if _rotates(module)]
+        unreachable = [each for each in attentions if _INTERFACES not in _global_names(each)]
+        if unreachable or not attentions:
+            where = type(unreachable[0] if unreachable else decoder).__name__
+            raise Refused(
+                f"{where} does not hand its queries to one of transformers' attention functions, "
+                f"so no {what} can reach them: leave {what} out"
+            )
+        extended = [each for each in attentions if _is_extended(each, config, geometries)]
+        if not extended:
+            raise Refused(
+                f"{name} does not say which of its attentions belong to the layer types "
+                f"{', '.join(map(str, geometries))}: leave {what} out"
+            )
+        known = {id(module) for _, modules in found for module in modules}
+        found.append((traits, [each for each in extended if id(each) not in known]))
+    return found
+
+
+def intercept(attention: nn.Module, interceptor: Interceptor, undo_log: UndoLog) -> None:
+    """Have an attention call an interceptor, inside whatever this package installed before."""
+    slot = forward_attribute(attention)
+    forward = vars(attention).get(slot)
+    inner = forward if isinstance(forward, ReboundForward) else None
+    undo_log.set(attention, slot, InterceptedForward(attention, inner, interceptor))
+
+
+def _rotates(module: nn.Module) -> bool:
+    """Return whether a module's forward rotates queries of an attention."""
+    if type(module).__name__.endswith(("Indexer", "Compressor")):  # they choose tokens
+        return False
+    return any("apply" in name and "rot" in name for name in _global_names(module))
+
+
+def _global_names(module: nn.Module) -> tuple[str, ...]:
+    module_class: Any = type(module)
+    code = getattr(undecorated_forward(module_class), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _is_extended(attention: Any, config: Any, geometries: dict[str | None, Geometry]) -> bool:
+    if None in geometries:
+        return True
+    layer_types = getattr(config, "layer_types", None) or []
+    index = getattr(attention, "layer_idx", None)
+    return isinstance(index, int) and index < len(layer_types) and layer_types[index] in geometries

@@ -1,0 +1,1 @@
+"""Attention at mapped positions: the regions of a `PositionMap`, computed inside a live model."""

@@ -1,0 +1,135 @@
+"""Attention of one part of the keys, with the log-sum-exp that merging the parts needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def attend_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    *,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return softmax attention and the log-sum-exp of its logits. Every query must see some key.
+
+    Args:
+        query: `[B, H, Q, D]`.
+        key: `[B, K, S, D]`; H is a multiple of K.
+        value: `[B, K, S, E]`.
+        scaling: Factor of the logits.
+        is_causal: Whether query n sees the first n + 1 keys alone; only for Q = S.
+        mask: `[Q, S]`, True where a query sees a key.
+
+    Returns:
+        Output `[B, H, Q, E]` in the query's dtype, and log-sum-exp `[B, H, Q]` in float32, or
+        float64 for float64.
+    """
+    same_width = query.shape[-1] == value.shape[-1]
+    if query.device.type == "cpu" and same_width and query.shape[2] > 1:
+        return _on_cpu(query, key, value, scaling, is_causal, mask)
+    if query.is_cuda and same_width and query.dtype != torch.float64:
+        return _on_cuda(query, key, value, scaling, is_causal, mask)
+    return attend_in_torch(query, key, value, scaling, is_causal=is_causal, mask=mask)
+
+
+def attend_in_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    *,
+    is_causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `attend_part` in plain torch; stores all logits."""
+    rows, heads, steps, width = query.shape
+    groups = heads // key.shape[1]
+    grouped = query.reshape(rows, key.shape[1], groups, steps, width)
+    scores = torch.matmul(grouped, key[:, :, None].transpose(-1, -2)) * scaling
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse[..., None]).to(value.dtype)
+    return torch.matmul(weights, value[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
+
+
+def _on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, *how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    is_causal, mask = how
+    bias = None if mask is None else _as_bias(mask, query.dtype)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=bias, scale=scaling
+    )
+
+
+def _on_cuda(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, *how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    is_causal, mask = how
+    if mask is None and query.dtype in _HALF and query.shape[-1] % 8 == 0:
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, scale=scaling
+        )
+        return output, lse
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    bias = None
+    if mask is not None:
+        # The kernel wants rows that begin at multiples of 16 bytes.
+        width = mask.shape[1]
+        padded = torch.zeros(
+            mask.shape[0], -(-width // 16) * 16, dtype=query.dtype, device=query.device
+        )
+        padded[:, :width].masked_fill_(~mask, -torch.inf)
+        bias = padded[:, :width].expand(*query.shape[:2], -1, -1)
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, 0.0, is_causal, scale=scaling
+    )
+    return output, lse[..., : query.shape[2]]  # the kernel pads the queries
+
+
+def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill_(~mask, -torch.inf)[None, None]
+
+
+class MergedParts:
+    """Attention merged from parts of the keys, in place.
+
+    Attributes:
+        output: `[B, H, Q, E]`, float32 or wider.
+        lse: Log-sum-exp of the logits so far, `[B, H, Q]`; -inf for queries without keys.
+    """
+
+    def __init__(self, query: torch.Tensor, value: torch.Tensor) -> None:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        shape = query.shape[:3]
+        self.output = torch.zeros(*shape, value.shape[-1], dtype=wide, device=query.device)
+        self.lse = torch.full(shape, -torch.inf, dtype=wide, device=query.device)
+
+    def add(self, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge the attention of some queries over further keys."""
+        old = self.lse[:, :, rows]
+        lse = lse.to(old.dtype)
+        new = torch.logaddexp(old, lse)
+        target = self.output[:, :, rows]
+        target.mul_(torch.exp(old - new)[..., None])
+        target.addcmul_(output.to(target.dtype), torch.exp(lse - new)[..., None])
+        old.copy_(new)
+
+    def add_sinks(self, sinks: torch.Tensor) -> None:
+        """Merge a logit for each head that no value goes with (attention sinks), `[H]`."""
+        sinks = sinks.to(self.lse.dtype).view(1, -1, 1)
+        self.output.mul_(torch.sigmoid(self.lse - sinks)[..., None])

@@ -1,0 +1,176 @@
+"""Attention functions that compare queries and keys at mapped positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.geometry import Geometry
+from rope_patch.methods import Frequencies
+from rope_patch.methods.position_map import PositionMap
+from rope_patch.patching.architecture.key_layout import KeyLayout
+from rope_patch.patching.architecture.rotary_traits import RotaryTraits
+from rope_patch.patching.architecture.rotated_layers import rotated_layer_types
+from rope_patch.patching.attention_interception import find_attentions, intercept
+from rope_patch.patching.mla_scale import find_mla_attentions
+from rope_patch.patching.position_maps.masked import LogitOptions, attend_masked
+from rope_patch.patching.position_maps.parts import attend_by_parts
+from rope_patch.patching.position_maps.position_hooks import PositionHooks
+from rope_patch.patching.position_maps.shift_tables import ShiftRotation
+from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
+
+
+class MappedAttention:
+    """What stands in for the attention function of one layer type of a decoder.
+
+    Attributes:
+        hooks: The decoder's hooks, which know the positions.
+        rotation: The layer type's rotation.
+    """
+
+    def __init__(self, hooks: PositionHooks, rotation: ShiftRotation) -> None:
+        self.hooks = hooks
+        self.rotation = rotation
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        function: Any,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Return what the attention function returns, at mapped positions.
+
+        Where no query meets a key at another distance than its own, the function itself is called.
+        So it is where the layer has a window, beyond which it sees no keys.
+        """
+        view = self.hooks.view_of(query, kwargs.get("position_ids"))
+        if not view.is_mapped or kwargs.get("sliding_window") or args:
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
+        if key.shape[2] != view.keys.shape[1]:
+            raise Refused(
+                f"{type(module).__name__} compares with {key.shape[2]} keys, and "
+                f"{view.keys.shape[1]} positions are known: a position map needs the position of "
+                "every key"
+            )
+        scaling = kwargs.get("scaling")
+        options = LogitOptions(
+            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+            dropout=float(kwargs.get("dropout") or 0.0),
+        )
+        needs_gradients = torch.is_grad_enabled() and any(
+            each.requires_grad for each in (query, key, value)
+        )
+        needs_weights = bool(kwargs.get("output_attentions")) or (
+            getattr(module.config, "_attn_implementation", None) == "eager"
+        )
+        is_plain = options.softcap is None and options.dropout == 0
+        if view.is_consecutive and is_plain and not needs_gradients and not needs_weights:
+            layer = getattr(module, "layer_idx", None)
+            output = attend_by_parts(
+                view,
+                self.rotation,
+                query,
+                key,
+                value,
+                options.scaling,
+                layer=layer,
+                sinks=options.sinks,
+            )
+            return output.transpose(1, 2).contiguous(), None
+        output, weights = attend_masked(
+            view,
+            self.rotation,
+            query,
+            key,
+            value,
+            attention_mask,
+            options,
+            needs_weights=needs_weights,
+        )
+        return output.transpose(1, 2).contiguous(), weights
+
+
+Site = tuple[RotaryTraits, list[tuple[nn.Module, str | None]]]
+
+
+def find_mapped_attentions(
+    rotaries: list[RotaryTraits], config: Any, geometries: dict[str | None, Geometry]
+) -> list[Site]:
+    """Return the attentions that a position map changes, with their layer types.
+
+    Layers without rotation (NoPE) are left out, as there is nothing to map.
+
+    Args:
+        rotaries: Facts about the rotary modules.
+        config: The text config of the unpatched model.
+        geometries: The layer types that change.
+
+    Raises:
+        ValueError: The architecture hands no whole rotated queries and keys to its attention
+            function, or its keys are rotated in an unknown way.
+    """
+    sites: list[Site] = []
+    for traits, attentions in find_attentions(rotaries, config, geometries, "position map"):
+        if find_mla_attentions(traits.owner) or getattr(config, "kv_lora_rank", None):
+            raise Refused(
+                f"{type(config).__name__} has latent attention, whose heads rotate in a part that "
+                "a position map does not reach yet: expected a method that changes frequencies, "
+                "such as yarn"
+            )
+        KeyLayout.of(traits)  # raises where the layout is unknown
+        types = rotated_layer_types(traits.require_decoder(is_owner=False), traits.config)
+        members = []
+        for attention in attentions:
+            index: Any = getattr(attention, "layer_idx", None)
+            layer_type = types[index] if isinstance(index, int) and index < len(types) else None
+            if layer_type in geometries:
+                members.append((attention, layer_type))
+        sites.append((traits, members))
+    return sites
+
+
+def install_position_map(
+    sites: list[Site],
+    position_map: PositionMap,
+    reach: int,
+    frequencies: dict[str | None, Frequencies],
+    rotation_digest: str,
+    undo_log: UndoLog,
+) -> None:
+    """Have attentions compare at mapped positions.
+
+    Args:
+        sites: From `find_mapped_attentions`.
+        position_map: The map.
+        reach: Positions that the frequencies below the map reach.
+        frequencies: The rotation in effect, by layer type.
+        rotation_digest: Of that rotation; caches of another one are refused.
+        undo_log: Log of the changes.
+    """
+    by_decoder: dict[int, PositionHooks] = {}
+    for traits, attentions in sites:
+        decoder = traits.require_decoder(is_owner=False)
+        if id(decoder) not in by_decoder:
+            hooks = PositionHooks(position_map, reach, rotation_digest)
+            hooks.attach(decoder, undo_log)
+            by_decoder[id(decoder)] = hooks
+        layout = KeyLayout.of(traits)
+        rotations = {}
+        for layer_type, each in frequencies.items():
+            inv_freq = each.inv_freq.float().double()
+            inv_freq = -inv_freq if layout.is_backward else inv_freq
+            rotations[layer_type] = ShiftRotation(inv_freq, layout.interleaved)
+        for attention, layer_type in attentions:
+            mapped = MappedAttention(by_decoder[id(decoder)], rotations[layer_type])
+            intercept(attention, mapped, undo_log)

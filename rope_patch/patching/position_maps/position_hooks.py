@@ -1,0 +1,146 @@
+"""Hooks on a decoder that follow the positions of each forward and of the tokens in its cache."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from rope_patch.methods.position_map import PositionMap
+from rope_patch.patching.dynamic.batching_guard import require_no_paged_cache
+from rope_patch.patching.dynamic.cache_record import (
+    attach_record,
+    cache_in_output,
+    empty_positions,
+    get_record,
+)
+from rope_patch.patching.dynamic.sequence_lengths import context_parallel_group, token_positions
+from rope_patch.patching.position_guard import parameter_names
+from rope_patch.patching.position_maps.forward_view import ForwardView
+from rope_patch.patching.position_maps.position_record import PositionRecord
+from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
+
+
+class ForwardState(threading.local):
+    """State of one forward, per thread.
+
+    Attributes:
+        view: What its attentions need to know; None outside of the decoder's forward.
+        pending_record: The record of a cache that the decoder has yet to make.
+    """
+
+    def __init__(self) -> None:
+        self.view: ForwardView | None = None
+        self.pending_record: PositionRecord | None = None
+
+
+class PositionHooks:
+    """Hooks on one decoder that give its attentions the positions of queries and keys.
+
+    Attributes:
+        position_map: The map.
+        reach: Positions that the frequencies below the map reach.
+    """
+
+    def __init__(self, position_map: PositionMap, reach: int, rotation_digest: str) -> None:
+        self.position_map = position_map
+        self.reach = reach
+        self.layout = ("position map", rotation_digest)
+        self.patch_id = uuid.uuid4().hex
+        self._state = ForwardState()
+
+    def attach(self, decoder: nn.Module, undo_log: UndoLog) -> None:
+        """Install the hooks."""
+        undo_log.hook(decoder, before=self.before_decoder, after=self.after_decoder)
+
+    @torch.compiler.disable
+    def before_decoder(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record the positions of a forward (pre-hook of the decoder)."""
+        arguments = kwargs
+        if args:
+            arguments = dict(zip(parameter_names(decoder), args, strict=False)) | kwargs
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            return  # the model raises an error of its own
+        require_no_paged_cache(arguments, self.position_map)
+        if context_parallel_group() is not None:
+            raise Refused(
+                f"{self.position_map} compares each query with all keys of its sequence, and under "
+                "context parallelism a process has a part of them: expected a method that changes "
+                "frequencies alone, such as yarn"
+            )
+        cache = arguments.get("past_key_values")
+        cache = getattr(cache, "self_attention_cache", cache)
+        past = cache.get_seq_length() if cache is not None else 0
+        if isinstance(past, torch.Tensor):
+            if arguments.get("cache_position") is not None:
+                past = arguments["cache_position"][0]  # transformers 5.0 counts by content
+            past = int(past)
+        new = token_positions(arguments, tokens, past, shared=False)
+        record: Any = get_record(cache, past, new.shape[0], self.layout, self.patch_id)
+        if record is None:
+            empty = empty_positions(cache, new)
+            record = PositionRecord.empty(self.patch_id, empty, 0, self.layout)
+        record.crop_turned(past)
+        record.append(past, new)
+        if cache is not None:
+            attach_record(cache, record)
+        self._state.pending_record = record if cache is None else None
+        mask = arguments.get("attention_mask")
+        # A mask of tokens hides padding alone, which has no positions.
+        is_causal = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+        self._state.view = ForwardView(
+            self.position_map,
+            self.reach,
+            new,
+            record.positions,
+            is_causal=is_causal,
+            record=None if cache is None else record,
+        )
+
+    @torch.compiler.disable
+    def after_decoder(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Attach the record to a cache that the decoder made (hook of the decoder)."""
+        if self._state.pending_record is not None:
+            cache = cache_in_output(output)
+            if isinstance(cache, Cache):
+                attach_record(cache, self._state.pending_record)
+        self._state.view = self._state.pending_record = None
+
+    def view_of(self, query: torch.Tensor, positions: torch.Tensor | None) -> ForwardView:
+        """Return what an attention needs to know of its forward.
+
+        Args:
+            query: Its queries, `[B, H, Q, D]`.
+            positions: `[B, Q]` or `[1, Q]`, if the attention was given them.
+
+        Raises:
+            ValueError: It runs outside its decoder's forward, without positions.
+        """
+        if self._state.view is not None:
+            return self._state.view
+        if positions is None or positions.ndim != 2 or positions.shape[1] != query.shape[2]:
+            raise Refused(
+                "an attention ran outside its decoder's forward, perhaps by gradient "
+                "checkpointing, and was not given the positions that a position map depends on: "
+                "switch gradient checkpointing off"
+            )
+        # Recomputed for a backward pass: without a cache, all keys are those of the queries.
+        return ForwardView(self.position_map, self.reach, positions, positions, is_causal=False)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_state"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._state = ForwardState()
