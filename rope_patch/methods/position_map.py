@@ -35,9 +35,9 @@ class Region:
     Attributes:
         start: First position of each query's keys, whole numbers, `[..., Q]`.
         stop: The position behind the last one; no key where it is not above `start`.
-        query_shift: a(i) - i, float64, `[..., Q]`, or `[..., Q, P]` with one for each rotated pair;
-            None where it is 0.
-        key_shift: b(j) - j, `[..., K]` or `[..., K, P]`; None where it is 0.
+        query_shift: a(i) - i, float64, `[..., Q]`, or `[..., Q, N]` with one for each of N equal
+            parts of the rotated pairs; None where it is 0.
+        key_shift: b(j) - j, `[..., K]` or `[..., K, N]`; None where it is 0.
         key_rule: What `key_shift` depends on beside the key's position; equal rules turn a key the
             same way, so turned keys can be kept.
     """

@@ -149,10 +149,16 @@ class PatchPlan:
         At the target length unless another is given; at the trained one if there is no target.
         """
         length = length or self.length or self.trained_length
-        return {
+        frequencies = {
             layer_type: self.method.frequencies_at(g, length)
             for layer_type, g in self.geometries.items()
         }
+        if self.position_map is not None:  # what it leaves alone stays bit for bit
+            for traits in self.rotaries:
+                for layer_type, own in traits.frequencies.items():
+                    if layer_type in frequencies and own.close_to(frequencies[layer_type]):
+                        frequencies[layer_type] = own
+        return frequencies
 
     def rope_parameters(self) -> dict[str, Any]:
         """Return the config's `rope_parameters` under the plan."""

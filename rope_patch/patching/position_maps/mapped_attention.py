@@ -168,9 +168,17 @@ def install_position_map(
         layout = KeyLayout.of(traits)
         rotations = {}
         for layer_type, each in frequencies.items():
-            inv_freq = each.inv_freq.float().double()
+            inv_freq = each.inv_freq.double()
+            if not _rotates_in_float64(traits, layer_type):
+                inv_freq = inv_freq.float().double()  # as the model has them
             inv_freq = -inv_freq if layout.is_backward else inv_freq
             rotations[layer_type] = ShiftRotation(inv_freq, layout.interleaved)
         for attention, layer_type in attentions:
             mapped = MappedAttention(by_decoder[id(decoder)], rotations[layer_type])
             intercept(attention, mapped, undo_log)
+
+
+def _rotates_in_float64(traits: RotaryTraits, layer_type: str | None) -> bool:
+    module: Any = traits.rotary.module
+    name = f"{traits.rotary.prefixes.get(layer_type, '')}inv_freq"
+    return getattr(module, name).dtype == torch.float64

@@ -29,14 +29,16 @@ class ShiftRotation:
         """Return cos and sin of shifts, wide enough for `x`.
 
         Args:
-            shift: Tokens, `[B, S]`, or `[B, S, P]` with one for each pair.
+            shift: Tokens, `[B, S]`, or `[B, S, N]` with one for each of N equal parts of the pairs.
             x: What will be turned.
 
         Returns:
             Two tensors `[B, 1, S, P]`.
         """
         inv_freq = self.inv_freq.to(shift.device)
-        angle = (shift if shift.ndim == 3 else shift[..., None]) * inv_freq
+        parts = shift if shift.ndim == 3 else shift[..., None]
+        pairs = parts.repeat_interleave(len(inv_freq) // parts.shape[-1], -1)
+        angle = pairs * inv_freq
         wide = torch.promote_types(x.dtype, torch.float32)
         return angle.cos().to(wide)[:, None], angle.sin().to(wide)[:, None]
 
