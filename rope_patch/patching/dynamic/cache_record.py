@@ -185,8 +185,8 @@ def get_record(
         return None
     if record.layout != layout:
         raise Refused(
-            "the cache was filled under a patch of other layer types or start tokens: expected an "
-            "empty cache, or one that was filled under this patch"
+            "the cache was filled under a patch of other layer types, start tokens or frequencies: "
+            "expected an empty cache, or one that was filled under this patch"
         )
     rows, slots = record.positions.shape[:2]
     if rows != batch or (not record.static and slots < past):

@@ -20,8 +20,8 @@ class ForwardView:
             are alike.
         keys: Positions of all tokens, the cached ones included, `[B, K]` or `[1, K]`.
         is_mapped: Whether any query meets a key at another distance than its own.
-        is_consecutive: Whether all rows have the same consecutive positions, which every query
-            sees up to its own.
+        is_consecutive: Whether all rows have the same consecutive positions.
+        is_causal: Whether every query is known to see all keys up to its own.
         record: The record of the cache, if there is one.
         regions: The map's regions; for `[1, Q]` queries on the CPU where positions are
             consecutive.
@@ -42,12 +42,12 @@ class ForwardView:
         last = int(queries.max()) if queries.numel() else -1
         self.is_mapped = last >= position_map.map_start(reach)
         self.regions: list[Region] = []
-        self.is_consecutive = False
+        self.is_consecutive, self.is_causal = False, is_causal
         self._pieces: list[Piece] | None = None
         self._tables: dict[Any, Any] = {}
         if not self.is_mapped:
             return
-        self.is_consecutive = is_causal and _are_consecutive(queries, keys)
+        self.is_consecutive = _are_consecutive(queries, keys)
         if self.is_consecutive:
             self.queries, self.keys = queries[:1].cpu(), keys[:1].cpu()
         self.regions = position_map.regions(self.queries, self.keys, reach, last)

@@ -74,8 +74,8 @@ class MappedAttention:
         needs_weights = bool(kwargs.get("output_attentions")) or (
             getattr(module.config, "_attn_implementation", None) == "eager"
         )
-        is_plain = options.softcap is None and options.dropout == 0
-        if view.is_consecutive and is_plain and not needs_gradients and not needs_weights:
+        is_simple = view.is_consecutive and view.is_causal and options.softcap is None
+        if is_simple and options.dropout == 0 and not needs_gradients and not needs_weights:
             layer = getattr(module, "layer_idx", None)
             output = attend_by_parts(
                 view,

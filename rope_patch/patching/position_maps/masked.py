@@ -124,7 +124,7 @@ def _visibility(
 
     Both broadcast to `[B, K, G, q, S]`. Regions hide later positions already.
     """
-    if view.is_consecutive:
+    if mask is None and view.is_consecutive:
         return None, None
     steps, slots = query.shape[2], key.shape[2]
     if hasattr(mask, "mask_mod"):  # flex attention's blocks

@@ -340,5 +340,5 @@ def test_cache_of_other_layers_or_start_tokens_is_refused(family, method, first,
     rope_patch.patch(model, method, **first, **short)
     step_by_step(model, ids[:, :TRAINED], TRAINED, cache)
     rope_patch.patch(model, method, **second, **short)
-    with pytest.raises(ValueError, match="other layer types or start tokens"):
+    with pytest.raises(ValueError, match="other layer types, start tokens or frequencies"):
         step_by_step(model, ids[:, TRAINED:], 20, cache)

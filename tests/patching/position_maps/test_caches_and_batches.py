@@ -1,0 +1,212 @@
+"""Test position maps under caches, padding and packing: a row depends on nothing but itself."""
+
+import copy
+
+import pytest
+import torch
+from helpers.tiny_models import (
+    TRAINED,
+    forward,
+    make_generator,
+    make_model,
+    padded,
+    step_by_step,
+    tokens,
+)
+from transformers import DynamicCache, StaticCache
+
+import rope_patch
+
+# Keys that are turned, or not; groups that grow; several regions.
+METHODS = {
+    "rerope": {"window": 20},
+    "jet-long": {"window": 16},
+    "self-extend": {"window": 12},
+    "dca": {},
+    "string": {"on": "yarn:4"},
+    "lampe": {},
+}
+
+
+def close(got, expected, atol=1e-4):
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+def patched(name, make=make_model, **changes):
+    model = make(**changes)
+    rope_patch.patch(model, name, **METHODS[name])
+    return model
+
+
+def positions_of(mask):
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", METHODS)
+def test_padded_rows_are_as_they_are_alone(name, side, implementation):
+    model = patched(name)
+    model.set_attn_implementation(implementation)
+    rows = [tokens(length, seed=length) for length in (30, 150, 90)]
+    ids, mask = padded(rows, side)
+    got = forward(model, ids, attention_mask=mask, position_ids=positions_of(mask))
+    for row, is_token, logits in zip(rows, mask.bool(), got, strict=True):
+        close(logits[is_token], forward(model, row)[0])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_padded_rows_decode_as_they_do_alone(name):
+    model = patched(name)
+    rows = [tokens(length, seed=length) for length in (60, 150, 90)]
+    ids, mask = padded(rows, "left")
+    cache, parts = DynamicCache(config=model.config), []
+    prompt = 120
+    for start, stop in [(0, prompt), *((n, n + 1) for n in range(prompt, 150))]:
+        positions = positions_of(mask)[:, start:stop]
+        with torch.no_grad():
+            parts.append(
+                model(
+                    ids[:, start:stop],
+                    attention_mask=mask[:, :stop],
+                    position_ids=positions,
+                    past_key_values=cache,
+                ).logits
+            )
+    got = torch.cat(parts, 1)
+    for row, is_token, logits in zip(rows, mask.bool(), got, strict=True):
+        close(logits[is_token], forward(model, row)[0])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", METHODS)
+def test_packed_rows_are_as_they_are_alone(name, implementation):
+    model = patched(name)
+    model.set_attn_implementation(implementation)
+    texts = [tokens(length, seed=length) for length in (100, 30, 80)]
+    positions = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    got = forward(model, torch.cat(texts, 1), position_ids=positions)
+    for text, logits in zip(texts, got.split([text.shape[1] for text in texts], 1), strict=True):
+        close(logits, forward(model, text))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_static_caches_match_dynamic_ones(name):
+    model, ids = patched(name), tokens(150)
+    expected = forward(model, ids)
+    cache = StaticCache(config=model.config, max_cache_len=170)
+    close(step_by_step(model, ids, 100, cache), expected)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@torch.no_grad()
+def test_cropped_and_copied_caches_go_on_exactly(name):
+    model, ids, other = patched(name), tokens(150), tokens(150, seed=9)
+    expected = forward(model, ids)
+    cache = DynamicCache(config=model.config)
+    step_by_step(model, torch.cat([ids[:, :90], other[:, 90:]], 1), 80, cache)
+    again = copy.deepcopy(cache)
+    for each in (cache, again):
+        each.crop(-60)  # the tokens behind are others: no turned copy of their keys may stay
+        got = [model(token, past_key_values=each).logits for token in ids[:, 90:].split(1, 1)]
+        close(torch.cat(got, 1), expected[:, 90:])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@torch.no_grad()
+def test_reordered_rows_keep_their_keys(name):
+    model, rows = patched(name), torch.cat([tokens(150), tokens(150, seed=9)])
+    expected = forward(model, rows)
+    cache = DynamicCache(config=model.config)
+    step_by_step(model, rows[:, :120], 100, cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    got = [model(token, past_key_values=cache).logits for token in rows[[1, 0], 120:].split(1, 1)]
+    close(torch.cat(got, 1), expected[[1, 0], 120:])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("name", METHODS)
+def test_generate_continues_as_whole_forwards_do(name, options):
+    model, ids = patched(name, make_generator, family="llama"), tokens(60)
+    got = model.generate(ids, max_new_tokens=40, do_sample=False, **options)
+    if "num_beams" not in options:
+        expected = forward(model, got[:, :-1])[:, 59:].argmax(-1)
+        assert torch.equal(got[:, 60:], expected)
+    without = model.generate(ids, max_new_tokens=40, do_sample=False, use_cache=False, **options)
+    assert torch.equal(got, without)
+
+
+def test_assisted_decoding_gives_the_same_tokens():
+    model, draft = (patched("jet-long", make_generator, family="llama") for _ in range(2))
+    ids = tokens(60)
+    expected = model.generate(ids, max_new_tokens=40, do_sample=False)
+    got = model.generate(ids, max_new_tokens=40, do_sample=False, assistant_model=draft)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_flow_through_mapped_attention(name):
+    """Derivatives of the mapped attention agree with differences of its output."""
+    model, ids = patched(name).double(), tokens(100)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    direction = torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(3)).double()
+
+    def loss(step):
+        return model(inputs_embeds=embeddings + step * direction).logits.square().mean()
+
+    step = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    loss(step).backward()
+    with torch.no_grad():
+        difference = (loss(1e-4) - loss(-1e-4)) / 2e-4  # norms compute in float32
+    assert step.grad.abs() > 1e-3
+    torch.testing.assert_close(step.grad, difference, rtol=3e-3, atol=1e-4)
+
+
+def test_gradient_checkpointing_recomputes_the_same():
+    model, ids = patched("rerope"), tokens(100)
+    model.train()
+    gradients = []
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    close(gradients[0], gradients[1], 1e-6)
+
+
+def test_eager_attention_returns_weights():
+    model, ids = patched("rerope"), tokens(100)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = model(ids, output_attentions=True).attentions
+    assert [tuple(each.shape) for each in weights] == [(1, 4, 100, 100)] * 2
+    close(weights[0].sum(-1), torch.ones(1, 4, 100))
+    assert weights[0].triu(1).abs().max() == 0
+
+
+def test_caches_of_other_rotations_are_refused():
+    model, ids = make_model(), tokens(100)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    rope_patch.patch(model, "rerope")
+    with pytest.raises(ValueError, match="no record of how their keys were rotated"):
+        model(ids[:, :1], past_key_values=cache)
+    mapped = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=mapped)
+    rope_patch.patch(model, "rerope", on="linear:2")
+    with pytest.raises(ValueError, match="other layer types, start tokens or frequencies"):
+        model(ids[:, :1], past_key_values=mapped)
+
+
+def test_mapped_and_unmapped_patches_replace_each_other():
+    model, ids = make_model(), tokens(2 * TRAINED)
+    plain = forward(model, ids)
+    with rope_patch.patch(model, "rerope"):
+        mapped = forward(model, ids)
+        with rope_patch.patch(model, "yarn", factor=2):
+            assert (forward(model, ids) - mapped).abs().max() > 1e-2
+        assert torch.equal(forward(model, ids), mapped)
+    assert torch.equal(forward(model, ids), plain)
