@@ -1,0 +1,80 @@
+"""Test parts of attention and their merging against one softmax in float64."""
+
+import pytest
+import torch
+
+from rope_patch.patching.position_maps.fused_attention import (
+    MergedParts,
+    attend_in_torch,
+    attend_part,
+)
+
+HOW = {
+    "all": lambda rows, columns: torch.ones(rows, columns, dtype=torch.bool),
+    "causal": lambda rows, columns: torch.ones(rows, columns, dtype=torch.bool).tril(),
+    "band": lambda rows, columns: (
+        torch.ones(rows, columns, dtype=torch.bool).triu().tril(columns - rows)
+    ),
+}
+
+
+def random(*shapes, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
+
+
+def softmax_attention(query, key, value, seen, scaling):
+    """Return attention and log-sum-exp in float64."""
+    groups = query.shape[1] // key.shape[1]
+    query = query.double()
+    key, value = (each.double().repeat_interleave(groups, 1) for each in (key, value))
+    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (33, 33), (20, 70)])
+@pytest.mark.parametrize("function", [attend_part, attend_in_torch])
+def test_parts_match_softmax(function, rows, columns, how, groups, dtype):
+    if how == "causal" and rows != columns:
+        pytest.skip("a causal part has as many keys as queries")
+    query, key, value = random(
+        (2, 2 * groups, rows, 16), (2, 2, columns, 16), (2, 2, columns, 16), dtype=dtype
+    )
+    seen = HOW[how](rows, columns)
+    expected, expected_lse = softmax_attention(query, key, value, seen, 0.3)
+    options = {"causal": {"is_causal": True}, "band": {"mask": seen}, "all": {}}[how]
+    output, lse = function(query, key, value, 0.3, **options)
+    atol = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}[dtype]
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_merged_parts_are_one_softmax(sinks):
+    query, key, value, logits = random(
+        (2, 4, 30, 16), (2, 2, 50, 16), (2, 2, 50, 16), (4,), dtype=torch.float64
+    )
+    merged = MergedParts(query, value)
+    spans = [
+        (slice(0, 30), slice(0, 20)),
+        (slice(10, 30), slice(20, 35)),
+        (slice(29, 30), slice(35, 50)),
+    ]
+    seen = torch.zeros(30, 50, dtype=torch.bool)
+    for rows, columns in spans:
+        seen[rows, columns] = True
+        merged.add(
+            rows, *attend_part(query[:, :, rows], key[:, :, columns], value[:, :, columns], 0.5)
+        )
+    expected, lse = softmax_attention(query, key, value, seen, 0.5)
+    if sinks:
+        merged.add_sinks(logits)
+        share = lse.exp() / (lse.exp() + logits.exp().view(1, -1, 1))
+        expected = expected * share[..., None]
+    torch.testing.assert_close(merged.output, expected, rtol=0, atol=1e-12)
