@@ -1,6 +1,6 @@
 """Measure what each method makes of the tiny models' recall: in one pass, and with cached keys.
 
-What: the models of train_tiny.py, trained on 256 tokens, are asked 8 keys a sequence at up to 1,024
+What: the models of train_tiny.py, trained on 256 tokens, are asked 8 keys a sequence at up to 2,048
 tokens. One pass shows what a method is worth at a length; decoding with a cache shows how much of
 that is left in use. Methods that follow the length are decoded once more with stale keys: cached
 keys keep the rotation that they were cached with, as in transformers.
@@ -32,9 +32,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import rope_patch
 from rope_patch.patching.dynamic.hooks import LengthHooks
+from rope_patch.statistics.intervals import accuracy
 from rope_patch.utils import atomic_files
 from rope_patch.utils.versions import version
 
+ONE_PASS_LENGTHS = (256, 512, 1024, 2048)
 DECODED_LENGTHS = (512, 1024)
 STEP = 4  # tokens decoded at once, teacher forced
 PAIRS, SEED = 8, 1234
@@ -42,6 +44,10 @@ GOOD = 0.9  # recall that counts as good
 STATIC = ("linear", "ntk", "ntk-by-parts", "yarn", "llama3")
 DYNAMIC = ("dynamic-linear", "dynamic-ntk-by-parts", "dynamic-yarn", "dynamic-llama3")
 LONGROPE, EXACT = "longrope", "dynamic, growth exact"
+LARGEST_FACTOR = ONE_PASS_LENGTHS[-1] / tiny.TRAINED_LENGTH
+# Position maps, which need no factor; with their defaults.
+MAPS = ("rerope", "leaky-rerope", "self-extend", "jet-long", "dca", "lampe", "lm-infinite")
+UNTEMPERED = ("rerope", "self-extend", "jet-long", "dca")
 # Transformers has these itself: their stale keys are the real thing.
 NATIVE = (LONGROPE, EXACT)
 
@@ -65,6 +71,16 @@ def requests(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
         "dynamic": {"method": "dynamic"},
         EXACT: {"method": "dynamic", "growth": "exact"},
         **{name: {"method": name} for name in DYNAMIC},
+        f"yarn ×{LARGEST_FACTOR:g}": {"method": "yarn", "factor": LARGEST_FACTOR},
+        **{name: {"method": name} for name in MAPS},
+        f"string on yarn ×{LARGEST_FACTOR:g}": {
+            "method": "string",
+            "on": f"yarn:{LARGEST_FACTOR:g}",
+        },
+        **{
+            f"{name}, no temperature": {"method": name, "temperature": "none"}
+            for name in UNTEMPERED
+        },
     }
 
 
@@ -111,9 +127,15 @@ def measure(model: PreTrainedModel, row: str, request: dict[str, Any], sequences
     """Return one row of a table."""
     result: Row = collections.defaultdict(dict)
     with rope_patch.patch(model, **request) if request else contextlib.nullcontext() as handle:
-        for length in tiny.TABLE_LENGTHS:
-            accuracy = tiny.recall_accuracy(model, length, sequences, PAIRS, SEED)
-            result["one pass"][length] = accuracy
+        for length in ONE_PASS_LENGTHS:
+            answers = tiny.recalled(model, length, sequences, PAIRS, SEED)
+            scores = accuracy(
+                answers.flatten().double().tolist(),
+                [n for n in range(sequences) for _ in range(PAIRS)],
+            )
+            result["one pass"][length] = scores.estimate
+            result["one pass, low"][length] = scores.low
+            result["one pass, high"][length] = scores.high
         for length in DECODED_LENGTHS:
             generator = torch.Generator().manual_seed(SEED)
             input_ids, labels = tiny.recall_batch(generator, sequences, length, PAIRS)
@@ -132,14 +154,24 @@ def measure(model: PreTrainedModel, row: str, request: dict[str, Any], sequences
     return result
 
 
-def table(rows: dict[str, Row]) -> str:
-    """Return one model's rows as a Markdown table."""
-    columns = [("one pass", length) for length in tiny.TABLE_LENGTHS]
-    columns += [(g, length) for g in ("cached", "stale", "change") for length in DECODED_LENGTHS]
+def table(rows: dict[str, Row], columns: list[tuple[str, int]]) -> str:
+    """Return one model's rows as a Markdown table, those that have any of the columns."""
     lines = [["", *(f"{group}, {n:,}" for group, n in columns)], [":--"] + ["--:"] * len(columns)]
     for name, row in rows.items():
-        lines.append([name, *(f"{row[g][n]:.3f}" if g in row else "" for g, n in columns)])
+        if any(group in row for group, _ in columns):
+            lines.append([name, *(_cell(row, group, n) for group, n in columns)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(row: Row, group: str, length: int) -> str:
+    """Return a number, with its interval where there is one."""
+    if group not in row:
+        return ""
+    text = f"{row[group][length]:.3f}"
+    if f"{group}, low" not in row:
+        return text
+    low, high = (row[f"{group}, {bound}"][length] for bound in ("low", "high"))
+    return f"{text} ({low:.3f}–{high:.3f})"
 
 
 def comparison(results: dict[str, dict[str, Row]]) -> str:
@@ -170,16 +202,19 @@ def comparison(results: dict[str, dict[str, Row]]) -> str:
 
 def render_readme(results: dict[str, dict[str, Row]], sequences: int, command: str) -> str:
     """Return the README: tables and definitions."""
+    one_pass = [("one pass", length) for length in ONE_PASS_LENGTHS]
+    decoded = [(g, length) for g in ("cached", "stale", "change") for length in DECODED_LENGTHS]
     tables = (
-        f"## {tiny.ARCHITECTURES[name].title}\n\n{table(rows)}" for name, rows in results.items()
+        f"## {tiny.ARCHITECTURES[name].title}\n\n{table(rows, one_pass)}\n\n{table(rows, decoded)}"
+        for name, rows in results.items()
     )
-    error = (0.8 * 0.2 / (sequences * PAIRS)) ** 0.5
     return f"""# Recall of the tiny models under each method
 
 The models of `recipes/experiments/train_tiny.py`, trained on 256 tokens at once, are asked for 8
 values at the end of a sequence. Numbers are the share that they answer right, each query seeing
-the true earlier answers. {sequences} sequences of {PAIRS} queries each: plus or minus about
-{error:.2f}, a standard error at a recall of 0.8. All rows are asked the same questions.
+the true earlier answers. {sequences} sequences of {PAIRS} queries each, {sequences * PAIRS}
+questions; in parentheses a 95% interval that counts the queries of a sequence as dependent. All
+rows are asked the same questions.
 
 - **one pass**: the whole sequence at once.
 - **cached**: the first 256 tokens in one pass, the rest in steps of {STEP} with a cache. Where the
@@ -191,6 +226,9 @@ the true earlier answers. {sequences} sequences of {PAIRS} queries each: plus or
   which it lacks, this package with the turning of keys left out.
 - **change**: how far stale keys move the log-likelihood of a true answer from where right keys put
   it, in nats: the mean of absolute values, so up and down count alike.
+
+Methods from rerope on are position maps with their defaults: each query compares with far keys at
+positions that were trained. They have no factor, and "no temperature" leaves log n out.
 
 longrope has YaRN's stretches for ×{tiny.FACTOR:g} as long factors, no short ones, and attention
 factor 1. The dynamic methods grow in steps of 2^(1/4) unless exact. results.json has all of this,
@@ -217,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--models", nargs="+", choices=tiny.ARCHITECTURES, default=[*tiny.ARCHITECTURES]
     )
-    parser.add_argument("--sequences", type=int, default=48)
+    parser.add_argument("--sequences", type=int, default=64)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results = {}

@@ -227,7 +227,6 @@ def correct_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits[:, :-1][scored].argmax(-1) == labels[scored]
 
 
-@torch.no_grad()
 def recall_accuracy(
     model: torch.nn.Module, length: int, sequences: int = 48, pairs: int = 8, seed: int = 1234
 ) -> float:
@@ -243,6 +242,15 @@ def recall_accuracy(
     Returns:
         Accuracy as a float in [0, 1].
     """
+    answers = recalled(model, length, sequences, pairs, seed)
+    return answers.float().mean().item()
+
+
+@torch.no_grad()
+def recalled(
+    model: torch.nn.Module, length: int, sequences: int, pairs: int, seed: int
+) -> torch.Tensor:
+    """Return which values are recalled, bool, `[sequences, pairs]`; see `recall_accuracy`."""
     generator = torch.Generator().manual_seed(seed)
     input_ids, labels = recall_batch(generator, sequences, length, pairs)
     rows = max(1, 8192 // length)
@@ -250,7 +258,7 @@ def recall_accuracy(
         correct_tokens(model(input_ids=x, use_cache=False).logits, y)
         for x, y in zip(input_ids.split(rows), labels.split(rows), strict=True)
     ]
-    return torch.cat(correct).float().mean().item()
+    return torch.cat(correct).view(sequences, pairs)
 
 
 def train(seed: int = SEED, max_steps: int = 2000, architecture: str = "llama") -> PreTrainedModel:
