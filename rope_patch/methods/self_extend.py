@@ -45,4 +45,4 @@ class SelfExtend(GroupedMap):
             require_window("window", window, 2 * reach // 3)
             return math.inf
         require_window("window", window, reach)
-        return (reach - window) * int(self.group) + window
+        return (reach - self.shift(int(self.group), window)) * int(self.group)

@@ -52,16 +52,18 @@ def attend_in_torch(
     """Compute `attend_part` in plain torch; stores all logits."""
     rows, heads, steps, width = query.shape
     groups = heads // key.shape[1]
-    grouped = query.reshape(rows, key.shape[1], groups, steps, width)
-    scores = torch.matmul(grouped, key[:, :, None].transpose(-1, -2)) * scaling
+    # Heads that share keys are rows of one product, which copies no keys.
+    folded = query.reshape(rows, key.shape[1], groups * steps, width)
+    scores = torch.matmul(folded, key.transpose(-1, -2)) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        mask = torch.ones(steps, key.shape[2], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(~mask.repeat(groups, 1), -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None]).to(value.dtype)
-    return torch.matmul(weights, value[:, :, None]).flatten(1, 2), lse.flatten(1, 2)
+    output = torch.matmul(weights, value).view(rows, heads, steps, value.shape[-1])
+    return output, lse.view(rows, heads, steps)
 
 
 def _on_cpu(

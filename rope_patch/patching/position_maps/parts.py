@@ -40,6 +40,8 @@ def attend_by_parts(
     Returns:
         `[B, H, Q, E]` in the query's dtype.
     """
+    if query.shape[2] == 1:
+        return _attend_step(view, rotation, query, key, value, scaling, layer, sinks)
     merged = MergedParts(query, value)
     turned_query = turned_key = None
     present = -1
@@ -68,6 +70,38 @@ def attend_by_parts(
     if sinks is not None:
         merged.add_sinks(sinks)
     return merged.output.to(query.dtype)
+
+
+def _attend_step(
+    view: ForwardView,
+    rotation: ShiftRotation,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    layer: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute `attend_by_parts` for one query: its few logits are stored, for one softmax."""
+    rows, heads, _, width = query.shape
+    shape = (rows, key.shape[1], heads // key.shape[1], width)
+    pieces, parts = view.pieces(), []
+    for piece in pieces:
+        turned = _turn_queries(view, piece.region, rotation, query)
+        keys = _turn_keys(view, piece.region, rotation, key, piece.keys.stop, layer)
+        # Heads that share keys are rows of one product, which copies no keys.
+        parts.append(turned.view(shape) @ keys[:, :, piece.keys].transpose(-1, -2))
+    scores = torch.cat(parts, dim=-1).to(torch.promote_types(query.dtype, torch.float32)) * scaling
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, *shape[1:3], 1).expand(rows, -1, -1, -1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1).to(value.dtype)
+    lengths = [piece.keys.stop - piece.keys.start for piece in pieces]
+    shares = weights[..., : sum(lengths)].split(lengths, dim=-1)
+    output = sum(
+        share @ value[:, :, piece.keys] for share, piece in zip(shares, pieces, strict=True)
+    )
+    return torch.as_tensor(output).view(rows, heads, 1, value.shape[-1]).to(query.dtype)
 
 
 def _turn_queries(
