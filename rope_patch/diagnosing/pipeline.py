@@ -26,8 +26,8 @@ from rope_patch.methods.base import require_tokens
 from rope_patch.methods.registry import get_method
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
+from rope_patch.patching.geometry_selection import resolve_base, select_layer_types
 from rope_patch.patching.method_wrappers import ContinuedScaling, describe_yarn
-from rope_patch.patching.plan import resolve_base, select_layer_types
 from rope_patch.rope_config import by_layer_type, read_geometries
 
 

@@ -79,6 +79,10 @@ class DCA(PositionMap):
             )
         return math.inf
 
+    def describe_distances(self, reach: int) -> str:
+        chunk, top = self.chunk_of(reach), self.top_of(reach)
+        return f"exact within chunks of {chunk:,} tokens and near the last one, at {top:,} beyond"
+
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int
     ) -> list[Region]:

@@ -70,6 +70,10 @@ class DPE(PositionMap):
         require_window("window", window, reach)
         return (reach - window) * max(self.groups) + window
 
+    def describe_distances(self, reach: int) -> str:
+        window, low, high = self.window_of(reach), min(self.groups), max(self.groups)
+        return f"distances below {window:,} exact, beyond it groups of {low} to {high} by pair"
+
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int
     ) -> list[Region]:

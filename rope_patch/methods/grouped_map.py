@@ -57,6 +57,11 @@ class GroupedMap(PositionMap):
     def map_start(self, reach: int) -> int:
         return reach
 
+    def describe_distances(self, reach: int) -> str:
+        near = self.window_of(reach) + self.window_includes_end
+        size = "that grow with the text" if self.group is None else f"of {self.group:,}"
+        return f"distances below {near:,} exact, farther tokens in groups {size}"
+
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int
     ) -> list[Region]:

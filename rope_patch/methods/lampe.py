@@ -72,6 +72,10 @@ class LaMPE(PositionMap):
             lengths.append(math.ceil(reach * 2 ** (len(lengths) / _STEPS_PER_DOUBLING)))
         return lengths
 
+    def describe_distances(self, reach: int) -> str:
+        head, mapped = self.head_of(reach), self.mapped_of(reach)
+        return f"distances up to {head:,} exact, the whole text beyond on {mapped:,} positions"
+
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int
     ) -> list[Region]:

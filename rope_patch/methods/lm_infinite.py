@@ -59,6 +59,13 @@ class LMInfinite(PositionMap):
         require_window("limit", self.limit_of(reach), reach)
         return math.inf
 
+    def describe_distances(self, reach: int) -> str:
+        window, limit = self.window_of(reach), self.limit_of(reach)
+        return (
+            f"the last {window:,} tokens at their distance, the first {self.sinks:,} at {limit:,}, "
+            "none between"
+        )
+
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int
     ) -> list[Region]:

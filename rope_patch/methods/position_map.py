@@ -179,6 +179,16 @@ class PositionMap(Method):
             last_query: The largest query position, as a number.
         """
 
+    @abstractmethod
+    def describe_distances(self, reach: int) -> str:
+        """Return in a few words at which distances mapped queries meet their keys."""
+
+    def describe(self, trained_length: int) -> str:
+        """Return a sentence about what the map does to queries, and which ones."""
+        reach = self.reach(trained_length)
+        first = self.map_start(reach)
+        return f"queries from position {first:,} on: {self.describe_distances(reach)}"
+
     def regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int
     ) -> list[Region]:

@@ -47,6 +47,10 @@ class ReRoPE(PositionMap):
         require_window("window", self.window_of(reach), reach)
         return math.inf
 
+    def describe_distances(self, reach: int) -> str:
+        window = self.window_of(reach)
+        return f"distances below {window:,} exact, all others as {window:,}"
+
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int
     ) -> list[Region]:
@@ -91,6 +95,10 @@ class LeakyReRoPE(ReRoPE):
         window = self.window_of(reach)
         require_window("window", window, reach)
         return math.floor(window + (reach - window) * self.k)
+
+    def describe_distances(self, reach: int) -> str:
+        window = self.window_of(reach)
+        return f"distances below {window:,} exact, beyond it growing 1/{self.k:g} as fast"
 
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int

@@ -50,6 +50,12 @@ class Streaming(PositionMap):
         require_window("sinks + window", self.map_start(reach), reach + 1)
         return math.inf
 
+    def describe_distances(self, reach: int) -> str:
+        return (
+            f"the last {self.window_of(reach):,} tokens and the first {self.sinks:,}, side by "
+            "side, none between"
+        )
+
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int
     ) -> list[Region]:

@@ -65,6 +65,10 @@ class STRING(PositionMap):
             )
         return reach + offset - local
 
+    def describe_distances(self, reach: int) -> str:
+        offset, local = self.offset_of(reach), self.local_of(reach)
+        return f"distances from {offset:,} on are moved back to {local:,} and on"
+
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int
     ) -> list[Region]:

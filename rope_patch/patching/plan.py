@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +18,7 @@ from rope_patch.patching.architecture.rotary_modules import RotaryModule, find_r
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
 from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
 from rope_patch.patching.dynamic.hooks import LengthHooks
+from rope_patch.patching.geometry_selection import resolve_base, select_layer_types
 from rope_patch.patching.kernels.eligibility import RotationSite, inspect_site, require_kernels
 from rope_patch.patching.method_wrappers import ContinuedScaling, unwrap
 from rope_patch.patching.mla_scale import (
@@ -29,13 +28,13 @@ from rope_patch.patching.mla_scale import (
     find_mla_attentions,
 )
 from rope_patch.patching.position_maps.mapped_attention import Site, find_mapped_attentions
+from rope_patch.patching.position_maps.mapped_length import mapped_length
 from rope_patch.patching.query_temperature import find_scalable_attentions
 from rope_patch.patching.start_tokens import require_start_tokens_supported
 from rope_patch.rope_config import (
     LONGROPE_ONLY,
     by_layer_type,
     config_rope_type,
-    extends_scaled_frequencies,
     read_geometries,
 )
 from rope_patch.utils.errors import Refused
@@ -230,7 +229,7 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     request = inherit_constants(extension, geometries, own_parameters)
     resolved, target_length = request.resolve(trained)
     if isinstance(resolved, PositionMap):
-        target_length = mapped_length(resolved, target_length, trained)
+        target_length = mapped_length(resolved, target_length, geometries, own_parameters)
     resolved = ContinuedScaling.wrap_if_needed(resolved, geometries, own_parameters)
     sharpened = [module for traits in rotaries for module in find_mla_attentions(traits.owner)]
     sharpened = filter_by_layer_type(sharpened, config, geometries)
@@ -271,81 +270,6 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
         )
         require_kernels(extension.kernels, plan.rotation_sites)
     return plan
-
-
-def mapped_length(
-    position_map: PositionMap, requested: int | None, trained_length: int
-) -> int | None:
-    """Return the length that a position map is planned for; None if it serves any.
-
-    Args:
-        position_map: The map.
-        requested: The request's length in tokens, if it names one.
-        trained_length: In tokens.
-
-    Raises:
-        ValueError: The map's positions do not stay within those that the frequencies reach.
-    """
-    reach = position_map.reach(trained_length)
-    longest = position_map.longest_text(reach)
-    if requested is not None and requested > longest:
-        raise Refused(
-            f"{position_map} stays within the {reach:,} positions that its frequencies reach for "
-            f"texts of up to {math.floor(longest):,} tokens, and the request is for "
-            f"{requested:,}: expected a shorter length, larger groups, or frequencies that reach "
-            "further (on='yarn:4')"
-        )
-    if requested is None and not math.isinf(longest):
-        return math.floor(longest)
-    return requested
-
-
-def select_layer_types(
-    geometries: dict[str | None, Geometry], layer_types: Sequence[str] | None, config: Any
-) -> dict[str | None, Geometry]:
-    """Return the geometries that a request changes; raise ValueError for an unknown layer type."""
-    known = [layer_type for layer_type in geometries if layer_type is not None]
-    if layer_types is None:
-        # Layers with a window never meet a distance that they were not trained on.
-        windows = ["sliding", "chunked", *(["main"] if config.model_type == "deepseek_v4" else [])]
-        far = [each for each in known if not any(window in each for window in windows)]
-        return {layer_type: geometries[layer_type] for layer_type in far or geometries}
-    if not layer_types or not set(layer_types) <= set(known):
-        names = list(layer_types) if isinstance(layer_types, tuple) else layer_types
-        has = f"has the layer types {', '.join(known)}" if known else "rotates all layers alike"
-        raise Refused(
-            f"layer_types={names!r} does not fit: {type(config).__name__} {has}"
-            + ("" if known else "; leave layer_types out")
-        )
-    return {layer_type: geometries[layer_type] for layer_type in layer_types}
-
-
-def resolve_base(
-    geometry: Geometry,
-    unpatched: list[dict[str | None, Frequencies]],
-    config: Any,
-    start: str,
-) -> Geometry:
-    """Return a geometry with the architecture's own dimensions, and the base that `start` selects.
-
-    Configs spell the number of rotated pairs in several ways, so transformers' module decides it.
-    """
-    layer_type = geometry.layer_type
-    reference = next(
-        (frequencies[layer_type] for frequencies in unpatched if layer_type in frequencies), None
-    )
-    if reference is None:
-        raise Refused(f"{type(config).__name__} names {layer_type!r}, but no module rotates by it")
-    rotary_dim = 2 * len(reference.inv_freq)
-    sized = replace(geometry, rotary_dim=rotary_dim, head_dim=max(geometry.head_dim, rotary_dim))
-    parameters = by_layer_type(config.rope_parameters)[layer_type]
-    if not extends_scaled_frequencies(config, parameters, start):
-        return sized
-    running = reference.inv_freq
-    if config_rope_type(parameters) == "longrope":  # the module starts with the short factors
-        stretch = torch.tensor(parameters["long_factor"], dtype=torch.float64, device="cpu")
-        running = sized.unscaled_inv_freq() / stretch
-    return replace(sized, base=tuple(running.tolist()), attention_factor=reference.attention_factor)
 
 
 def saved_frequencies(traits: RotaryTraits, plan: PatchPlan) -> dict[str | None, Frequencies]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.patching.method_wrappers import describe_start, method_origin
+from rope_patch.methods.position_map import PositionMap
+from rope_patch.patching.method_wrappers import describe_start, method_origin, unwrap
 
 if TYPE_CHECKING:
     from rope_patch.patching.handle import Patch
@@ -31,7 +32,7 @@ def summarize(
     for layer_type, geometry in handle.geometries.items():
         changed = shown[layer_type]
         stretch = geometry.inv_freq() / changed.inv_freq
-        pairs = int((stretch != 1).sum())
+        pairs = int(((stretch - 1).abs() > 1e-6).sum())
         slowest = "no longer rotates" if stretch.isinf().any() else f"×{stretch.max():.4g}"
         lines.append(
             f"  {layer_type or 'all layers'}: theta {geometry.theta:g}, {pairs} of {len(stretch)} "
@@ -49,10 +50,14 @@ def summarize(
         )
     if origin := method_origin(method):
         lines.append(f"  a method from outside: {origin}")
+    inner = unwrap(method)
+    if isinstance(inner, PositionMap):
+        lines.append(f"  {inner.describe(handle.trained_length)}")
     if (temperature := method.query_temperature) is not None:
         formula = temperature.describe(handle.trained_length)
         lines.append(f"  attention logits ×{formula}, by each query's position")
-    options = {k: v for k, v in method.options().items() if k != "factor" and v is not None}
+    options = {k: v for k, v in method.options().items() if k != "factor"}
+    options = {k: v for k, v in options.items() if v is not None and v != ""}
     if options:
         lines.append("  options: " + ", ".join(f"{k}={_abbreviate(v)}" for k, v in options.items()))
     lines.append(f"  {kernel_summary}")
