@@ -21,6 +21,7 @@ from rope_patch.methods import Method, build, registered_methods
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.dynamic import Dynamic
 from rope_patch.methods.mixed import Mixed
+from rope_patch.methods.position_map import PositionMap
 from rope_patch.rope_config import by_layer_type, config_rope_type, read_geometries
 from rope_patch.utils.errors import Refused
 
@@ -122,8 +123,10 @@ def needs_registration(name: Any) -> bool:
 def _names_to_register() -> list[str]:
     return [
         name
-        for name in registered_methods()
+        for name, method_class in registered_methods().items()
         if name not in _NATIVE_ROPE_TYPES
+        # A map of positions lies in attention, which no rotary module can change.
+        and not issubclass(method_class, PositionMap)
         # A later transformers may have one of our names, too.
         and not str(getattr(ROPE_INIT_FUNCTIONS.get(name), "__module__", "")).startswith(
             "transformers."

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rope_patch.methods import Frequencies, registered_methods
+from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.utils.errors import Refused
@@ -53,9 +54,14 @@ def build_rotary(rotary: RotaryModule, config: Any) -> Any:
         ArithmeticError,
     ) as error:
         hint = "compare it with the checkpoint's config.json"
-        if isinstance(error, KeyError) and error.args[0] in registered_methods():
+        name = error.args[0] if isinstance(error, KeyError) else None
+        if (method_class := registered_methods().get(str(name))) is not None:
             hint = (
-                "it names one of rope_patch's scalings: call rope_patch.register_rope_types() first"
+                f"no config can name {name!r}, which maps positions in attention: write "
+                f"rope_type 'default', and call rope_patch.patch(model, {name!r})"
+                if issubclass(method_class, PositionMap)
+                else "it names one of rope_patch's scalings: call "
+                "rope_patch.register_rope_types() first"
             )
         raise Refused(
             f"{type(rotary.module).__name__} cannot be made from what the config says "
