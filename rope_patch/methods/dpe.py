@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods.base import Frequencies, option, require_tokens
+from rope_patch.methods.grouped_map import longest_grouped_text
 from rope_patch.methods.position_map import PositionMap, Region, near_region, require_window
 from rope_patch.methods.registry import register_method
 from rope_patch.utils.errors import Refused
@@ -65,10 +66,10 @@ class DPE(PositionMap):
         return reach
 
     def longest_text(self, reach: int) -> float:
-        # Fast pairs have turned through all angles in training, whatever their group.
+        # The largest group decides: with the authors' sizes, other pairs leave the reach.
         window = self.window_of(reach)
         require_window("window", window, reach)
-        return (reach - window) * max(self.groups) + window
+        return longest_grouped_text(reach, window, max(self.groups))
 
     def describe_distances(self, reach: int) -> str:
         window, low, high = self.window_of(reach), min(self.groups), max(self.groups)

@@ -87,3 +87,8 @@ class GroupedMap(PositionMap):
                 )
             )
         return regions
+
+
+def longest_grouped_text(reach: int, window: int, group: int) -> int:
+    """Return the tokens whose positions floor(i/G) + w - floor(w/G) stay below the reach."""
+    return (reach - window + window // group) * group

@@ -62,7 +62,8 @@ class LaMPE(PositionMap):
 
     def longest_text(self, reach: int) -> float:
         require_window("head", self.head_of(reach), reach)
-        require_window("mapped", self.mapped_of(reach), reach - self.head_of(reach))
+        reason = "the positions that the frequencies reach less head"
+        require_window("mapped", self.mapped_of(reach), reach - self.head_of(reach), reason)
         return math.inf
 
     def texts(self, reach: int, last_query: int) -> list[int]:

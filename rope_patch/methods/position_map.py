@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rope_patch.geometry import Geometry
@@ -112,6 +112,12 @@ class PositionMap(Method):
                 f"on={self.on!r}: {name} has no fixed factor; expected a method whose frequencies "
                 "stay, such as yarn or abf"
             )
+        for field in fields(method_class):
+            if field.default is MISSING:
+                raise Refused(
+                    f"on={self.on!r}: {name} needs the option {field.name!r}, for which there is "
+                    "no place here; expected a method with a factor alone, such as yarn:4"
+                )
         method = build(name, factor=factor)
         if method.is_length_dependent(1) or method.start_token_count:
             raise Refused(
@@ -226,13 +232,19 @@ def near_region(queries: torch.Tensor, window: int) -> Region:
     return Region(start=(queries - window + 1).clamp(min=0), stop=queries + 1)
 
 
-def require_window(name: str, value: int | None, reach: int) -> None:
-    """Raise ValueError unless a window, if given, is shorter than the reach."""
-    if value is None:
-        return
+def require_window(name: str, value: int, limit: int, reason: str = "") -> None:
+    """Raise ValueError unless a count of tokens is at least 1 and below a limit.
+
+    Args:
+        name: The option.
+        value: Its value, given or by default.
+        limit: The first value that is too large.
+        reason: What the limit is; the positions that the frequencies reach unless given.
+    """
     require_tokens(name, value)
-    if value >= reach:
+    if value >= limit:
         raise Refused(
-            f"{name} must be below the {reach:,} positions that the frequencies reach, got "
-            f"{value:,}"
+            f"{name} must be below {limit:,}, "
+            f"{reason or 'the positions that the frequencies reach'}, got {value:,}: give a "
+            "smaller one, or stretch the frequencies, such as on='yarn:4'"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rope_patch.methods.grouped_map import GroupedMap
+from rope_patch.methods.grouped_map import GroupedMap, longest_grouped_text
 from rope_patch.methods.position_map import require_window
 from rope_patch.methods.registry import register_method
 
@@ -42,7 +42,8 @@ class SelfExtend(GroupedMap):
     def longest_text(self, reach: int) -> float:
         window = self.window_of(reach)
         if self.group is None:
-            require_window("window", window, 2 * reach // 3)
+            reason = "two thirds of the positions that the frequencies reach, unless group is given"
+            require_window("window", window, 2 * reach // 3, reason)
             return math.inf
         require_window("window", window, reach)
-        return (reach - self.shift(int(self.group), window)) * int(self.group)
+        return longest_grouped_text(reach, window, int(self.group))

@@ -47,7 +47,8 @@ class Streaming(PositionMap):
         return self.window_of(reach) + int(self.sinks)
 
     def longest_text(self, reach: int) -> float:
-        require_window("sinks + window", self.map_start(reach), reach + 1)
+        reason = "one above the positions that the frequencies reach"
+        require_window("sinks + window", self.map_start(reach), reach + 1, reason)
         return math.inf
 
     def describe_distances(self, reach: int) -> str:

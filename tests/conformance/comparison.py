@@ -12,6 +12,8 @@ from formulas import Rotation
 from published import Published
 
 import rope_patch
+from rope_patch.methods import registered_methods
+from rope_patch.methods.position_map import PositionMap
 
 FACTORS = (2.0, 4.0, 32.0)
 LENGTHS = (0.5, 1.0, 1.5, 3.7)  # in trained lengths, for length-dependent methods
@@ -49,6 +51,11 @@ def ours(method: str, model: Published, **options: Any) -> Rotation:
     return frequencies.inv_freq.tolist(), frequencies.attention_factor
 
 
+def is_map(method: str) -> bool:
+    """Return whether a method changes positions and leaves frequencies to the method below it."""
+    return issubclass(registered_methods()[method], PositionMap)
+
+
 def stretches(model: Published, factor: float) -> list[float]:
     """Return per-pair factors from 1 for the fastest pair to `factor` for the slowest."""
     pairs = model.rotary_dim // 2
@@ -79,6 +86,13 @@ def pairs(method: str, model: Published) -> Iterator[Pair]:
     length = model.trained_length
     if method == "default":
         yield Pair(ours(method, model), plain)
+        return
+    if is_map(method):  # positions change, and frequencies are those of `on`
+        options = {"groups": [2]} if method == "dpe" else {}
+        yield Pair(ours(method, model, **options), plain)
+        for factor in FACTORS:
+            got = ours(method, model, on=f"yarn:{factor}", **options)
+            yield Pair(got, _theirs("yarn", model, factor))
         return
     if method.startswith("dynamic"):
         inner = {"dynamic": "ntk"}.get(method, method.removeprefix("dynamic-"))

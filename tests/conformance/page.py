@@ -114,7 +114,9 @@ def _methods() -> Iterable[str]:
         the factor of that length. Factors {factors}; for methods that follow the length, {lengths}
         times the trained one; and options off their defaults. Where transformers has nothing, (f)
         is the formula, written out apart, and (g) the same, itself held against vectors of its
-        authors' code (`tests/assets/golden.md`), as are the formulas of most other methods.
+        authors' code (`tests/assets/golden.md`), as are the formulas of most other methods. The
+        rows of position maps compare the frequencies below the map, plain ones and those of `yarn`;
+        `tests/methods/position_maps` holds the positions against brute force.
         """
     )
     marks = {"transformers": "", "formula": " f", "golden": " g"}

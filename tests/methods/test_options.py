@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import rope_patch
+from rope_patch.methods import registered_methods
+from rope_patch.methods.position_map import PositionMap
 
 # head_dim, rotary_dim, theta, trained_length
 GEOMETRIES = {
@@ -40,14 +42,23 @@ def plain(model):
 
 def required_options(method, model):
     pairs = GEOMETRIES[model][1] // 2
+    if method == "dpe":
+        return {"groups": [2] * 8}
     return {"long_factor": [1 + i / 8 for i in range(pairs)]} if "longrope" in method else {}
+
+
+def stretched(method, factor):
+    """Return the options that stretch a method's frequencies by a factor."""
+    is_map = issubclass(registered_methods()[method], PositionMap)
+    return {"on": f"yarn:{factor}"} if is_map else {"factor": factor}
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("model", GEOMETRIES)
 @pytest.mark.parametrize("method", rope_patch.list_methods())
 def test_every_method_slows_pairs_down_in_order(method, model, factor):
-    got = frequencies(method, model, factor=factor, **required_options(method, model))
+    options = {**stretched(method, factor), **required_options(method, model)}
+    got = frequencies(method, model, **options)
     unscaled = plain(model)
     assert got.inv_freq.dtype == torch.float64
     assert got.inv_freq.shape == unscaled.shape

@@ -70,14 +70,16 @@ def test_wrong_values_are_refused(value, error, message):
 @pytest.mark.parametrize("name", registered_methods())
 def test_every_method_takes_a_temperature(name):
     required = {"long_factor": [1.0, 2.0]} if "longrope" in name else {}
+    required |= {"groups": [2, 4]} if name == "dpe" else {}
     method = build(name, temperature="log-n", **required)
     assert method.query_temperature == Temperature("log-n", 1.0)
     assert method.options()["temperature"] == "log-n"
     assert not method.is_native
     without = build(name, **required)
-    assert without.query_temperature is None
+    default = getattr(method, "default_temperature", "none")  # of position maps
+    assert (without.query_temperature is None) == (default == "none")
     assert "temperature" not in without.options()
-    assert without.is_native == without.has_config_form
+    assert without.is_native == (without.has_config_form and default == "none")
 
 
 def test_a_constant_of_1_changes_nothing():

@@ -1,0 +1,170 @@
+"""Compare every map with the papers' formulas, one query and key at a time, and test its bounds."""
+
+import math
+
+import pytest
+import torch
+from paper_formulas import FORMULAS
+from relative_positions import relative_positions
+
+from rope_patch.methods import build
+
+# Method, positions that the frequencies reach, options.
+CASES = [
+    ("self-extend", 32, {}),
+    ("self-extend", 30, {"window": 7}),
+    ("self-extend", 24, {"window": 10, "group": 3}),
+    ("self-extend", 24, {"window": 8, "group": 4}),
+    ("jet-long", 32, {}),
+    ("jet-long", 17, {"window": 16}),
+    ("jet-long", 20, {"window": 5, "group": 3}),
+    ("rerope", 32, {}),
+    ("rerope", 20, {"window": 19}),
+    ("leaky-rerope", 32, {}),
+    ("leaky-rerope", 24, {"window": 9, "k": 2.5}),
+    ("leaky-rerope", 24, {"window": 9, "k": 1}),
+    ("dca", 32, {}),
+    ("dca", 32, {"sizes": "released"}),
+    ("dca", 20, {"chunk": 7, "top": 6}),
+    ("dca", 20, {"chunk": 6, "top": 19}),
+    ("string", 32, {}),
+    ("string", 20, {"offset": 12, "local": 3}),
+    ("lampe", 32, {}),
+    ("lampe", 40, {"mapped": 20, "head": 9}),
+    ("dpe", 32, {"groups": [2, 8, 3, 1]}),
+    ("dpe", 20, {"groups": [4, 6], "window": 7}),
+    ("lm-infinite", 32, {}),
+    ("lm-infinite", 24, {"window": 9, "sinks": 3, "limit": 20}),
+    ("streaming", 32, {}),
+    ("streaming", 24, {"window": 9, "sinks": 5}),
+]
+CASE = pytest.mark.parametrize(("name", "reach", "options"), CASES)
+WINDOWS = ("lm-infinite", "streaming")
+GROWING = [case for case in CASES if case[0] in ("self-extend", "jet-long", "lampe")]
+GROWING = [case for case in GROWING if "group" not in case[2]]
+
+
+def lay_out(method, reach, queries, last_query=None):
+    keys = torch.arange(int(queries.max()) + 1)
+    last = len(keys) - 1 if last_query is None else last_query
+    return relative_positions(method.regions(queries, keys, reach, last), queries, keys)
+
+
+def tokens_of(method, reach):
+    """Return the tokens of a text far beyond the reach, as long as the map allows."""
+    return int(min(method.longest_text(reach), 5 * reach))
+
+
+@CASE
+def test_each_query_and_key_follow_the_paper(name, reach, options):
+    method = build(name, **options)
+    tokens = tokens_of(method, reach)
+    matrix, counts = lay_out(method, reach, torch.arange(tokens))
+    for i in range(tokens):
+        for j in range(tokens):
+            expected = i - j if j <= i else None
+            if method.map_start(reach) <= i >= j:
+                expected = FORMULAS[name](i, j, reach, **options)
+            assert counts[i, j] == (expected is not None), (i, j)
+            if expected is not None:
+                assert (
+                    matrix[i, j] - torch.tensor(expected, dtype=torch.float64)
+                ).abs().max() < 1e-9, (i, j)
+
+
+@CASE
+def test_regions_cover_the_causal_triangle_once(name, reach, options):
+    method = build(name, **options)
+    tokens = tokens_of(method, reach)
+    _, counts = lay_out(method, reach, torch.arange(tokens))
+    triangle = torch.ones(tokens, tokens, dtype=torch.long).tril()
+    assert (counts <= triangle).all()
+    assert torch.equal(counts, triangle) == (name not in WINDOWS)
+    assert (counts.diagonal() == 1).all()  # a query sees itself
+
+
+@CASE
+def test_queries_before_the_map_keep_their_distances(name, reach, options):
+    method = build(name, **options)
+    start = method.map_start(reach)
+    matrix, counts = lay_out(method, reach, torch.arange(start))
+    positions = torch.arange(start)
+    distance = (positions[:, None] - positions).double()
+    distance = distance if matrix.ndim == 2 else distance[..., None].expand_as(matrix)
+    assert torch.equal(counts, torch.ones_like(counts).tril())
+    assert torch.equal(matrix[counts > 0], distance[counts > 0])
+
+
+@CASE
+def test_a_query_is_mapped_by_what_it_sees_alone(name, reach, options):
+    method = build(name, **options)
+    tokens = tokens_of(method, reach)
+    whole, whole_counts = lay_out(method, reach, torch.arange(tokens))
+    for size in (1, 7, reach):
+        for chunk in torch.arange(tokens).split(size):
+            # A batch may have a longer row, so the last query is not always of this text.
+            for last in (int(chunk[-1]), 9 * reach):
+                matrix, counts = lay_out(method, reach, chunk, last)
+                width = counts.shape[1]
+                assert torch.equal(counts, whole_counts[chunk, :width])
+                expected = whole[chunk, :width]
+                assert torch.equal(matrix.nan_to_num(-1), expected.nan_to_num(-1))
+
+
+@CASE
+def test_rows_of_a_batch_have_positions_of_their_own(name, reach, options):
+    method = build(name, **options)
+    tokens = tokens_of(method, reach)
+    rows = torch.stack([torch.arange(tokens), (torch.arange(tokens) - 5).clamp(min=0)])
+    together = method.regions(rows, rows, reach, tokens - 1)
+    for row in range(2):
+        alone = method.regions(rows[row], rows[row], reach, tokens - 1)
+        for one, both in zip(alone, together, strict=True):
+            assert torch.equal(both.start[row], one.start)
+            assert torch.equal(both.stop[row], one.stop)
+            for ours, theirs in (
+                (both.query_shift, one.query_shift),
+                (both.key_shift, one.key_shift),
+            ):
+                assert (ours is None) == (theirs is None)
+                assert ours is None or torch.equal(ours[row], theirs)
+
+
+@CASE
+def test_no_relative_position_leaves_the_reach(name, reach, options):
+    method = build(name, **options)
+    tokens = int(min(method.longest_text(reach), 40 * reach))
+    matrix, counts = lay_out(method, reach, torch.arange(tokens))
+    if name == "dpe":  # the largest group decides; the authors' smaller ones go further
+        matrix = matrix[..., options["groups"].index(max(options["groups"]))]
+    assert matrix[counts > 0].min() >= 0
+    assert matrix[counts > 0].max() < reach
+
+
+@pytest.mark.parametrize(
+    ("name", "reach", "options"),
+    [case for case in CASES if math.isfinite(build(case[0], **case[2]).longest_text(case[1]))],
+)
+def test_the_longest_text_could_not_be_longer(name, reach, options):
+    method = build(name, **options)
+    # Floors of a group, or of a fraction, allow no more than a group of further tokens.
+    tokens = int(method.longest_text(reach)) + 1
+    keys = torch.arange(tokens)
+    regions = method.regions(keys[-1:], keys, reach, tokens - 1)
+    matrix, counts = relative_positions(regions, keys[-1:], keys)
+    assert matrix[counts > 0].max() >= reach - (name == "leaky-rerope")
+
+
+@pytest.mark.parametrize(
+    ("name", "reach", "options"), [case for case in GROWING if case[0] != "lampe"]
+)
+def test_growing_groups_are_the_smallest_that_fit(name, reach, options):
+    method = build(name, **options)
+    window = method.window_of(reach)
+    limit, beyond = {"self-extend": (2 * reach // 3, window), "jet-long": (reach, 0)}[name]
+    for query in range(reach, 40 * reach):
+        group = method.group_at(query, reach)
+        assert beyond + (query + 1 - beyond) / group <= limit
+        assert beyond + (query + 1 - beyond) / (group - 1) > limit
+        assert method.first_query_of(group, reach) <= query
+        assert query < method.first_query_of(group + 1, reach)
