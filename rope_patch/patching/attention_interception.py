@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from rope_patch.geometry import Geometry
@@ -29,7 +30,13 @@ _EAGER = "eager_attention_forward"
 
 
 class Interceptor(Protocol):
-    """What is called in place of an attention function."""
+    """What is called in place of an attention function.
+
+    Attributes:
+        breaks_graphs: Whether it cannot run within a compiled graph.
+    """
+
+    breaks_graphs: bool
 
     def attend(self, function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what `function(module, *args, **kwargs)` would; see transformers' interface."""
@@ -60,6 +67,21 @@ class InterceptedForward(ReboundForward):
         self.inner = inner
         self.interceptor = interceptor
         super().__init__(module)
+
+    @property
+    def breaks_graphs(self) -> bool:
+        """Return whether some interceptor of this attention cannot run in a compiled graph."""
+        inner = isinstance(self.inner, InterceptedForward) and self.inner.breaks_graphs
+        return self.interceptor.breaks_graphs or inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.breaks_graphs and torch.compiler.is_compiling():
+            # Imported here, because the module imports the compiler. The whole forward runs outside
+            # the graph: Dynamo cannot resume in the middle of a copied function.
+            from rope_patch.patching.graph_break import call_outside_graph
+
+            return call_outside_graph(self.function, self.module, *args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
     def source_function(self) -> Any:
         """Return the function to copy: with this package's other changes where they are."""

@@ -44,6 +44,8 @@ class QueryScaling:
         trained_length: L, in tokens.
     """
 
+    breaks_graphs = False
+
     def __init__(self, temperature: Temperature, trained_length: int) -> None:
         self.temperature = temperature
         self.trained_length = trained_length

@@ -183,9 +183,9 @@ class LengthHooks:
         cache = getattr(cache, "self_attention_cache", cache)
         if torch.compiler.is_compiling() and carries_gradients(cache):
             # The op would lose gradients. Imported here, because the module imports the compiler.
-            from rope_patch.patching.dynamic.graph_break import prepare_outside_graph
+            from rope_patch.patching.graph_break import call_outside_graph
 
-            prepare_outside_graph(self, arguments, tokens, cache)
+            call_outside_graph(self.prepare, arguments, tokens, cache)
         else:
             self.prepare(arguments, tokens, cache)
 

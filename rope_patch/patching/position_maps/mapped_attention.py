@@ -31,11 +31,12 @@ class MappedAttention:
         rotation: The layer type's rotation.
     """
 
+    breaks_graphs = True  # what it computes depends on the values of positions
+
     def __init__(self, hooks: PositionHooks, rotation: ShiftRotation) -> None:
         self.hooks = hooks
         self.rotation = rotation
 
-    @torch.compiler.disable
     def attend(
         self,
         function: Any,

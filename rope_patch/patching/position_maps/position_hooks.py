@@ -58,11 +58,20 @@ class PositionHooks:
         """Install the hooks."""
         undo_log.hook(decoder, before=self.before_decoder, after=self.after_decoder)
 
-    @torch.compiler.disable
     def before_decoder(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Record the positions of a forward (pre-hook of the decoder)."""
+        if torch.compiler.is_compiling():
+            # Imported here, because the module imports the compiler.
+            from rope_patch.patching.graph_break import call_outside_graph
+
+            call_outside_graph(self.prepare, decoder, args, kwargs)
+        else:
+            self.prepare(decoder, args, kwargs)
+
+    def prepare(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the positions of a forward's tokens, and view them beside those of its cache."""
         arguments = kwargs
         if args:
             arguments = dict(zip(parameter_names(decoder), args, strict=False)) | kwargs
@@ -106,9 +115,17 @@ class PositionHooks:
             record=None if cache is None else record,
         )
 
-    @torch.compiler.disable
     def after_decoder(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Attach the record to a cache that the decoder made (hook of the decoder)."""
+        if torch.compiler.is_compiling():
+            from rope_patch.patching.graph_break import call_outside_graph
+
+            call_outside_graph(self.finish, output)
+        else:
+            self.finish(output)
+
+    def finish(self, output: Any) -> None:
+        """Attach the record to the cache in a decoder's output, and forget the forward."""
         if self._state.pending_record is not None:
             cache = cache_in_output(output)
             if isinstance(cache, Cache):
