@@ -38,5 +38,6 @@ def export(model_or_config: Any, engine: str) -> Export:
     """
     require_engine(engine)
     target = Target.from_model(model_or_config)
+    target.require_no_position_map(engine)
     result = run_exporter(engine, target)
     return replace(result, notes=[*result.notes, *target.yarn_notes()])

@@ -11,10 +11,11 @@ from transformers import PreTrainedConfig
 
 from rope_patch.exporting.rotation import LayerRotation
 from rope_patch.methods import Frequencies, Method
+from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.architecture.rotary_traits import RotaryTraits
-from rope_patch.patching.method_wrappers import describe_yarn
+from rope_patch.patching.method_wrappers import describe_yarn, unwrap
 from rope_patch.patching.mla_scale import SoftmaxScaled, find_mla_attentions
 from rope_patch.patching.plan import PatchPlan
 from rope_patch.pretrained.loading import empty_model
@@ -26,6 +27,21 @@ STATIC_ALTERNATIVE = (
 )
 
 _NATIVE_ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"}
+
+# What engines have of their own, by engine and map.
+_OWN_MAPS = {
+    ("llama.cpp", "self-extend"): (
+        ". llama-completion has Self-Extend of its own with a fixed group, as --grp-attn-n GROUP "
+        "--grp-attn-w WINDOW; llama-server has not"
+    ),
+    ("sglang", "dca"): (
+        ". SGLang has dual chunk attention of its own, as dual_chunk_attention_config in "
+        "config.json (chunk_size is our top, local_size our top - chunk), with another temperature"
+    ),
+    ("vllm", "dca"): (
+        ". vLLM up to 0.10 had dual chunk attention of its own; later releases cannot run it"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,7 @@ class Target:
         traits: Facts about one of the model's rotary modules.
         start_token_count: Number of first positions that keep the unextended rotation, which no
             config expresses.
+        position_map: The map of positions in attention, which no config expresses; None without.
     """
 
     name: str
@@ -57,6 +74,7 @@ class Target:
     is_mla: bool
     traits: RotaryTraits
     start_token_count: int = 0
+    position_map: PositionMap | None = None
 
     @classmethod
     def from_model(cls, model_or_config: Any) -> Target:
@@ -145,7 +163,9 @@ class Target:
             for layer_type, layer_parameters in by_layer_type(parameters).items()
             if layer_type in checkpoint_frequencies
         }
-        if method.query_temperature is not None:
+        inner = unwrap(method)
+        position_map = inner if isinstance(inner, PositionMap) else None
+        if method.query_temperature is not None and position_map is None:
             raise Refused(
                 f"{method} with temperature={method.temperature!r} cannot be exported: no config "
                 "and no engine has a form for the temperature; leave temperature out, or serve the "
@@ -178,6 +198,7 @@ class Target:
             is_mla=is_mla,
             traits=rotaries[0],
             start_token_count=method.start_token_count,
+            position_map=position_map,
         )
 
     @classmethod
@@ -272,6 +293,19 @@ class Target:
     def refuse(self, engine: str, reason: str) -> Refused:
         """Return the error for a rotation that an engine has no form for."""
         return Refused(f"{engine} cannot run {self.name}: {reason}")
+
+    def require_no_position_map(self, engine: str) -> None:
+        """Raise if attention compares at mapped positions, which no engine reads from a config."""
+        if self.position_map is None:
+            return
+        own = _OWN_MAPS.get((engine, self.position_map.name), "")
+        raise self.refuse(
+            engine,
+            "it compares tokens at mapped positions, which no config can say"
+            + own
+            + "; serve it with transformers and rope_patch.load, or use a method that changes "
+            "frequencies, such as yarn",
+        )
 
     def require_config_form(self, engine: str, instead: str) -> None:
         """Raise unless a transformers config expresses the rotation; `instead` is the advice."""

@@ -145,11 +145,7 @@ class PositionMap(Method):
         return inner.frequencies(geometry, seq_len)
 
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
-        """Return the frequencies below the map; no config can express the map itself."""
-        if self.inner is not None:
-            return self.inner.rope_parameters(geometry)
-        if geometry.base:
-            return super().rope_parameters(geometry)
+        """Return the unextended rotation: no config can express a map."""
         return {"rope_type": "default", "rope_theta": geometry.theta}
 
     def reach(self, trained_length: int) -> int:
