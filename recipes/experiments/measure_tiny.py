@@ -5,7 +5,7 @@ tokens. One pass shows what a method is worth at a length; decoding with a cache
 that is left in use. Methods that follow the length are decoded once more with stale keys: cached
 keys keep the rotation that they were cached with, as in transformers.
 
-How, from the repository root (deterministic on its one thread, 10 minutes of one CPU core):
+How, from the repository root (deterministic on its one thread, 20 minutes of one CPU core):
 
     python recipes/experiments/measure_tiny.py
 

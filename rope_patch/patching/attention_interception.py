@@ -112,7 +112,12 @@ class InterceptedForward(ReboundForward):
 
 
 def find_attentions(
-    rotaries: list[RotaryTraits], config: Any, geometries: dict[str | None, Geometry], what: str
+    rotaries: list[RotaryTraits],
+    config: Any,
+    geometries: dict[str | None, Geometry],
+    *,
+    what: str,
+    instead: str,
 ) -> list[tuple[RotaryTraits, list[nn.Module]]]:
     """Return the attentions of the layers that a patch changes, beside their rotary modules.
 
@@ -120,7 +125,8 @@ def find_attentions(
         rotaries: Facts about the rotary modules.
         config: The text config of the unpatched model.
         geometries: The layer types that change.
-        what: What needs them, for messages; such as "a temperature".
+        what: What needs them, for messages; such as "temperature".
+        instead: What to do where they are out of reach.
 
     Raises:
         ValueError: Their queries have no single position, or cannot be reached.
@@ -133,13 +139,13 @@ def find_attentions(
         if traits.is_mrope:
             raise Refused(
                 f"{name} gives a token several positions (M-RoPE), so a {what} has none to follow: "
-                f"leave {what} out"
+                f"{instead}"
             )
         decoder = traits.decoder
         if decoder is None:
             raise Refused(
                 f"{traits.name} does not belong to a decoder that is given positions, which a "
-                f"{what} follows: leave {what} out"
+                f"{what} follows: {instead}"
             )
         attentions = [module for module in decoder.modules() if _rotates(module)]
         unreachable = [each for each in attentions if _INTERFACES not in _global_names(each)]
@@ -147,13 +153,13 @@ def find_attentions(
             where = type(unreachable[0] if unreachable else decoder).__name__
             raise Refused(
                 f"{where} does not hand its queries to one of transformers' attention functions, "
-                f"so no {what} can reach them: leave {what} out"
+                f"so no {what} can reach them: {instead}"
             )
         extended = [each for each in attentions if _is_extended(each, config, geometries)]
         if not extended:
             raise Refused(
                 f"{name} does not say which of its attentions belong to the layer types "
-                f"{', '.join(map(str, geometries))}: leave {what} out"
+                f"{', '.join(map(str, geometries))}: {instead}"
             )
         known = {id(module) for _, modules in found for module in modules}
         found.append((traits, [each for each in extended if id(each) not in known]))

@@ -29,7 +29,7 @@ from rope_patch.patching.mla_scale import (
 )
 from rope_patch.patching.position_maps.mapped_attention import Site, find_mapped_attentions
 from rope_patch.patching.position_maps.mapped_length import mapped_length
-from rope_patch.patching.query_temperature import find_scalable_attentions
+from rope_patch.patching.query_temperature import find_scalable_attentions, own_temperature
 from rope_patch.patching.start_tokens import require_start_tokens_supported
 from rope_patch.rope_config import (
     LONGROPE_ONLY,
@@ -230,6 +230,8 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     resolved, target_length = request.resolve(trained)
     if isinstance(resolved, PositionMap):
         target_length = mapped_length(resolved, target_length, geometries, own_parameters)
+        if resolved.temperature is None and own_temperature(config):
+            resolved = replace(resolved, temperature="none")  # the model's own stays
     resolved = ContinuedScaling.wrap_if_needed(resolved, geometries, own_parameters)
     sharpened = [module for traits in rotaries for module in find_mla_attentions(traits.owner)]
     sharpened = filter_by_layer_type(sharpened, config, geometries)
@@ -258,10 +260,10 @@ def make_plan(model: nn.Module, config: Any, extension: Extension) -> PatchPlan:
     _require_known_rotation(plan)
     _require_change(plan)
     require_start_tokens_supported(resolved, target_length, geometries, rotaries)
-    if plan.method.query_temperature is not None:
-        plan.temperature_sites.extend(find_scalable_attentions(rotaries, config, geometries))
     if plan.position_map is not None:
         plan.mapped_sites.extend(find_mapped_attentions(rotaries, config, geometries))
+    if plan.method.query_temperature is not None:
+        plan.temperature_sites.extend(find_scalable_attentions(rotaries, config, geometries))
     if plan.method.is_length_dependent(trained):
         plan.length_hooks.extend(_make_length_hooks(plan))
     if extension.kernels != "hf":

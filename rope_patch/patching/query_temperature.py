@@ -125,7 +125,9 @@ def find_scalable_attentions(
         ValueError: The model has a temperature of its own, or its queries cannot be reached.
     """
     _require_no_own_temperature(config)
-    return find_attentions(rotaries, config, geometries, "temperature")
+    return find_attentions(
+        rotaries, config, geometries, what="temperature", instead="leave temperature out"
+    )
 
 
 def install_temperature(
@@ -151,13 +153,16 @@ def install_temperature(
             intercept(attention, scaling, undo_log)
 
 
-def _require_no_own_temperature(config: Any) -> None:
-    own = None
+def own_temperature(config: Any) -> str | None:
+    """Return the config's field that gives queries a temperature already, or None."""
     if getattr(config, "attn_temperature_tuning", False):
-        own = "attn_temperature_tuning"
-    elif any(p.get(_OWN_BETA) for p in by_layer_type(config.rope_parameters).values()):
-        own = _OWN_BETA
-    if own:
+        return "attn_temperature_tuning"
+    parameters = by_layer_type(config.rope_parameters).values()
+    return _OWN_BETA if any(each.get(_OWN_BETA) for each in parameters) else None
+
+
+def _require_no_own_temperature(config: Any) -> None:
+    if own := own_temperature(config):
         raise Refused(
             f"{type(config).__name__} has a temperature of its own ({own} in its config), which "
             "the patch keeps: leave temperature out"

@@ -29,12 +29,14 @@ class Row:
         rotation: The special features of its rotation.
         static: "patched" for `yarn` and `linear`, or the reason of the refusal.
         dynamic: The same for `dynamic-yarn`.
+        mapped: The same for `rerope`.
     """
 
     model_type: str
     rotation: str
     static: str
     dynamic: str
+    mapped: str
 
     def to_dict(self) -> dict[str, str]:
         """Return the row as plain data."""
@@ -48,15 +50,16 @@ def measure(model_type: str) -> Row:
         AssertionError: An accepted patch has a wrong effect.
     """
     if not mentions_rotation(model_type):
-        return Row(model_type, "", "no rotary embedding", "")
+        return Row(model_type, "", "no rotary embedding", "", "")
     try:
         model = tiny_model(model_type)
         _logits(model, SHORT)
     except Exception as error:
-        return Row(model_type, "", f"not built: {_reason(error)}", "")
+        return Row(model_type, "", f"not built: {_reason(error)}", "", "")
     static = _static(model)
     dynamic = _dynamic(model) if static == "patched" else ""
-    return Row(model_type, _rotation(model), static, dynamic)
+    mapped = _mapped(model) if static == "patched" else ""
+    return Row(model_type, _rotation(model), static, dynamic, mapped)
 
 
 def _static(model: Any) -> str:
@@ -132,6 +135,42 @@ def _dynamic(model: Any) -> str:
     assert_followed(model, _start)
     _assert_untouched(model, long, buffers)
     return "patched"
+
+
+def _mapped(model: Any) -> str:
+    short, long, buffers = _logits(model, SHORT), _logits(model, LONG), _buffers(model)
+    geometry = next(iter(rope_patch.patching.check(model, "yarn", factor=2).geometries.values()))
+    trained_length = None if geometry.trained_length == TRAINED else TRAINED
+    is_stepwise = torch.allclose(_decoded(model), long, rtol=0, atol=1e-3)  # not with all experts
+    try:
+        handle = rope_patch.patch(model, "rerope", window=8, trained_length=trained_length)
+    except ValueError as error:
+        _assert_untouched(model, long, buffers)
+        return f"refused: {_reason(error)}"
+    mapped = _logits(model, LONG)
+    _assert_other(mapped, long)
+    if not _replaced(handle):
+        assert torch.equal(_logits(model, SHORT), short)
+    if is_stepwise:
+        torch.testing.assert_close(_decoded(model), mapped, rtol=0, atol=1e-3)
+    handle.undo()
+    _assert_untouched(model, long, buffers)
+    return "patched"
+
+
+@torch.no_grad()
+def _decoded(model: Any) -> torch.Tensor:
+    """Return the logits of `_logits` for a long text, the last tokens one by one with a cache."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4, 100, (1, LONG), generator=generator)
+    cache, parts = None, []
+    for part in ids.split([LONG - 6, *[1] * 6], 1):
+        output = model(input_ids=part, past_key_values=cache, use_cache=True)
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:  # it is called otherwise, or there is none
+            return torch.full((1, LONG, 1), torch.nan)
+        parts.append(output.logits)
+    return torch.cat(parts, 1)
 
 
 def _replaced(handle: Any) -> bool:

@@ -35,6 +35,9 @@ model. `python tests/architectures/architectures_page.py` writes this page;
 of long texts changed; and that, when a text with a cache outgrew its trained length, everything
 that was cached rotated had the new rotation, and nothing else changed. "no" means that the patch
 was refused with an error that says why, and that the model stayed as it was.
+
+"Positions mapped: yes" means that with `rerope` short texts kept their logits, bit for bit, those
+of long texts changed, and steps with a cache gave the logits of one pass.
 """
 
 
@@ -54,16 +57,21 @@ def render(measured: dict[str, dict[str, Any]]) -> str:
     heads = ["architecture", "rotation"]
     for version in versions:
         heads += [f"patched, {version}", "follows the length"]
+        if version == versions[0]:
+            heads.append("positions mapped")
     lines += [_line(heads), _line([":--"] * 2 + [":-:"] * (len(heads) - 2))]
     for name in rotating:
         cells = [f"`{name}`", newest[name]["rotation"]]
         for version in versions:
             row = measured[version].get(name)
             cells += ["–", "–"] if row is None else [_short(row["static"]), _short(row["dynamic"])]
+            if version == versions[0]:
+                cells.append(_short(newest[name]["mapped"]))
         lines.append(_line(cells))
     lines += ["", "## Why not", ""]
     lines += _reasons(newest, rotating, "static", "Refused")
     lines += _reasons(newest, rotating, "dynamic", "Refused for methods that follow the length")
+    lines += _reasons(newest, rotating, "mapped", "Refused for position maps")
     unrotated = ", ".join(f"`{name}`" for name, row in newest.items() if _unrotated(row))
     lines += ["## Without a rotary embedding", "", unrotated, ""]
     return "\n".join(lines)

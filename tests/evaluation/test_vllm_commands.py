@@ -29,6 +29,7 @@ STRETCHES = [1.0 + i / 4 for i in range(16)]
 OPTIONS = {  # those that a method requires
     "longrope": {"long_factor": STRETCHES, "short_factor": STRETCHES},
     "mixed-longrope": {"long_factor": STRETCHES},
+    "dpe": {"groups": [2]},
 }
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.method_names import frequency_methods
 from helpers.tiny_models import (
     LONG,
     LONG_FACTOR,
@@ -41,7 +42,7 @@ def is_static(name):
         return False
 
 
-STATIC = [name for name in rope_patch.list_methods() if name != "default" and is_static(name)]
+STATIC = [name for name in frequency_methods() if name != "default" and is_static(name)]
 
 
 def make_patched(method, **sizes):
@@ -59,7 +60,7 @@ def compile_model(model, backend="eager", **settings):
 def test_static_covers_all_static_methods():
     known = {"linear", "ntk", "ntk-by-parts", "yarn", "llama3", "abf", "longrope", "proportional"}
     assert known | {"nope", "ntk-by-parts-2023-06"} <= set(STATIC)
-    for name in set(rope_patch.list_methods()) - set(STATIC) - {"default"}:
+    for name in set(frequency_methods()) - set(STATIC) - {"default"}:
         assert name.startswith(("dynamic", "mixed-")), name
 
 

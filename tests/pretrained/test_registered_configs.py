@@ -275,6 +275,8 @@ def rope_types_in(folder):
 PATCH_OPTIONS = {
     "longrope": {"factor": 4, "long_factor": LONG_FACTOR},
     "mixed-longrope": {"factor": 4, "long_factor": LONG_FACTOR},
+    "dpe": {"groups": [2, 4]},
+    "string": {"on": "yarn:4"},
 }
 
 

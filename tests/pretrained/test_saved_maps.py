@@ -42,7 +42,9 @@ def test_no_config_names_a_map(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"]["rope_type"] = "rerope"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="rope_type must be one that transformers knows .* 'rerope'"):
+    with pytest.raises(
+        ValueError, match=r"rope_type must be one that transformers knows .* 'rerope'"
+    ):
         rope_patch.load(tmp_path, "yarn", factor=2)
 
 

@@ -22,6 +22,8 @@ from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 
+_OTHER_METHODS = "use a method that changes frequencies, such as yarn"
+
 
 class MappedAttention:
     """What stands in for the attention function of one layer type of a decoder.
@@ -122,12 +124,14 @@ def find_mapped_attentions(
             function, or its keys are rotated in an unknown way.
     """
     sites: list[Site] = []
-    for traits, attentions in find_attentions(rotaries, config, geometries, "position map"):
+    found = find_attentions(
+        rotaries, config, geometries, what="position map", instead=_OTHER_METHODS
+    )
+    for traits, attentions in found:
         if find_mla_attentions(traits.owner) or getattr(config, "kv_lora_rank", None):
             raise Refused(
                 f"{type(config).__name__} has latent attention, whose heads rotate in a part that "
-                "a position map does not reach yet: expected a method that changes frequencies, "
-                "such as yarn"
+                f"a position map does not reach yet: {_OTHER_METHODS}"
             )
         KeyLayout.of(traits)  # raises where the layout is unknown
         types = rotated_layer_types(traits.require_decoder(is_owner=False), traits.config)
@@ -135,10 +139,23 @@ def find_mapped_attentions(
         for attention in attentions:
             index: Any = getattr(attention, "layer_idx", None)
             layer_type = types[index] if isinstance(index, int) and index < len(types) else None
-            if layer_type in geometries:
+            if layer_type in geometries and not _has_window(config, index):
                 members.append((attention, layer_type))
         sites.append((traits, members))
+    if not any(members for _, members in sites):
+        raise Refused(
+            f"every layer of {type(config).__name__} that rotates has a window, beyond which it "
+            "sees no keys, so there is nothing far that a position map could move"
+        )
     return sites
+
+
+def _has_window(config: Any, layer: Any) -> bool:
+    """Return whether a layer sees the last keys alone."""
+    types = getattr(config, "layer_types", None)
+    if types and isinstance(layer, int) and layer < len(types):
+        return any(name in str(types[layer]) for name in ("sliding", "chunked"))
+    return getattr(config, "sliding_window", None) is not None
 
 
 def install_position_map(

@@ -25,6 +25,7 @@ OPTIONS = {
     "longrope": {**LONG, "short_factor": SHORT_FACTOR},
     "mixed-longrope": LONG,
     "nope": {"temperature": "drope:0.4"},
+    "dpe": {"groups": [2, 4]},
 }
 METHODS = {
     name: OPTIONS.get(name, {} if method.is_dynamic else {"factor": 4})
