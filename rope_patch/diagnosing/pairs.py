@@ -73,6 +73,8 @@ def build_pair_table(
     length: int,
     rope_type: str,
     own_yarn: str | None = None,
+    *,
+    largest_distance: int | None = None,
 ) -> PairTable:
     """Return the table of pairs before and after an extension.
 
@@ -82,7 +84,9 @@ def build_pair_table(
         length: The target length in tokens.
         rope_type: The config's own scaling.
         own_yarn: See `PairTable`.
+        largest_distance: The largest distance at which tokens are compared, if not the length.
     """
+    distance = length if largest_distance is None else largest_distance
     trained = geometry.trained_length
     pairs = tuple(
         Pair(
@@ -90,7 +94,7 @@ def build_pair_table(
             wavelength=2 * math.pi / before if before else math.inf,
             turns=trained * before / (2 * math.pi),
             stretch=before / now if now else (math.inf if before else 1.0),
-            turns_at_length=length * now / (2 * math.pi),
+            turns_at_length=distance * now / (2 * math.pi),
         )
         for i, (before, now) in enumerate(
             zip(geometry.inv_freq().tolist(), after.inv_freq.tolist(), strict=True)

@@ -23,6 +23,7 @@ from rope_patch.extension import Extension
 from rope_patch.geometry import Geometry
 from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_tokens
+from rope_patch.methods.position_map import PositionMap
 from rope_patch.methods.registry import get_method
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
@@ -183,12 +184,16 @@ def _pair_table(
     layer_type, original = geometry.layer_type, subject.original_config
     own_yarn = describe_yarn(subject.config, layer_type)
     if method is not None:
+        reach = method.reach(geometry.trained_length) if isinstance(method, PositionMap) else length
         own_parameters = by_layer_type(original.rope_parameters)[layer_type]
         method = ContinuedScaling.wrap_if_needed(
             method, {layer_type: geometry}, {layer_type: own_parameters}
         )
         after = method.frequencies_at(geometry, length)
-        return build_pair_table(geometry, after, length, layer.scaling, own_yarn)
+        distance = min(length, reach)
+        return build_pair_table(
+            geometry, after, length, layer.scaling, own_yarn, largest_distance=distance
+        )
     if original is not subject.config and layer.scaling != "dynamic":
         saved = layer.configured(length) if layer.scaling == "longrope" else layer.actual
         saved = saved or Frequencies(geometry.inv_freq(), geometry.attention_factor)

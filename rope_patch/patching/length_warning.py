@@ -86,6 +86,8 @@ def make_length_warning(plan: PatchPlan) -> LengthWarning | None:
     """Return the warning of a patch; None if its method has no longest length."""
     if plan.length is None or plan.is_dynamic:
         return None
+    if plan.position_map is not None and plan.longest_mapped_text is None:
+        return None  # the length is the largest one expected, and no limit
     if not any((f.inv_freq > 0).any() for f in plan.frequencies().values()):
         return None  # nothing rotates (`nope`)
     return LengthWarning(plan.length, str(plan.method))

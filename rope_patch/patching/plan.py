@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,6 +99,14 @@ class PatchPlan:
         """Return the map of positions that the method is; None if it changes frequencies alone."""
         method = unwrap(self.method)
         return method if isinstance(method, PositionMap) else None
+
+    @property
+    def longest_mapped_text(self) -> int | None:
+        """Return the longest text that a position map serves, in tokens; None if it serves any."""
+        if self.position_map is None:
+            return None
+        longest = self.position_map.longest_text(self.position_map.reach(self.trained_length))
+        return None if math.isinf(longest) else math.floor(longest)
 
     @property
     def trained_length(self) -> int:

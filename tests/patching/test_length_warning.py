@@ -204,3 +204,20 @@ def test_evaluations_are_silent(monkeypatch, tmp_path, warnings):
     assert warnings() == []
     forward(model, tokens(TARGET))
     assert len(warnings()) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "warns"),
+    [
+        ("rerope", {"length": 2 * TRAINED}, False),  # it serves any length
+        ("rerope", {}, False),
+        ("self-extend", {"group": 2, "window": 16}, True),
+        ("string", {}, True),
+    ],
+)
+def test_position_maps_warn_where_their_distances_end(caplog, method, options, warns):
+    model = make_model()
+    rope_patch.patch(model, method, **options)
+    with caplog.at_level("WARNING", logger="rope_patch"):
+        forward(model, tokens(3 * TRAINED))
+    assert ("outgrew" in caplog.text) is warns
