@@ -230,27 +230,23 @@ def correct_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def recall_accuracy(
     model: torch.nn.Module, length: int, sequences: int = 48, pairs: int = 8, seed: int = 1234
 ) -> float:
-    """Return the share of values recalled, teacher forced.
-
-    Args:
-        model: A causal language model on this vocabulary, on the CPU.
-        length: Tokens per sequence, queries included.
-        sequences: Number of sequences; `pairs` queries each.
-        pairs: Key-value pairs per sequence.
-        seed: Seed of the sequences; the same seed asks every model the same questions.
-
-    Returns:
-        Accuracy as a float in [0, 1].
-    """
-    answers = recalled(model, length, sequences, pairs, seed)
-    return answers.float().mean().item()
+    """Return the share of values recalled, teacher forced; see `recalled`."""
+    return recalled(model, length, sequences, pairs, seed).float().mean().item()
 
 
 @torch.no_grad()
 def recalled(
     model: torch.nn.Module, length: int, sequences: int, pairs: int, seed: int
 ) -> torch.Tensor:
-    """Return which values are recalled, bool, `[sequences, pairs]`; see `recall_accuracy`."""
+    """Return which values are recalled, teacher forced, bool, `[sequences, pairs]`.
+
+    Args:
+        model: A causal language model on this vocabulary, on the CPU.
+        length: Tokens per sequence, queries included.
+        sequences: Number of sequences.
+        pairs: Key-value pairs per sequence, each of which is asked for.
+        seed: Seed of the sequences; the same seed asks every model the same questions.
+    """
     generator = torch.Generator().manual_seed(seed)
     input_ids, labels = recall_batch(generator, sequences, length, pairs)
     rows = max(1, 8192 // length)
