@@ -247,14 +247,10 @@ def recalled(
         pairs: Key-value pairs per sequence, each of which is asked for.
         seed: Seed of the sequences; the same seed asks every model the same questions.
     """
-    generator = torch.Generator().manual_seed(seed)
-    input_ids, labels = recall_batch(generator, sequences, length, pairs)
-    rows = max(1, 8192 // length)
-    correct = [
-        correct_tokens(model(input_ids=x, use_cache=False).logits, y)
-        for x, y in zip(input_ids.split(rows), labels.split(rows), strict=True)
-    ]
-    return torch.cat(correct).view(sequences, pairs)
+    batch = recall_batch(torch.Generator().manual_seed(seed), sequences, length, pairs)
+    parts = (part.split(max(1, 8192 // length)) for part in batch)
+    answers = ((model(input_ids=x, use_cache=False).logits, y) for x, y in zip(*parts, strict=True))
+    return torch.cat([correct_tokens(*each) for each in answers]).view(sequences, pairs)
 
 
 def train(seed: int = SEED, max_steps: int = 2000, architecture: str = "llama") -> PreTrainedModel:
