@@ -56,8 +56,13 @@ class MappedAttention:
         So it is where the layer has a window, beyond which it sees no keys.
         """
         view = self.hooks.view_of(query, kwargs.get("position_ids"))
-        if not view.is_mapped or kwargs.get("sliding_window") or args:
+        if not view.is_mapped or kwargs.get("sliding_window"):
             return function(module, query, key, value, attention_mask, *args, **kwargs)
+        if args:
+            raise Refused(
+                f"{type(module).__name__} passes arguments by position to its attention function, "
+                f"expected names: {_OTHER_METHODS}"
+            )
         if key.shape[2] != view.keys.shape[1]:
             raise Refused(
                 f"{type(module).__name__} compares with {key.shape[2]} keys, and "

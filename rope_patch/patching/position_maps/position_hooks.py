@@ -104,8 +104,15 @@ class PositionHooks:
             attach_record(cache, record)
         self._state.pending_record = record if cache is None else None
         mask = arguments.get("attention_mask")
-        # A mask of tokens hides padding alone, which has no positions.
-        is_causal = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+        is_causal = (
+            mask is None
+            or (
+                isinstance(mask, torch.Tensor)
+                and mask.ndim == 2
+                # Those of a static cache go on behind the tokens.
+                and bool(mask[:, : past + new.shape[1]].all())
+            )
+        )
         self._state.view = ForwardView(
             self.position_map,
             self.reach,

@@ -210,3 +210,22 @@ def test_mapped_and_unmapped_patches_replace_each_other():
             assert (forward(model, ids) - mapped).abs().max() > 1e-2
         assert torch.equal(forward(model, ids), mapped)
     assert torch.equal(forward(model, ids), plain)
+
+
+@torch.no_grad()
+def test_a_mask_may_hide_tokens_that_were_seen_before():
+    model, ids = patched("rerope"), tokens(110)
+    masks = [torch.ones(1, 100, dtype=torch.long), torch.ones(1, 110, dtype=torch.long)]
+    masks[1][:, 40:60] = 0
+    results = []
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :100], attention_mask=masks[0], past_key_values=cache)
+        positions = torch.arange(100, 110)[None]
+        options = {"attention_mask": masks[1], "position_ids": positions}
+        hidden = model(ids[:, 100:], past_key_values=copy.deepcopy(cache), **options).logits
+        seen = model(ids[:, 100:], past_key_values=cache).logits
+        assert (hidden - seen).abs().max() > 1e-2
+        results.append(hidden)
+    close(*results)
