@@ -271,8 +271,7 @@ def _rotation_identity(handle: Patch, length: int, end: int) -> Any:
         if not frequencies.close_to(handle.original_frequencies[layer_type]):
             numbers = [frequencies.attention_factor, *frequencies.inv_freq.tolist()]
             rotation[layer_type or "all"] = numbers
-    if handle.method.query_temperature is not None:
-        rotation["temperature"] = [handle.method.temperature, handle.trained_length]
+    rotation |= handle.method.attention_changes(end, handle.trained_length)
     if rotation and handle.method.start_token_count:
         rotation["kept tokens"] = handle.method.start_token_count
     return rotation or None

@@ -156,6 +156,21 @@ class Method(ABC):
         """Return whether frequencies depend on the sequence length."""
         return math.isfinite(self.valid_until(1, trained_length))
 
+    def attention_changes(self, length: float, trained_length: int) -> dict[str, Any]:
+        """Return what changes attention besides frequencies; equal for methods that do the same.
+
+        Args:
+            length: Tokens in the sequence.
+            trained_length: Context length in pretraining, in tokens.
+
+        Returns:
+            Plain data by kind of change; empty if frequencies alone change.
+        """
+        temperature = self.query_temperature
+        if temperature is None or length <= temperature.first_position(trained_length):
+            return {}
+        return {"temperature": [temperature.kind, temperature.coefficient, trained_length]}
+
     def rope_parameters(self, geometry: Geometry) -> dict[str, Any]:
         """Return transformers `rope_parameters` with the same rotation.
 

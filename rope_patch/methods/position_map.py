@@ -148,6 +148,14 @@ class PositionMap(Method):
         """Return the unextended rotation: no config can express a map."""
         return {"rope_type": "default", "rope_theta": geometry.theta}
 
+    def attention_changes(self, length: float, trained_length: int) -> dict[str, Any]:
+        changes = super().attention_changes(length, trained_length)
+        reach = self.reach(trained_length)
+        if length > self.map_start(reach):
+            options = {k: v for k, v in self.options().items() if k not in ("temperature", "on")}
+            changes["map"] = [self.name, options, reach]
+        return changes
+
     def reach(self, trained_length: int) -> int:
         """Return how many positions the frequencies below the map reach, in tokens."""
         inner = self.inner

@@ -87,6 +87,10 @@ class Temperature:
         """Return whether some query has another factor than 1."""
         return self.kind != "constant" or self.coefficient != 1
 
+    def first_position(self, trained_length: int) -> int:
+        """Return the first position whose query has another factor than 1, if any has."""
+        return 0 if self.kind == "constant" else trained_length
+
     def factors(
         self, positions: torch.Tensor, trained_length: int, dtype: torch.dtype
     ) -> torch.Tensor:

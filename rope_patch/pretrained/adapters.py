@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import warnings
 from pathlib import Path
@@ -105,7 +106,7 @@ def describe_patch(handle: Patch) -> str:
 
 
 def _patches_equal(first: Patch, second: Patch) -> bool:
-    """Return whether two patches of one model rotate sequences of all lengths alike."""
+    """Return whether two patches of one model change sequences of all lengths alike."""
     if abs(first.softmax_mscale - second.softmax_mscale) > 1e-6:
         return False
     if first.method.start_token_count != second.method.start_token_count:
@@ -121,7 +122,15 @@ def _patches_equal(first: Patch, second: Patch) -> bool:
         theirs = original | second.frequencies_at(length)
         if not all(ours[layer_type].close_to(theirs[layer_type]) for layer_type in original):
             return False
+        if _attention_changes(first, length) != _attention_changes(second, length):
+            return False
     return True
+
+
+def _attention_changes(handle: Patch, length: float) -> tuple[object, ...]:
+    """Return what a patch changes besides frequencies, and in which layers."""
+    changes = handle.method.attention_changes(length, handle.trained_length)
+    return (changes, set(handle.geometries)) if changes else ()
 
 
 def _matches_sidecar(handle: Patch, sidecar: dict[str, Any]) -> bool:
@@ -136,11 +145,13 @@ def _matches_sidecar(handle: Patch, sidecar: dict[str, Any]) -> bool:
 def _config_already_rotates_so(model: nn.Module, sidecar: dict[str, Any]) -> bool:
     """Return whether the base's own config has the recorded rotation, as a saved patch's has."""
     expected = sidecar_frequencies(sidecar)
-    method, _ = extension_from_sidecar(sidecar).resolve(sidecar["trained_length"])
+    trained_length = sidecar["trained_length"]
+    method, _ = extension_from_sidecar(sidecar).resolve(trained_length)
     if (
         not expected
         or method.start_token_count
-        or method.is_length_dependent(sidecar["trained_length"])
+        or method.is_length_dependent(trained_length)
+        or method.attention_changes(math.inf, trained_length)
     ):
         return False
     rotaries = find_rotaries(model)

@@ -58,6 +58,7 @@ METHODS = {
     "dynamic": {"factor": 2},
     "dynamic-yarn": {},
     "mixed-yarn": {"factor": 4},
+    "rerope": {"window": 20},
 }
 
 

@@ -97,6 +97,7 @@ EQUAL_PATCHES = {
     "the same words": ("yarn", {"factor": 4, "beta_fast": 16}),
     "a length": ("yarn", {"length": 4 * TRAINED, "beta_fast": 16}),
     "another method's words": ("abf", {"factor": 4, "new_theta": 1e4 * 4 ** (16 / 14)}),
+    "a map's default": ("rerope", {"window": 20, "temperature": "log-n"}),
     "a trained length": ("dynamic-yarn", {"trained_length": TRAINED, "length": 8 * TRAINED}),
 }
 
@@ -126,6 +127,10 @@ DIFFERENT_PATCHES = {
     "steps": ("dynamic-yarn", "dynamic-yarn", {"growth": "exact"}),
     "dynamic factor": ("dynamic", "dynamic", {"factor": 3}),
     "short sequences": ("mixed-yarn", "yarn", {"factor": 4}),
+    "temperature": ("yarn", "yarn", {"factor": 4, "beta_fast": 16, "temperature": "log-n"}),
+    "map": ("rerope", "self-extend", {"window": 20}),
+    "map's option": ("rerope", "rerope", {"window": 30}),
+    "map's temperature": ("rerope", "rerope", {"window": 20, "temperature": "none"}),
 }
 
 
@@ -207,6 +212,23 @@ def test_static_base_is_patched_for_a_dynamic_adapter(bases, saved_adapter, tmp_
     assert rope_patch.current(got).method.name == "dynamic-yarn"
     for length, expected_logits in zip((SHORT, LONG), expected, strict=True):
         assert_close(logits(got, length), expected_logits)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("yarn", {"temperature": "log-n"}), ("rerope", {"on": "yarn:4"})]
+)
+def test_what_no_config_says_is_patched_on_a_base_with_the_frequencies(
+    bases, saved_adapter, method, options, tmp_path
+):
+    folder, expected = saved_adapter(method, **options)
+    model = base(bases)
+    yarn = METHODS["yarn"] if method == "yarn" else {"factor": 4}
+    rope_patch.patch(model, "yarn", **yarn)
+    rope_patch.save(model, tmp_path)
+    native = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    got = rope_patch.load_adapter(native, folder)
+    assert rope_patch.current(got).method.name == method
+    assert_close(logits(got), expected[1])
 
 
 def test_base_with_another_rotation_is_refused(saved_adapter):
