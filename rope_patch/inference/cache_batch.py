@@ -42,13 +42,14 @@ class ReservedLayer(DynamicLayer):
         for buffer, states in zip(self._buffers, (layer.keys, layer.values), strict=True):
             buffer[row, :, stop - states.shape[-2] : stop] = states[0]
 
-    def drop_row(self, row: int) -> None:
-        """Let the last row take a row's place."""
-        last = self.keys.shape[0] - 1
-        if row != last:
-            for buffer in self._buffers:
-                buffer[row] = buffer[last]
-        self._use(last, self.keys.shape[-2])
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows; copy only those that change their place."""
+        indices = indices.to(self.device)
+        places = torch.arange(len(indices), device=self.device)
+        moved = indices != places
+        for buffer in self._buffers:
+            buffer[places[moved]] = buffer[indices[moved]]
+        self._use(len(indices), self.keys.shape[-2])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -104,16 +105,19 @@ class CacheBatch:
             self.cache = DynamicCache()
             self.cache.layers.extend(self._layers)
             if self._handle is not None:  # the rows were read under this patch
-                self._handle.accept_cache(self.cache)
+                places = torch.arange(tokens, device=self._layers[0].device)
+                padding = tokens - torch.tensor(self.lengths, device=places.device)[:, None]
+                self._handle.accept_cache(self.cache, (places - padding).clamp(min=-1))
         for own, layer in zip(self._layers, cache.layers, strict=True):
             own.fill_row(row, layer)
 
     def drop_row(self, row: int) -> None:
         """Let the last row take a row's place."""
-        for layer in self._layers:
-            layer.drop_row(row)
-        self.lengths[row] = self.lengths[-1]
-        self.lengths.pop()
+        assert self.cache is not None
+        last = len(self.lengths) - 1
+        places = [last if place == row else place for place in range(last)]
+        self.cache.batch_select_indices(torch.tensor(places, dtype=torch.long))
+        self.lengths = [self.lengths[place] for place in places]
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
         """Return the model's arguments for one more token in each row; count the tokens."""

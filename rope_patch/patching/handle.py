@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from rope_patch.methods import Frequencies
@@ -26,6 +27,7 @@ from rope_patch.patching.mla_scale import base_softmax_scale
 from rope_patch.patching.plan import PatchPlan, saved_frequencies
 from rope_patch.patching.position_guard import PositionIdsGuard, install_position_guards
 from rope_patch.patching.position_maps.mapped_attention import install_position_map
+from rope_patch.patching.position_maps.position_hooks import PositionHooks
 from rope_patch.patching.query_temperature import install_temperature
 from rope_patch.patching.replicas import support_replicas
 from rope_patch.patching.stamp import (
@@ -92,6 +94,7 @@ class Patch:
         self._kernel_summary = summarize_kernels(plan.extension.kernels, plan.rotation_sites)
         self._length_warning = make_length_warning(plan)
         self._position_guards: list[PositionIdsGuard] = []
+        self._position_hooks: list[PositionHooks] = []
         self._context_parallel_group: Any = None
         # Needed when a `with` block ends, until the patch is over.
         self._model: nn.Module | None = None
@@ -151,7 +154,7 @@ class Patch:
         for hooks in self._length_hooks:
             hooks.fixed_length = length
 
-    def accept_cache(self, cache: Any) -> None:
+    def accept_cache(self, cache: Any, positions: torch.Tensor | None = None) -> None:
         """Declare that this very rotation rotated a cache's keys, for a rebuilt cache.
 
         For caches that are rebuilt from stored tensors. Caches that the patched model filled, and
@@ -159,13 +162,18 @@ class Patch:
 
         Args:
             cache: Any of transformers' caches. Its keys are not checked.
+            positions: The position of each token in it, -1 for padding, `[B, S]`; from 0 on unless
+                given. Position maps alone need them.
 
         Raises:
-            ValueError: The frequencies follow the sequence, so only the model can tell.
+            ValueError: The frequencies follow the sequence, so only the model can tell; or the
+                positions are not one for each token.
             TypeError: Not a cache.
         """
         require_static(self.method, self._length_hooks)
         stamp_cache(cache, self._rotation_digest)
+        for hooks in self._position_hooks[:1]:  # all would write the same
+            hooks.accept_cache(cache, positions)
 
     def share_length(self, group: Any) -> None:
         """Declare that processes hold parts of the same sequences; lengths are those of the whole.
@@ -274,7 +282,7 @@ class Patch:
             for site in plan.rotation_sites:
                 install_kernels(site, plan.extension.kernels, self._undo_log)
             if (position_map := plan.position_map) is not None:
-                install_position_map(
+                self._position_hooks = install_position_map(
                     plan.mapped_sites,
                     position_map,
                     position_map.reach(plan.trained_length),

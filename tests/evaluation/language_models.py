@@ -20,6 +20,7 @@ METHODS = {
     "admission": {"method": "dynamic-yarn", "growth": "admission"},
     "mixed-yarn": {"method": "mixed-yarn", "factor": 4},
     "nope": {"method": "nope", "temperature": "drope:1.2"},
+    "self-extend": {"method": "self-extend", "trained_length": 24},
 }
 
 

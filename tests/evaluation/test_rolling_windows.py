@@ -86,12 +86,19 @@ def measure(lm, texts):
 
 
 @pytest.mark.parametrize(
-    "method", [None, {"method": "yarn"}, {"method": "dynamic-yarn"}, {"method": "linear"}]
+    "method",
+    [
+        None,
+        {"method": "yarn", "factor": 4},
+        {"method": "dynamic-yarn", "factor": 4},
+        {"method": "linear", "factor": 4},
+        {"method": "self-extend"},
+    ],
 )
 def test_windows_give_the_numbers_of_lm_evals_own_class(model, texts, method):
     if method is not None:
         # Windows are longer than the trained length, so a dynamic rotation extends them.
-        patch(model, **method, factor=4, trained_length=32)
+        patch(model, **method, trained_length=32)
     metrics, likelihoods = measure(language_model(model), texts)
     reference_metrics, reference_likelihoods = measure(reference(model), texts)
     assert set(metrics) == {"word_perplexity,none", "byte_perplexity,none", "bits_per_byte,none"}

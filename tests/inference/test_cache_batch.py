@@ -10,7 +10,13 @@ from rope_patch.inference.cache_batch import CacheBatch, token_bytes
 from rope_patch.inference.greedy_decoder import GreedyDecoder
 
 LENGTHS = (30, 47, 38)  # tokens
-METHODS = {"none": {}, "yarn": {"method": "yarn", "factor": 4}, "nope": {"method": "nope"}}
+METHODS = {
+    "none": {},
+    "yarn": {"method": "yarn", "factor": 4},
+    "nope": {"method": "nope"},
+    "rerope": {"method": "rerope", "trained_length": 24},
+    "self-extend": {"method": "self-extend", "trained_length": 24},
+}
 
 
 @pytest.fixture(params=METHODS)

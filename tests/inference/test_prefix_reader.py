@@ -18,6 +18,9 @@ METHODS = {
     "dynamic-yarn": {"method": "dynamic-yarn"},
     "mixed-yarn": {"method": "mixed-yarn", "factor": 4},
     "nope": {"method": "nope"},
+    "rerope": {"method": "rerope"},
+    "self-extend": {"method": "self-extend"},
+    "string on yarn": {"method": "string", "on": "yarn:4"},
     "nope-cool": {"method": "nope", "temperature": "drope:1.2"},
 }
 

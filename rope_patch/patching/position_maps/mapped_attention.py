@@ -170,7 +170,7 @@ def install_position_map(
     frequencies: dict[str | None, Frequencies],
     rotation_digest: str,
     undo_log: UndoLog,
-) -> None:
+) -> list[PositionHooks]:
     """Have attentions compare at mapped positions.
 
     Args:
@@ -180,6 +180,9 @@ def install_position_map(
         frequencies: The rotation in effect, by layer type.
         rotation_digest: Of that rotation; caches of another one are refused.
         undo_log: Log of the changes.
+
+    Returns:
+        The hooks that follow positions, one for each decoder.
     """
     by_decoder: dict[int, PositionHooks] = {}
     for traits, attentions in sites:
@@ -199,6 +202,7 @@ def install_position_map(
         for attention, layer_type in attentions:
             mapped = MappedAttention(by_decoder[id(decoder)], rotations[layer_type])
             intercept(attention, mapped, undo_log)
+    return list(by_decoder.values())
 
 
 def _rotates_in_float64(traits: RotaryTraits, layer_type: str | None) -> bool:

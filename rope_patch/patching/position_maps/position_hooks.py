@@ -122,6 +122,26 @@ class PositionHooks:
             record=None if cache is None else record,
         )
 
+    def accept_cache(self, cache: Any, positions: torch.Tensor | None) -> None:
+        """Attach a record of the positions of a cache's tokens; see `Patch.accept_cache`."""
+        cache = getattr(cache, "self_attention_cache", cache)
+        layer = next(each for each in cache.layers if getattr(each, "keys", None) is not None)
+        rows, slots, tokens = layer.keys.shape[0], layer.keys.shape[2], int(cache.get_seq_length())
+        if positions is None:
+            places = torch.arange(tokens, device=layer.keys.device)
+            positions = places.expand(rows, tokens)
+        if positions.shape != (rows, tokens):
+            raise Refused(
+                f"positions must be those of {rows} rows of {tokens} tokens, got a tensor of shape "
+                f"{list(positions.shape)}"
+            )
+        is_static = cache.is_compileable
+        if is_static:
+            positions = torch.nn.functional.pad(positions, (0, slots - tokens), value=-1)
+        record = PositionRecord.empty(self.patch_id, positions.clone(), 0, self.layout)
+        record.static = is_static
+        attach_record(cache, record)
+
     def after_decoder(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Attach the record to a cache that the decoder made (hook of the decoder)."""
         if torch.compiler.is_compiling():

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.tiny_models import (
+    LONG,
     TRAINED,
     forward,
     make_generator,
@@ -13,6 +14,7 @@ from helpers.tiny_models import (
     step_by_step,
     tokens,
 )
+from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
@@ -229,3 +231,27 @@ def test_a_mask_may_hide_tokens_that_were_seen_before():
         assert (hidden - seen).abs().max() > 1e-2
         results.append(hidden)
     close(*results)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_accept_cache_tells_a_map_the_positions_of_a_rebuilt_cache(padding):
+    model, ids = make_model(), tokens(LONG)
+    handle = rope_patch.patch(model, "self-extend")
+    expected = forward(model, ids)[:, -1:]
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+    states = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    rebuilt = DynamicCache([tuple(pad(x, (0, 0, padding, 0)) for x in pair) for pair in states])
+    mask = torch.ones(1, LONG + padding, dtype=torch.long)
+    mask[:, :padding] = 0
+    arguments = {"attention_mask": mask, "position_ids": torch.tensor([[LONG - 1]])}
+    with pytest.raises(ValueError, match="no record of how their keys were rotated"):
+        model(ids[:, -1:], past_key_values=rebuilt, **arguments)
+    places = torch.arange(LONG - 1 + padding)[None] - padding
+    with pytest.raises(ValueError, match=r"1 rows of \d+ tokens, got a tensor of shape \[1, 2\]"):
+        handle.accept_cache(rebuilt, places[:, :2])
+    handle.accept_cache(rebuilt, places.clamp(min=-1) if padding else None)
+    with torch.no_grad():
+        got = model(ids[:, -1:], past_key_values=rebuilt, **arguments).logits
+    close(got, expected)
