@@ -1,7 +1,8 @@
 """The variants that a recommendation chooses from, and the rotations to measure for each.
 
 A length-dependent method has no rotation of its own: at the target length it rotates as a static
-method, and within the trained length as the unpatched model. So it shares their measurements.
+method, and within the trained length as the unpatched model. So it shares their measurements. A
+position map, too, is the unpatched model within the trained length.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rope_patch.utils.errors import Refused
 PLAIN = "plain"
 # In the order of measuring, since the budget may end before all are measured.
 STATIC_METHODS = ("yarn", "ntk-by-parts", "ntk", "llama3", "linear")
+MAPS = ("self-extend", "jet-long", "rerope")
 _PREFERRED_ENGINES = ("vllm", "llama.cpp", "transformers")
 _DYNAMIC_NAMES = {"ntk": "dynamic"}  # of other methods: dynamic-NAME
 
@@ -87,14 +89,16 @@ class Variant:
 
 
 def standard_variants(space: SearchSpace) -> list[Variant]:
-    """Return the plain model, the static methods, and their dynamic forms."""
-    variants = [Variant(PLAIN)]
+    """Return the plain model, static methods, position maps, and dynamic forms of the static."""
     names = [name for name in STATIC_METHODS if name != "ntk" or space.pairs > 1]
-    for name in names:
-        rotation = VariantRotation(Candidate(name, name), space.factor)
-        variants.append(Variant(name, name, {}, rotation, rotation))
-    variants += _outside_variants(space)
-    return variants + [_dynamic_variant(space, name, {}) for name in names]
+    rotations = {
+        name: VariantRotation(Candidate(name, name), space.factor) for name in (*names, *MAPS)
+    }
+    static = [Variant(name, name, {}, rotations[name], rotations[name]) for name in names]
+    maps = [Variant(name, name, {}, rotations[name], dynamic=True) for name in MAPS]
+    dynamic = [_dynamic_variant(space, name, {}) for name in names]
+    first, *others = static
+    return [Variant(PLAIN), first, *maps, *others, *_outside_variants(space), *dynamic]
 
 
 def _outside_variants(space: SearchSpace) -> list[Variant]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rope_patch.geometry import Geometry
-from rope_patch.methods import build
+from rope_patch.methods import Frequencies, Method, build
+from rope_patch.methods.registry import get_method
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,15 @@ class Candidate:
         """
         numbers = [*self.stretch(space), self.attention_factor(space)]
         rounded = (f"{number:.{digits}g}" for number in numbers)
-        return (*rounded, self.options.get("start_tokens", 0))
+        method = self._build(space)
+        changes = method.attention_changes(space.length, space.geometry.trained_length)
+        others = [json.dumps(changes, sort_keys=True)] if changes else []
+        return (*rounded, self.options.get("start_tokens", 0), *others)
 
-    def _frequencies(self, space: SearchSpace) -> Any:
-        method = build(self.method, factor=space.factor, **self.options)
-        return method.frequencies(space.geometry)
+    def _frequencies(self, space: SearchSpace) -> Frequencies:
+        return self._build(space).frequencies(space.geometry)
+
+    def _build(self, space: SearchSpace) -> Method:
+        # Dynamic methods and position maps have no factor of their own.
+        size = {} if get_method(self.method).is_dynamic else {"factor": space.factor}
+        return build(self.method, **size, **self.options)

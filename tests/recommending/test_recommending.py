@@ -79,7 +79,7 @@ def finished_run(model, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(patch)
         recommendation = recommend_on_samples(
-            model, samples=samples(36, 24), search=True, budget=4, folder=folder
+            model, samples=samples(36, 24), search=True, budget=6, folder=folder
         )
     return recommendation, folder, machine
 
@@ -98,31 +98,32 @@ def test_a_method_that_holds_is_recommended(finished_run):
         assert "worse" in row(recommendation, name)["status"]
 
 
-def test_a_row_equals_the_scores_of_the_patched_model(finished_run, model):
+@pytest.mark.parametrize("name", ["ntk", "self-extend", "jet-long", "rerope"])
+def test_a_row_equals_the_scores_of_the_patched_model(finished_run, model, name):
     """The reference is transformers' forward with all logits and their argmax."""
     recommendation, folder, _ = finished_run
-    ntk = row(recommendation, "ntk")
-    count = ntk["long"]["samples"]
+    measured = row(recommendation, name)
+    count = measured["long"]["samples"]
     entries = [json.loads(line) for line in (folder / JOURNAL_FILE).read_text().splitlines()[1:]]
     groups = [
         group
         for line in entries
-        if re.match(r'long/\d/\["ntk"', line["key"])
+        if re.match(rf'long/\d/\["{name}"', line["key"])
         for group in line["value"]["groups"]
     ]
     assert len(groups) == count
     row_samples = [sample for sample in questions(LENGTH, 36, seed=1) if sample.group in groups]
     ids = torch.tensor([sample.ids for sample in row_samples])
-    with rope_patch.patch(model, "ntk", length=LENGTH), torch.no_grad():
+    with rope_patch.patch(model, name, length=LENGTH), torch.no_grad():
         logits = model(ids).logits.float()
     positions = torch.tensor([sample.positions for sample in row_samples])
     targets = ids.gather(1, positions)
     answer_logits = logits.gather(1, (positions - 1)[:, :, None].expand(-1, -1, logits.shape[-1]))
     nll = -answer_logits.log_softmax(-1).gather(2, targets[:, :, None])
-    assert ntk["long"]["accuracy"][0] == pytest.approx(
+    assert measured["long"]["accuracy"][0] == pytest.approx(
         (answer_logits.argmax(-1) == targets).double().mean()
     )
-    assert ntk["long"]["nll"][0] == pytest.approx(nll.double().mean().item(), rel=1e-4)
+    assert measured["long"]["nll"][0] == pytest.approx(nll.double().mean().item(), rel=1e-4)
 
 
 def test_dynamic_methods_equal_static_ones_at_length_and_the_plain_model_within(finished_run):
@@ -132,6 +133,10 @@ def test_dynamic_methods_equal_static_ones_at_length_and_the_plain_model_within(
         assert row(recommendation, f"dynamic-{name}")["price"]["nll"] == [0, 0, 0]
         assert row(recommendation, f"dynamic-{name}")["leaves_short"]
         assert not row(recommendation, name)["leaves_short"]
+    for name in variants.MAPS:
+        assert row(recommendation, name)["price"]["nll"] == [0, 0, 0]
+        assert row(recommendation, name)["leaves_short"]
+        assert row(recommendation, name)["engines"] == []
     assert row(recommendation, "dynamic")["long"] == row(recommendation, "ntk")["long"]
     assert row(recommendation, "linear")["price"]["nll"][1] > 0.5  # it halves what the model can
     assert row(recommendation, "linear")["engines"] == row(recommendation, "plain")["engines"]
@@ -146,11 +151,11 @@ def test_nothing_is_measured_twice_and_the_best_gets_more_samples(finished_run):
     keys = [key for key in keys if key != bench.CLOCK_KEY]
     assert len(keys) == len(set(keys))
     first = [key for key in keys if key.startswith("long/0/")]
-    assert len(first) == 6 + any(key.startswith("search/") for key in keys)
+    assert len(first) == 9 + any(key.startswith("search/") for key in keys)
     assert recommendation.samples > 6
     assert row(recommendation, "linear")["long"]["samples"] == 6
     assert row(recommendation, recommendation.method)["long"]["samples"] == recommendation.samples
-    assert machine.now <= 4 * 60 + LONG_BLOCK
+    assert machine.now <= 6 * 60 + LONG_BLOCK
     assert recommendation.seconds == pytest.approx(machine.now)
 
 
@@ -193,7 +198,7 @@ def test_a_repeated_run_measures_nothing(finished_run, model, machine):
     recommendation, folder, _ = finished_run
     before = (folder / JOURNAL_FILE).read_text().count('"groups"')
     repeated = recommend_on_samples(
-        model, samples=samples(36, 24), search=True, budget=4, folder=folder
+        model, samples=samples(36, 24), search=True, budget=6, folder=folder
     )
     assert machine.scored == 0
     assert (folder / JOURNAL_FILE).read_text().count('"groups"') == before
@@ -281,6 +286,7 @@ def test_a_model_that_cannot_answer_gets_no_recommendation(machine):
 
 def test_no_method_is_recommended_if_none_holds(model, machine, monkeypatch):
     monkeypatch.setattr(variants, "STATIC_METHODS", ("linear",))
+    monkeypatch.setattr(variants, "MAPS", ())
     recommendation = recommend_on_samples(model)
     assert (recommendation.method, recommendation.outcome, recommendation.python) == (
         None,
@@ -330,6 +336,7 @@ def test_a_failing_method_is_excluded_and_reported(model, machine, monkeypatch):
         "ntk-by-parts",
         "dynamic-llama3",
         "dynamic-ntk-by-parts",
+        *variants.MAPS,
     )
 
 

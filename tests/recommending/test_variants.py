@@ -16,7 +16,8 @@ from rope_patch.searching.measure.fitness import make_space
 def test_dynamic_variants_rotate_like_the_patched_model(model, length):
     """They equal it at the target length, and the plain model within the trained length."""
     space = make_space(model, Extension("longrope", length=length))
-    for entry in variants.standard_variants(space):
+    entries = [v for v in variants.standard_variants(space) if v.name not in variants.MAPS]
+    for entry in entries:
         if entry.method is None:
             assert (entry.long_rotation, entry.short_rotation) == (UNPATCHED, UNPATCHED)
             continue
@@ -28,17 +29,24 @@ def test_dynamic_variants_rotate_like_the_patched_model(model, length):
         expected = plain if entry.dynamic else long
         assert short.close_to(expected), entry.name
         assert (entry.short_rotation == UNPATCHED) == entry.dynamic
-    dynamic_keys = [
-        entry.long_rotation.key for entry in variants.standard_variants(space) if entry.dynamic
-    ]
-    static_keys = [
-        entry.long_rotation.key for entry in variants.standard_variants(space) if not entry.dynamic
-    ]
+    dynamic_keys = [entry.long_rotation.key for entry in entries if entry.dynamic]
+    static_keys = [entry.long_rotation.key for entry in entries if not entry.dynamic]
     assert (
         set(dynamic_keys) <= set(static_keys)
         if length == 512
         else not set(dynamic_keys) & set(static_keys)
     )
+
+
+def test_maps_are_kept_apart_though_their_frequencies_are_the_plain_models(model):
+    space = make_space(model, Extension("longrope", length=768))
+    maps = [v for v in variants.standard_variants(space) if v.name in variants.MAPS]
+    keys = {variants.rotation_key(space, entry.long_rotation) for entry in maps}
+    assert len(keys) == len(variants.MAPS) == 3
+    for entry in maps:
+        assert entry.short_rotation == UNPATCHED
+        call = variants.patch_call(entry, Extension("longrope", length=768), None)
+        assert call == f"rope_patch.patch(model, '{entry.name}', length=768)"
 
 
 def _frequencies(rotation: VariantRotation, space):

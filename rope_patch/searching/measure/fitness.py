@@ -14,6 +14,7 @@ from typing import Any
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample
 from rope_patch.inference.scorer import Score, Scorer
+from rope_patch.methods.registry import get_method
 from rope_patch.patching import check, current, patch
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.measure.early_stopping import predicted_deficit
@@ -167,6 +168,8 @@ class Fitness:
             try:
                 options = self._patch_options(candidate)
                 request = replace(self._extension, method=candidate.method, options=options)
+                if get_method(candidate.method).is_dynamic:
+                    request = replace(request, factor=None, length=self.space.length)
                 handle = patch(self.model, request)
             except Exception as problem:
                 error = describe_error(problem)

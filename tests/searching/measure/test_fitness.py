@@ -22,6 +22,7 @@ CANDIDATES = {
     "plain": None,
     "yarn": Candidate("yarn", "yarn"),
     "stretched": stretch_candidate(1.5),
+    "rerope": Candidate("rerope", "rerope", {"window": 200}),
     "sharpened": stretch_candidate(0.7, attention_factor=1.1),
 }
 
@@ -37,9 +38,10 @@ def llama():
 
 
 def native(model, candidate):
-    """Return a plain transformers model whose config has the candidate's rotation."""
+    """Return a plain transformers model whose config has the candidate's rotation, or its map."""
     config = copy.deepcopy(model.config)
-    if candidate is not None:
+    is_map = candidate is not None and candidate.method == "rerope"
+    if candidate is not None and not is_map:
         config.max_position_embeddings = LENGTH
         parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
         rope_parameters = {"original_max_position_embeddings": TRAINED, "factor": LENGTH / TRAINED}
@@ -55,6 +57,8 @@ def native(model, candidate):
         parameters |= rope_parameters
     twin = type(model)(config)
     twin.load_state_dict(model.state_dict())
+    if is_map:
+        rope_patch.patch(twin, candidate.method, **candidate.options)
     return twin.eval()
 
 
