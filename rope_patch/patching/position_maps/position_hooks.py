@@ -125,21 +125,20 @@ class PositionHooks:
     def accept_cache(self, cache: Any, positions: torch.Tensor | None) -> None:
         """Attach a record of the positions of a cache's tokens; see `Patch.accept_cache`."""
         cache = getattr(cache, "self_attention_cache", cache)
-        layer = next(each for each in cache.layers if getattr(each, "keys", None) is not None)
-        rows, slots, tokens = layer.keys.shape[0], layer.keys.shape[2], int(cache.get_seq_length())
+        tokens = int(cache.get_seq_length())
+        if not tokens:
+            return  # an empty cache needs no record
+        keys = next(each.keys for each in cache.layers if getattr(each, "keys", None) is not None)
         if positions is None:
-            places = torch.arange(tokens, device=layer.keys.device)
-            positions = places.expand(rows, tokens)
-        if positions.shape != (rows, tokens):
+            positions = torch.arange(tokens, device=keys.device).expand(keys.shape[0], tokens)
+        if positions.shape != (keys.shape[0], tokens):
             raise Refused(
-                f"positions must be those of {rows} rows of {tokens} tokens, got a tensor of shape "
-                f"{list(positions.shape)}"
+                f"positions must be those of {keys.shape[0]} rows of {tokens} tokens, got a tensor "
+                f"of shape {list(positions.shape)}"
             )
-        is_static = cache.is_compileable
-        if is_static:
-            positions = torch.nn.functional.pad(positions, (0, slots - tokens), value=-1)
-        record = PositionRecord.empty(self.patch_id, positions.clone(), 0, self.layout)
-        record.static = is_static
+        empty = empty_positions(cache, positions)
+        record = PositionRecord.empty(self.patch_id, empty, 0, self.layout)
+        record.append(0, positions)
         attach_record(cache, record)
 
     def after_decoder(self, decoder: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

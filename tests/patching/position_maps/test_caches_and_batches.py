@@ -255,3 +255,18 @@ def test_accept_cache_tells_a_map_the_positions_of_a_rebuilt_cache(padding):
     with torch.no_grad():
         got = model(ids[:, -1:], past_key_values=rebuilt, **arguments).logits
     close(got, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_accept_cache_takes_static_caches_and_empty_ones(family):
+    model, ids = make_model(family), tokens(LONG)
+    handle = rope_patch.patch(model, "self-extend")
+    expected = forward(model, ids)[:, -1:]
+    cache = StaticCache(config=model.config, max_cache_len=LONG + 5)
+    handle.accept_cache(cache)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+        cache.rotation = None
+        handle.accept_cache(cache)
+        got = model(ids[:, -1:], past_key_values=cache).logits
+    close(got, expected)
