@@ -50,6 +50,11 @@ class Candidate:
     method: str
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def takes_factor(self) -> bool:
+        """Return whether the method has a factor; dynamic methods and maps need none."""
+        return not get_method(self.method).is_dynamic
+
     def stretch(self, space: SearchSpace) -> list[float]:
         """Return old / new frequency of each pair, `[R / 2]`; infinite where a pair stops."""
         new, base = self._frequencies(space).inv_freq, space.geometry.inv_freq()
@@ -82,6 +87,5 @@ class Candidate:
         return self._build(space).frequencies(space.geometry)
 
     def _build(self, space: SearchSpace) -> Method:
-        # Dynamic methods and position maps have no factor of their own.
-        size = {} if get_method(self.method).is_dynamic else {"factor": space.factor}
+        size = {"factor": space.factor} if self.takes_factor else {}
         return build(self.method, **size, **self.options)

@@ -14,7 +14,6 @@ from typing import Any
 from rope_patch.extension import Extension
 from rope_patch.inference.samples import Sample
 from rope_patch.inference.scorer import Score, Scorer
-from rope_patch.methods.registry import get_method
 from rope_patch.patching import check, current, patch
 from rope_patch.searching.candidates import Candidate, SearchSpace
 from rope_patch.searching.measure.early_stopping import predicted_deficit
@@ -168,7 +167,7 @@ class Fitness:
             try:
                 options = self._patch_options(candidate)
                 request = replace(self._extension, method=candidate.method, options=options)
-                if get_method(candidate.method).is_dynamic:
+                if not candidate.takes_factor:
                     request = replace(request, factor=None, length=self.space.length)
                 handle = patch(self.model, request)
             except Exception as problem:
