@@ -79,26 +79,39 @@ class LeakyReRoPE(ReRoPE):
     up to w + (trained length - w) k tokens fit. The author's code has k = 16 and w = 512 at a
     trained length of 4,096.
 
+    With k below 1 far distances grow faster, from the window on and within the trained length. That
+    is for training alone (kexue.fm/archives/9728): short texts have the distances of long ones,
+    which the model then reads without a map.
+
     Attributes:
         k: How many times as slowly far distances grow.
     """
 
-    k: float = option("how many times as slowly distances beyond the window grow", default=16.0)
+    k: float = option(
+        "how many times as slowly distances beyond the window grow; below 1 to train with",
+        default=16.0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_number("k", self.k)
-        if self.k < 1:
-            raise Refused(f"k must be at least 1 (far distances grow k times slower), got {self.k}")
+        if self.k <= 0:
+            raise Refused(
+                f"k must be above 0 (far distances grow k times as slowly), got {self.k:g}"
+            )
+
+    def map_start(self, reach: int) -> int:
+        return reach if self.k >= 1 else min(reach, self.window_of(reach))
 
     def longest_text(self, reach: int) -> float:
         window = self.window_of(reach)
         require_window("window", window, reach)
-        return math.floor(window + (reach - window) * self.k)
+        return reach if self.k < 1 else math.floor(window + (reach - window) * self.k)
 
     def describe_distances(self, reach: int) -> str:
         window = self.window_of(reach)
-        return f"distances below {window:,} exact, beyond it growing 1/{self.k:g} as fast"
+        speed = f"1/{self.k:g}" if self.k >= 1 else f"{1 / self.k:g} times"
+        return f"distances below {window:,} exact, beyond it growing {speed} as fast"
 
     def map_regions(
         self, queries: torch.Tensor, keys: torch.Tensor, reach: int, last_query: int

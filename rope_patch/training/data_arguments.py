@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rope_patch.training.row_positions import check_positions
 from rope_patch.utils.errors import did_you_mean
 
 PACKINGS = ("single", "concatenate", "masked")
@@ -37,6 +38,14 @@ class DataArguments:
         metadata={
             "help": "single: a row is a slice of one document; concatenate: documents one after "
             "another; masked: the same, each keeps to itself."
+        },
+    )
+    positions: str = field(
+        default="consecutive",
+        metadata={
+            "help": "How rows shorter than the target length meet its distances. consecutive: not "
+            "at all; skip: positions jump once in a row (PoSE); leaky: distances beyond a quarter "
+            "of the row grow faster (Leaky ReRoPE's inverse)."
         },
     )
     min_document_length: int = field(
@@ -74,6 +83,7 @@ def check_data_arguments(arguments: DataArguments, row_length: int) -> None:
         raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {a.packing!r}{hint}")
     if not 0 <= a.short_share < 1:
         raise ValueError(f"short_share must be at least 0 and below 1, got {a.short_share}")
+    check_positions(a)
     if a.data_weights is not None and len(a.data_weights) != len(a.data):
         raise ValueError(
             f"expected a data_weights for each of {len(a.data)} sources in data, got "

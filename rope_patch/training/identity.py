@@ -102,6 +102,8 @@ def identity_of(
         "config.rope_patch": read_sidecar(path),
         **dict(_flatten(config, "config")),
     }
+    if settings.data.positions == "consecutive":
+        del identity["positions"]  # runs of version 0.1 resume, which had nothing else
     return json.loads(json.dumps(identity, default=str))
 
 

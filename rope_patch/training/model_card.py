@@ -32,7 +32,7 @@ def render_card(run: Any, folder: Path) -> str:
     tokens = f"{run.steps * run.tokens_per_step:,}"
     lengths = f"{prepared.trained_length:,} → "
     if prepared.handle is None:
-        method, target = "none (the rotation is as it was)", f"{prepared.trained_length:,}"
+        method, target = "none (the rotation is as it was)", f"{prepared.target_length:,} tokens"
     else:
         method = str(prepared.handle.method)
         length = prepared.handle.length
@@ -63,7 +63,7 @@ library_name: transformers
 | learning rate | {training.learning_rate:g}, {_enum_value(training.lr_scheduler_type)}, \
 {training.warmup_steps:g} warm-up steps |
 | data | {", ".join(settings.data.data)}; packing {settings.data.packing}, short rows \
-{settings.data.short_share:.0%} |
+{settings.data.short_share:.0%}, positions {settings.data.positions} |
 | loss | {_loss_summary(log)} |
 {_scores_section(run.folder)}
 {_loading_snippet(folder)}

@@ -18,6 +18,7 @@ from rope_patch.pretrained.loading import load, read_model, read_tokenizer
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
 from rope_patch.training import chunked_loss
+from rope_patch.training.row_positions import patch_leaky, require_short_rows
 from rope_patch.training.settings import Settings
 from rope_patch.utils.errors import Refused
 from rope_patch.utils.provenance import fingerprint
@@ -32,13 +33,15 @@ class PreparedModel:
     Attributes:
         model: The patched model; PEFT's wrapper of it with LoRA.
         tokenizer: The model's tokenizer.
-        handle: The patch, or None with the method `none`.
+        handle: The patch in training, or None with the method `none`.
         trained_length: Length of pretraining in tokens.
         target_length: Extended length in tokens.
         row_length: Tokens per row.
         loss: The loss in use: full, torch or liger.
         swaps: Undo log of the loss.
         weights: Fingerprint of the weights as loaded.
+        undo_length: The length that the finished model states, in tokens, if the patch is for
+            training alone; None if it stays.
     """
 
     model: Any
@@ -50,12 +53,19 @@ class PreparedModel:
     loss: str
     swaps: UndoLog
     weights: str
+    undo_length: int | None = None
 
     def finish(self) -> Any:
-        """Return the trained model with its own loss restored and LoRA merged."""
+        """Return the trained model as it is used: its own loss, LoRA merged, a lasting patch."""
         self.swaps.undo()
         if is_lora(self.model):
             self.model = self.model.merge_and_unload()
+        if self.undo_length is not None:
+            assert self.handle is not None
+            self.handle.undo()
+            self.handle = None
+            config = self.model.config.get_text_config(decoder=True)
+            config.max_position_embeddings = self.undo_length
         self.model.config.use_cache = True
         return self.model.eval()
 
@@ -87,6 +97,14 @@ def prepare(settings: Settings) -> PreparedModel:
     handle = current(model)
     trained_length = extension.trained_length or _trained_length(model, handle)
     target = trained_length if handle is None or handle.length is None else handle.length
+    undo_length = None
+    if settings.data.positions == "leaky":
+        target = extension.length or round(trained_length * (extension.factor or 1))
+        undo_length = target
+    row_length = extension.train_length or target
+    require_short_rows(settings.data.positions, row_length, trained_length, target)
+    if settings.data.positions == "leaky":
+        handle = patch_leaky(model, settings.request(), row_length, target)
     if extension.lora_rank > 0:
         model = add_lora(model, settings)
     loss, swaps = chunked_loss.install_loss(model, settings.loss)
@@ -96,10 +114,11 @@ def prepare(settings: Settings) -> PreparedModel:
         handle=handle,
         trained_length=trained_length,
         target_length=target,
-        row_length=extension.train_length or target,
+        row_length=row_length,
         loss=loss,
         swaps=swaps,
         weights=weights,
+        undo_length=undo_length,
     )
 
 

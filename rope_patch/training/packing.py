@@ -27,6 +27,7 @@ from rope_patch.training.documents import (
     find_source,
     tokenize,
 )
+from rope_patch.training.row_positions import skipped_positions
 
 _POSITION_KEYS = ("epoch", "part", "record", "taken", "offset", "length", "accepted", "longest")
 _COUNT_KEYS = ("documents", "tokens", "left_out", "left_out_tokens")
@@ -141,7 +142,8 @@ class PackedRows(IterableDataset):
         row_length: Tokens per row.
         trained_length: The model's trained length in tokens. It limits the pieces of a short row
             unless `arguments.short_length` is given.
-        seed: Seed of the shuffling.
+        target_length: The length in tokens that positions skip to, with `positions: skip`.
+        seed: Seed of the shuffling, and of the positions that skip.
         batch: Rows per process and batch.
         rank: This process; it gets the rows i with (i // batch) % world == rank.
         world: Processes that share the rows.
@@ -164,6 +166,7 @@ class PackedRows(IterableDataset):
         *,
         row_length: int,
         trained_length: int,
+        target_length: int | None = None,
         seed: int,
         batch: int = 1,
         rank: int = 0,
@@ -174,6 +177,7 @@ class PackedRows(IterableDataset):
             raise ValueError("packing concatenate needs an end token: set tokenizer.eos_token")
         self._arguments, self._tokenizer, self._row_length = arguments, tokenizer, row_length
         self._short_length = arguments.short_length or min(trained_length, row_length)
+        self._target_length = target_length or row_length
         self._seed, self._batch, self._rank, self._world = seed, batch, rank, world
         self._short_share = Fraction(
             str(arguments.short_share)
@@ -225,6 +229,10 @@ class PackedRows(IterableDataset):
         settings = asdict(self._arguments) | {"row_length": self._row_length, "seed": self._seed}
         for kind, key in (("long", "data"), ("short", "short_data")):
             settings[key] = f"{sum(k == kind for k, _ in self._source_parts)} sources"
+        if self._arguments.positions == "skip":
+            settings["target_length"] = self._target_length
+        elif self._arguments.positions == "consecutive":
+            del settings["positions"]  # runs of version 0.1 resume, which had nothing else
         return settings | {"short_length": self._short_length}
 
     def _make_sources(self) -> dict[str, list[_DocumentSource]]:
@@ -261,6 +269,10 @@ class PackedRows(IterableDataset):
         if masked:
             positions = torch.cat([torch.arange(len(piece.ids)) for piece in pieces])
             labels[positions == 0] = IGNORED  # not predictable from the previous document
+        elif a.positions == "skip":
+            positions = skipped_positions(
+                self._row_length, self._target_length, Random(f"{self._seed} positions {index}")
+            )
         state = {
             kind: [dict(s.state) for s in kind_sources] for kind, kind_sources in sources.items()
         }
@@ -287,13 +299,14 @@ def _most_underserved(
     return sources[deficits.index(max(deficits))]
 
 
-def collate(rows: list[dict[str, Any]], *, context_parallel: bool = False) -> dict[str, Any]:
+def collate(rows: list[dict[str, Any]], *, has_gaps: bool = False) -> dict[str, Any]:
     """Stack rows into a batch.
 
     Args:
         rows: Rows that `PackedRows` yielded.
-        context_parallel: Add an `attention_mask` of ones. Without it transformers mistakes the
-            gaps in a shard's positions for packed documents and makes an S x S mask.
+        has_gaps: Whether positions have gaps: skipped ones, or those between the spans that a
+            process gets under context parallelism. Adds an `attention_mask` of ones, without which
+            transformers takes a gap for the border of two packed documents.
 
     Returns:
         The tensors `[B, S]`, and under `rows` each row's `row`.
@@ -304,6 +317,6 @@ def collate(rows: list[dict[str, Any]], *, context_parallel: bool = False) -> di
     }
     # The first token has no predecessor, yet some transformers versions count it as a target.
     batch["labels"][:, 0] = IGNORED
-    if context_parallel:
+    if has_gaps:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     return batch | {"rows": [row["row"] for row in rows]}

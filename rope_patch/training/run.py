@@ -20,6 +20,7 @@ import yaml
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from rope_patch.methods.position_map import PositionMap
 from rope_patch.pretrained.saving import save
 from rope_patch.training import checkpoints, identity
 from rope_patch.training.data_arguments import require_no_document_masks
@@ -79,6 +80,7 @@ class TrainingRun:
             prepared.tokenizer,
             row_length=prepared.row_length,
             trained_length=prepared.trained_length,
+            target_length=prepared.target_length,
             seed=training.data_seed or training.seed,
             batch=batch,
             rank=sharing.reader_index,
@@ -109,10 +111,11 @@ class TrainingRun:
     def loader(self) -> DataLoader:
         """Return an endless DataLoader of this process's rows."""
         training = self.settings.training
+        has_gaps = self.context_parallel > 1 or self.settings.data.positions == "skip"
         return DataLoader(
             self.rows,
             batch_size=training.per_device_train_batch_size,
-            collate_fn=lambda rows: collate(rows, context_parallel=self.context_parallel > 1),
+            collate_fn=lambda rows: collate(rows, has_gaps=has_gaps),
             num_workers=training.dataloader_num_workers,
             pin_memory=training.dataloader_pin_memory and self.accelerator.device.type == "cuda",
             # The iterator draws a seed; its own generator keeps a resumed run's numbers in step.
@@ -219,6 +222,13 @@ class TrainingRun:
         """Raise if a method or data needs whole rows where processes hold parts of them."""
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         handle = self.prepared.handle
+        shares_rows = self.context_parallel > 1 or getattr(parallelism, "sp_enabled", False)
+        if handle is not None and isinstance(handle.method, PositionMap) and shares_rows:
+            raise ValueError(
+                f"{handle.method} compares each token with all before it, and where processes "
+                "share rows each has a part of them: expected whole rows, as with FSDP, or a "
+                "method that changes frequencies alone, such as yarn"
+            )
         follows = handle is not None and handle.method.is_length_dependent(handle.trained_length)
         if follows and getattr(parallelism, "sp_enabled", False):
             assert handle is not None

@@ -19,6 +19,7 @@ from rope_patch.extension import Extension
 from rope_patch.methods.plugins import load_plugin
 from rope_patch.training import recipe_files
 from rope_patch.training.data_arguments import DataArguments
+from rope_patch.training.row_positions import check_leaky
 from rope_patch.utils.errors import did_you_mean, one_line
 
 LOSSES = ("auto", "full", "torch", "liger")
@@ -380,7 +381,8 @@ def _validate(settings: Settings) -> None:
         raise ValueError(
             f"lora_trains takes embeddings and norms, got {', '.join(sorted(unknown))}"
         )
-    _parse_options(extension.options)
+    options = _parse_options(extension.options)
+    check_leaky(settings.data.positions, extension, options)
     for name in training.report_to or ():
         if name not in integrations.get_available_reporting_integrations():
             raise ValueError(

@@ -198,7 +198,7 @@ def test_shuffling_changes_the_order_alone(tokenizer, source, tmp_path):
 def test_collate_stacks_rows_and_masks_the_first_label(tokenizer, source):
     path, _ = source("a.jsonl", [200])
     rows = make_rows(tokenizer, 2, [path])
-    batch = collate(rows, context_parallel=True)
+    batch = collate(rows, has_gaps=True)
     assert batch["attention_mask"].equal(torch.ones(2, LENGTH, dtype=torch.int64))
     assert batch["rows"] == [row["row"] for row in rows]
     labels = torch.stack([row["labels"] for row in rows])

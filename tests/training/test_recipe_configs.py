@@ -49,6 +49,11 @@ PUBLISHED = {
         "method": "linear", "trained": 2048, "target": 8192, "steps": 1000, "rows": 64,
         "row_length": 8192, "learning_rate": 2e-5, "warmup_steps": 20, "weight_decay": 0.0,
     },
+    "pose_16k": {
+        "method": "yarn", "trained": 2048, "target": 16384, "steps": 1000, "rows": 64,
+        "row_length": 2048, "learning_rate": 2e-5, "schedule": "linear", "warmup_steps": 10,
+        "positions": "skip",
+    },
     "ntk_8k": YARN | {"method": "ntk", "target": 8192, "steps": 400, "row_length": 8192},
     "abf_32k": ADAM
     | {
@@ -164,6 +169,7 @@ def resolved_values(name):
         "short_length": rows.short_length,
         "data_weights": rows.data_weights,
         "packing": rows.packing,
+        "positions": rows.positions,
     }
 
 

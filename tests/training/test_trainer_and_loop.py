@@ -66,6 +66,9 @@ CASES = {
     "qwen3": {"model": ASSETS / "tiny-qwen3", "kernels": "reference"},
     "gemma3": {"model": ASSETS / "tiny-gemma3", "offload_activations": True},
     "control": {"method": "none", "factor": None, "loss": "full"},
+    "skip": {"train_length": 128, "positions": "skip"},
+    "leaky": {"method": "none", "positions": "leaky"},
+    "map": {"method": "self-extend", "factor": None, "train_length": 384},
 }
 
 
@@ -119,15 +122,15 @@ def test_the_saved_model_has_the_logits_of_the_patched_one(runs):
     folder = folders["loop"] / "model"
     sidecar = folder / "rope_patch.json"
     has_native_form = not sidecar.is_file() or json.loads(sidecar.read_text())["native"]
-    assert has_native_form == (name not in ("mixed",))
+    assert has_native_form == (name not in ("mixed", "map"))
     model = (
         AutoModelForCausalLM.from_pretrained(folder) if has_native_form else rope_patch.load(folder)
     )
     ids = AutoTokenizer.from_pretrained(folder)("It is a truth " * 60, return_tensors="pt")
     base = AutoModelForCausalLM.from_pretrained(CASES[name].get("model", RECIPE["model"]))
-    if name != "control":
+    if name not in ("control", "leaky"):
         method = CASES[name].get("method", "yarn")
-        rope_patch.patch(base, method, **({} if method == "nope" else {"factor": 2}))
+        rope_patch.patch(base, method, **({} if name in ("nope", "map") else {"factor": 2}))
     base.load_state_dict(model.state_dict())
     assert ids.input_ids.shape[1] > 256
     torch.testing.assert_close(model(**ids).logits, base(**ids).logits, atol=1e-4, rtol=1e-4)
@@ -139,9 +142,9 @@ def test_the_card_states_method_lengths_and_tokens(runs):
     tokens = 3 * 4 * int(CASES[name].get("train_length", 256))
     assert f"{tokens:,} tokens: 3 steps" in card
     assert "| trained length before | 256 tokens |" in card
-    if name not in ("control", "nope"):
+    if name not in ("control", "nope", "map"):
         assert "512 tokens" in card
-    expected = "rope_patch.load" if name == "mixed" else "rope_patch is not needed"
+    expected = "rope_patch.load" if name in ("mixed", "map") else "rope_patch is not needed"
     assert expected in card
     header = yaml.safe_load(card.split("---")[1])
     assert header["library_name"] == "transformers"
