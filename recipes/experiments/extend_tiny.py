@@ -1,12 +1,13 @@
 """Extend a tiny trained model eight times by each kind of recipe, on equal tokens, and measure it.
 
 What: the tiny Llama of train_tiny.py, which recalls key-value pairs over 256 tokens, is fine-tuned
-to 2,048 by position interpolation, ABF, YaRN, mixed windows and DroPE, and, as a control, with its
-rotation as it is. Each sees the same number of tokens of the two tasks it was trained on, with the
-same learning rate. Before and after, at short and at long lengths, it is asked for the values of 8
-keys (recall), and for a segment that occurs a second time (perplexity).
+to 2,048 by position interpolation, ABF, YaRN, mixed windows and DroPE, on rows of 256 whose
+positions reach 2,048, and, as a control, with its rotation as it is. Each sees the same number of
+tokens of the two tasks it was trained on, with the same learning rate. Before and after, at short
+and at long lengths, it is asked for the values of 8 keys (recall), and for a segment that occurs a
+second time (perplexity).
 
-How, from the repository root (deterministic, one thread; 8 to 15 minutes of a CPU core a recipe):
+How, from the repository root (deterministic, one thread; 2 to 5 minutes of a CPU core a recipe):
 
     python recipes/experiments/extend_tiny.py
 
@@ -47,6 +48,7 @@ STEPS = 300
 TOKENS_PER_PAIR = 32  # as in pretraining: 8 pairs in 256 tokens
 LEARNING_RATE = 1e-3
 SEQUENCES, SEED = 48, 1234
+FOLDER_NAME = str.maketrans({" ": "-", ",": None, ":": None})
 
 # Settings of each recipe.
 RECIPES: dict[str, dict[str, Any]] = {
@@ -56,7 +58,16 @@ RECIPES: dict[str, dict[str, Any]] = {
     "YaRN": {"method": "yarn", "factor": FACTOR},
     "mixed windows (YaRN)": {"method": "mixed-yarn", "factor": FACTOR, "short_share": 0.4},
     "DroPE": {"method": "nope", "train_length": TRAINED},
-}
+    "PoSE, YaRN": {
+        "method": "yarn", "factor": FACTOR, "train_length": TRAINED, "positions": "skip"
+    },
+    "PoSE, position interpolation": {
+        "method": "linear", "factor": FACTOR, "train_length": TRAINED, "positions": "skip"
+    },
+    "leaky: the same rotation": {
+        "method": "none", "factor": FACTOR, "train_length": TRAINED, "positions": "leaky"
+    },
+}  # fmt: skip
 
 
 def documents(length: int, count: int, seed: int) -> Iterator[dict[str, list[int]]]:
@@ -107,7 +118,7 @@ def run_recipe(name: str, folder: Path, steps: int) -> tuple[Path, float]:
         "loss": "torch",
         "use_cpu": True,
         "resume": "auto",
-        "output_dir": folder / name.split(" (")[0].replace(" ", "-").replace(":", ""),
+        "output_dir": folder / name.split(" (")[0].translate(FOLDER_NAME),
     }
     settings, _ = parse(
         [word for key, value in recipe.items() for word in (f"--{key}", str(value))]
@@ -191,9 +202,9 @@ def render_readme(
 
 The model of `recipes/experiments/train_tiny.py` (361k parameters, trained on {TRAINED} tokens at
 once) is fine-tuned to {TARGET:,} tokens. Every recipe sees the same {steps * TOKENS_PER_STEP:,}
-tokens ({steps} steps of {TOKENS_PER_STEP:,}; DroPE in rows of {TRAINED} tokens, which is its
-point), with AdamW at {LEARNING_RATE:g}, falling to zero. {max(minutes):.0f} minutes of one CPU core
-at most.
+tokens ({steps} steps of {TOKENS_PER_STEP:,}; DroPE, PoSE and leaky in rows of {TRAINED} tokens,
+which is their point), with AdamW at {LEARNING_RATE:g}, falling to zero. {max(minutes):.0f} minutes
+of one CPU core at most.
 
 - **recall**: the share of {8 * sequences} values that the model gives for their keys, 8 pairs in a
   sequence; plus or minus about {math.sqrt(0.8 * 0.2 / (8 * sequences)):.2f} (a standard error at

@@ -28,6 +28,16 @@ def test_a_rotation_without_a_config_form_says_how_to_load_it(tmp_path):
     assert f"rope_patch.load('{folder}')" in printed
 
 
+def test_a_position_map_needs_neither_factor_nor_length(tmp_path):
+    folder = tmp_path / "new"
+    words = ["--method", "self-extend", "--option", "window=64", "--to", str(folder)]
+    printed = run_in_this_process("patch", TINY, *words).stdout
+    assert printed.startswith("self-extend, 256 → any length")
+    assert f"rope_patch.load('{folder}')" in printed
+    loaded = rope_patch.current(rope_patch.load(folder))
+    assert (loaded.method.name, loaded.method.window, loaded.length) == ("self-extend", 64, None)
+
+
 def test_json_names_all_files(tmp_path):
     folder = tmp_path / "new"
     words = [*YARN, "--to", str(folder), "--weights", "copy", "--json"]
