@@ -67,24 +67,37 @@ class ForwardView:
             ]
         return self._pieces
 
-    def query_tables(self, region: int, rotation: ShiftRotation, query: torch.Tensor) -> Any:
-        """Return the tables that turn the queries of a region; None where they stay."""
+    def query_tables(
+        self,
+        region: int,
+        rotation: ShiftRotation,
+        query: torch.Tensor,
+        slots: slice = slice(None),
+    ) -> Any:
+        """Return the tables that turn queries of a region; None where they stay."""
         shift = self.regions[region].query_shift
-        return self._tables_of(("query", region), shift, rotation, query)
+        return self._tables_of(("query", region), shift, rotation, query, slots)
 
-    def key_tables(self, region: int, rotation: ShiftRotation, key: torch.Tensor) -> Any:
-        """Return the tables that turn the keys of a region; None where they stay."""
+    def key_tables(
+        self, region: int, rotation: ShiftRotation, key: torch.Tensor, slots: slice = slice(None)
+    ) -> Any:
+        """Return the tables that turn keys of a region; None where they stay."""
         shift = self.regions[region].key_shift
-        return self._tables_of(("key", region), shift, rotation, key)
+        return self._tables_of(("key", region), shift, rotation, key, slots)
 
     def _tables_of(
-        self, name: Any, shift: torch.Tensor | None, rotation: ShiftRotation, x: torch.Tensor
+        self,
+        name: Any,
+        shift: torch.Tensor | None,
+        rotation: ShiftRotation,
+        x: torch.Tensor,
+        slots: slice,
     ) -> Any:
         if shift is None:
             return None
-        key = (name, id(rotation.inv_freq), x.device, x.dtype)
+        key = (name, slots.start, slots.stop, id(rotation.inv_freq), x.device, x.dtype)
         if key not in self._tables:
-            self._tables[key] = rotation.tables(shift.to(x.device), x)
+            self._tables[key] = rotation.tables(shift[:, slots].to(x.device), x)
         return self._tables[key]
 
 

@@ -11,7 +11,7 @@ from rope_patch.patching.position_maps.fused_attention import MergedParts, atten
 from rope_patch.patching.position_maps.position_record import TurnedKeys
 from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 
-_STEP = 16  # queries of one call up to which turned keys are kept for the next
+_AHEAD = 64  # keys turned together before they are far, so that few steps turn any
 
 
 def attend_by_parts(
@@ -44,22 +44,27 @@ def attend_by_parts(
         return _attend_step(view, rotation, query, key, value, scaling, layer, sinks)
     merged = MergedParts(query, value)
     turned_query = turned_key = None
-    present = -1
+    present, rows = -1, slice(0)
     for piece in view.pieces():
         if piece.region != present:
             present = piece.region
             pieces = [each for each in view.pieces() if each.region == present]
-            turned_query = _turn_queries(view, present, rotation, query)
+            rows = slice(
+                min(each.queries.start for each in pieces),
+                max(each.queries.stop for each in pieces),
+            )
+            turned_query = _turn_queries(view, present, rotation, query, rows)
             stop = max(each.keys.stop for each in pieces)
-            turned_key = _turn_keys(view, present, rotation, key, stop, layer)
+            # The next step goes on with the keys as the last query meets them.
+            is_last = rows.stop == query.shape[2]
+            turned_key = _turn_keys(view, present, rotation, key, stop, layer if is_last else None)
         assert turned_query is not None
         assert turned_key is not None
         mask = None
         if piece.band:
-            rows = piece.queries.stop - piece.queries.start
-            mask = _band_mask(rows, piece.band, query.device)
+            mask = _band_mask(piece.queries.stop - piece.queries.start, piece.band, query.device)
         part = attend_part(
-            turned_query[:, :, piece.queries],
+            turned_query[:, :, piece.queries.start - rows.start : piece.queries.stop - rows.start],
             turned_key[:, :, piece.keys],
             value[:, :, piece.keys],
             scaling,
@@ -85,8 +90,13 @@ def _attend_step(
     """Compute `attend_by_parts` for one query: its few logits are stored, for one softmax."""
     rows, heads, _, width = query.shape
     shape = (rows, key.shape[1], heads // key.shape[1], width)
-    pieces, parts = view.pieces(), []
-    for piece in pieces:
+    parts: list[torch.Tensor] = []
+    spans: list[slice] = []  # keys of adjacent pieces are one span, whose values take one product
+    for piece in sorted(view.pieces(), key=lambda piece: piece.keys.start):
+        if spans and spans[-1].stop == piece.keys.start:
+            spans[-1] = slice(spans[-1].start, piece.keys.stop)
+        else:
+            spans.append(piece.keys)
         turned = _turn_queries(view, piece.region, rotation, query)
         keys = _turn_keys(view, piece.region, rotation, key, piece.keys.stop, layer)
         # Heads that share keys are rows of one product, which copies no keys.
@@ -96,18 +106,22 @@ def _attend_step(
         column = sinks.to(scores.dtype).view(1, *shape[1:3], 1).expand(rows, -1, -1, -1)
         scores = torch.cat([scores, column], dim=-1)
     weights = torch.softmax(scores, dim=-1).to(value.dtype)
-    lengths = [piece.keys.stop - piece.keys.start for piece in pieces]
+    lengths = [span.stop - span.start for span in spans]
     shares = weights[..., : sum(lengths)].split(lengths, dim=-1)
-    output = sum(
-        share @ value[:, :, piece.keys] for share, piece in zip(shares, pieces, strict=True)
-    )
+    output = sum(share @ value[:, :, span] for share, span in zip(shares, spans, strict=True))
     return torch.as_tensor(output).view(rows, heads, 1, value.shape[-1]).to(query.dtype)
 
 
 def _turn_queries(
-    view: ForwardView, region: int, rotation: ShiftRotation, query: torch.Tensor
+    view: ForwardView,
+    region: int,
+    rotation: ShiftRotation,
+    query: torch.Tensor,
+    rows: slice = slice(None),
 ) -> torch.Tensor:
-    tables = view.query_tables(region, rotation, query)
+    """Return some queries, turned by a region."""
+    tables = view.query_tables(region, rotation, query, rows)
+    query = query[:, :, rows]
     return query if tables is None else rotation.turn(query, tables)
 
 
@@ -119,21 +133,24 @@ def _turn_keys(
     stop: int,
     layer: int | None,
 ) -> torch.Tensor:
-    """Return the keys of a region, turned, of the slots before `stop` at least."""
+    """Return the keys of a region, turned, of the slots before `stop` at least.
+
+    With a record and a layer they are kept there, so that the next call turns new keys alone.
+    """
     facts = view.regions[region]
     if facts.key_shift is None:
         return key
-    record, steps = view.record, view.queries.shape[1]
-    if record is None or layer is None or steps > _STEP or facts.key_rule is None:
-        cos, sin = view.key_tables(region, rotation, key)
-        return rotation.turn(key[:, :, :stop], (cos[:, :, :stop], sin[:, :, :stop]))
+    record = view.record
+    if record is None or layer is None or facts.key_rule is None:
+        slots = slice(0, stop)
+        return rotation.turn(key[:, :, slots], view.key_tables(region, rotation, key, slots))
     kept = record.turned.get(layer)
     if kept is None or kept.rule != facts.key_rule or kept.buffer.dtype != key.dtype:
         kept = TurnedKeys(facts.key_rule, key.new_empty(*key.shape[:2], 0, key.shape[3]))
         record.turned[layer] = kept
     if kept.count < stop:
-        new = slice(kept.count, stop)
-        tables = rotation.tables(facts.key_shift[:, new].to(key.device), key)
+        new = slice(kept.count, min(stop + _AHEAD, key.shape[2]))
+        tables = view.key_tables(region, rotation, key, new)
         kept.extend(rotation.turn(key[:, :, new], tables))
     return kept.buffer
 

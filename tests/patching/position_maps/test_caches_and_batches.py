@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 import rope_patch
+from rope_patch.patching.position_maps.shift_tables import ShiftRotation
 
 # Keys that are turned, or not; groups that grow; several regions.
 METHODS = {
@@ -270,3 +271,25 @@ def test_accept_cache_takes_static_caches_and_empty_ones(family):
         handle.accept_cache(cache)
         got = model(ids[:, -1:], past_key_values=cache).logits
     close(got, expected)
+
+
+@pytest.mark.parametrize("name", ["rerope", "leaky-rerope"])
+def test_each_key_is_turned_once_over_a_prompt_and_its_steps(name, monkeypatch):
+    model, ids = make_model("llama"), tokens(LONG)
+    rope_patch.patch(model, name)
+    turned, turn = [], ShiftRotation.turn
+
+    def count(self, x, tables):
+        turned.append(tuple(x.shape))
+        return turn(self, x, tables)
+
+    monkeypatch.setattr(ShiftRotation, "turn", count)
+    cache, prompt = DynamicCache(config=model.config), LONG - 30
+    with torch.no_grad():
+        model(ids[:, :prompt], past_key_values=cache)
+        for position in range(prompt, LONG):
+            model(ids[:, position : position + 1], past_key_values=cache)
+    key_heads = model.config.num_key_value_heads
+    keys = sum(shape[2] for shape in turned if shape[1] == key_heads)
+    assert key_heads != model.config.num_attention_heads
+    assert keys <= LONG * model.config.num_hidden_layers
