@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
+from helpers.processes import leave_process_group
 from torch.distributed.tensor import DTensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -120,8 +121,7 @@ def main(folder):
     jobs = json.loads((folder / "jobs.json").read_text())
     observations = {job["name"]: run_job(job, folder) for job in jobs}
     (folder / f"{RANK}.json").write_text(json.dumps(observations))
-    if size > 1:
-        dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from accelerate import PartialState
 from filelock import FileLock
 
@@ -127,6 +128,21 @@ def environment(rank, processes):
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
+
+
+def leave_process_group():
+    """Wait for the other processes, destroy the process group, and exit with code 0.
+
+    The interpreter is not torn down. A device mesh can keep a gloo group alive after its
+    destruction, and gloo's threads abort a process that is torn down while they run ("terminate
+    called without an active exception", https://github.com/pytorch/pytorch/issues/190489).
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager
