@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from rope_patch.extension import Extension
 from rope_patch.patching import Patch, patch
 from rope_patch.patching.dynamic.cache_record import RotationRecord
+from rope_patch.patching.position_maps.position_record import PositionRecord
 
 WARMUP_TOKENS = 4  # decoded before any that counts: allocator and compiler have settled by then
 
@@ -77,7 +78,8 @@ class MemoryRecord(TypedDict):
 
     Attributes:
         cache: The cached keys and values.
-        record: The cache's record of its rotation, by field.
+        record: The cache's record of its rotation, by field, with the turned copies of keys that a
+            position map keeps.
         peak: The cache and what decoding one token more holds at most.
     """
 
@@ -235,6 +237,9 @@ def measure_memory(method: TimedMethod, ids: torch.Tensor, start: int) -> Memory
         }
         for step in method.decode(ids[:, : start + 1], cache):
             step()
+        if isinstance(record, PositionRecord) and record.turned:  # made anew in a copied cache
+            copies = (keys.buffer for keys in record.turned.values())
+            record_bytes["turned keys"] = sum(map(_storage_bytes, copies))
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     peak = max(accumulate(event.nbytes() for event in events))

@@ -73,6 +73,19 @@ def test_a_cache_record_holds_little_more_than_positions(rows):
     assert positions <= sum(memory["dynamic-yarn"]["record"].values()) < positions + 1000
 
 
+@torch.no_grad()
+def test_the_keys_that_a_position_map_keeps_are_counted():
+    ids = tokens(5 * TRAINED + 1)
+    sizes = {}
+    for name in ("self-extend", "string"):  # string turns queries alone
+        timed = make_timed(name)
+        timed.cache = timed.read(ids[:, :-1], ids.shape[1])
+        memory = timed_method.measure_memory(timed, ids, 5 * TRAINED)
+        sizes[name] = memory["record"].get("turned keys", 0) / memory["cache"]
+    assert 0.3 < sizes["self-extend"] < 0.8  # half of the cache, less near keys, and some room
+    assert sizes["string"] == 0
+
+
 def test_the_peak_is_that_of_the_cache_and_one_step(rows):
     for row in rows.values():
         one_layer = row["memory"]["cache"] // 2
