@@ -1,0 +1,1 @@
+"""Positional encodings other than rotation, as pure functions in float64."""
