@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rope_patch.exporting import Export, export
     from rope_patch.extension import Extension
     from rope_patch.patching import Patch, current, patch, restore, unpatch
+    from rope_patch.pictures import picture
     from rope_patch.pretrained.adapters import load_adapter
     from rope_patch.pretrained.loading import load
     from rope_patch.pretrained.patched_checkpoint import PatchedCheckpoint, patch_checkpoint
@@ -48,6 +49,7 @@ __all__ = [
     "load_adapter",
     "patch",
     "patch_checkpoint",
+    "picture",
     "recommend",
     "register_method",
     "register_rope_types",
@@ -78,6 +80,7 @@ _MODULES = {
     "load_adapter": "pretrained.adapters",
     "patch": "patching",
     "patch_checkpoint": "pretrained.patched_checkpoint",
+    "picture": "pictures",
     "recommend": "recommending",
     "register_rope_types": "pretrained.transformers_registry",
     "restore": "patching",

@@ -19,6 +19,7 @@ from rope_patch.cli import (
     finetune,
     methods,
     patch,
+    picture,
     recipes,
     recommend,
     report,
@@ -161,4 +162,5 @@ app.command(cls=Command)(recipes.recipes)
 app.command(cls=Command)(with_plugins(patch.patch))
 app.command(cls=Command)(with_plugins(export.export))
 app.command(cls=Command)(with_plugins(bench.bench))
+app.command(cls=Command)(picture.picture)
 app.command(cls=Command)(env.env)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_patch.diagnosing.pairs import PairTable
 from rope_patch.utils import atomic_files
+from rope_patch.utils.figure_file import write_figure
 from rope_patch.utils.plot_style import (
     PAPER,
     STYLE,
@@ -30,16 +29,7 @@ def write_plot(diagnosis: Diagnosis, path: str | os.PathLike[str]) -> None:
     """Write a plot with a panel per layer type; see `Diagnosis.plot`."""
     require_plot_path(path)
     atomic_files.require_writable_file(path, "the picture", folder_exists=True)
-    from matplotlib import rc_context
-
-    file = Path(path)
-    figure = make_figure(diagnosis)
-    kind = file.suffix.lower()[1:]
-    metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
-    buffer = BytesIO()
-    with rc_context(STYLE):
-        figure.savefig(buffer, format=kind, dpi=144, facecolor="white", metadata=metadata)
-    atomic_files.atomic_write(file, buffer.getvalue())
+    write_figure(make_figure(diagnosis), path)
 
 
 def make_figure(diagnosis: Diagnosis) -> Figure:

@@ -1,0 +1,110 @@
+"""Pictures of what encodings do with the distance between two tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from rope_patch.encodings.alibi import alibi_bias, alibi_slopes, linear_slopes, ntk_slopes
+from rope_patch.encodings.decay import kerple_log, kerple_power, sandwich
+from rope_patch.encodings.sinusoidal import dot_products, sinusoidal_table
+from rope_patch.encodings.t5_buckets import squeeze_tail, t5_bucket
+from rope_patch.pictures.picture import (
+    Curve,
+    Curves,
+    HeatMap,
+    Picture,
+    PictureOptions,
+    register_picture,
+)
+
+_EXACT = 16  # distances with a bucket of their own in T5's decoders
+
+
+@register_picture("decay")
+def draw_decay(options: PictureOptions) -> Picture:
+    """Draw dot products and biases against distance."""
+    distances = torch.arange(options.length)
+    products = dot_products(distances, options.width, options.base)
+    generator = torch.Generator().manual_seed(0)
+    size = (options.width, options.width)
+    projected = []
+    angles = sinusoidal_table(distances, options.width, base=options.base)
+    for _ in range(3):
+        weights = torch.randn(size, generator=generator, dtype=torch.float64) / options.width**0.5
+        projected.append((angles @ weights @ angles[0]) / (options.width / 2))
+    slope = alibi_slopes(options.heads)[options.heads // 2]
+    first = [Curve("sinusoidal, and RoPE of equal vectors", distances, products / products[0])]
+    first += [
+        Curve(f"sinusoidal, random projection {n}", distances, y, dashed=True)
+        for n, y in enumerate(projected, 1)
+    ]
+    biases = [
+        Curve("ALiBi", distances, alibi_bias(slope[None], distances)[0]),
+        Curve("KERPLE, logarithmic", distances, kerple_log(distances, 1.0, 0.1)),
+        Curve("KERPLE, power", distances, kerple_power(distances, 0.2, 0.5)),
+        Curve("Sandwich", distances, sandwich(distances, options.heads)[options.heads // 2]),
+    ]
+    return Picture(
+        [
+            Curves("products of encodings", first, "distance (tokens)", "product / that at 0"),
+            Curves("biases on logits", biases, "distance (tokens)", "added to the logit"),
+        ],
+        "Products of sinusoids fall with distance, but after random projections, as in attention, "
+        "nothing of that is left. Biases fall by construction: ALiBi in a line, KERPLE ever more "
+        "slowly, Sandwich with the ripples of the sinusoids that it sums.",
+    )
+
+
+@register_picture("bias")
+def draw_bias(options: PictureOptions) -> Picture:
+    """Draw ALiBi's bias matrix of a head, before and after its slopes are extended."""
+    size = min(options.length, 64)
+    positions = torch.arange(size)
+    distances = positions[:, None] - positions
+    slopes = alibi_slopes(options.heads)
+    kinds = {
+        "as trained": slopes,
+        f"linear ×{options.factor:g}": linear_slopes(slopes, options.factor),
+        f"ntk ×{options.factor:g}": ntk_slopes(slopes, options.factor),
+    }
+    panels = []
+    head = options.heads // 2
+    lowest = -float(slopes[head]) * (size - 1)
+    for name, each in kinds.items():
+        bias = alibi_bias(each, distances).masked_fill(distances < 0, torch.nan)
+        panels.append(
+            HeatMap(
+                f"{name}, head {head}", bias[head], "key (tokens)", "query (tokens)", (lowest, 0)
+            )
+        )
+    return Picture(
+        panels,
+        "Darker keys are seen less. Dividing all slopes lets every head look further, near order "
+        "included; ntk leaves the steepest head alone and divides the flattest.",
+    )
+
+
+@register_picture("buckets")
+def draw_buckets(options: PictureOptions) -> Picture:
+    """Draw T5's bucket of each distance, and how longer texts are put into trained buckets."""
+    target = round(options.trained * options.factor)
+    distances = torch.arange(target)
+    curves = [Curve("as trained", distances, t5_bucket(-distances))]
+    squeezed = squeeze_tail(distances, trained=options.trained, length=target, exact=_EXACT)
+    curves.append(Curve("far distances squeezed", distances, t5_bucket(-squeezed)))
+    divided = (distances / options.factor).floor().long()
+    curves.append(Curve("all distances divided", distances, t5_bucket(-divided), dashed=True))
+    return Picture(
+        [
+            Curves(
+                "32 buckets up to 128",
+                curves,
+                "distance (tokens)",
+                "bucket",
+                bounds={"trained length": options.trained},
+            )
+        ],
+        "Near distances have a bucket each. Buckets that only distances beyond the trained length "
+        "reach are untrained. Squeezing the far ones avoids those and keeps the near order; "
+        "dividing all distances loses it.",
+    )

@@ -1,0 +1,227 @@
+"""Test that pictures show the right numbers, are drawn, and are refused clearly."""
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from helpers.commands import run_in_this_process
+from PIL import Image
+
+import rope_patch
+from rope_patch.pictures.picture import (
+    PICTURES,
+    Curves,
+    Dials,
+    HeatMap,
+    Path,
+    PictureOptions,
+    get_picture,
+)
+from rope_patch.pictures.tables import TABLES
+from rope_patch.utils.errors import Refused
+
+
+def panels(name, **options):
+    return get_picture(name)(PictureOptions(**options)).panels
+
+
+def curve(panel, label):
+    return next(each for each in panel.curves if each.label == label)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_each_picture_has_finite_numbers_labels_and_a_caption(name):
+    drawing = get_picture(name)(PictureOptions())
+    assert drawing.caption.endswith(".")
+    for panel in drawing.panels:
+        assert panel.title
+        if isinstance(panel, HeatMap):
+            assert panel.x_label
+            assert panel.y_label
+            assert panel.values.isfinite().any()
+        elif isinstance(panel, Curves):
+            assert panel.x_label
+            assert panel.y_label
+            assert len({each.label for each in panel.curves}) == len(panel.curves)
+            for each in panel.curves:
+                assert each.x.shape == each.y.shape
+                assert each.y.double().isfinite().all()
+
+
+def test_the_table_is_sines_and_cosines():
+    (panel,) = panels("table", length=9, width=6, base=100.0)
+    for t in range(9):
+        for k in range(3):
+            angle = t * 100 ** (-2 * k / 6)
+            assert panel.values[t, 2 * k] == pytest.approx(math.sin(angle), abs=1e-12)
+            assert panel.values[t, 2 * k + 1] == pytest.approx(math.cos(angle), abs=1e-12)
+
+
+def test_binary_rows_are_the_digits_of_the_position():
+    (panel,) = panels("table", encoding="binary", length=16, width=8)
+    for t in range(16):
+        assert panel.values[t].tolist() == [*(float(b) for b in f"{t:04b}"[::-1]), 0, 0, 0, 0]
+
+
+def test_waves_and_differences_are_of_the_table():
+    (table,) = panels("table", length=100, width=12)
+    (waves,) = panels("waves", length=100, width=12)
+    assert torch.equal(curve(waves, "component 4").y, table.values[:, 4])
+    (difference,) = panels("difference", length=100, width=12, position=50)
+    got = curve(difference, "position 50 minus position 0").y
+    assert torch.equal(got, table.values[50] - table.values[0])
+
+
+def test_sines_have_the_periods_of_the_bits():
+    bits, waves = panels("digits", length=32)
+    for k in range(5):
+        period = 2 ** (k + 1)
+        for values in (bits.values, waves.values):
+            assert torch.allclose(values[period:, k], values[:-period, k], atol=1e-9)
+        # Where the bit is 1, the sine of the second half of the period is not below 0.
+        assert (waves.values[bits.values[:, k] > 0, k] > -1e-9).all()
+
+
+def test_hands_turn_as_the_model_rotates():
+    (panel,) = panels("clock", position=100, trained=64, width=16)
+    assert isinstance(panel, Dials)
+    frequencies = rope_patch.frequencies("default", head_dim=16, theta=1e4, trained_length=64)
+    assert len(panel.dials) == 8
+    for dial, frequency in zip(panel.dials, frequencies.inv_freq.tolist(), strict=True):
+        turned = (dial.angle - 100 * frequency) / (2 * math.pi)
+        assert turned == pytest.approx(round(turned), abs=1e-9)
+        assert dial.trained_arc == pytest.approx(min(2 * math.pi, 63 * frequency))
+
+
+def test_wavelengths_are_2_pi_over_frequencies():
+    (panel,) = panels("wavelengths", width=128)
+    lengths = curve(panel, "wavelength").y
+    assert lengths[[0, 32, 63]].tolist() == pytest.approx([6.2832, 628.32, 54410.1], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["yarn", "linear", "ntk", "llama3"])
+def test_angles_are_those_of_the_method(method):
+    (panel,) = panels("angles", method=method, factor=8.0, trained=512, width=64)
+    keys = {"head_dim": 64, "theta": 1e4, "trained_length": 512}
+    scaled = rope_patch.frequencies(method, factor=8, **keys).inv_freq.double()
+    plain = rope_patch.frequencies("default", **keys).inv_freq.double()
+    turns = curve(panel, f"target length, {method}").y
+    torch.testing.assert_close(turns, scaled * 4095 / (2 * math.pi))
+    torch.testing.assert_close(curve(panel, "seen in training").y, plain * 511 / (2 * math.pi))
+
+
+def test_decays_begin_at_the_top_and_random_projections_lose_it():
+    products, biases = panels("decay", length=200, width=128)
+    assert products.curves[0].y[0] == 1
+    assert products.curves[0].y[1:].max() < 1
+    for each in products.curves[1:]:
+        assert each.y[0] < 0.9  # nothing singles out distance 0
+    for each in biases.curves:
+        assert each.y[0] == 0
+        assert each.y[1:].max() < 0
+
+
+def test_bias_matrices_are_causal_and_extended():
+    plain, linear, ntk = (panel.values for panel in panels("bias", length=10, factor=4.0))
+    ahead = torch.ones(10, 10).triu(1).bool()
+    for values in (plain, linear, ntk):
+        assert values[ahead].isnan().all()
+        assert values.diagonal().eq(0).all()
+    torch.testing.assert_close(linear[~ahead], plain[~ahead] / 4)
+    assert (ntk[9, 0] > plain[9, 0]).item()
+    assert (ntk[9, 0] < linear[9, 0]).item()
+
+
+def test_squeezed_distances_use_trained_buckets_alone():
+    (panel,) = panels("buckets", trained=64, factor=8.0)
+    trained, squeezed = curve(panel, "as trained").y, curve(panel, "far distances squeezed").y
+    known = set(trained[:64].tolist())
+    assert set(squeezed.tolist()) == known
+    assert not set(trained.tolist()) <= known
+    assert torch.equal(squeezed[:16], trained[:16])
+    assert not torch.equal(curve(panel, "all distances divided").y[:16], trained[:16])
+
+
+def test_stretched_tables_pass_through_the_trained_rows():
+    (panel,) = panels("stretch", trained=20, factor=3.0)
+    linear, rows = curve(panel, "linear"), curve(panel, "trained rows")
+    assert torch.equal(linear.y[::3], rows.y)
+    assert torch.equal(linear.x[::3].long(), rows.x)
+
+
+def test_steps_of_sinusoids_are_short_and_even():
+    bits, smooth = panels("walk")
+    assert isinstance(bits, Path)
+    steps = [path.points.double().diff(dim=0).norm(dim=1) for path in (bits, smooth)]
+    assert steps[0].max() == pytest.approx(3**0.5)
+    assert steps[1].max() < 0.9
+    assert steps[1].max() / steps[1].min() < 1.1
+
+
+@pytest.mark.parametrize("encoding", TABLES)
+def test_all_encodings_have_a_table(encoding):
+    (panel,) = panels("table", encoding=encoding, length=20, width=12)
+    assert panel.values.shape == (20, 12)
+    assert len({tuple(row) for row in panel.values.tolist()}) == 20
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_command_writes_each_picture(name, tmp_path):
+    path = tmp_path / "a.svg"
+    result = run_in_this_process("picture", name, "--out", str(path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"wrote {path}\n")
+    ElementTree.parse(path)
+    again = tmp_path / "b.svg"
+    run_in_this_process("picture", name, "--out", str(again))
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_png_and_json(tmp_path):
+    path = tmp_path / "clock.png"
+    result = run_in_this_process("picture", "clock", "--out", str(path), "--json")
+    written = json.loads(result.stdout)
+    assert written["file"] == str(path)
+    assert Image.open(path).width == 1824
+
+
+def test_the_list_names_all_pictures():
+    printed = run_in_this_process("picture").stdout
+    assert all(f"\n{name} " in f"\n{printed}" for name in PICTURES)
+    assert set(json.loads(run_in_this_process("picture", "--json").stdout)) == set(PICTURES)
+
+
+def test_python_returns_a_figure():
+    figure = rope_patch.picture("table", encoding="binary", length=16, width=8)
+    assert figure.axes[0].get_xlabel() == "component"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["clok"], "unknown picture 'clok' (did you mean 'clock'?)"),
+        (["table", "--encoding", "sinusoid"], "did you mean 'sinusoidal'?"),
+        (["clock", "--out", "clock.pdf"], "a picture is an .svg or a .png file, got 'clock.pdf'"),
+        (["clock", "--position", "0"], "--position must be a whole number of at least 1, got 0"),
+        (["table", "--width", "7"], "--width must be an even number of at least 6, got 7"),
+        (["angles", "--factor", "1"], "--factor must be above 1, got 1"),
+        (["angles", "--method", "yarm"], "unknown method 'yarm'"),
+        (["buckets", "--trained", "16"], "expected exact < trained < length"),
+        (["table", "--encoding", "binary", "--length", "300", "--width", "6"], "9 digits need"),
+    ],
+)
+def test_wrong_words_are_one_error_and_write_nothing(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    result = run_in_this_process("picture", *words)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lenght'"):
+        rope_patch.picture("table", lenght=3)
+    with pytest.raises(Refused, match="base must be above 1, got 1"):
+        rope_patch.picture("table", base=1.0)
