@@ -25,7 +25,7 @@ def sinusoidal_frequencies(width: int, base: float = 10000.0, law: str = "vaswan
     if law not in LAWS:
         raise Refused(f"law must be one of {', '.join(LAWS)}, got {law!r}")
     k = torch.arange(pairs, dtype=torch.float64)
-    exponents = 2 * k / width if law == "vaswani" else k / (pairs - 1)
+    exponents = 2 * k / width if law == "vaswani" else k / max(pairs - 1, 1)
     return torch.exp(-math.log(base) * exponents)
 
 

@@ -59,7 +59,6 @@ class Curves:
         curves: The lines.
         x_label: With the unit.
         y_label: With the unit.
-        x_log: Whether x is logarithmic.
         y_log: Whether y is logarithmic.
         bounds: Positions on x to mark, with their names.
         equal: Whether a unit is as long on both axes.
@@ -69,7 +68,6 @@ class Curves:
     curves: Sequence[Curve]
     x_label: str
     y_label: str
-    x_log: bool = False
     y_log: bool = False
     bounds: dict[str, float] = field(default_factory=dict)
     equal: bool = False

@@ -77,12 +77,10 @@ def _draw_heat_map(figure: Figure, axes: Axes, panel: HeatMap) -> None:
 
 
 def _draw_curves(axes: Axes, panel: Curves) -> None:
-    if panel.x_log:
-        axes.set_xscale("log")
     if panel.y_log:
         axes.set_yscale("log")
-    for axis in [axes.xaxis] * panel.x_log + [axes.yaxis] * panel.y_log:
-        axis.set_major_formatter(lambda number, _: f"{number:,.10g}")  # powers would need TeX
+        # The usual powers of ten would need mathtext.
+        axes.yaxis.set_major_formatter(lambda number, _: f"{number:,.10g}")
     if panel.equal:
         axes.set_aspect("equal", adjustable="datalim")
     for number, curve in enumerate(panel.curves):

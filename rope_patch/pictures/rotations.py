@@ -8,6 +8,8 @@ import torch
 
 from rope_patch.geometry import Geometry
 from rope_patch.methods import build
+from rope_patch.methods.position_map import PositionMap
+from rope_patch.methods.registry import get_method
 from rope_patch.pictures.picture import (
     Curve,
     Curves,
@@ -17,6 +19,7 @@ from rope_patch.pictures.picture import (
     PictureOptions,
     register_picture,
 )
+from rope_patch.utils.errors import Refused
 
 
 def geometry_of(options: PictureOptions) -> Geometry:
@@ -94,6 +97,10 @@ def draw_rotation(options: PictureOptions) -> Picture:
 @register_picture("angles")
 def draw_angles(options: PictureOptions) -> Picture:
     """Draw what a method does to the largest angle of each pair."""
+    if issubclass(get_method(options.method), PositionMap):
+        raise Refused(
+            f"{options.method} stretches no angles, expected a method of frequencies, such as yarn"
+        )
     geometry = geometry_of(options)
     plain = geometry.inv_freq()
     method = build(options.method, factor=options.factor)

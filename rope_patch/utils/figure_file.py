@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write_figure(
-    figure: Figure, path: str | os.PathLike[str], *, background: str = "white"
-) -> None:
+def write_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure atomically, as SVG or PNG by the path's suffix."""
     from matplotlib import rc_context
 
@@ -25,5 +23,5 @@ def write_figure(
     metadata: dict[str, Any] = {"Date": None} if kind == "svg" else {}
     buffer = BytesIO()
     with rc_context(STYLE):
-        figure.savefig(buffer, format=kind, dpi=144, facecolor=background, metadata=metadata)
+        figure.savefig(buffer, format=kind, dpi=144, facecolor="white", metadata=metadata)
     atomic_files.atomic_write(file, buffer.getvalue())

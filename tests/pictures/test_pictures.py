@@ -208,6 +208,7 @@ def test_python_returns_a_figure():
         (["table", "--width", "7"], "--width must be an even number of at least 6, got 7"),
         (["angles", "--factor", "1"], "--factor must be above 1, got 1"),
         (["angles", "--method", "yarm"], "unknown method 'yarm'"),
+        (["angles", "--method", "self-extend"], "self-extend stretches no angles"),
         (["buckets", "--trained", "16"], "expected exact < trained < length"),
         (["table", "--encoding", "binary", "--length", "300", "--width", "6"], "9 digits need"),
     ],
