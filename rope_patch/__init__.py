@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.entry_points import Evaluation, compare, evaluate
     from rope_patch.exporting import Export, export
     from rope_patch.extension import Extension
-    from rope_patch.patching import Patch, current, patch, restore, unpatch
+    from rope_patch.patching import Patch, patch, restore, unpatch
+    from rope_patch.patching.active import current
+    from rope_patch.patching.encodings.handle import EncodingPatch
     from rope_patch.pictures import picture
     from rope_patch.pretrained.adapters import load_adapter
     from rope_patch.pretrained.loading import load
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Diagnosis",
+    "EncodingPatch",
     "Evaluation",
     "Export",
     "Extension",
@@ -64,6 +67,7 @@ __all__ = [
 # transformers, which take seconds.
 _MODULES = {
     "Diagnosis": "diagnosing",
+    "EncodingPatch": "patching.encodings.handle",
     "Evaluation": "evaluation.entry_points",
     "Export": "exporting",
     "Extension": "extension",
@@ -72,7 +76,7 @@ _MODULES = {
     "Refused": "utils.errors",
     "SearchResult": "searching",
     "compare": "evaluation.entry_points",
-    "current": "patching",
+    "current": "patching.active",
     "diagnose": "diagnosing",
     "evaluate": "evaluation.entry_points",
     "export": "exporting",

@@ -41,7 +41,10 @@ class ConfigOverride:
                     own = copy.deepcopy(value, copies)
                     self._copies.append((own, copy.deepcopy(own)))
                 self._undo_log.set(module, attribute, copies[id(value)])
-        texts = [own.get_text_config(decoder=True) for own, _ in self._copies]
+        # Of an encoder and decoder with one config, transformers makes a new text config.
+        texts = [
+            part for own, _ in self._copies for part in (own, own.get_text_config(decoder=True))
+        ]
         for config in {id(text): text for text in texts if isinstance(text, config_class)}.values():
             for name, value in fields.items():
                 name = config.attribute_map.get(name, name)

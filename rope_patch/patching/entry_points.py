@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
 from rope_patch.extension import Extension
+from rope_patch.patching.architecture.rotary_modules import rotation_refusal
 from rope_patch.patching.defaults import torch_defaults
 from rope_patch.patching.dynamic.batching_guard import require_no_batching_manager
+from rope_patch.patching.encodings.handle import (
+    EncodingPatch,
+    current_encoding,
+    patch_encoding,
+)
+from rope_patch.patching.encodings.plan import EncodingPlan, make_encoding_plan
+from rope_patch.patching.encodings.probe import UnknownEncoding
 from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.plan import PatchPlan, make_plan
 from rope_patch.utils.errors import Refused
@@ -53,7 +62,7 @@ def patch(
     kernels: str = "auto",
     start: str = "auto",
     **options: Any,
-) -> Patch:
+) -> Patch | EncodingPatch:
     """Extend a live model's context, in place.
 
     A model that is patched already gets the new patch instead; undoing still returns to the
@@ -61,6 +70,8 @@ def patch(
 
     Args:
         model: A transformers decoder with RoPE, or anything around one (PEFT, accelerate, compile).
+            Models that add a table of positions or a bias by distance are extended, too: see
+            docs/other-encodings.md for their methods.
         method: A name from `rope_patch.list_methods()`; or a whole request, an `Extension`, with
             no other arguments.
         factor: Target length / trained length, which is what the model reads now, a scaling that
@@ -100,6 +111,14 @@ def patch(
         start=start,
         **options,
     )
+    if isinstance(model, nn.Module) and (refusal := rotation_refusal(model)) is not None:
+        return _patch_encoding(model, extension, refusal)
+    return patch_rotation(model, extension)
+
+
+def patch_rotation(model: nn.Module, method: str | Extension, **arguments: Any) -> Patch:
+    """Extend a model that rotates: `patch` for code that needs the rotation's handle."""
+    extension = Extension.of(method, **arguments)
     plan = check(model, extension)
     handle = Patch(plan)
     if active_patch := current(model):
@@ -119,6 +138,37 @@ def patch(
 
 
 @torch_defaults()
+def _patch_encoding(model: nn.Module, extension: Extension, refusal: Refused) -> EncodingPatch:
+    with _explained(refusal):
+        handle = patch_encoding(model, extension)
+    logger.info("patched %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
+    return handle
+
+
+@torch_defaults()
+def check_encoding(model: nn.Module, extension: Extension) -> EncodingPlan | None:
+    """Return the plan for a model that does not rotate; None for one that does.
+
+    Raises:
+        ValueError: The request cannot be met, or would change nothing.
+    """
+    refusal = rotation_refusal(model)
+    if refusal is None:
+        return None
+    with _explained(refusal):
+        return make_encoding_plan(model, extension)
+
+
+@contextmanager
+def _explained(refusal: Refused) -> Iterator[None]:
+    """Say why a model is not taken as one that rotates, where its encoding is unknown."""
+    try:
+        yield
+    except UnknownEncoding as error:
+        raise refusal from error
+
+
+@torch_defaults()
 def check(model: nn.Module, method: str | Extension, **arguments: Any) -> PatchPlan:
     """Raise whatever `patch` would raise for the same arguments; change nothing."""
     extension = Extension.of(method, **arguments)
@@ -134,7 +184,7 @@ def unpatch(model: nn.Module) -> None:
     Raises:
         ValueError: There is none.
     """
-    handle = current(model)
+    handle = current(model) or current_encoding(model)
     if handle is None:
         raise Refused(f"{type(model).__name__} is not patched: there is nothing to undo")
     handle.undo()

@@ -25,7 +25,7 @@ class UndoLog:
         self._hooks: list[Any] = []
 
     def set(self, owner: Any, attribute: str, value: Any, *, old: Any = None) -> None:
-        """Set an attribute of the instance, buffers of modules included.
+        """Set an attribute of the instance, buffers and parameters of modules included.
 
         Args:
             owner: The object to change.
@@ -113,7 +113,10 @@ class UndoLog:
                 delattr(owner, attribute)
                 continue
             if isinstance(old, torch.Tensor):  # the model may have moved meanwhile
-                old = old.to(present.device)
+                if isinstance(old, nn.Parameter):  # the same object, which optimizers hold
+                    old.data = old.data.to(present.device)
+                else:
+                    old = old.to(present.device)
             setattr(owner, attribute, old)
         return list(dict.fromkeys(foreign))
 
@@ -124,8 +127,10 @@ class UndoLog:
 
 def _instance_attribute(owner: Any, attribute: str) -> Any:
     """Return the instance's own attribute, or ABSENT if only its class has it."""
-    if isinstance(owner, nn.Module) and attribute in owner._buffers:
-        return owner._buffers[attribute]
+    if isinstance(owner, nn.Module):
+        for tensors in (owner._buffers, owner._parameters):
+            if attribute in tensors:
+                return tensors[attribute]
     return vars(owner).get(attribute, ABSENT)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
 from rope_patch.original_config import FIELD, is_saved_patch, original_field
-from rope_patch.patching import check, patch
+from rope_patch.patching import check, check_encoding, patch
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.adapters import (
     adapter_base,
@@ -162,7 +162,7 @@ def load(
     if trained_adapter is not None and method is None:
         extension = require_same_rotation(empty, trained_adapter)
         extension = extension and replace(extension, kernels=kernels)
-    else:
+    elif check_encoding(empty, extension) is None:
         plan = check(empty, extension)
         if method is None and patch_sidecar is not None:
             require_recorded(plan, patch_sidecar)

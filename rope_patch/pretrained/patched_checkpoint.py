@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.extension import Extension
-from rope_patch.patching import patch
+from rope_patch.patching import patch_rotation
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.loading import empty_model, read_config
 from rope_patch.pretrained.model_folder import require_complete_shards, require_model_folder
@@ -94,7 +94,7 @@ def patch_checkpoint(
     if target.resolve().is_relative_to(source.resolve()):
         raise Refused(f"{target} lies in the checkpoint's own folder: expected another place")
     empty = empty_model(source, read_config(source))
-    handle = patch(
+    handle = patch_rotation(
         empty,
         method,
         factor=factor,

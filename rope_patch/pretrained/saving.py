@@ -21,6 +21,7 @@ from rope_patch.original_config import FIELD, original_field
 from rope_patch.patching import Patch, current
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
+from rope_patch.patching.encodings.handle import current_encoding
 from rope_patch.patching.mla_scale import config_mscale
 from rope_patch.pretrained.recorded_rotation import (
     OUTSIDE,
@@ -82,6 +83,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
         OSError: Writing failed; says where and how to continue.
     """
     handle = current(model)
+    if handle is None and (encoding := current_encoding(model)) is not None:
+        raise Refused(
+            f"{encoding} changed no rotation, and its sidecar is not written yet: use "
+            "model.save_pretrained, which keeps stretched learned tables, and patch again after "
+            "loading where slopes, buckets or sinusoidal tables were extended"
+        )
     if handle is None:
         raise Refused(
             f"{type(model).__name__} is not patched: expected a model that rope_patch.patch or "

@@ -168,5 +168,5 @@ def test_unknown_hub_name_is_an_error():
 def test_checkpoint_without_rope_is_refused(tmp_path):
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no rotary embedding found in GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match="'yarn' does not extend GPT2LMHeadModel's positions"):
         rope_patch.load(tmp_path, "yarn", factor=4)

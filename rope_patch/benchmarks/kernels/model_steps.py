@@ -25,7 +25,7 @@ from rope_patch.evaluation.measures.timed_method import (
     time_call,
     time_decoding,
 )
-from rope_patch.patching import patch
+from rope_patch.patching import patch_rotation
 from rope_patch.utils.progress import progress_bar
 
 KERNELS = ("hf", "auto")  # values for `patch`; the first is the baseline
@@ -146,7 +146,7 @@ def _build_model(name: str, wide: bool, device: torch.device, dtype: torch.dtype
 def _make_timed_method(model: Any, kernels: str) -> TimedMethod:
     weights = {id(parameter): parameter for parameter in model.parameters()}
     copied = copy.deepcopy(model, weights)  # with this memo deepcopy shares the weights
-    handle = patch(copied, "yarn", factor=FACTOR, kernels=kernels)
+    handle = patch_rotation(copied, "yarn", factor=FACTOR, kernels=kernels)
     return TimedMethod(name=kernels, model=copied, handle=handle)
 
 

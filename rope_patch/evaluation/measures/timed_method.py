@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from rope_patch.extension import Extension
-from rope_patch.patching import Patch, patch
+from rope_patch.patching import Patch, patch_rotation
 from rope_patch.patching.dynamic.cache_record import RotationRecord
 from rope_patch.patching.position_maps.position_record import PositionRecord
 
@@ -147,7 +147,7 @@ def make_timed_method(name: str, model: Any, extension: Extension | None) -> Tim
     """Return a method on a copy of a model that shares its weights."""
     weights = {id(parameter): parameter for parameter in model.parameters()}
     instance = copy.deepcopy(model, weights)  # which takes the weights for copied already
-    handle = None if extension is None else patch(instance, extension)
+    handle = None if extension is None else patch_rotation(instance, extension)
     return TimedMethod(name=name, model=instance, handle=handle)
 
 

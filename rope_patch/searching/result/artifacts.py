@@ -101,11 +101,11 @@ def _patched_empty_model(
     Raises:
         ValueError: The result is not for a model with this config.
     """
-    from rope_patch.patching import patch
+    from rope_patch.patching import patch_rotation
     from rope_patch.pretrained.loading import empty_model
 
     model = empty_model(result.model, copy.deepcopy(config))
-    handle = patch(model, method, kernels="hf", **arguments)
+    handle = patch_rotation(model, method, kernels="hf", **arguments)
     geometry = handle.geometries.get(result.layer_type)
     shapes = [(g.theta, g.rotary_dim, g.trained_length) for g in (geometry, result.geometry) if g]
     if shapes[0] != shapes[-1] or geometry is None:

@@ -1,0 +1,51 @@
+"""Refuse caches whose keys were read at the rows of another table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.patching.dynamic.cache_record import cache_in_output
+from rope_patch.utils.errors import Refused
+
+_CACHE = "past_key_values"
+
+
+class CacheGuard:
+    """Hooks around a decoder that mark its caches, and refuse those of other tables.
+
+    A cached key cannot be moved to another row, because the row was added before all layers.
+
+    Attributes:
+        table: Says which rows the decoder reads.
+    """
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+
+    def check(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Mark an empty cache, and refuse one that was filled under another table (pre-hook).
+
+        Raises:
+            ValueError: The cache holds tokens of another table. It stays unchanged.
+        """
+        cache = kwargs.get(_CACHE)
+        if cache is None or torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length"):
+            return
+        tokens = int(cache.get_seq_length())
+        if tokens > 0 and getattr(cache, "position_table", None) != self.table:
+            raise Refused(
+                f"the cache holds {tokens} tokens that were read with another table of positions, "
+                "and cached keys cannot be moved to its rows: expected an empty cache, or one that "
+                "this patch filled; read the text again into a new cache"
+            )
+        cache.position_table = self.table
+
+    def mark(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Mark a cache that the decoder made (hook)."""
+        cache = kwargs.get(_CACHE)
+        cache = cache_in_output(output) if cache is None else cache
+        if cache is not None:
+            cache.position_table = self.table

@@ -1,0 +1,203 @@
+"""Scaled ALiBi slopes and squeezed T5 buckets: against transformers' own code with other inputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.encoding_models import LENGTH, encoding_model, token_logits
+from transformers.models.bloom import modeling_bloom
+from transformers.models.t5.modeling_t5 import T5Attention
+
+import rope_patch
+
+ALIBI = {"BloomForCausalLM": "n_head", "MptForCausalLM": "n_heads"}
+ALIBI["FalconForCausalLM"] = "num_attention_heads"
+FACTOR = 4
+
+
+def alibi_model(family, heads=4):
+    fields = {ALIBI[family]: heads}
+    if family == "MptForCausalLM":
+        fields["max_seq_len"] = LENGTH
+    return encoding_model(family, **fields)
+
+
+def scale_of(method, heads):
+    """Return what each head's slope is multiplied by, from the slopes' own logarithms."""
+    slopes = modeling_bloom._get_alibi_slopes(heads, torch.device("cpu")).double()
+    if method == "linear":
+        return torch.full((heads,), 1 / FACTOR, dtype=torch.float64)
+    logs = slopes.log()
+    return FACTOR ** -((logs.max() - logs) / (logs.max() - logs.min()))
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+@pytest.mark.parametrize("method", ["linear", "ntk"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_bloom_equals_its_own_code_with_other_slopes(heads, method, masked, monkeypatch):
+    model = alibi_model("BloomForCausalLM", heads)
+    mask = torch.ones(2, 100, dtype=torch.long)
+    mask[0, :9] = 0
+    arguments = {"attention_mask": mask} if masked else {}
+    with rope_patch.patch(model, method, factor=FACTOR, trained_length=LENGTH):
+        got = token_logits(model, 100, **arguments)
+    own, scale = modeling_bloom._get_alibi_slopes, scale_of(method, heads)
+    monkeypatch.setattr(
+        modeling_bloom, "_get_alibi_slopes", lambda n, device: own(n, device) * scale.float()
+    )
+    torch.testing.assert_close(got, token_logits(model, 100, **arguments), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+@pytest.mark.parametrize("method", ["linear", "ntk"])
+def test_mpt_equals_its_own_code_with_other_slopes(heads, method):
+    model = alibi_model("MptForCausalLM", heads)
+    with pytest.raises(RuntimeError):
+        token_logits(model, 100)
+    with rope_patch.patch(model, method, factor=FACTOR):
+        assert model.config.max_seq_len == FACTOR * LENGTH
+        got = token_logits(model, 100)
+        beyond = token_logits(model, FACTOR * LENGTH + 30)
+    assert beyond.isfinite().all()
+    model.config.max_seq_len = FACTOR * LENGTH
+    own, scale = model.transformer.build_mpt_alibi_tensor, scale_of(method, heads).float()
+    model.transformer.build_mpt_alibi_tensor = lambda *args, **kwargs: (
+        own(*args, **kwargs) * scale[:, None, None]
+    )
+    torch.testing.assert_close(got, token_logits(model, 100), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["linear", "ntk"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_falcon_equals_its_own_code_with_other_slopes(method, implementation, monkeypatch):
+    from transformers.models.falcon import modeling_falcon
+
+    model = alibi_model("FalconForCausalLM")
+    model.set_attn_implementation(implementation)
+    with rope_patch.patch(model, method, factor=FACTOR, trained_length=LENGTH):
+        got = token_logits(model, 100)
+    own, scale = modeling_falcon.build_alibi_tensor, scale_of(method, 4).float()
+
+    def scaled(mask, heads, dtype):
+        alibi = own(mask, heads, dtype=dtype).view(len(mask), heads, 1, -1)
+        return (alibi * scale[:, None, None]).view(-1, 1, mask.shape[1])
+
+    monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", scaled)
+    torch.testing.assert_close(got, token_logits(model, 100), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ALIBI)
+def test_alibi_in_a_cache_equals_one_forward(family):
+    model = alibi_model(family)
+    rope_patch.patch(model, "ntk", factor=FACTOR, trained_length=LENGTH)
+    ids = torch.arange(10, 80)[None]
+    cache = model(ids[:, :50], use_cache=True).past_key_values
+    steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(50, 70)]
+    expected = model(ids).logits[:, 50:]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ALIBI)
+@pytest.mark.parametrize("formula", ["linear", "ntk"])
+def test_dynamic_alibi_follows_the_text(family, formula):
+    model = alibi_model(family)
+    short = token_logits(model, LENGTH)
+    with rope_patch.patch(model, f"dynamic-{formula}", trained_length=LENGTH) as handle:
+        assert "any length" in handle.summary()
+        assert torch.equal(token_logits(model, LENGTH), short)
+        got = token_logits(model, 3 * LENGTH)
+    with rope_patch.patch(model, formula, factor=3, trained_length=LENGTH):
+        torch.testing.assert_close(got, token_logits(model, 3 * LENGTH), rtol=1e-5, atol=1e-6)
+    assert torch.equal(token_logits(model, LENGTH), short)
+
+
+def t5_attention(model, part):
+    return getattr(model, part).block[0].layer[0].SelfAttention
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+@pytest.mark.parametrize(
+    ("method", "moved"),
+    [
+        ("linear", lambda r, exact: r * LENGTH // (FACTOR * LENGTH)),
+        (
+            "log-tail",
+            lambda r, exact: (
+                r
+                if r < exact
+                else math.floor(
+                    exact
+                    * (r / exact) ** (math.log(LENGTH / exact) / math.log(FACTOR * LENGTH / exact))
+                    + 1e-9
+                )
+            ),
+        ),
+    ],
+)
+def test_t5_reads_buckets_at_squeezed_distances(part, method, moved):
+    model = encoding_model("T5ForConditionalGeneration")
+    attention, size = t5_attention(model, part), FACTOR * LENGTH
+    with rope_patch.patch(model, method, factor=FACTOR, trained_length=LENGTH):
+        bias = attention.compute_bias(size, size)[0]
+    exact = 8 if part == "encoder" else 16
+    relative = torch.arange(size)[None] - torch.arange(size)[:, None]
+    lookup = torch.tensor([moved(r, exact) for r in range(size)])
+    distances = relative.sign() * lookup[relative.abs()]
+    bucket = T5Attention._relative_position_bucket(distances, part == "encoder", 32, 128)
+    expected = attention.relative_attention_bias(bucket).permute(2, 0, 1)
+    assert torch.equal(bias, expected)
+
+
+def test_t5_keeps_near_distances_and_reads_trained_buckets_alone():
+    model = encoding_model("T5ForConditionalGeneration")
+    attention, size = t5_attention(model, "decoder"), FACTOR * LENGTH
+    before = attention.compute_bias(size, size)[0, :, -1].flip(-1)  # by distance
+    with rope_patch.patch(model, "log-tail", factor=FACTOR, trained_length=LENGTH):
+        after = attention.compute_bias(size, size)[0, :, -1].flip(-1)
+    assert torch.equal(after[:, :16], before[:, :16])
+    trained = before[:, :LENGTH]
+    assert ((after[:, :, None] == trained[:, None]).any(-1)).all()
+
+
+@pytest.mark.parametrize("family", ["T5ForConditionalGeneration", "UMT5ForConditionalGeneration"])
+def test_max_distance_equals_a_model_built_with_it(family):
+    model = encoding_model(family)
+    expected = encoding_model(family, relative_attention_max_distance=128 * FACTOR)
+    with rope_patch.patch(model, "max-distance", factor=FACTOR, trained_length=128):
+        assert torch.equal(token_logits(model, 400), token_logits(expected, 400))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "T5ForConditionalGeneration",
+        "UMT5ForConditionalGeneration",
+        "LongT5ForConditionalGeneration",
+    ],
+)
+def test_t5_in_a_cache_equals_one_forward_and_undoes(family):
+    model = encoding_model(family)
+    ids = torch.arange(10, 80)[None]
+    before = model(input_ids=ids, decoder_input_ids=ids).logits
+    handle = rope_patch.patch(model, "log-tail", factor=FACTOR, trained_length=LENGTH)
+    expected = model(input_ids=ids, decoder_input_ids=ids)
+    assert not torch.equal(expected.logits, before)
+    encoded = model(input_ids=ids, decoder_input_ids=ids[:, :50], use_cache=True)
+    step = model(
+        encoder_outputs=(encoded.encoder_last_hidden_state,),
+        decoder_input_ids=ids[:, 50:],
+        past_key_values=encoded.past_key_values,
+    )
+    torch.testing.assert_close(step.logits, expected.logits[:, 50:], rtol=1e-4, atol=1e-5)
+    handle.undo()
+    assert torch.equal(model(input_ids=ids, decoder_input_ids=ids).logits, before)
+
+
+def test_dynamic_t5_changes_nothing_up_to_the_trained_length():
+    model = encoding_model("T5ForConditionalGeneration")
+    short, long = token_logits(model, LENGTH), token_logits(model, 3 * LENGTH)
+    with rope_patch.patch(model, "dynamic-log-tail", trained_length=LENGTH):
+        assert torch.equal(token_logits(model, LENGTH), short)
+        assert not torch.equal(token_logits(model, 3 * LENGTH), long)
