@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rope_patch.encodings.alibi import alibi_bias, alibi_slopes, linear_slopes, ntk_slopes
-from rope_patch.encodings.decay import kerple_log, kerple_power, sandwich
+from rope_patch.encodings.decay import fire_progress, kerple_log, kerple_power, sandwich
 from rope_patch.encodings.sinusoidal import dot_products, sinusoidal_table
 from rope_patch.encodings.t5_buckets import squeeze_tail, t5_bucket
 from rope_patch.pictures.picture import (
@@ -18,6 +18,8 @@ from rope_patch.pictures.picture import (
 )
 
 _EXACT = 16  # distances with a bucket of their own in T5's decoders
+# FIRE's initial values (arXiv:2310.04418); both are learned.
+_FIRE_RATE, _FIRE_THRESHOLD = 0.1, 512.0
 
 
 @register_picture("decay")
@@ -33,25 +35,37 @@ def draw_decay(options: PictureOptions) -> Picture:
         weights = torch.randn(size, generator=generator, dtype=torch.float64) / options.width**0.5
         projected.append((angles @ weights @ angles[0]) / (options.width / 2))
     slope = alibi_slopes(options.heads)[options.heads // 2]
-    first = [Curve("sinusoidal, and RoPE of equal vectors", distances, products / products[0])]
+    first = [Curve("sinusoids, RoPE", distances, products / products[0])]
     first += [
-        Curve(f"sinusoidal, random projection {n}", distances, y, dashed=True)
-        for n, y in enumerate(projected, 1)
+        Curve(f"projection {n}", distances, y, dashed=True) for n, y in enumerate(projected, 1)
     ]
     biases = [
         Curve("ALiBi", distances, alibi_bias(slope[None], distances)[0]),
         Curve("KERPLE, logarithmic", distances, kerple_log(distances, 1.0, 0.1)),
         Curve("KERPLE, power", distances, kerple_power(distances, 0.2, 0.5)),
         Curve("Sandwich", distances, sandwich(distances, options.heads)[options.heads // 2]),
+        Curve("T5, synthetic table", distances, -t5_bucket(-distances).double().log1p()),
     ]
+    progress = []
+    for query in (options.length - 1, 8 * options.length - 1):
+        share = fire_progress(
+            torch.full_like(distances, query), query - distances, _FIRE_RATE, _FIRE_THRESHOLD
+        )
+        progress.append(Curve(f"query at {query:,}", distances, share))
     return Picture(
         [
             Curves("products of encodings", first, "distance (tokens)", "product / that at 0"),
             Curves("biases on logits", biases, "distance (tokens)", "added to the logit"),
+            Curves("input of FIRE's network", progress, "distance (tokens)", "share"),
         ],
-        "Products of sinusoids fall with distance, but after random projections, as in attention, "
-        "nothing of that is left. Biases fall by construction: ALiBi in a line, KERPLE ever more "
-        "slowly, Sandwich with the ripples of the sinusoids that it sums.",
+        "Products of sinusoids, and of equal vectors under RoPE, fall with distance, but after "
+        "random projections, as in attention, nothing of that is left. Biases fall by "
+        "construction: ALiBi in a line, KERPLE ever more slowly, Sandwich with the ripples of the "
+        "sinusoids that it sums. "
+        "T5 learns a number for each bucket; the steps here are those of its buckets, and their "
+        "heights -ln(1 + bucket) are made up. FIRE learns a network on top of the share of the "
+        f"query's own distance, so that share is drawn, with its initial c = {_FIRE_RATE:g} and "
+        f"threshold {_FIRE_THRESHOLD:g}: of later queries the same distance is a smaller share.",
     )
 
 

@@ -113,7 +113,7 @@ def test_angles_are_those_of_the_method(method):
 
 
 def test_decays_begin_at_the_top_and_random_projections_lose_it():
-    products, biases = panels("decay", length=200, width=128)
+    products, biases, _ = panels("decay", length=200, width=128)
     assert products.curves[0].y[0] == 1
     assert products.curves[0].y[1:].max() < 1
     for each in products.curves[1:]:
@@ -121,6 +121,19 @@ def test_decays_begin_at_the_top_and_random_projections_lose_it():
     for each in biases.curves:
         assert each.y[0] == 0
         assert each.y[1:].max() < 0
+
+
+def test_decay_shows_the_steps_of_t5_and_the_shares_of_fire():
+    _, biases, fire = panels("decay", length=200)
+    steps = curve(biases, "T5, synthetic table").y
+    assert steps[[1, 15]].tolist() == pytest.approx([-math.log(2), -math.log(16)])
+    assert len(steps.unique()) == 32  # as many as there are buckets
+    assert len(steps[128:].unique()) == 1
+    for query in (199, 1599):
+        share = curve(fire, f"query at {query:,}").y
+        longest = math.log(1 + 0.1 * max(512, query))
+        for d in (0, 1, 50, 199):
+            assert share[d] == pytest.approx(math.log(1 + 0.1 * d) / longest, abs=1e-12)
 
 
 def test_bias_matrices_are_causal_and_extended():
