@@ -73,7 +73,9 @@ class TableSite(Site):
         undo_log.set(self.module, self.sighting.attribute, longer)
         if isinstance(self.module, nn.Embedding):
             undo_log.set(self.module, "num_embeddings", len(longer))
-        for decoder in innermost_decoders(model, [RotaryModule(self.module, {})]):
+        # An encoder's positions are in no cache of self-attention.
+        around = [RotaryModule(self.module, {})] if self.part == "decoder" else []
+        for decoder in innermost_decoders(model, around):
             guard = CacheGuard(f"{self.name} {stretch}")
             undo_log.hook(decoder, before=guard.check, after=guard.mark)
         more = len(longer) - len(old)

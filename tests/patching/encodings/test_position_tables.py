@@ -162,6 +162,28 @@ def test_caches_belong_to_one_table(family):
     torch.testing.assert_close(step, model(ids).logits[:, 15:], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["GPT2LMHeadModel", "OPTForCausalLM", "MarianMTModel"])
+def test_generation_equals_forward_by_forward(family):
+    model = encoding_model(family)
+    rope_patch.patch(model, "linear", factor=4)
+    ids = torch.arange(10, 60)[None]
+    settings = {
+        "do_sample": False,
+        "pad_token_id": 1,
+        "eos_token_id": None,
+        "forced_eos_token_id": None,
+    }
+    got = model.generate(input_ids=ids, max_new_tokens=60, **settings)
+    inputs = (
+        {"input_ids": ids, "decoder_input_ids": got} if len(got[0]) < 100 else {"input_ids": got}
+    )
+    choices = model(**inputs).logits[0, :-1].clone()
+    start = 0 if len(got[0]) < 100 else 49
+    if family == "MarianMTModel":
+        choices[:, 1] = -torch.inf  # generation never writes the token of padding
+    assert torch.equal(choices[start:].argmax(-1), got[0, start + 1 :])
+
+
 def test_parts_with_other_lengths_are_named_one_at_a_time():
     model = encoding_model("WhisperForConditionalGeneration")
     with pytest.raises(ValueError, match=r"60 in .*encoder.*40 in .*decoder.*layer_types"):
