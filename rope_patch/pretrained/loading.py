@@ -18,6 +18,7 @@ from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
 from rope_patch.original_config import FIELD, is_saved_patch, original_field
 from rope_patch.patching import check, check_encoding, patch
+from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.adapters import (
     adapter_base,
@@ -26,6 +27,11 @@ from rope_patch.pretrained.adapters import (
     require_same_rotation,
 )
 from rope_patch.pretrained.device_map import require_device
+from rope_patch.pretrained.encoding_checkpoint import (
+    is_encoding_sidecar,
+    restore_tables,
+    unpatch_loaded,
+)
 from rope_patch.pretrained.gguf_weights import dense_options, unmark_quantized
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.pretrained.model_folder import (
@@ -150,7 +156,7 @@ def load(
             config = read_config(path, gguf_file=gguf_file, **kwargs)
         else:
             config = _original_config(Path(path), sidecar)
-        empty = empty_model(path, config)
+        empty = empty_model(path, config, any_kind=True)
     except ValueError as error:
         if adapter is None:
             raise
@@ -169,11 +175,18 @@ def load(
         if trained_adapter is not None:
             patch(empty, extension)
             require_same_rotation(empty, trained_adapter)
-    model = read_model(
-        path, config=config, device_map=device_map, dtype=dtype, gguf_file=gguf_file, **kwargs
-    )
+    loading = {"device_map": device_map, "dtype": dtype, "gguf_file": gguf_file, "any_kind": True}
+    loading |= kwargs
+    tables = {}
+    if sidecar is not None and is_encoding_sidecar(sidecar):
+        model = read_model(path, **loading)
+        tables = unpatch_loaded(model, empty, Path(path), sidecar)
+    else:
+        model = read_model(path, config=config, **loading)
     if extension is not None:
-        patch(model, extension)
+        handle = patch(model, extension)
+        if method is None and isinstance(handle, EncodingPatch):
+            restore_tables(handle, tables)
     if adapter is None:
         return model
     if "offload_folder" in kwargs:
@@ -214,7 +227,7 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     text = config.get_text_config(decoder=True)
     if kwargs.get("gguf_file") is None and not is_saved_patch(text):
         sidecar = read_sidecar(path)
-        if sidecar is not None:  # of an earlier release, without the field in config.json
+        if sidecar is not None and not is_encoding_sidecar(sidecar):  # of an earlier release
             setattr(text, FIELD, original_field(sidecar["original"]))
     return config
 
@@ -242,19 +255,21 @@ def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None
         raise _loading_error(path, cause, what="the tokenizer of ") from error
 
 
-def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
+def empty_model(path: str | os.PathLike[str], config: Any, *, any_kind: bool = False) -> Any:
     """Build a model without weights, on the meta device, to check requests on.
 
     Args:
         path: Source of the config, for the error.
         config: The config of a model that generates text.
+        any_kind: Build an encoder, or an encoder with a decoder, too; see `auto_class`.
 
     Raises:
         ValueError: It is another kind of model's config, or invalid.
     """
     try:
         with torch.device("meta"):
-            return auto_class(config).from_config(copy.deepcopy(config))
+            kind = auto_class(config, any_kind=any_kind)
+            return kind.from_config(copy.deepcopy(config))
     except ValueError as error:
         if _UNKNOWN_CLASS in str(error):
             raise _no_decoder_error(path, config) from error
@@ -291,11 +306,12 @@ def require_dtype(name: str) -> None:
         raise Refused(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
 
 
-def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+def read_model(path: str | os.PathLike[str], *, any_kind: bool = False, **kwargs: Any) -> Any:
     """Read a model without patching it.
 
     Args:
         path: A folder, or a model's name on the Hub.
+        any_kind: Read an encoder, or an encoder with a decoder, too; see `auto_class`.
         **kwargs: Arguments of `from_pretrained`.
 
     Raises:
@@ -311,7 +327,7 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         config = read_config(path, **hub)
     try:
-        loaded: Any = auto_class(config).from_pretrained(
+        loaded: Any = auto_class(config, any_kind=any_kind).from_pretrained(
             path, **{**kwargs, **dense_options(gguf_file)}, output_loading_info=True
         )
         model, report = loaded

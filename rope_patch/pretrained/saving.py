@@ -18,11 +18,13 @@ from transformers import AutoConfig
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
 from rope_patch.original_config import FIELD, original_field
-from rope_patch.patching import Patch, current
+from rope_patch.patching import Patch
+from rope_patch.patching.active import current
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.patching.encodings.handle import current_encoding
+from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.patching.mla_scale import config_mscale
+from rope_patch.pretrained.encoding_checkpoint import TABLES, encoding_sidecar, record_encoding
 from rope_patch.pretrained.recorded_rotation import (
     OUTSIDE,
     is_missing,
@@ -83,12 +85,6 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
         OSError: Writing failed; says where and how to continue.
     """
     handle = current(model)
-    if handle is None and (encoding := current_encoding(model)) is not None:
-        raise Refused(
-            f"{encoding} changed no rotation, and its sidecar is not written yet: use "
-            "model.save_pretrained, which keeps stretched learned tables, and patch again after "
-            "loading where slopes, buckets or sinusoidal tables were extended"
-        )
     if handle is None:
         raise Refused(
             f"{type(model).__name__} is not patched: expected a model that rope_patch.patch or "
@@ -106,7 +102,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
             folder,
             handle,
         )
-    elif problem:
+    elif problem and isinstance(handle, Patch):
         logger.warning(
             "%s: plain transformers %s cannot load this folder at all (%s), and neither can "
             "releases before it; load it with rope_patch.load%s",
@@ -126,7 +122,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
 
 
 def _write_folder(
-    model: nn.Module, handle: Patch, folder: Path, tokenizer: Any
+    model: nn.Module, handle: Patch | EncodingPatch, folder: Path, tokenizer: Any
 ) -> tuple[list[Path], bool, str | None]:
     """Write a patched model into a temporary folder, then move it into place.
 
@@ -142,7 +138,8 @@ def _write_folder(
         _refuse_adapter_beside_model(folder, adapters)
         if adapters:
             native, problem = False, None
-            sidecar = _make_sidecar(handle, native)
+            make = encoding_sidecar if isinstance(handle, EncodingPatch) else _make_sidecar
+            sidecar = make(handle, native)
             sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
             for path in {staging, *adapters}:
                 (path / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
@@ -155,7 +152,9 @@ def _write_folder(
     return adapters, native, problem
 
 
-def record_patch(folder: Path, model: nn.Module, handle: Patch) -> tuple[bool, str | None]:
+def record_patch(
+    folder: Path, model: nn.Module, handle: Patch | EncodingPatch
+) -> tuple[bool, str | None]:
     """Complete the config of a patched model in a folder, and write the sidecar beside it.
 
     Args:
@@ -167,6 +166,10 @@ def record_patch(folder: Path, model: nn.Module, handle: Patch) -> tuple[bool, s
         Whether plain transformers loads the model to the same logits, and why it cannot load it at
         all, if so.
     """
+    if isinstance(handle, EncodingPatch):
+        sidecar = record_encoding(folder, handle)
+        (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+        return sidecar["native"], None
     _complete_config(folder / "config.json", model, handle)
     problem = _loading_problem(folder, model)
     native = not problem and _loads_natively(folder, model, handle)
@@ -175,7 +178,7 @@ def record_patch(folder: Path, model: nn.Module, handle: Patch) -> tuple[bool, s
     return native, problem
 
 
-def raise_tokenizer_length(folder: Path, handle: Patch) -> None:
+def raise_tokenizer_length(folder: Path, handle: Patch | EncodingPatch) -> None:
     """Raise `model_max_length` of a tokenizer in a folder to the length of a patch.
 
     Serving engines take the smaller of the tokenizer's and the model's, and tokenizers warn beyond
@@ -358,6 +361,6 @@ def _replace_files(staging: Path, folder: Path) -> None:
             shutil.rmtree(folder / path.name, ignore_errors=True)
         path.replace(folder / path.name)
     # transformers would prefer an earlier save's weights to the new shards.
-    for stale in folder.glob("model*.safetensors*"):
+    for stale in [*folder.glob("model*.safetensors*"), *folder.glob(TABLES)]:
         if stale.name not in new:
             stale.unlink()
