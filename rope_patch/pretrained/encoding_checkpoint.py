@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,13 +47,16 @@ def encoding_sidecar(handle: EncodingPatch, native: bool) -> dict[str, Any]:
         native: Whether plain transformers loads the folder to the same logits.
     """
     extension = replace(handle.extension, kernels="auto")
+    original = dict(handle.original)
+    if native and handle.method == "max-distance":
+        original[_MAX_DISTANCE] = handle.original_value(handle.sites[0], _MAX_DISTANCE)
     return {
         "rope_patch": version("rope-patch"),
         "transformers": version("transformers"),
         **extension.to_dict(),
         "target_length": handle.length,
         "native": native,
-        "original": dict(handle.original),
+        "original": original,
         _POSITIONS: {site.name: site.kind for site in handle.sites},
     }
 
@@ -145,7 +147,8 @@ def _tables(handle: EncodingPatch, *, with_patched: bool) -> Iterator[tuple[str,
     for site in handle.sites:
         if isinstance(site, TableSite):
             key = f"{site.name}.{site.sighting.attribute}"
-            yield f"{_ORIGINAL}{key}", handle.original_table(site).detach().cpu().contiguous()
+            original = handle.original_value(site, site.sighting.attribute)
+            yield f"{_ORIGINAL}{key}", original.detach().cpu().contiguous()
             if with_patched:
                 yield f"{_PATCHED}{key}", site.table.detach().cpu().contiguous()
 
@@ -189,8 +192,12 @@ def _loads_natively(folder: Path, handle: EncodingPatch) -> bool:
     return all(
         getattr(module, _MAX_DISTANCE) == getattr(model.get_submodule(name), _MAX_DISTANCE)
         for name, module in plain.named_modules()
-        if hasattr(module, _MAX_DISTANCE)
+        if hasattr(module, _MAX_DISTANCE) and _owns_table(module)
     )
+
+
+def _owns_table(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Embedding) for child in module.children())
 
 
 def _take_sizes(model: nn.Module, empty: nn.Module) -> None:
@@ -239,9 +246,3 @@ def _quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bar:
             transformers_logging.enable_progress_bar()
-
-
-def is_original_config(folder: str | os.PathLike[str], sidecar: dict[str, Any]) -> bool:
-    """Return whether a folder's config.json says what it said before the patch."""
-    config = parse_json((Path(folder) / "config.json").read_text())
-    return all(config.get(name) == value for name, value in sidecar["original"].items())

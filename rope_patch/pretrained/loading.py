@@ -33,6 +33,7 @@ from rope_patch.pretrained.encoding_checkpoint import (
     unpatch_loaded,
 )
 from rope_patch.pretrained.gguf_weights import dense_options, unmark_quantized
+from rope_patch.pretrained.loading_error import MAX_LENGTH, loading_error, no_decoder_error
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.pretrained.model_folder import (
     has_tokenizer,
@@ -47,7 +48,6 @@ from rope_patch.utils.errors import (
     Refused,
     describe_error,
     is_weights_file_error,
-    one_line,
     parse_json,
 )
 
@@ -66,7 +66,6 @@ _HUB_ARGUMENTS = (
 )
 _UNKNOWN_CLASS = "Unrecognized configuration class"
 _FILE_ERRORS = (OSError, ValueError, SafetensorError, LookupError, AttributeError, ArithmeticError)
-_MAX_ERROR_LENGTH = 400  # characters of another library's error
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -205,10 +204,10 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         kwargs.pop("max_memory", None)
         config = AutoConfig.from_pretrained(path, **kwargs)
     except OSError as error:
-        raise _loading_error(path, error) from error
+        raise loading_error(path, error) from error
     except RecursionError as error:
         cause = ValueError("the lists or objects in its config are nested too deep")
-        raise _loading_error(path, cause) from error
+        raise loading_error(path, cause) from error
     except (
         ValueError,
         KeyError,
@@ -220,10 +219,10 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         try:
             require_valid_rope_config(PreTrainedConfig.get_config_dict(path)[0])
         except ValueError as cause:  # transformers' own message is about its code
-            raise _loading_error(path, cause) from error
+            raise loading_error(path, cause) from error
         except (OSError, KeyError, TypeError, AttributeError):
             pass
-        raise _loading_error(path, error) from error
+        raise loading_error(path, error) from error
     text = config.get_text_config(decoder=True)
     if kwargs.get("gguf_file") is None and not is_saved_patch(text):
         sidecar = read_sidecar(path)
@@ -250,9 +249,9 @@ def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None
                 f"cannot load the tokenizer of {path}: the folder has none; save the model's there "
                 f"with tokenizer.save_pretrained({str(path)!r})"
             ) from error
-        reason = describe_error(error, _MAX_ERROR_LENGTH)
+        reason = describe_error(error, MAX_LENGTH)
         cause = ValueError(f"its files are damaged or of no known kind ({reason})")
-        raise _loading_error(path, cause, what="the tokenizer of ") from error
+        raise loading_error(path, cause, what="the tokenizer of ") from error
 
 
 def empty_model(path: str | os.PathLike[str], config: Any, *, any_kind: bool = False) -> Any:
@@ -272,17 +271,17 @@ def empty_model(path: str | os.PathLike[str], config: Any, *, any_kind: bool = F
             return kind.from_config(copy.deepcopy(config))
     except ValueError as error:
         if _UNKNOWN_CLASS in str(error):
-            raise _no_decoder_error(path, config) from error
-        raise _loading_error(path, _explain_config_error(config, error)) from error
+            raise no_decoder_error(path, config) from error
+        raise loading_error(path, _explain_config_error(config, error)) from error
     except KeyError as error:
         if not needs_registration(error.args[0]):
-            raise _loading_error(path, _explain_config_error(config, error)) from error
+            raise loading_error(path, _explain_config_error(config, error)) from error
         raise Refused(
             f"cannot load {path}: its config names the scaling {error.args[0]!r}, which plain "
             "transformers does not know; call rope_patch.register_rope_types() first"
         ) from error
     except (TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise _loading_error(path, _explain_config_error(config, error)) from error
+        raise loading_error(path, _explain_config_error(config, error)) from error
 
 
 def _explain_config_error(config: Any, error: Exception) -> Exception:
@@ -334,17 +333,17 @@ def read_model(path: str | os.PathLike[str], *, any_kind: bool = False, **kwargs
     except Exception as error:
         if "mismatched" in str(error):
             cause = ValueError("its weights are not of the sizes in its config")
-            raise _loading_error(path, cause) from error
+            raise loading_error(path, cause) from error
         if _UNKNOWN_CLASS in str(error):
-            raise _no_decoder_error(path, config) from error
+            raise no_decoder_error(path, config) from error
         if is_weights_file_error(error):
             cause = ValueError(
                 "its .bin file of weights is damaged, or holds code, which is never run "
                 f"({type(error).__name__}); download it again, or use safetensors"
             )
-            raise _loading_error(path, cause) from error
+            raise loading_error(path, cause) from error
         if isinstance(error, (*_FILE_ERRORS, RecursionError)):
-            raise _loading_error(path, error) from error
+            raise loading_error(path, error) from error
         raise  # such as no memory
     if missing := sorted(report["missing_keys"]):
         raise Refused(
@@ -370,7 +369,7 @@ def _original_config(folder: Path, sidecar: dict[str, Any]) -> Any:
         text.pop(FIELD, None)
         return AutoConfig.for_model(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _loading_error(folder, error) from error
+        raise loading_error(folder, error) from error
 
 
 def _split_method_options(
@@ -385,28 +384,3 @@ def _split_method_options(
         if key in names or get_close_matches(key, names, n=1, cutoff=0.8)
     }
     return options, {key: value for key, value in kwargs.items() if key not in options}
-
-
-def _loading_error(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
-    is_readable = isinstance(error, ValueError | OSError | SafetensorError)  # written for readers
-    message = (one_line(str(error), _MAX_ERROR_LENGTH) if is_readable else "") or describe_error(
-        error, _MAX_ERROR_LENGTH
-    )
-    if Path(path).is_dir():
-        return ValueError(f"cannot load {what}{path}: {message}")
-    return ValueError(
-        f"cannot load {what}{str(path)!r}: there is no such folder, and the Hugging Face Hub did "
-        f"not give a model of that name ({message}); check the name, the network and "
-        "HF_HUB_OFFLINE, or give a local folder"
-    )
-
-
-def _no_decoder_error(path: str | os.PathLike[str], config: Any) -> ValueError:
-    """Return the error for a model that `auto_class` finds no class for."""
-    model_type = getattr(config, "model_type", type(config).__name__)
-    return ValueError(
-        f"cannot load {path}: transformers has no causal language model of the type "
-        f"{model_type!r}, with images or without; if it generates text in another way, load it in "
-        "Python with its own class and call rope_patch.patch(model, ...). `rope-patch diagnose` "
-        "reads its config as it is"
-    )

@@ -50,6 +50,6 @@ def auto_class(config: Any, *, any_kind: bool = False) -> Any:
 
 def _class_name(auto: Any, kind: Any) -> str | None:
     """Return the name of the class that an auto class chooses for a class of configs."""
-    chosen = auto._model_mapping[kind] if kind in auto._model_mapping else None
+    chosen = auto._model_mapping.get(kind, None)
     chosen = chosen[0] if isinstance(chosen, tuple) else chosen
     return None if chosen is None else chosen.__name__

@@ -138,8 +138,7 @@ def _write_folder(
         _refuse_adapter_beside_model(folder, adapters)
         if adapters:
             native, problem = False, None
-            make = encoding_sidecar if isinstance(handle, EncodingPatch) else _make_sidecar
-            sidecar = make(handle, native)
+            sidecar = _make_sidecar(handle, native)
             sidecar["base_model"] = getattr(_text_config(model), "name_or_path", None) or None
             for path in {staging, *adapters}:
                 (path / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
@@ -251,7 +250,9 @@ def sidecar_target(sidecar: dict[str, Any]) -> int | None:
     return sidecar.get("target_length", sidecar.get("length"))
 
 
-def _make_sidecar(handle: Patch, native: bool) -> dict[str, Any]:
+def _make_sidecar(handle: Patch | EncodingPatch, native: bool) -> dict[str, Any]:
+    if isinstance(handle, EncodingPatch):
+        return encoding_sidecar(handle, native)
     # The kernels are for the machine at hand, not for the one that loads the folder.
     extension = replace(handle.extension, kernels="auto")
     return {

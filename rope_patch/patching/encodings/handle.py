@@ -6,14 +6,12 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from rope_patch.extension import Extension
 from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.encodings.plan import EncodingPlan, make_encoding_plan
 from rope_patch.patching.encodings.site import Site
-from rope_patch.patching.encodings.table import TableSite
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.notebook import text_html
 
@@ -68,11 +66,9 @@ class EncodingPatch:
         """Return the transformers model that is extended, within what was given."""
         return self._plan.model
 
-    def original_table(self, site: TableSite) -> torch.Tensor:
-        """Return a site's table before the patch, `[rows, D]`."""
-        table = self._undo_log.original(site.module, site.sighting.attribute)
-        assert isinstance(table, torch.Tensor)
-        return table
+    def original_value(self, site: Site, attribute: str) -> Any:
+        """Return an attribute of a site's module as it was before the patch."""
+        return self._undo_log.original(site.module, attribute)
 
     def undo(self) -> None:
         """Restore the unpatched model, bit for bit; do nothing if the patch is not active.
