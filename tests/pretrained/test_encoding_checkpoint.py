@@ -210,9 +210,11 @@ def test_interrupted_saves_leave_the_folder_as_it_was(tmp_path, monkeypatch):
     saved("GPT2LMHeadModel", tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     model = patched("BloomForCausalLM")
-    monkeypatch.setattr(
-        "rope_patch.pretrained.saving.record_encoding", lambda *_: (_ for _ in ()).throw(OSError)
-    )
-    with pytest.raises(OSError):
+
+    def fail(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr("rope_patch.pretrained.saving.record_encoding", fail)
+    with pytest.raises(OSError, match="no space"):
         rope_patch.save(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
