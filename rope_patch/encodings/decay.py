@@ -45,7 +45,7 @@ def xpos_factors(
     distances: torch.Tensor, width: int, gamma: float = 0.4, scale: float = 512.0
 ) -> torch.Tensor:
     """Return how much of each pair is left at a distance, `[N, width // 2]` (arXiv:2212.10554)."""
-    k = torch.arange(width // 2, dtype=torch.float64)
+    k = torch.arange(width // 2, dtype=torch.float64, device=distances.device)
     zeta = (2 * k / width + gamma) / (1 + gamma)
     return zeta ** (distances.double()[:, None] / scale)
 

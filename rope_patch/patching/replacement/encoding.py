@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.encodings.site import Site
+from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 
 
@@ -66,6 +68,21 @@ class Encoding(nn.Module, ABC):
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates its queries and keys."""
         return False
+
+    def install(
+        self, model: nn.Module, decoder: nn.Module, undo_log: UndoLog, config: ConfigOverride
+    ) -> None:
+        """Change what hooks cannot; nothing unless overridden.
+
+        Args:
+            model: The whole model.
+            decoder: The module that holds the layers.
+            undo_log: Log of the changes.
+            config: For changes of the config.
+
+        Raises:
+            ValueError: The model does not allow it.
+        """
 
     def sites(self, name: str) -> Sequence[Site]:
         """Return where `rope_patch.patch` extends the encoding; nowhere unless overridden.

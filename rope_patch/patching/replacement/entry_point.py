@@ -59,7 +59,7 @@ def encode(model: nn.Module, name: str, **options: Any) -> EncodedModel:
     weight: Any = next(decoder.parameters())
     encoding.to(weight.device, weight.dtype)
     encoding.train(decoder.training)
-    handle = EncodedModel(decoder, encoding, values)
+    handle = EncodedModel(model, decoder, encoding, values)
     if before is not None:
         before.undo()
     try:

@@ -8,7 +8,7 @@ from torch import nn
 
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
-from rope_patch.patching.replacement.encoding import Encoding, RotaryEncoding, find_encoding
+from rope_patch.patching.replacement.encoding import RotaryEncoding, find_encoding
 from rope_patch.utils.errors import Refused
 
 _NOPE = "nope"
@@ -17,8 +17,8 @@ _NOPE = "nope"
 def encoded_extension(model: nn.Module, extension: Extension) -> Extension:
     """Return a request as an encoded model can take it; unchanged for all others.
 
-    transformers' own code rotates where some layers do not, because a hook before them replaces
-    cos and sin, which other kernels do not read.
+    transformers' own code rotates where a hook replaces cos and sin, or where queries and keys are
+    scaled after it.
 
     Raises:
         ValueError: The request does not suit the encoding.
@@ -34,7 +34,7 @@ def encoded_extension(model: nn.Module, extension: Extension) -> Extension:
                 "rope_patch.patch(model, 'nope', temperature='log-n') or temperature=1.2, got "
                 f"{extension.method!r}"
             )
-    elif isinstance(encoding, RotaryEncoding) and not _all_rotate(encoding, model):
+    elif encoding.name == "rnope":
         method = find_method(extension.method)
         if method is not None and method.is_dynamic:
             raise Refused(
@@ -42,12 +42,12 @@ def encoded_extension(model: nn.Module, extension: Extension) -> Extension:
                 f"{encoding.name!r} do not rotate: expected a method whose frequencies stay, such "
                 "as yarn"
             )
-    else:
+    elif encoding.name != "xpos":
         return extension
     if extension.kernels not in ("auto", "hf"):
         raise Refused(
-            f"kernels={extension.kernels!r} rotate in every layer, and the encoding "
-            f"{encoding.name!r} does not: leave kernels out"
+            f"kernels={extension.kernels!r} would rotate for the encoding {encoding.name!r}, which "
+            "needs transformers' own code: leave kernels out"
         )
     return replace(extension, kernels="hf")
 
@@ -61,8 +61,3 @@ def encoded_refusal(model: nn.Module) -> Refused | None:
         f"the encoding {encoding.name!r} cannot be extended: expected one of alibi, t5, learned, "
         "sinusoidal, integer, normalised, rope, rnope, xpos and none"
     )
-
-
-def _all_rotate(encoding: Encoding, model: nn.Module) -> bool:
-    layers = getattr(encoding.handle.decoder, "layers", ())
-    return all(encoding.rotates(index) for index in range(len(layers)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
 from torch import nn
 
+from rope_patch.patching.config_copy import ConfigOverride
 from rope_patch.patching.replacement.encoding import (
     AbsoluteEncoding,
     BiasEncoding,
@@ -33,15 +35,23 @@ class EncodedModel:
         name: The encoding's name.
         options: All its options, with their values.
         encoding: The submodule that computes it and holds its trained parts.
-        decoder: The module that holds the layers.
+        model: The whole model.
+        decoder: The module in it that holds the layers.
+        original_rope_parameters: What the config said of the rotation before.
     """
 
-    def __init__(self, decoder: nn.Module, encoding: Encoding, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, decoder: nn.Module, encoding: Encoding, options: dict[str, Any]
+    ) -> None:
         self.name = encoding.name
         self.options = options
         self.encoding = encoding
+        self.model = model
         self.decoder = decoder
+        config: Any = decoder.config
+        self.original_rope_parameters = copy.deepcopy(config.rope_parameters)
         self._undo_log = UndoLog()
+        self._config_override = ConfigOverride()
 
     @property
     def active(self) -> bool:
@@ -50,7 +60,7 @@ class EncodedModel:
 
     def undo(self) -> None:
         """Give the decoder its class's own encoding back; do nothing if that is in effect."""
-        if foreign := self._undo_log.undo():
+        if foreign := self._undo_log.undo() + self._config_override.undo():
             logger.warning(
                 "%s: replaced after the model was encoded, so undoing leaves it as it is",
                 ", ".join(foreign),
@@ -66,6 +76,7 @@ class EncodedModel:
         encoding, log, shared = self.encoding, self._undo_log, SharedBiases()
         encoding.handle = self
         try:
+            encoding.install(self.model, decoder, log, self._config_override)
             log.set(decoder, ATTRIBUTE, encoding)
             log.hook(decoder, before=shared.forget, after=shared.forget)
             log.hook(decoder, before=PositionsHook(decoder))
