@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from rope_patch.evaluation.entry_points import Evaluation, compare, evaluate
     from rope_patch.exporting import Export, export
     from rope_patch.extension import Extension
-    from rope_patch.patching import Patch, patch, restore, unpatch
+    from rope_patch.patching import Patch, encode, list_encodings, patch, restore, unpatch
     from rope_patch.patching.active import current
     from rope_patch.patching.encodings.handle import EncodingPatch
+    from rope_patch.patching.replacement.handle import EncodedModel
     from rope_patch.pictures import picture
     from rope_patch.pretrained.adapters import load_adapter
     from rope_patch.pretrained.loading import load
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Diagnosis",
+    "EncodedModel",
     "EncodingPatch",
     "Evaluation",
     "Export",
@@ -44,9 +46,11 @@ __all__ = [
     "compare",
     "current",
     "diagnose",
+    "encode",
     "evaluate",
     "export",
     "frequencies",
+    "list_encodings",
     "list_methods",
     "load",
     "load_adapter",
@@ -67,6 +71,7 @@ __all__ = [
 # transformers, which take seconds.
 _MODULES = {
     "Diagnosis": "diagnosing",
+    "EncodedModel": "patching.replacement.handle",
     "EncodingPatch": "patching.encodings.handle",
     "Evaluation": "evaluation.entry_points",
     "Export": "exporting",
@@ -78,8 +83,10 @@ _MODULES = {
     "compare": "evaluation.entry_points",
     "current": "patching.active",
     "diagnose": "diagnosing",
+    "encode": "patching",
     "evaluate": "evaluation.entry_points",
     "export": "exporting",
+    "list_encodings": "patching",
     "load": "pretrained.loading",
     "load_adapter": "pretrained.adapters",
     "patch": "patching",

@@ -48,7 +48,8 @@ def sinusoidal_table(
     """
     if layout not in LAYOUTS:
         raise Refused(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    angles = positions.double()[:, None] * sinusoidal_frequencies(width, base, law)
+    frequencies = sinusoidal_frequencies(width, base, law).to(positions.device)
+    angles = positions.double()[:, None] * frequencies
     waves = (angles.sin(), angles.cos())
     table = torch.cat(waves, 1) if layout == "halves" else torch.stack(waves, 2).flatten(1)
     return torch.nn.functional.pad(table, (0, width - table.shape[1]))
@@ -66,4 +67,5 @@ def shift_matrix(offset: float, width: int, base: float = 10000.0) -> torch.Tens
 
 def dot_products(distances: torch.Tensor, width: int, base: float = 10000.0) -> torch.Tensor:
     """Return the product of two encodings at each distance, which is all it depends on, `[N]`."""
-    return (distances.double()[:, None] * sinusoidal_frequencies(width, base)).cos().sum(1)
+    frequencies = sinusoidal_frequencies(width, base).to(distances.device)
+    return (distances.double()[:, None] * frequencies).cos().sum(1)

@@ -8,6 +8,8 @@ from rope_patch.patching.entry_points import (
     unpatch,
 )
 from rope_patch.patching.handle import Patch, current
+from rope_patch.patching.replacement.entry_point import encode
+from rope_patch.patching.replacement.registry import list_encodings
 from rope_patch.patching.restoration import restore
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "check",
     "check_encoding",
     "current",
+    "encode",
+    "list_encodings",
     "patch",
     "patch_rotation",
     "restore",

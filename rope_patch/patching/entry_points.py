@@ -23,6 +23,7 @@ from rope_patch.patching.encodings.plan import EncodingPlan, make_encoding_plan
 from rope_patch.patching.encodings.probe import UnknownEncoding
 from rope_patch.patching.handle import Patch, current
 from rope_patch.patching.plan import PatchPlan, make_plan
+from rope_patch.patching.replacement.extension import encoded_extension, encoded_refusal
 from rope_patch.utils.errors import Refused
 
 logger = logging.getLogger("rope_patch")
@@ -111,8 +112,10 @@ def patch(
         start=start,
         **options,
     )
-    if isinstance(model, nn.Module) and (refusal := rotation_refusal(model)) is not None:
-        return _patch_encoding(model, extension, refusal)
+    if isinstance(model, nn.Module):
+        extension = encoded_extension(model, extension)
+        if (refusal := encoded_refusal(model) or rotation_refusal(model)) is not None:
+            return _patch_encoding(model, extension, refusal)
     return patch_rotation(model, extension)
 
 
@@ -152,7 +155,7 @@ def check_encoding(model: nn.Module, extension: Extension) -> EncodingPlan | Non
     Raises:
         ValueError: The request cannot be met, or would change nothing.
     """
-    refusal = rotation_refusal(model)
+    refusal = encoded_refusal(model) or rotation_refusal(model)
     if refusal is None:
         return None
     with _explained(refusal):

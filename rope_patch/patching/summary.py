@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.patching.method_wrappers import describe_start, method_origin, unwrap
 
@@ -32,6 +34,7 @@ def summarize(
     for layer_type, geometry in handle.geometries.items():
         changed = shown[layer_type]
         stretch = geometry.inv_freq() / changed.inv_freq
+        stretch = stretch.nan_to_num(nan=1.0, posinf=torch.inf)  # pairs that never rotated
         pairs = int(((stretch - 1).abs() > 1e-6).sum())
         slowest = "no longer rotates" if stretch.isinf().any() else f"×{stretch.max():.4g}"
         lines.append(

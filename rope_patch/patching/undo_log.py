@@ -128,9 +128,10 @@ class UndoLog:
 def _instance_attribute(owner: Any, attribute: str) -> Any:
     """Return the instance's own attribute, or ABSENT if only its class has it."""
     if isinstance(owner, nn.Module):
-        for tensors in (owner._buffers, owner._parameters):
-            if attribute in tensors:
-                return tensors[attribute]
+        own: Any
+        for own in (owner._buffers, owner._parameters, owner._modules):
+            if attribute in own:
+                return own[attribute]
     return vars(owner).get(attribute, ABSENT)
 
 

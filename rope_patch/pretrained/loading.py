@@ -27,6 +27,7 @@ from rope_patch.pretrained.adapters import (
     require_same_rotation,
 )
 from rope_patch.pretrained.device_map import require_device
+from rope_patch.pretrained.encoded_model import original_config, read_encoded, restore_encoded
 from rope_patch.pretrained.encoding_checkpoint import (
     is_encoding_sidecar,
     restore_tables,
@@ -116,6 +117,15 @@ def load(
         ValueError: The model does not exist, is damaged, or cannot be patched as requested.
     """
     path = demo.resolve_model_path(path) if isinstance(path, str) else path
+    if (encoded := read_encoded(path)) is not None:
+        options, kwargs = _split_method_options(
+            method.method if isinstance(method, Extension) else method, kwargs
+        )
+        config = original_config(path, encoded)
+        model = read_model(path, config=config, device_map=device_map, dtype=dtype, **kwargs)
+        lengths = {"factor": factor, "length": length, "trained_length": trained_length}
+        restore_encoded(model, path, encoded, method, **lengths, **options)
+        return model
     adapter = path if is_adapter(path) else None
     patch_sidecar = read_sidecar(path)
     if adapter is not None:

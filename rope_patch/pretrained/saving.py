@@ -24,6 +24,8 @@ from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
 from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.patching.mla_scale import config_mscale
+from rope_patch.patching.replacement.handle import EncodedModel, current_encode
+from rope_patch.pretrained.encoded_model import KIND, write_encoded
 from rope_patch.pretrained.encoding_checkpoint import TABLES, encoding_sidecar, record_encoding
 from rope_patch.pretrained.recorded_rotation import (
     OUTSIDE,
@@ -74,7 +76,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
     `load_adapter` know the rotation it was trained under.
 
     Args:
-        model: A patched model.
+        model: A patched model, or one that `rope_patch.encode` changed.
         folder: Target folder; created if missing.
         tokenizer: The model's tokenizer, to be written, too; its `model_max_length` is raised to
             the patch's length.
@@ -84,6 +86,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
             whole model.
         OSError: Writing failed; says where and how to continue.
     """
+    if (encoded := current_encode(model)) is not None:
+        _save_encoded(model, encoded, Path(folder), tokenizer)
+        return
     handle = current(model)
     if handle is None:
         raise Refused(
@@ -151,6 +156,18 @@ def _write_folder(
     return adapters, native, problem
 
 
+def _save_encoded(model: nn.Module, handle: EncodedModel, folder: Path, tokenizer: Any) -> None:
+    """Write a model that `rope_patch.encode` changed, and move it into place."""
+    with (
+        atomic_files.explain_write_errors(folder.parent, folder.name, _DISK_ADVICE),
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary,
+    ):
+        write_encoded(model, handle, Path(temporary))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        _replace_files(Path(temporary), folder)
+
+
 def record_patch(
     folder: Path, model: nn.Module, handle: Patch | EncodingPatch
 ) -> tuple[bool, str | None]:
@@ -206,6 +223,8 @@ def read_sidecar(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     try:
         sidecar = parse_json(path.read_text())
+        if dict(sidecar).get("kind") == KIND:
+            raise Refused("it is of an encoded model, which only rope_patch.load reads")
         if missing := _SIDECAR_TYPES.keys() - dict(sidecar).keys():
             raise Refused(f"no {', '.join(sorted(missing))}")
         for key, expected_type in (_SIDECAR_TYPES | _NEW_SIDECAR_TYPES).items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,13 @@ FUNCTION = "_relative_position_bucket"
 
 @dataclass(frozen=True, eq=False)
 class BucketsSite(Site):
-    """An attention that owns a table of biases by bucket (T5 and its kin)."""
+    """An attention that owns a table of biases by bucket (T5 and its kin).
+
+    Attributes:
+        max_distance: Where its last bucket begins, before any patch.
+    """
+
+    max_distance: int = field(init=False)
 
     kind: ClassVar[str] = "t5"
     methods: ClassVar[tuple[str, ...]] = (
@@ -27,6 +33,9 @@ class BucketsSite(Site):
         "dynamic-log-tail",
         "dynamic-linear",
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_distance", self._settings["max_distance"])
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -81,8 +90,8 @@ class BucketsSite(Site):
     def describe(self, stretch: Stretch) -> str:
         """Return which distances share buckets."""
         if stretch.formula == "max-distance":
-            own = self._settings["max_distance"]
-            return f"{self.name}: the last bucket begins at {round(own * stretch.factor):,} tokens"
+            largest = round(self.max_distance * stretch.factor)
+            return f"{self.name}: the last bucket begins at {largest:,} tokens"
         if stretch.formula == "linear":
             return f"{self.name}: T5's buckets are read at distances divided by the factor"
         return (

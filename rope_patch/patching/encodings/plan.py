@@ -20,6 +20,7 @@ from rope_patch.patching.encodings.probe import (
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.encodings.slopes import SlopesSite
 from rope_patch.patching.encodings.table import LearnedTableSite, SinusoidalTableSite
+from rope_patch.patching.replacement.encoding import find_encoding
 from rope_patch.utils.errors import Refused, did_you_mean
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ def find_sites(model: PreTrainedModel) -> list[Site]:
     Raises:
         ValueError: Nowhere that is known; or in a way that cannot be extended.
     """
+    if (encoding := find_encoding(model)) is not None:
+        name = next(name for name, module in model.named_modules() if module is encoding)
+        return list(encoding.sites(name))
     sightings = probe(model)
     return [
         *_tables(model, sightings),

@@ -1,0 +1,1 @@
+"""Give an untrained decoder another positional encoding."""

@@ -1,0 +1,144 @@
+"""What every positional encoding of `rope_patch.encode` derives from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from rope_patch.patching.config_copy import ConfigOverride
+from rope_patch.patching.encodings.site import Site
+from rope_patch.patching.undo_log import UndoLog
+from rope_patch.utils.errors import Refused
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """What an encoding needs to know about its decoder.
+
+    Attributes:
+        width: Components of hidden states (D).
+        heads: Query heads of each attention (H).
+        length: Tokens that the config states as the longest text.
+        spread: Standard deviation of the config's initial weights.
+    """
+
+    width: int
+    heads: int
+    length: int
+    spread: float
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The queries and keys of one attention call.
+
+    Attributes:
+        queries: Each query's slot in the cache, `[Q]`.
+        keys: Each key's slot, `[K]`.
+        positions: Positions of the queries, `[B, Q]` or `[1, Q]`, which padding shifts against
+            slots; None if the attention is not told.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    positions: torch.Tensor | None = None
+
+    @property
+    def distances(self) -> torch.Tensor:
+        """Return how far each key lies behind each query, `[Q, K]`; 0 for masked ones ahead."""
+        return (self.queries[:, None] - self.keys).clamp(min=0)
+
+
+class Encoding(nn.Module, ABC):
+    """A positional encoding, as a submodule of the decoder that it serves.
+
+    Options are the keyword arguments of a subclass's `__init__`, whose one positional argument is
+    the `DecoderShape`. Trained parts are parameters, so the model's `parameters()` and
+    `state_dict()` have them.
+    """
+
+    name: ClassVar[str]  # set by `register_encoding`
+    handle: Any = None  # the `EncodedModel`
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer rotates its queries and keys."""
+        return False
+
+    def install(
+        self, model: nn.Module, decoder: nn.Module, undo_log: UndoLog, config: ConfigOverride
+    ) -> None:
+        """Change what hooks cannot; nothing unless overridden.
+
+        Args:
+            model: The whole model.
+            decoder: The module that holds the layers.
+            undo_log: Log of the changes.
+            config: For changes of the config.
+
+        Raises:
+            ValueError: The model does not allow it.
+        """
+
+    def sites(self, name: str) -> Sequence[Site]:
+        """Return where `rope_patch.patch` extends the encoding; nowhere unless overridden.
+
+        Args:
+            name: The module's name in the model.
+        """
+        return ()
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return what positions do, in one line for the summary."""
+
+
+class AbsoluteEncoding(Encoding):
+    """An encoding that adds a vector to each embedding."""
+
+    @abstractmethod
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return what is added at positions `[B, S]`, `[B, S, D]`."""
+
+
+class BiasEncoding(Encoding):
+    """An encoding that adds a number to each attention logit."""
+
+    @abstractmethod
+    def forward(self, span: Span) -> torch.Tensor:
+        """Return the bias, `[1, H, Q, K]` or `[B, H, Q, K]`, in float32 or wider."""
+
+
+class RotaryEncoding(Encoding):
+    """An encoding that rotates queries and keys, in some layers or all."""
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer rotates its queries and keys."""
+        return True
+
+
+def find_encoding(model: nn.Module) -> Encoding | None:
+    """Return the encoding that `rope_patch.encode` gave a model, or None."""
+    return next((m for m in model.modules() if isinstance(m, Encoding)), None)
+
+
+def require_share(name: str, value: Any) -> None:
+    """Raise unless an option is a number above 0 and at most 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+        raise Refused(f"{name} must be a share, above 0 and at most 1, got {value!r}")
+
+
+def require_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise unless an option is a whole number that is large enough."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise Refused(f"{name} must be a whole number from {least} on, got {value!r}")
+
+
+def require_positive(name: str, value: Any) -> None:
+    """Raise unless an option is a number above 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise Refused(f"{name} must be a number above 0, got {value!r}")

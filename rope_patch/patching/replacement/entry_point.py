@@ -1,0 +1,101 @@
+"""`encode` for users."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+from torch import nn
+
+from rope_patch.patching.architecture.rotary_modules import find_decoder, find_rotaries, is_mrope
+from rope_patch.patching.encodings.handle import current_encoding
+from rope_patch.patching.handle import current
+from rope_patch.patching.replacement.encoding import DecoderShape
+from rope_patch.patching.replacement.handle import EncodedModel, current_encode
+from rope_patch.patching.replacement.hooks import require_implementation
+from rope_patch.patching.replacement.registry import build_encoding
+from rope_patch.utils.errors import Refused
+
+logger = logging.getLogger("rope_patch")
+
+
+def encode(model: nn.Module, name: str, **options: Any) -> EncodedModel:
+    """Give a decoder another positional encoding, in place, before it is trained.
+
+    A model that is encoded already gets the new encoding instead. Trained parts are drawn from
+    torch's random numbers, in the dtype and on the device of the model's embeddings. They are a
+    submodule, so optimizers that are made afterwards train them.
+
+    Args:
+        model: A transformers decoder of Llama's kind (Llama, Qwen, Mistral, Gemma, ...).
+        name: A name from `rope_patch.list_encodings()`; docs/encode.md describes them.
+        **options: The encoding's options.
+
+    Returns:
+        The handle, with `.undo()`.
+
+    Raises:
+        ValueError: The model is of another kind or is patched, or the name or an option is wrong.
+            The model is as before.
+        TypeError: Not a torch module.
+    """
+    decoder = _decoder(model)
+    before = current_encode(model)
+    if (patch := current(model) or current_encoding(model)) is not None:
+        raise Refused(
+            f"{type(model).__name__} is patched ({patch}): expected an unpatched model; undo the "
+            "patch first (rope_patch.unpatch)"
+        )
+    config: Any = decoder.config
+    shape = DecoderShape(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.max_position_embeddings,
+        float(getattr(config, "initializer_range", 0.02)),
+    )
+    encoding, values = build_encoding(name, shape, options)
+    require_implementation(encoding, config._attn_implementation)
+    weight: Any = next(decoder.parameters())
+    encoding.to(weight.device, weight.dtype)
+    encoding.train(decoder.training)
+    handle = EncodedModel(model, decoder, encoding, values)
+    if before is not None:
+        before.undo()
+    try:
+        handle.apply()
+    except BaseException:
+        if before is not None:
+            before.apply()
+        raise
+    logger.info("encoded %s: %s", type(model).__name__, handle.summary().replace("\n ", ";"))
+    return handle
+
+
+def _decoder(model: nn.Module) -> Any:
+    """Return the module that holds the layers.
+
+    Raises:
+        ValueError: The model is not of Llama's kind.
+    """
+    rotary = find_rotaries(model)[0]
+    name = type(model).__name__
+    decoder: Any = find_decoder(model, rotary)
+    layers = list(getattr(decoder, "layers", None) or ())
+    attentions = [getattr(layer, "self_attn", None) for layer in layers]
+    if not layers or not all(_takes_rotation(each) for each in attentions):
+        raise Refused(
+            f"{name} has no layers whose self_attn is given its rotation (position_embeddings): "
+            "expected a decoder of Llama's kind, such as LlamaForCausalLM or Qwen3ForCausalLM"
+        )
+    if is_mrope(rotary.module, rotary.module.config):
+        raise Refused(
+            f"{name} gives a token several positions (M-RoPE): expected a decoder of texts alone"
+        )
+    return decoder
+
+
+def _takes_rotation(attention: Any) -> bool:
+    if attention is None or not hasattr(attention, "layer_idx"):
+        return False
+    return "position_embeddings" in inspect.signature(type(attention).forward).parameters

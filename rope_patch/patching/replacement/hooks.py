@@ -1,0 +1,243 @@
+"""Hooks that give a decoder its encoding: on the decoder, its first layer and its attentions.
+
+A bias enters through `attention_mask` under eager attention and SDPA, whose masks are numbers that
+are added to logits. Flex attention has a block mask there, so it gets `position_bias`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.patching.replacement.encoding import AbsoluteEncoding, BiasEncoding, Encoding, Span
+from rope_patch.utils.errors import Refused
+
+BY_MASK = ("eager", "sdpa")
+BY_BIAS = ("flex_attention",)
+_ROTATION = "position_embeddings"
+
+
+class SharedBiases:
+    """What a forward of a decoder has computed for one layer and the others use, too, by thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    @property
+    def found(self) -> dict[Any, tuple[Any, torch.Tensor]]:
+        """Return masks with their bias by shape and mask, beside the mask that was given."""
+        if not hasattr(self._local, "found"):
+            self._local.found = {}
+        return self._local.found
+
+    def forget(self, *_: Any) -> None:
+        """Forget everything (hook before and after the decoder)."""
+        self.found.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._local = threading.local()
+
+
+class AttentionHook:
+    """Pre-hook of an attention: switches its rotation off, and adds the bias.
+
+    Attributes:
+        encoding: The decoder's encoding.
+        layer: The layer's index.
+        shared: The biases of the present forward.
+    """
+
+    def __init__(self, encoding: Encoding, layer: nn.Module, index: int, shared: SharedBiases):
+        self.encoding = encoding
+        self.layer = layer
+        self.index = index
+        self.shared = shared
+
+    def __call__(
+        self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        implementation = attention.config._attn_implementation
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        kwargs = dict(kwargs)
+        if not self.encoding.rotates(self.index):
+            cosines, sines = kwargs[_ROTATION]
+            kwargs[_ROTATION] = torch.ones_like(cosines), torch.zeros_like(sines)
+        if isinstance(self.encoding, BiasEncoding):
+            require_implementation(self.encoding, implementation)
+            if implementation in BY_BIAS:
+                kwargs["position_bias"] = self._position_bias(attention, hidden, kwargs)
+            else:
+                kwargs["attention_mask"] = self._mask(attention, hidden, kwargs)
+        return args, kwargs
+
+    def _mask(self, attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return the mask of a call with the bias in it, `[B or 1, H, Q, K]`."""
+        given: Any = kwargs.get("attention_mask")
+
+        def compute(span: Span) -> torch.Tensor:
+            mask = span.keys <= span.queries[:, None] if given is None else given
+            return biased_mask(mask, self.encoding(span), _logits_dtype(hidden))
+
+        return self._shared(attention, hidden, kwargs, given, compute)
+
+    def _position_bias(
+        self, attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the bias for flex attention, which reads `[B, H, Q, K]` without broadcasting."""
+
+        def compute(span: Span) -> torch.Tensor:
+            bias = self.encoding(span).to(_logits_dtype(hidden))
+            return bias.expand(len(hidden), -1, -1, -1)
+
+        return self._shared(attention, hidden, kwargs, None, compute)
+
+    def _shared(
+        self,
+        attention: Any,
+        hidden: torch.Tensor,
+        kwargs: dict[str, Any],
+        mask: Any,
+        compute: Any,
+    ) -> torch.Tensor:
+        span, shape = span_of(attention, hidden, kwargs)
+        # A checkpointed layer runs again alone in the backward pass, and must compute the same.
+        alone = self.layer.training and getattr(self.layer, "gradient_checkpointing", False)
+        if alone or shape is None or torch.compiler.is_compiling():
+            return compute(span)
+        key = (*shape, id(mask), id(kwargs.get("position_ids")), hidden.device)
+        found = self.shared.found
+        if key not in found:
+            # With the mask, whose identity would else be given to another one.
+            found[key] = (mask, kwargs.get("position_ids")), compute(span)
+        return found[key][1]
+
+
+class TableHook:
+    """Pre-hook of a decoder's first layer: adds the encoding to embeddings.
+
+    Attributes:
+        encoding: The decoder's encoding.
+    """
+
+    def __init__(self, encoding: AbsoluteEncoding) -> None:
+        self.encoding = encoding
+
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            raise Refused(
+                f"{type(layer).__name__} was given no position_ids, which the encoding "
+                f"{self.encoding.name!r} adds vectors for"
+            )
+        if "hidden_states" in kwargs:
+            hidden = kwargs["hidden_states"]
+            return args, {**kwargs, "hidden_states": self._added(hidden, positions)}
+        return (self._added(args[0], positions), *args[1:]), kwargs
+
+    def _added(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return hidden + self.encoding(positions.to(hidden.device)).to(hidden.dtype)
+
+
+class PositionsHook:
+    """Pre-hook of a decoder: counts positions of left-padded rows from their mask.
+
+    transformers counts slots where no `position_ids` are given, which does not matter to rotation.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+
+    def __call__(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        mask: Any = given.get("attention_mask")
+        if given.get("position_ids") is not None or not isinstance(mask, torch.Tensor):
+            return None
+        if mask.ndim != 2:
+            return None
+        tokens = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None or mask.shape[1] < tokens.shape[1]:
+            return None
+        counted = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        if "position_ids" in self.names[: len(args)]:  # given as None, by position
+            at = self.names.index("position_ids")
+            return (*args[:at], counted, *args[at + 1 :]), kwargs
+        return args, {**kwargs, "position_ids": counted}
+
+
+def require_implementation(encoding: Encoding, implementation: str) -> None:
+    """Raise if an attention implementation takes no bias.
+
+    Raises:
+        ValueError: The implementation is none of eager, SDPA and flex attention.
+    """
+    if isinstance(encoding, BiasEncoding) and implementation not in (*BY_MASK, *BY_BIAS):
+        raise Refused(
+            f"the attention implementation {implementation!r} takes no bias on its logits, which "
+            f"the encoding {encoding.name!r} is: expected {', '.join((*BY_MASK, *BY_BIAS))} "
+            "(model.set_attn_implementation('sdpa'))"
+        )
+
+
+def biased_mask(mask: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask and a bias as one tensor that is added to logits.
+
+    Args:
+        mask: Truths where a key is seen, or numbers to add; broadcasts to the bias.
+        bias: `[B or 1, H, Q, K]`.
+        dtype: Of the logits. Its lowest number masks, and sums stop there: below it is -inf, and a
+            row of nothing else (left padding) becomes NaN.
+    """
+    lowest = torch.finfo(dtype).min
+    wide = bias.to(torch.promote_types(dtype, bias.dtype))
+    sums = torch.where(mask, wide, lowest) if mask.dtype == torch.bool else mask + wide
+    return sums.clamp(min=lowest).to(dtype)
+
+
+def span_of(
+    attention: Any, hidden: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[Span, tuple[int, int, int] | None]:
+    """Return the slots of an attention call, before its cache takes the new keys.
+
+    Returns:
+        The span; and numbers that tell it from others of the same forward (queries, keys, first
+        key), None if they are not known without waiting for a device.
+    """
+    cache, count = kwargs.get("past_key_values"), hidden.shape[1]
+    keys, first_query, first_key = count, 0, 0
+    if cache is not None:
+        at = attention.layer_idx
+        offset = getattr(cache, "get_query_offset", None) or cache.get_seq_length
+        first_query = offset(at)
+        keys, first_key = _mask_sizes(cache, count, first_query, at, hidden.device)
+    device = hidden.device
+    span = Span(
+        torch.arange(count, device=device) + first_query,
+        torch.arange(keys, device=device) + first_key,
+        kwargs.get("position_ids"),
+    )
+    known = isinstance(first_key, int)
+    return span, (count, keys, first_key) if known else None
+
+
+def _mask_sizes(cache: Any, count: int, start: Any, layer: int, device: Any) -> tuple[int, int]:
+    if "cache_position" in inspect.signature(cache.get_mask_sizes).parameters:
+        return cache.get_mask_sizes(torch.arange(count, device=device) + start, layer)
+    return cache.get_mask_sizes(count, layer)
+
+
+def _logits_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """Return the dtype of an attention's logits: autocast's where that is on."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
