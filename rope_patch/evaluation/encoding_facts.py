@@ -6,9 +6,12 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.original_config import original_config
+from rope_patch.patching.architecture.rotary_modules import rotation_refusal
 from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.patching.encodings.plan import EncodingPlan, find_sites
 from rope_patch.patching.encodings.probe import UnknownEncoding
+from rope_patch.patching.encodings.site import Site
+from rope_patch.patching.encodings.table import TableSite
 from rope_patch.pretrained.loading import empty_model
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
@@ -57,6 +60,49 @@ def require_measurable(config: Any, plan: EncodingPlan) -> None:
             "prompt read at once by all of it: evaluate "
             f"{plan.stretch.formula} with a factor for each length instead"
         )
+
+
+class RowsGuard:
+    """Pre-hook of a decoder that refuses texts for which it has no rows.
+
+    Without it, the embedding's own error names no reason, and on a GPU it ends the process.
+
+    Attributes:
+        model: The model.
+        sites: Its sites.
+    """
+
+    def __init__(self, model: Any, sites: list[Site]) -> None:
+        self.model, self.sites = model, sites
+
+    @classmethod
+    def install(cls, model: Any) -> None:
+        """Guard a model that does not rotate; do nothing to others."""
+        if rotation_refusal(model) is not None:
+            guard = cls(model, find_sites(model))
+            model.base_model.register_forward_pre_hook(guard, with_kwargs=True)
+
+    def __call__(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise if a text is longer than a table, or than the bias that MPT builds.
+
+        Raises:
+            ValueError: It is; says how many tokens can be read.
+        """
+        ids = args[0] if args else kwargs.get("input_ids")
+        cache = kwargs.get("past_key_values")
+        if ids is None:
+            return
+        tokens = ids.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
+        for site in self.sites:
+            rows = None
+            if isinstance(site, TableSite) and not hasattr(site.module, "make_weights"):
+                rows = len(site.table) - site.sighting.first_row
+            elif site.kind == "alibi":
+                rows = getattr(self.model.config, "max_seq_len", None)
+            if rows is not None and tokens > rows:
+                raise Refused(
+                    f"{site.name} tells {rows:,} positions apart, and the text has {tokens:,}"
+                )
 
 
 def encoding_label(handle: EncodingPatch) -> str:

@@ -11,7 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rope_patch.evaluation.encoding_facts import encoding_identity, encoding_label, model_lengths
+from rope_patch.evaluation.encoding_facts import (
+    RowsGuard,
+    encoding_identity,
+    encoding_label,
+    model_lengths,
+)
 from rope_patch.evaluation.language_model import LongContextLM
 from rope_patch.evaluation.request import BASELINE, EvalRequest
 from rope_patch.evaluation.results_schema import MethodRecord, TokenCounts
@@ -114,6 +119,7 @@ class Session:
             self.path, **where, gguf_file=request.gguf_file, **quantized
         )
         quantize(self.model, self.quantization)
+        RowsGuard.install(self.model)
         self.weights = provenance.fingerprint(self.model)
         self.answers = AnswerStore(
             request.folder / "cache", self.processes.rank, self.processes.size
