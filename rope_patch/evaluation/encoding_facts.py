@@ -6,12 +6,13 @@ from typing import Any
 
 from rope_patch.geometry import Geometry
 from rope_patch.original_config import original_config
-from rope_patch.patching.architecture.rotary_modules import rotation_refusal
+from rope_patch.patching.architecture.rotary_modules import RotaryModule, rotation_refusal
 from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.patching.encodings.plan import EncodingPlan, find_sites
 from rope_patch.patching.encodings.probe import UnknownEncoding
 from rope_patch.patching.encodings.site import Site
 from rope_patch.patching.encodings.table import TableSite
+from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.pretrained.loading import empty_model
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.rope_config import read_geometries
@@ -80,7 +81,9 @@ class RowsGuard:
         """Guard a model that does not rotate; do nothing to others."""
         if rotation_refusal(model) is not None:
             guard = cls(model, find_sites(model))
-            model.base_model.register_forward_pre_hook(guard, with_kwargs=True)
+            sites = [RotaryModule(site.module, {}) for site in guard.sites]
+            for decoder in innermost_decoders(model, sites):
+                decoder.register_forward_pre_hook(guard, with_kwargs=True)
 
     def __call__(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if a text is longer than a table, or than the bias that MPT builds.
