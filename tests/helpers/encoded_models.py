@@ -36,6 +36,9 @@ VARIANTS = [
     ("rnope", {}),
     ("rnope", {"every": 3}),
 ]
+# The first of each name, and what changes configs.
+ONE_EACH = list({name: (name, options) for name, options in reversed(VARIANTS)}.values())
+NAMES = [name for name, _ in ONE_EACH]
 IDS = [f"{name} {options}" if options else name for name, options in VARIANTS]
 SIZES = {
     "vocab_size": 60,
