@@ -112,7 +112,7 @@ def test_a_damaged_sidecar_is_named(tmp_path):
 
 def test_other_readers_of_sidecars_say_what_it_is(tmp_path):
     rope_patch.save(encoded("t5", {}), tmp_path)
-    with pytest.raises(rope_patch.Refused, match="only rope_patch.load reads"):
+    with pytest.raises(rope_patch.Refused, match=r"only rope_patch\.load reads"):
         diagnose(tmp_path)
 
 
