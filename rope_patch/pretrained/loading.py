@@ -113,7 +113,8 @@ def load(
     """
     path = demo.resolve_model_path(path) if isinstance(path, str) else path
     if (encoded := read_encoded(path)) is not None:
-        options, kwargs = _split_method_options(getattr(method, "method", method), kwargs)
+        name = method.method if isinstance(method, Extension) else method
+        options, kwargs = _split_method_options(name, kwargs)
         config = original_config(path, encoded)
         model = read_model(path, config=config, device_map=device_map, dtype=dtype, **kwargs)
         lengths = {"factor": factor, "length": length, "trained_length": trained_length}
