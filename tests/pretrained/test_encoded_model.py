@@ -94,6 +94,28 @@ def test_partial_rope_needs_no_sidecar(tmp_path):
     torch.testing.assert_close(logits(plain, tokens()), logits(model, tokens()))
 
 
+def test_targets_are_made_or_refused(tmp_path):
+    model = encoded("alibi", {})
+    rope_patch.save(model, tmp_path / "new" / "folder")
+    assert torch.equal(
+        logits(rope_patch.load(tmp_path / "new" / "folder"), tokens()), logits(model, tokens())
+    )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(rope_patch.Refused, match="is a file"):
+        rope_patch.save(model, tmp_path / "file")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(rope_patch.Refused, match=r"holds adapter_config\.json"):
+        rope_patch.save(model, tmp_path)
+
+
+def test_adapters_are_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    model = peft.get_peft_model(encoded("t5", {}), config)
+    with pytest.raises(rope_patch.Refused, match="merge the adapter first"):
+        rope_patch.save(model, tmp_path)
+
+
 def test_lost_weights_are_named(tmp_path):
     rope_patch.save(encoded("t5", {}), tmp_path)
     (tmp_path / "model-encoding.safetensors").unlink()

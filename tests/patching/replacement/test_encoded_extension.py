@@ -82,7 +82,8 @@ def test_alibi_linear_divides_slopes():
 @pytest.mark.parametrize("method", ["linear", "max-distance"])
 def test_t5_equals_buckets_of_transformers(method):
     model = encoded("t5", {"buckets": 8, "max_distance": 12})
-    rope_patch.patch(model, method, factor=2)
+    handle = rope_patch.patch(model, method, factor=2)
+    assert ("last bucket begins at 24 tokens" in handle.summary()) == (method == "max-distance")
     encoding = model.model.position_encoding
     with torch.no_grad():
         encoding.relative_attention_bias.weight.copy_(torch.arange(8.0)[:, None].expand(-1, 4))
