@@ -118,9 +118,8 @@ def load(
     """
     path = demo.resolve_model_path(path) if isinstance(path, str) else path
     if (encoded := read_encoded(path)) is not None:
-        options, kwargs = _split_method_options(
-            method.method if isinstance(method, Extension) else method, kwargs
-        )
+        name = method.method if isinstance(method, Extension) else method
+        options, kwargs = _split_method_options(name, kwargs)
         config = original_config(path, encoded)
         model = read_model(path, config=config, device_map=device_map, dtype=dtype, **kwargs)
         lengths = {"factor": factor, "length": length, "trained_length": trained_length}
@@ -177,14 +176,13 @@ def load(
     if trained_adapter is not None and method is None:
         extension = require_same_rotation(empty, trained_adapter)
         extension = extension and replace(extension, kernels=kernels)
-    else:
-        if check_encoding(empty, extension) is None:
-            plan = check(empty, extension)
-            if method is None and patch_sidecar is not None:
-                require_recorded(plan, patch_sidecar)
+    elif check_encoding(empty, extension) is None:
+        plan = check(empty, extension)
+        if method is None and patch_sidecar is not None:
+            require_recorded(plan, patch_sidecar)
         if trained_adapter is not None:
-            with patch(empty, extension):
-                require_same_rotation(empty, trained_adapter)
+            patch(empty, extension)
+            require_same_rotation(empty, trained_adapter)
     loading = {"device_map": device_map, "dtype": dtype, "gguf_file": gguf_file, "any_kind": True}
     loading |= kwargs
     tables = {}
@@ -195,7 +193,7 @@ def load(
         model = read_model(path, config=config, **loading)
     if extension is not None:
         handle = patch(model, extension)
-        if method is None and patch_sidecar is sidecar and isinstance(handle, EncodingPatch):
+        if method is None and isinstance(handle, EncodingPatch):
             restore_tables(handle, tables)
     if adapter is None:
         return model

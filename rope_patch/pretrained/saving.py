@@ -87,7 +87,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
         OSError: Writing failed; says where and how to continue.
     """
     if (encoded := current_encode(model)) is not None:
-        _save_encoded(model, encoded, Path(folder), tokenizer)
+        _save_encoded(model, encoded, _require_folder(folder), tokenizer)
         return
     handle = current(model)
     if handle is None:
@@ -95,9 +95,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
             f"{type(model).__name__} is not patched: expected a model that rope_patch.patch or "
             "rope_patch.load returned; use model.save_pretrained for others"
         )
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise Refused(f"{folder} is a file: expected a folder to save into")
+    folder = _require_folder(folder)
     with atomic_files.explain_write_errors(folder.parent, folder.name, _DISK_ADVICE):
         adapters, native, problem = _write_folder(model, handle, folder, tokenizer)
     if adapters:
@@ -124,6 +122,14 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
             version("transformers"),
             handle.method,
         )
+
+
+def _require_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return a folder to save into, or raise if it is a file."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise Refused(f"{folder} is a file: expected a folder to save into")
+    return folder
 
 
 def _write_folder(
@@ -158,6 +164,8 @@ def _write_folder(
 
 def _save_encoded(model: nn.Module, handle: EncodedModel, folder: Path, tokenizer: Any) -> None:
     """Write a model that `rope_patch.encode` changed, and move it into place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _refuse_adapter_beside_model(folder, [])
     with (
         atomic_files.explain_write_errors(folder.parent, folder.name, _DISK_ADVICE),
         tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary,
