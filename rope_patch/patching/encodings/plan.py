@@ -96,11 +96,16 @@ def make_encoding_plan(model: nn.Module, extension: Extension) -> EncodingPlan:
             f"{extension.method!r} does not extend {type(inner).__name__}'s positions ({kinds})"
             f"{did_you_mean(extension.method, known)}: {choice}"
         )
-    if extension.options:
+    options = [o for o in sites[0].options if all(o in site.options for site in sites)]
+    if unknown := [name for name in extension.options if name not in options]:
+        has = f"the option {', '.join(options)}" if options else "no options"
         raise Refused(
-            f"{extension.method} has no options for {kinds} positions, got "
-            f"{', '.join(extension.options)}"
+            f"{extension.method} has {has} for {kinds} positions of {type(inner).__name__}, got "
+            f"{', '.join(unknown)}{did_you_mean(unknown[0], options)}"
         )
+    exact = extension.options.get("exact")
+    if exact is not None and not isinstance(exact, bool):
+        raise TypeError(f"exact must be True or False, got {exact!r}")
     for name in ("kernels", "start"):
         if (value := getattr(extension, name)) != "auto":
             raise Refused(f"{name}={value!r} is for models that rotate; {kinds} positions do not")
@@ -142,14 +147,14 @@ def _stretch(model: PreTrainedModel, sites: list[Site], extension: Extension) ->
                 f"their own, got {trained:,}"
             )
     if extension.method.startswith("dynamic-"):
-        return Stretch(extension.method, trained, None)
+        return Stretch(extension.method, trained, None, extension.options.get("exact"))
     factor, length = resolve_factor_and_length(extension.factor, extension.length, trained)
     if factor < 1:
         raise Refused(
             f"factor must be at least 1 (target length / trained length), got {factor}: a method "
             "extends a context, it does not shorten one"
         )
-    return Stretch(extension.method, trained, length)
+    return Stretch(extension.method, trained, length, extension.options.get("exact"))
 
 
 def _selected(sites: list[Site], extension: Extension) -> list[Site]:
@@ -170,15 +175,20 @@ def _tables(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
 
 
 def _slopes(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
-    outer = [
-        (name, argument)
-        for name, argument in sightings.slopes
-        if not any(name.startswith(f"{other}.") for other, _ in sightings.slopes)
-    ]
-    for name, argument in outer:
-        layers = name.rpartition(".")[0]
+    names = {sighting.module for sighting in sightings.slopes}
+    for sighting in sightings.slopes:
+        if any(sighting.module.startswith(f"{other}.") for other in names):
+            continue
+        layers = sighting.module.rpartition(".")[0]
         heads = model.config.num_attention_heads
-        yield SlopesSite(layers, model.get_submodule(layers), argument, heads)
+        yield SlopesSite(
+            layers,
+            model.get_submodule(layers),
+            sighting.argument,
+            heads,
+            model.config.hidden_size // heads,
+            sighting.from_end,
+        )
 
 
 def _buckets(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:

@@ -50,19 +50,33 @@ class TableSighting:
     initial: torch.Tensor
 
 
+@dataclass(frozen=True)
+class BiasSighting:
+    """A module that was handed a bias which is linear in the key's position.
+
+    Attributes:
+        module: The module's name in the model; it is in the first layer.
+        argument: The bias's name among its arguments.
+        from_end: Whether the bias is 0 for the last key, not for the first.
+    """
+
+    module: str
+    argument: str
+    from_end: bool
+
+
 @dataclass
 class Sightings:
     """What a model did with positions.
 
     Attributes:
         tables: Matrices of which consecutive rows were read.
-        slopes: Names of the modules that were handed a bias which is linear in the key's position,
-            in the first layer, and the argument's name.
+        slopes: Modules that were handed a bias which is linear in the key's position.
         buckets: Names of the modules that read a small table by a matrix of distances.
     """
 
     tables: list[TableSighting] = field(default_factory=list)
-    slopes: list[tuple[str, str]] = field(default_factory=list)
+    slopes: list[BiasSighting] = field(default_factory=list)
     buckets: list[str] = field(default_factory=list)
 
 
@@ -204,8 +218,10 @@ def _watch(model: PreTrainedModel, grown: dict[str, set[str]]) -> Sightings:
     def note_bias(name: str) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             for argument, value in kwargs.items():
-                if _is_linear_bias(value) and (name, argument) not in sightings.slopes:
-                    sightings.slopes.append((name, argument))
+                if _is_linear_bias(value):
+                    sighting = BiasSighting(name, argument, not value[..., -1].any())
+                    if sighting not in sightings.slopes:
+                        sightings.slopes.append(sighting)
 
         return before
 
