@@ -10,13 +10,19 @@ from torch import nn
 
 from rope_patch.extension import Extension, resolve_factor_and_length
 from rope_patch.methods.base import require_tokens
-from rope_patch.patching.encodings.buckets import FUNCTION, BucketsSite
+from rope_patch.patching.encodings.buckets import (
+    FUNCTION,
+    BlockBucketsSite,
+    BucketsSite,
+    InputBucketsSite,
+)
 from rope_patch.patching.encodings.probe import (
-    Sightings,
-    UnknownEncoding,
     probe,
+    text_model,
     transformers_model,
 )
+from rope_patch.patching.encodings.refusal_reason import refusal_reason
+from rope_patch.patching.encodings.sighting import Sightings
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.encodings.slopes import SlopesSite
 from rope_patch.patching.encodings.table import LearnedTableSite, SinusoidalTableSite
@@ -32,13 +38,15 @@ class EncodingPlan:
 
     Attributes:
         extension: The request.
-        model: The transformers model within what was given.
+        model: The transformers model that reads the text, within what was given.
+        outer: The outermost transformers model, whose config names the model's.
         sites: Where positions enter, those to change alone.
         stretch: The method and its lengths.
     """
 
     extension: Extension
     model: PreTrainedModel
+    outer: PreTrainedModel
     sites: list[Site]
     stretch: Stretch
 
@@ -57,7 +65,14 @@ def find_sites(model: PreTrainedModel) -> list[Site]:
     Raises:
         ValueError: Nowhere that is known; or in a way that cannot be extended.
     """
+    if reason := refusal_reason(model):
+        raise Refused(f"{type(model).__name__} is not extended: {reason}")
     sightings = probe(model)
+    if sightings.unread:
+        raise Refused(
+            f"{type(model).__name__} is not extended: {' and '.join(sightings.unread)} grows with "
+            "its length, too, and a text alone does not show which rows it reads"
+        )
     return [
         *_tables(model, sightings),
         *_slopes(model, sightings),
@@ -76,12 +91,14 @@ def make_encoding_plan(model: nn.Module, extension: Extension) -> EncodingPlan:
         ValueError: The request cannot be met, or would change nothing.
         TypeError: A value of the wrong type.
     """
-    _, inner = transformers_model(model)
+    _, outer = transformers_model(model)
+    inner = text_model(outer)
     sites = find_sites(inner)
     if not sites:
-        raise UnknownEncoding(
-            f"a small copy of {type(inner).__name__} showed no table of positions, no slopes and "
-            "no buckets, either"
+        raise Refused(
+            f"{type(inner).__name__} is not extended: a small copy of it showed no rotation, no "
+            "table of positions, no slopes and no buckets. What tells order by recurrence or by "
+            "its mask alone has no positions to extend, and reads any length"
         )
     sites = _selected(sites, extension)
     kinds = " and ".join(dict.fromkeys(site.kind for site in sites))
@@ -115,7 +132,7 @@ def make_encoding_plan(model: nn.Module, extension: Extension) -> EncodingPlan:
             f"{extension.method} with factor {stretch.factor:g} would change nothing: expected a "
             "factor above 1 that changes at least one position"
         )
-    return EncodingPlan(extension, inner, sites, stretch)
+    return EncodingPlan(extension, inner, outer, sites, stretch)
 
 
 def _stretch(model: PreTrainedModel, sites: list[Site], extension: Extension) -> Stretch:
@@ -192,9 +209,17 @@ def _slopes(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
 
 
 def _buckets(model: PreTrainedModel, sightings: Sightings) -> Iterator[Site]:
-    for name in sightings.buckets:
-        owner, _, table = name.rpartition(".")
+    for sighting in sightings.buckets:
+        owner, _, table = sighting.module.rpartition(".")
         first = model.get_submodule(owner)
+        if sighting.shape[0] != sighting.shape[1]:
+            # A window has no distances that a longer text would add (LongT5's encoder).
+            if hasattr(first, "compute_side_bias"):
+                yield BlockBucketsSite(owner, first)
+            continue
+        if hasattr(first, "prepare_input"):
+            yield InputBucketsSite(owner, first)
+            continue
         if not hasattr(first, FUNCTION):
             raise Refused(
                 f"{type(model).__name__} computes the buckets of its distances with fixed numbers "

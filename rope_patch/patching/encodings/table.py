@@ -12,7 +12,7 @@ from rope_patch.encodings.learned import STRETCHES, stretch_table
 from rope_patch.encodings.sinusoidal import LAWS, sinusoidal_table
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.encodings.cache_guard import CacheGuard
-from rope_patch.patching.encodings.probe import TableSighting
+from rope_patch.patching.encodings.sighting import TableSighting
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.patching.undo_log import UndoLog
