@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import transformers
-from architectures.tiny_architectures import TRAINED, model_types, tiny_config
+from architectures.tiny_architectures import TRAINED, tiny_config
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from rope_patch.patching.encodings.probe import text_model
+
 # The first mapping that has an architecture builds its model: both parts, if there are two.
 _MAPPINGS = {
-    "AutoModelForSeq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM",
-    "AutoModelForSpeechSeq2Seq": "SPEECH_SEQ_2_SEQ",
-    "AutoModelForMaskedLM": "MASKED_LM",
-    "AutoModelForCausalLM": "CAUSAL_LM",
-    "AutoModelForTextEncoding": "TEXT_ENCODING",
-    "AutoModelForSequenceClassification": "SEQUENCE_CLASSIFICATION",
-    "AutoModelForQuestionAnswering": "QUESTION_ANSWERING",
+    "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForTextEncoding": modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
 }
-# Architectures of other mappings, with the class that reads their text.
+# Architectures of other mappings, or of which these build a part, and what reads their text.
 _CLASSES = {
+    "canine": "CanineModel",
     "clip": "CLIPModel",
     "kosmos-2": "Kosmos2ForConditionalGeneration",
+    "layoutlmv3": "LayoutLMv3Model",
+    "lilt": "LiltModel",
+    "markuplm": "MarkupLMModel",
     "musicgen": "MusicgenForCausalLM",
     "musicgen_melody": "MusicgenMelodyForCausalLM",
-    "pix2struct": "Pix2StructForConditionalGeneration",
+    "pix2struct": "Pix2StructTextModel",
+    "pop2piano": "Pop2PianoForConditionalGeneration",
     "siglip_text_model": "SiglipTextModel",
+    "speech_to_text": "Speech2TextForConditionalGeneration",
+    "speecht5": "SpeechT5ForSpeechToText",
+    "splinter": "SplinterForQuestionAnswering",
     "udop": "UdopForConditionalGeneration",
     "wavlm": "WavLMModel",
+    "whisper": "WhisperForConditionalGeneration",
 }
 _CONFIGS = {
     "musicgen": "musicgen_decoder",
     "musicgen_melody": "musicgen_melody_decoder",
+    "pix2struct": "pix2struct_text_model",
 }
 # Sizes that do not follow from the names of fields.
 _CONV = {"conv_dim": [32] * 2, "conv_stride": [5, 2], "conv_kernel": [10, 3]}
@@ -44,6 +54,14 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "led": {"max_encoder_position_embeddings": TRAINED, "max_decoder_position_embeddings": TRAINED},
     "lilt": {"hidden_size": 96, "channel_shrink_ratio": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "markuplm": {
+        "max_xpath_tag_unit_embeddings": 256,
+        "max_xpath_subs_unit_embeddings": 1024,
+        "tag_pad_id": 216,
+        "subs_pad_id": 1001,
+        "xpath_unit_hidden_size": 4,
+    },
     "mobilebert": {"embedding_size": 64, "intra_bottleneck_size": 64, "true_hidden_size": 64},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8]},
     "speech_to_text": {"pad_token_id": 1, "max_target_positions": TRAINED},
@@ -55,22 +73,18 @@ _FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def auto_class(model_type: str) -> str | None:
-    """Return the name of the class that builds an architecture; None if it reads no text."""
-    for name, mapping in _MAPPINGS.items():
-        if model_type in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES"):
-            return name
-    return None
-
-
 def text_model_types() -> list[str]:
-    """Return every architecture that reads or writes text, in a stable order."""
-    names = {
-        name
-        for mapping in _MAPPINGS.values()
-        for name in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
-    }
-    return sorted(names | set(_CLASSES) | set(model_types()))
+    """Return every architecture that reads or writes text, in a stable order.
+
+    Decoders of RoPE behind an encoder of sound are left out: their text models are in the list.
+    """
+    names = {name for mapping in _MAPPINGS.values() for name in mapping}
+    return sorted(n for n in names | set(_CLASSES) if not _hears(n))
+
+
+def _hears(model_type: str) -> bool:
+    config_class = CONFIG_MAPPING[model_type]
+    return "audio_config" in config_class.sub_configs or model_type in ("nemo_speechlm",)
 
 
 def tiny_text_model(model_type: str, **fields: Any) -> Any:
@@ -78,7 +92,56 @@ def tiny_text_model(model_type: str, **fields: Any) -> Any:
 
     Args:
         model_type: The architecture.
-        **fields: Fields of its config, or of the part of it that is for text.
+        **fields: Fields of its config, or of its text part's.
     """
-    config = tiny_config(_CONFIGS.get(model_type, model_type), **_FIELDS.get(model_type, {}))
-    return build(model_type, config)
+    name = _CONFIGS.get(model_type, model_type)
+    config = tiny_config(name, **_FIELDS.get(model_type, {}))
+    text = config.get_text_config(decoder=True)
+    for own in [config] if isinstance(text, type(config)) else [config, text]:
+        for key, value in fields.items():
+            if hasattr(own, own.attribute_map.get(key, key)):
+                setattr(own, key, value)
+    torch.manual_seed(0)
+    if model_type in _CLASSES:
+        kind = getattr(transformers, _CLASSES[model_type])
+        model = kind(config)
+    else:
+        auto = next(name for name, mapping in _MAPPINGS.items() if model_type in mapping)
+        kind = getattr(transformers, auto)
+        model = kind.from_config(config, attn_implementation="eager")
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def text_output(model: Any, length: int) -> torch.Tensor:
+    """Return what a model says of a text of random tokens, its logits if it has any.
+
+    Args:
+        model: A tiny model.
+        length: Tokens, for the decoder and for an encoder that reads text.
+    """
+    model = text_model(model)
+    config = model.config
+    ids = torch.randint(6, 90, (1, length), generator=torch.Generator().manual_seed(1))
+    accepted = inspect.signature(model.forward).parameters
+    inputs: dict[str, Any] = {}
+    if model.main_input_name == "input_ids":
+        inputs["input_ids"] = ids.expand(getattr(config, "num_codebooks", 1), -1)
+    elif hasattr(config, "input_feat_per_channel"):  # Speech2Text has a position for 4 frames
+        frames = 4 * min(length, config.max_source_positions)
+        inputs["input_features"] = torch.ones(1, frames, config.input_feat_per_channel)
+    else:
+        frames = 2 * config.max_source_positions
+        inputs["input_features"] = torch.ones(1, config.num_mel_bins, frames)
+    if "bbox" in accepted:
+        is_fraction = hasattr(config, "relative_bias_args")
+        inputs["bbox"] = torch.zeros(1, length, 4, dtype=torch.float if is_fraction else torch.long)
+    if "decoder_input_ids" in accepted:
+        inputs["decoder_input_ids"] = ids
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    output = model(**inputs)
+    for name in ("logits", "prediction_logits", "start_logits", "last_hidden_state"):
+        if isinstance(value := getattr(output, name, None), torch.Tensor):
+            return value
+    raise AssertionError(f"{type(model).__name__} returned {list(output.keys())}")

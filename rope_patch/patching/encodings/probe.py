@@ -121,6 +121,7 @@ def _small_config(model: PreTrainedModel) -> Any:
             setattr(config, name, value[:1])
     if getattr(config, "default_language", "") is None:  # X-MOD has adapters by language
         config.default_language = next(iter(config.languages))
+    config.use_cache = False  # one layer may have no cache that counts tokens
     config._attn_implementation = "eager"  # other kernels may need a GPU
     if (types := getattr(config, "attention_types", None)) is not None:  # GPT-Neo
         config.attention_types = [[types[0][0], 1]]
@@ -309,17 +310,24 @@ def _inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         raise Refused(f"its input is {model.main_input_name}, expected tokens or features")
     accepted = inspect.signature(model.forward).parameters
     if "bbox" in accepted:  # places on a page
-        inputs["bbox"] = torch.zeros(1, TOKENS, 4, dtype=torch.long)
+        has_fractions = hasattr(config, "relative_bias_args")  # UDOP; others count pixels
+        inputs["bbox"] = torch.zeros(
+            1, TOKENS, 4, dtype=torch.float if has_fractions else torch.long
+        )
     if "decoder_input_ids" in accepted:
         inputs["decoder_input_ids"] = ids
     return inputs
 
 
 def _first_row(output: Any) -> int | None:
-    """Return r if the output is rows r, r + 1, ... of numbered rows; else None."""
+    """Return r if the output begins with rows r, r + 1, ... of numbered rows; else None.
+
+    Only the text's own tokens count: Longformer pads it to its window.
+    """
     if not isinstance(output, torch.Tensor) or output.ndim not in (2, 3):
         return None
     rows = output[:, 0] if output.ndim == 2 else output[0, :, 0]
+    rows = rows[:TOKENS]
     steps = rows.diff()
     if len(rows) < 2 or not torch.equal(steps, torch.ones_like(steps)):
         return None

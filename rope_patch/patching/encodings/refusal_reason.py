@@ -15,6 +15,7 @@ _REASONS = {
         "its attention computes sinusoids of distances for a text of any length, so it has no end "
         "to move"
     ),
+    "pe_k": "its encoder's queries meet a learned vector for each distance (SpeechT5)",
     "gru_rel_pos_linear": "its biases by distance are gated by what each query holds",
     "relative_pos_embeddings": (
         "it adds a table of positions and biases by distance that are computed from hidden states, "
@@ -36,6 +37,8 @@ _REASONS = {
     "rotary_dim": (
         "it rotates queries and keys by a table in each attention, which no method reaches"
     ),
+    "time_decay": "it tells order by recurrence alone, and reads any length",
+    "mlstm_layer": "it tells order by recurrence alone, and reads any length",
     "max_scale": "it computes sinusoids for a text of any length, so there is no table to stretch",
 }
 

@@ -82,8 +82,13 @@ class TableSite(Site):
         for name, module in model.named_modules():
             for attribute, buffer in list(module._buffers.items()):
                 key = ".".join("*" if part.isdigit() else part for part in name.split("."))
-                if buffer is not None and f"{key}.{attribute}" in self.sighting.companions:
-                    undo_log.set(module, attribute, _lengthen(buffer, more, f"{name}.{attribute}"))
+                if buffer is None or f"{key}.{attribute}" not in self.sighting.companions:
+                    continue
+                if buffer.shape == old.shape:  # I-BERT's table in whole numbers, made anew
+                    longer_buffer = buffer.new_zeros(longer.shape)
+                else:
+                    longer_buffer = _lengthen(buffer, more, f"{name}.{attribute}")
+                undo_log.set(module, attribute, longer_buffer)
 
 
 @dataclass(frozen=True, eq=False)
