@@ -121,6 +121,8 @@ def _small_config(model: PreTrainedModel) -> Any:
             setattr(config, name, value[:1])
     if getattr(config, "default_language", "") is None:  # X-MOD has adapters by language
         config.default_language = next(iter(config.languages))
+    if not hasattr(config, "initializer_range"):  # Pix2Struct's text part asks for it
+        config.initializer_range = 0.02
     config.use_cache = False  # one layer may have no cache that counts tokens
     config._attn_implementation = "eager"  # other kernels may need a GPU
     if (types := getattr(config, "attention_types", None)) is not None:  # GPT-Neo

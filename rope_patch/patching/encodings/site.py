@@ -70,7 +70,8 @@ class Site(ABC):
     @property
     def part(self) -> str:
         """Return "encoder" or "decoder"."""
-        return "encoder" if "encoder" in self.name.split(".") else "decoder"
+        parts = self.name.split(".")
+        return "encoder" if any(f"_{part}".endswith("_encoder") for part in parts) else "decoder"
 
     @abstractmethod
     def trained_length(self, config: Any) -> int | None:

@@ -200,7 +200,8 @@ def _lengthen(buffer: torch.Tensor, more: int, name: str) -> torch.Tensor:
     """Return a buffer for more positions, continued by the rule that its values follow.
 
     Args:
-        buffer: Counts, one value throughout, or a mask by distance (`[..., L, L]`).
+        buffer: Counts from any number on, one value throughout, or a mask by distance
+            (`[..., L, L]`).
         more: Positions to add.
         name: Its name, for the message.
 
@@ -225,7 +226,7 @@ def _lengthen(buffer: torch.Tensor, more: int, name: str) -> torch.Tensor:
             )
             return longer.expand(*buffer.shape[:-2], -1, -1).clone()
     row = buffer.reshape(-1, length)[0]
-    counts = torch.arange(length + more, device=buffer.device, dtype=buffer.dtype)
+    counts = torch.arange(length + more, device=buffer.device, dtype=buffer.dtype) + row[0]
     if torch.equal(row, counts[:length]):
         return counts.expand(*buffer.shape[:-1], -1)
     if bool((row == row[0]).all()):
