@@ -23,8 +23,9 @@ _HEAD = """# Architectures
 
 Every architecture of transformers that reads or writes text was patched and undone, as a tiny
 random model: those that generate text and rotate in the first table, encoders and all other
-encodings of positions [below](#encoders-and-other-encodings). `python tests/architectures/architectures_page.py` writes this page;
-`test_architectures_page.py` beside it checks it.
+encodings of positions [below](#encoders-and-other-encodings).
+`python tests/architectures/architectures_page.py` writes this page; `test_architectures_page.py`
+beside it checks it.
 
 "Patched: yes" means:
 
@@ -111,10 +112,15 @@ def _encoding_lines(rows: dict[str, Any]) -> list[str]:
         cells = [f"`{name}`", row["encoding"], row["parts"], row["method"], result]
         lines.append(_line(cells))
     without = [name for name, row in rows.items() if row["encoding"] != "none"]
-    reasons = {
-        n: {"result": row["result"].replace("extended", "patched")} for n, row in rows.items()
-    }
+    reasons = {n: {"result": _reason(rows[n]["result"])} for n in without}
     return [*lines, "", *_reasons(reasons, without, "result", "Not extended")]
+
+
+def _reason(result: str) -> str:
+    """Return a result without the class and the module that it names; "" if it is extended."""
+    if result == "extended":
+        return ""
+    return re.sub(r"^refused: \w+ is not extended: | \([\w.]+\)$", "", result)
 
 
 def _rotates(row: dict[str, Any]) -> bool:

@@ -78,7 +78,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "xpath_unit_hidden_size": 4,
     },
     "mobilebert": {"embedding_size": 64, "intra_bottleneck_size": 64, "true_hidden_size": 64},
-    "pix2struct": {"initializer_range": 0.02},
+    "pix2struct": {"initializer_range": 0.02, "d_kv": 16},
     "reformer": {"hash_seed": 0, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 8]},
     "speech_to_text": {
         "pad_token_id": 1,

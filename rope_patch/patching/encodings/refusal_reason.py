@@ -15,7 +15,7 @@ _REASONS = {
         "its attention computes sinusoids of distances for a text of any length, so it has no end "
         "to move"
     ),
-    "pe_k": "its encoder's queries meet a learned vector for each distance (SpeechT5)",
+    "pe_k": "its encoder's queries meet a learned vector for each distance",
     "gru_rel_pos_linear": "its biases by distance are gated by what each query holds",
     "relative_pos_embeddings": (
         "it adds a table of positions and biases by distance that are computed from hidden states, "
@@ -31,9 +31,7 @@ _REASONS = {
     "char_position_embeddings": (
         "its table of positions has a row for each hash bucket, whatever the length of texts"
     ),
-    "rotary_value": (
-        "it rotates queries and keys by a fixed table, which no method reaches (RoFormer)"
-    ),
+    "rotary_value": ("it rotates queries and keys by a fixed table, which no method reaches"),
     "rotary_dim": (
         "it rotates queries and keys by a table in each attention, which no method reaches"
     ),
