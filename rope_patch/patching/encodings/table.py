@@ -12,7 +12,7 @@ from rope_patch.encodings.learned import STRETCHES, stretch_table
 from rope_patch.encodings.sinusoidal import LAWS, sinusoidal_table
 from rope_patch.patching.architecture.rotary_modules import RotaryModule
 from rope_patch.patching.encodings.cache_guard import CacheGuard
-from rope_patch.patching.encodings.probe import TableSighting
+from rope_patch.patching.encodings.sighting import TableSighting
 from rope_patch.patching.encodings.site import Site, Stretch
 from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.patching.undo_log import UndoLog
@@ -82,8 +82,13 @@ class TableSite(Site):
         for name, module in model.named_modules():
             for attribute, buffer in list(module._buffers.items()):
                 key = ".".join("*" if part.isdigit() else part for part in name.split("."))
-                if buffer is not None and f"{key}.{attribute}" in self.sighting.companions:
-                    undo_log.set(module, attribute, _lengthen(buffer, more, f"{name}.{attribute}"))
+                if buffer is None or f"{key}.{attribute}" not in self.sighting.companions:
+                    continue
+                if buffer.shape == old.shape:  # I-BERT's table in whole numbers, made anew
+                    longer_buffer = buffer.new_zeros(longer.shape)
+                else:
+                    longer_buffer = _lengthen(buffer, more, f"{name}.{attribute}")
+                undo_log.set(module, attribute, longer_buffer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +200,8 @@ def _lengthen(buffer: torch.Tensor, more: int, name: str) -> torch.Tensor:
     """Return a buffer for more positions, continued by the rule that its values follow.
 
     Args:
-        buffer: Counts, one value throughout, or a mask by distance (`[..., L, L]`).
+        buffer: Counts from any number on, one value throughout, or a mask by distance
+            (`[..., L, L]`).
         more: Positions to add.
         name: Its name, for the message.
 
@@ -220,7 +226,7 @@ def _lengthen(buffer: torch.Tensor, more: int, name: str) -> torch.Tensor:
             )
             return longer.expand(*buffer.shape[:-2], -1, -1).clone()
     row = buffer.reshape(-1, length)[0]
-    counts = torch.arange(length + more, device=buffer.device, dtype=buffer.dtype)
+    counts = torch.arange(length + more, device=buffer.device, dtype=buffer.dtype) + row[0]
     if torch.equal(row, counts[:length]):
         return counts.expand(*buffer.shape[:-1], -1)
     if bool((row == row[0]).all()):
