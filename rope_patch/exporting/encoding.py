@@ -48,9 +48,9 @@ def export_encoding(model_or_config: Any, engine: str) -> Export | None:
 
 def _export_patched(handle: EncodingPatch, engine: str) -> Export:
     if handle.method == "max-distance" and engine in _TRANSFORMERS:
-        (distance,) = {getattr(site.module, _MAX_DISTANCE) for site in handle.sites}
-        note = "for encoder and decoder alike; one of them alone has no field"
-        return Export(engine=engine, config={_MAX_DISTANCE: distance}, notes=[note])
+        distances = {getattr(m, _MAX_DISTANCE) for m in handle.model.modules() if _owns_buckets(m)}
+        if len(distances) == 1:
+            return Export(engine=engine, config={_MAX_DISTANCE: distances.pop()})
     if all(site.kind == "learned" for site in handle.sites):
         raise Refused(
             f"{engine} cannot be told of {handle}: the stretched table is among the weights, and "
@@ -76,4 +76,11 @@ def _export_checkpoint(sites: list[Site], config: Any, engine: str) -> Export:
     raise Refused(
         f"what {engine} makes of {kinds} positions is not known here: exports of models that do "
         "not rotate are for transformers, and of learned tables for vllm, too"
+    )
+
+
+def _owns_buckets(module: nn.Module) -> bool:
+    """Return whether a module has a table of biases by bucket; attentions without one read none."""
+    return hasattr(module, _MAX_DISTANCE) and any(
+        isinstance(child, nn.Embedding) for child in module.children()
     )

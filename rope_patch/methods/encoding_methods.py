@@ -1,7 +1,7 @@
 """Names of methods that extend encodings other than rotation, for lists and errors.
 
 They are formulas of `rope_patch.patching.encodings` and no classes of this package. Names that
-rotary methods have, too (`linear`, `ntk`, `dynamic-ntk`), are left out.
+rotary methods have, too (`linear`, `ntk`, `dynamic-linear`), are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ PAGE = "docs/other-encodings.md"
 ENCODING_METHODS = {
     "cubic": ("learned tables of positions", "Bicubic interpolation between trained rows."),
     "tile": ("learned tables of positions", "Trained rows, repeated."),
+    "dynamic-ntk": ("ALiBi's slopes", "ntk by a factor that follows the text."),
     "log-tail": (
         "T5's buckets of distances",
         "Near distances keep their buckets; longer ones are squeezed into trained buckets.",

@@ -124,6 +124,7 @@ def get_method(name: str) -> type[Method]:
         raise Refused(
             f"{name!r} extends {ENCODING_METHODS[name][0]}, and is no method for models that "
             f"rotate ({PAGE}); `rope-patch methods` lists those"
+            f"{did_you_mean(name, registered_methods())}"
         )
     if method_class is None:
         names = [*registered_methods(), *ENCODING_METHODS]
