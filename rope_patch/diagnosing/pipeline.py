@@ -15,6 +15,7 @@ from rope_patch.diagnosing.checks.extensibility import extensibility_findings
 from rope_patch.diagnosing.checks.live_model import live_findings
 from rope_patch.diagnosing.checks.outside_method import outside_method_findings
 from rope_patch.diagnosing.diagnosis import Diagnosis
+from rope_patch.diagnosing.encoding_diagnosis import EncodingDiagnosis, diagnose_encoding
 from rope_patch.diagnosing.finding import SEVERITIES, Finding
 from rope_patch.diagnosing.layer_facts import Facts, LayerFacts, promised_length, read_layer_facts
 from rope_patch.diagnosing.pairs import PairTable, build_pair_table
@@ -43,7 +44,7 @@ def diagnose(
     start: str = "auto",
     gguf_file: str | None = None,
     **options: Any,
-) -> Diagnosis:
+) -> Diagnosis | EncodingDiagnosis:
     """Check whether transformers runs what a model's config says, and recommend for a length.
 
     Compares the configured rotation with the actual one, shows each rotated pair's angles in
@@ -64,10 +65,12 @@ def diagnose(
         **options: The method's options.
 
     Returns:
-        Findings, a recommendation and a table, to print, plot, or convert to data.
+        Findings, a recommendation and a table, to print, plot, or convert to data. For a model that
+        does not rotate: how it tells positions, and what extends it.
 
     Raises:
-        ValueError: The model has no RoPE, the config is invalid, or the request cannot be met.
+        ValueError: The model tells positions in no known way, the config is invalid, or the request
+            cannot be met.
     """
     extension = Extension.of(
         method,
@@ -81,8 +84,10 @@ def diagnose(
     return diagnose_subject(open_subject(model, gguf_file=gguf_file), extension)
 
 
-def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis:
+def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis | EncodingDiagnosis:
     """Diagnose an opened subject; see `diagnose`."""
+    if not subject.rotaries and (encoding := diagnose_encoding(subject, extension)):
+        return encoding
     trained_length = extension.trained_length
     if trained_length is not None:
         require_tokens("trained_length", trained_length)
