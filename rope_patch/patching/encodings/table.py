@@ -18,6 +18,7 @@ from rope_patch.patching.stamp import innermost_decoders
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.errors import Refused
 
+_RESIZE = "resize_position_embeddings"
 _BASE = 10000.0
 _TOLERANCE = 2e-3  # half precision rounds a table to 5e-4, float32 angles add to it
 
@@ -78,6 +79,9 @@ class TableSite(Site):
         for decoder in innermost_decoders(model, around):
             guard = CacheGuard(f"{self.name} {stretch}")
             undo_log.hook(decoder, before=guard.check, after=guard.mark)
+        for module in model.modules():  # Pegasus and DistilBERT make a table of another size
+            if callable(getattr(module, _RESIZE, None)):
+                undo_log.set(module, _RESIZE, ResizeGuard(self.name))
         more = len(longer) - len(old)
         for name, module in model.named_modules():
             for attribute, buffer in list(module._buffers.items()):
@@ -193,6 +197,28 @@ class RowsEnd:
             f"the text is longer than the {self.stretch.length:,} positions that {self.name} was "
             "stretched to, and rows that it adds by itself would not be stretched: expected a "
             "shorter text, or a patch with a larger factor"
+        )
+
+
+@dataclass(frozen=True)
+class ResizeGuard:
+    """Replacement of a model's own resizing, which would put an unstretched table in.
+
+    Attributes:
+        name: The table's module.
+    """
+
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse.
+
+        Raises:
+            ValueError: Always; says how to go on.
+        """
+        raise Refused(
+            f"{self.name} is stretched by a patch, and a resized table would not be: expected "
+            "undo() first, or rope_patch.patch with another length instead of resizing"
         )
 
 
