@@ -31,8 +31,8 @@ def read_variables(path: Path) -> dict[str, torch.Tensor]:
         (version,) = _unpack(file, "I")
         if version != VERSION:
             raise Refused(
-                f"{path} has version {version} of CTranslate2's format, expected {VERSION}: convert "
-                "the model again with CTranslate2 4"
+                f"{path} has version {version} of CTranslate2's format, expected {VERSION}: "
+                "convert the model again with CTranslate2 4"
             )
         _text(file), _unpack(file, "I")  # the model's kind and revision
         variables = {}

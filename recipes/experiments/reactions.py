@@ -54,7 +54,9 @@ _TYPES = (
 def reactions(seed: int) -> list[str]:
     """Return over a thousand distinct reactions, in an order of their own for each seed."""
     found = {
-        pattern.format(a=a, b=b) for ends, starts, pattern in _TYPES for a, b in product(ends, starts)
+        pattern.format(a=a, b=b)
+        for ends, starts, pattern in _TYPES
+        for a, b in product(ends, starts)
     }
     shuffled = sorted(found)
     random.Random(seed).shuffle(shuffled)

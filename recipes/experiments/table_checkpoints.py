@@ -77,12 +77,26 @@ MINILM = Wheel(
 # RXNMapper's tokens: bracketed atoms, two-letter elements, `>>`, ring numbers, single signs.
 _SMILES_TOKEN = re.compile(r"\[[^\]]+\]|Br?|Cl?|>>?|%\d{2}|[NOSPFIbcnops()=#\-+\\/:~@?*$.\d]")
 
+_ALBERT_FIELDS = (
+    "vocab_size",
+    "embedding_size",
+    "hidden_size",
+    "hidden_act",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_hidden_groups",
+    "num_attention_heads",
+    "inner_group_num",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "layer_norm_eps",
+    "pad_token_id",
+)
+
 
 def load_whisper(
     folder: Path,
-) -> tuple[
-    transformers.WhisperForConditionalGeneration, transformers.PreTrainedTokenizerFast
-]:
+) -> tuple[transformers.WhisperForConditionalGeneration, transformers.PreTrainedTokenizerFast]:
     """Return Whisper tiny.en in float32, with its tokenizer.
 
     Raises:
@@ -185,18 +199,9 @@ def load_albert(folder: Path) -> tuple[transformers.AlbertForMaskedLM, SmilesTok
     Raises:
         ValueError: Weights are missing or left over.
     """
-    # The config is older than transformers' strict types for generation options.
     fields = json.loads((folder / "config.json").read_text())
-    config = transformers.AlbertConfig(
-        **{
-            name: fields[name]
-            for name in (
-                "vocab_size embedding_size hidden_size num_hidden_layers num_hidden_groups "
-                "num_attention_heads intermediate_size inner_group_num hidden_act "
-                "max_position_embeddings type_vocab_size layer_norm_eps pad_token_id"
-            ).split()
-        }
-    )
+    # The file is older than transformers' types for the options of generation, so none of those.
+    config = transformers.AlbertConfig(**{name: fields[name] for name in _ALBERT_FIELDS})
     model = transformers.AlbertForMaskedLM(config)
     state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     missing, excess = model.load_state_dict(state, strict=False)
