@@ -26,11 +26,10 @@ from rope_patch.methods import Frequencies, Method, build
 from rope_patch.methods.base import require_tokens
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.methods.registry import get_method
-from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.continued_yarn import inherit_constants, require_no_shrink
-from rope_patch.patching.geometry_selection import resolve_base, select_layer_types
+from rope_patch.patching.geometry_selection import base_geometries
 from rope_patch.patching.method_wrappers import ContinuedScaling, describe_yarn
-from rope_patch.rope_config import by_layer_type, read_geometries
+from rope_patch.rope_config import by_layer_type
 
 
 def diagnose(
@@ -103,7 +102,13 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis | Enco
             else replace(request, trained_length=assumed)
         )
     config_length = promised_length(subject.config, layers)
-    geometries = _base_geometries(subject, request)
+    geometries = base_geometries(
+        subject.original_config,
+        subject.rotaries,
+        request.trained_length,
+        request.layer_types,
+        request.start,
+    )
     trained_in_config = next(iter(geometries.values())).trained_length
     if extension.method != "default":
         original = subject.original_config
@@ -140,21 +145,6 @@ def diagnose_subject(subject: Subject, extension: Extension) -> Diagnosis | Enco
         advice=advise(facts, rotations, findings, request),
         patched=str(subject.handle) if subject.handle else None,
     )
-
-
-def _base_geometries(subject: Subject, extension: Extension) -> dict[str | None, Geometry]:
-    """Return the geometry that an extension starts from, per layer type it changes."""
-    config, start = subject.original_config, extension.start
-    all_geometries = read_geometries(config, extension.trained_length, start)
-    geometries = select_layer_types(all_geometries, extension.layer_types, config)
-    unpatched = [reference_frequencies(rotary, config) for rotary in subject.rotaries]
-    layer_types = {layer_type for frequencies in unpatched for layer_type in frequencies}
-    return {
-        layer_type: resolve_base(geometry, unpatched, config, start)
-        if layer_type in layer_types
-        else geometry
-        for layer_type, geometry in geometries.items()
-    }
 
 
 def _resolve_method(extension: Extension, trained: int) -> tuple[Method | None, int | None]:
