@@ -36,7 +36,6 @@ def build_model(encoding: str, vocabulary: int, length: int, seed: int) -> Llama
         bos_token_id=None,
         eos_token_id=None,
         initializer_range=SPREAD,
-        attn_implementation="sdpa",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -11,7 +11,7 @@ from rope_patch.lab.task import Batch, Task, read_rows, rounded
 
 PAIRS = 4
 _SHORTEST = 32  # tokens of the first stage
-_TOKENS, _LEAST_ROWS = 3072, 16
+_TOKENS, _LEAST_ROWS = 1536, 16
 _TEST_SEED = 1234
 
 

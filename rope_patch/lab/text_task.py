@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, ClassVar
 
 import torch
@@ -73,7 +74,7 @@ class TextTask(Task):
             # losses[..., p - 1] is of the character at position p.
             bands = [
                 losses[:, :, max(low, 1) - 1 : high - 1].mean((1, 2))
-                for low, high in zip(edges[:-1], edges[1:], strict=True)
+                for low, high in itertools.pairwise(edges)
             ]
             scores["by_position"] = rounded(torch.stack(bands, 1))
         return scores
