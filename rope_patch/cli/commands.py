@@ -17,6 +17,7 @@ from rope_patch.cli import (
     evaluate,
     export,
     finetune,
+    lab,
     methods,
     patch,
     picture,
@@ -163,4 +164,5 @@ app.command(cls=Command)(with_plugins(patch.patch))
 app.command(cls=Command)(with_plugins(export.export))
 app.command(cls=Command)(with_plugins(bench.bench))
 app.command(cls=Command)(with_plugins(picture.picture))
+app.command(cls=Command)(lab.lab)
 app.command(cls=Command)(env.env)

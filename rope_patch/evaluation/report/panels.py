@@ -41,6 +41,7 @@ class Line:
         marker: matplotlib's marker; none if empty.
         method: What filters know it by.
         intervals: x, low and high.
+        dashed: Whether it is drawn with dashes.
     """
 
     label: str
@@ -49,6 +50,7 @@ class Line:
     marker: str = ""
     method: str = ""
     intervals: list[tuple[float, float, float]] = field(default_factory=list)
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Panel:
         bands: Whether intervals are bands, along the plain model's line and the best method's;
             else each line in colour has a whisker a point.
         ticks: Ticks of x; chosen where there are none.
+        y_limits: The ends of y, such as those of the panels beside it; chosen if None.
     """
 
     lines: list[Line]
@@ -79,6 +82,7 @@ class Panel:
     as_percent: bool = False
     bands: bool = True
     ticks: list[float] = field(default_factory=list)
+    y_limits: tuple[float, float] | None = None
 
 
 def draw_panels(name: str, question: str, alt: str, panels: list[Panel]) -> Picture:
@@ -166,6 +170,8 @@ def _draw_line(axes: Axes, panel: Panel, line: Line, roof: float, transform: Any
         look |= {"ls": (0, (1, 2)), "markersize": 9.5, "mfc": "none", "mew": 1.1, "zorder": 4}
     elif not rest:
         look |= {"markersize": 4.5}
+    if line.dashed:
+        look |= {"ls": (0, (4, 2)), "lw": 1.4}
     x = [point[0] for point in line.points]
     y = [min(value, roof) for _, value in line.points]
     artists: list[Any] = axes.plot(
@@ -216,8 +222,11 @@ def _scale_x(axes: Axes, panel: Panel, ticks: int) -> None:
         axes.axvline(panel.trained_length, color=PAPER["muted"], lw=1.2, zorder=2)
         text = f"trained on {panel.trained_length:,}"
         place: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+        where, offset = "center", (0, 7)
+        if panel.title and panel.trained_length <= min(x):  # there it would run into the title
+            where, offset = "left", (5, -14)
         axes.annotate(
-            text, (panel.trained_length, 1), (0, 7), color=PAPER["muted"], ha="center", **place
+            text, (panel.trained_length, 1), offset, color=PAPER["muted"], ha=where, **place
         )
 
 
@@ -228,6 +237,10 @@ def _scale_y(axes: Axes, panel: Panel) -> float:
         axes.yaxis.set_major_locator(MultipleLocator(0.2))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         return 1.0
+    if panel.y_limits is not None:
+        axes.set_ylim(*panel.y_limits)
+        axes.yaxis.set_major_formatter("{x:,.10g}")
+        return panel.y_limits[1]
     values = [y for line in panel.lines for _, y in line.points]
     shown = [value for value in values if 0 < value <= _OFF_SCALE] or [1.0]
     coloured = [i for line in panel.lines if line.key != REST for i in line.intervals]

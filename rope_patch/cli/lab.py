@@ -1,0 +1,131 @@
+"""The command `lab`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rope_patch.cli.options import Json, split_commas
+from rope_patch.cli.runtime import command_line, handle_interrupt, requires_extra
+from rope_patch.utils.errors import Refused
+
+
+def lab(
+    encodings: Annotated[
+        str,
+        typer.Option(help="Which encodings, by commas; `all`, or names of `rope_patch.encode`."),
+    ] = "all",
+    length: Annotated[
+        int | None,
+        typer.Option(help="Trained length, in tokens.  [default: 256; 64 with --quick]"),
+    ] = None,
+    test: Annotated[
+        str | None,
+        typer.Option(
+            help="Test lengths, by commas, beginning with the trained one; once, twice, 4 and 8 "
+            "times that if left out."
+        ),
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="text, recall or both, by commas.")] = "text,recall",
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            help="Optimizer steps of every task, or of each: text=400,recall=1500, which is the "
+            "default."
+        ),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(help="Trainings of each encoding on each task; 3 for a table to publish.")
+    ] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Text alone, trained on 64 tokens for 200 steps.")
+    ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Trainings at the same time, a thread each.  [default: 2, or 1 core]"),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder of the report, and of what a later run continues from.")
+    ] = Path("out/lab"),
+    as_json: Json = False,
+) -> None:
+    """Train a tiny decoder with each positional encoding, and test each beyond its length.
+
+    All get the same first weights, data and steps. Measures loss on held-out novels, and recall of
+    values by their keys, plain and with the extension methods of `rope-patch patch`; and says of
+    what papers found whether it came out here. Writes report.html, report.md and report.json.
+    The same command continues an interrupted run; more seeds or encodings add to it.
+
+    \b
+    Examples:
+      rope-patch lab --quick --encodings rope,alibi,none
+      rope-patch lab --encodings all --length 256 --test 256,512,1024,2048
+      rope-patch lab --length 64 --seeds 3 --out out/lab-64
+    """
+    from rope_patch.lab import settings as lab_settings
+
+    with requires_extra("the lab's report needs", "eval"):
+        from rope_patch.lab.report.writer import write_report
+    from rope_patch.lab.pipeline import run_lab
+
+    chosen = split_commas(tasks)
+    text_steps, recall_steps = _steps(steps, quick)
+    default_length = lab_settings.QUICK_LENGTH if quick else lab_settings.LENGTH
+    settings = lab_settings.LabSettings(
+        encodings=lab_settings.encoding_names(encodings),
+        tasks=("text",) if quick else tuple(chosen),
+        length=default_length if length is None else length,
+        tests=() if test is None else tuple(_lengths(test)),
+        text_steps=text_steps,
+        recall_steps=recall_steps,
+        seeds=seeds,
+    )
+    at_once = min(2, os.cpu_count() or 1) if processes is None else processes
+    if at_once < 1:
+        raise Refused(f"--processes must be at least 1, got {at_once}")
+    with handle_interrupt():
+        results = run_lab(settings, out, at_once, command_line())
+    page = write_report(results, out, None if as_json else print)
+    if as_json:
+        print((out / "report.json").read_text())
+    else:
+        print(f"\n{page}")
+
+
+def _lengths(text: str) -> list[int]:
+    """Return lengths that a text names by commas.
+
+    Raises:
+        ValueError: One is no whole number.
+    """
+    try:
+        return [int(word) for word in split_commas(text)]
+    except ValueError:
+        raise Refused(
+            f"--test takes lengths in tokens by commas, such as 256,512, got {text!r}"
+        ) from None
+
+
+def _steps(text: str | None, quick: bool) -> tuple[int, int]:
+    """Return the steps of text and of recall.
+
+    Raises:
+        ValueError: The text is neither a number nor tasks with numbers.
+    """
+    from rope_patch.lab.settings import QUICK_TEXT_STEPS, RECALL_STEPS, TASKS, TEXT_STEPS
+
+    given = {"text": QUICK_TEXT_STEPS if quick else TEXT_STEPS, "recall": RECALL_STEPS}
+    if text is not None:
+        words = split_commas(text) if "=" in text else [f"{task}={text}" for task in TASKS]
+        for word in words:
+            task, _, count = word.partition("=")
+            if task not in given or not count.isdecimal():
+                raise Refused(
+                    f"--steps takes a number, or text=400,recall=1500, got {text!r}: expected "
+                    "tasks with whole numbers"
+                )
+            given[task] = int(count)
+    return given["text"], given["recall"]

@@ -1,0 +1,129 @@
+"""A lab run: all cells that are not finished, then the report."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+from rope_patch.lab.cell_journal import CellJournal
+from rope_patch.lab.cell_run import cell_cost, make_task, run_cell
+from rope_patch.lab.settings import Cell, LabSettings
+from rope_patch.utils import atomic_files
+from rope_patch.utils.folder_lock import FolderLock
+from rope_patch.utils.progress import progress_bar
+from rope_patch.utils.provenance import hardware, now, versions
+
+logger = logging.getLogger("rope_patch")
+
+_POLL = 0.5  # seconds between two looks at what the processes report
+
+
+def run_lab(
+    settings: LabSettings, folder: Path, processes: int = 1, command: str | None = None
+) -> dict[str, Any]:
+    """Train and measure all cells, continuing an earlier run in the folder, and return the results.
+
+    Args:
+        settings: What to train and measure.
+        folder: For the journal of cells and their checkpoints; made if missing.
+        processes: Cells that run at the same time, each on one thread.
+        command: The command line, for the record.
+
+    Raises:
+        ValueError: Another run works in the folder, or the held-out texts are too short.
+        OSError: The folder cannot be written to.
+    """
+    cells = settings.cells()
+    for task in dict.fromkeys(cell.task for cell in cells):
+        make_task(next(cell for cell in cells if cell.task == task), settings)
+    atomic_files.require_writable_folder(folder, "the lab's results")
+    lock = FolderLock(folder)
+    lock.acquire()
+    try:
+        journal = CellJournal(folder)
+        done = journal.read(settings)
+        left = [cell for cell in cells if cell not in done]
+        if done:
+            logger.info("%d of %d cells are finished already", len(done), len(cells))
+        costs = {cell: cell_cost(cell, settings) for cell in left}
+        bar = progress_bar(
+            total=sum(costs.values()), unit="tok", unit_scale=True, desc="lab", smoothing=0.05
+        )
+        with bar:
+            for cell, record in _results(left, settings, journal, processes, bar):
+                journal.append(record)
+                journal.checkpoint(cell).unlink(missing_ok=True)
+                done[cell] = record
+    finally:
+        lock.release()
+    return {
+        "run": {
+            "command": command,
+            "date": now(),
+            "versions": versions(),
+            "hardware": hardware(),
+            "settings": {
+                "encodings": list(settings.encodings),
+                "tasks": [task for task in ("text", "recall") if task in settings.tasks],
+                "length": settings.length,
+                "tests": list(settings.tests),
+                "steps": {task: settings.steps(task) for task in settings.tasks},
+                "seeds": settings.seeds,
+                "samples": {"text": settings.excerpts, "recall": settings.sequences},
+            },
+        },
+        "cells": [done[cell] for cell in cells],
+    }
+
+
+def _results(
+    cells: list[Cell], settings: LabSettings, journal: CellJournal, processes: int, bar: Any
+) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    if processes == 1 or len(cells) < 2:
+        for cell in cells:
+            bar.set_postfix_str(cell.key, refresh=False)
+            yield cell, run_cell(cell, settings, journal.checkpoint(cell), bar.update)
+        return
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    with context.Manager() as manager, contextlib.ExitStack() as stack:
+        queue = manager.Queue()
+        pool = ProcessPoolExecutor(processes, context)
+        # On an error or Ctrl-C, cells that have not begun are dropped.
+        stack.callback(pool.shutdown, cancel_futures=True)
+        futures = {
+            pool.submit(_run_reporting, cell, settings, journal.checkpoint(cell), queue): cell
+            for cell in cells
+        }
+        while futures:
+            with contextlib.suppress(Empty):
+                bar.update(queue.get(timeout=_POLL))
+                while True:
+                    bar.update(queue.get_nowait())
+            for future in [future for future in futures if future.done()]:
+                cell = futures.pop(future)
+                bar.set_postfix_str(cell.key, refresh=False)
+                yield cell, future.result()
+
+
+def _run_reporting(
+    cell: Cell, settings: LabSettings, checkpoint: Path, queue: Any
+) -> dict[str, Any]:
+    """Run a cell in a process of its own, which reports its work now and then."""
+    pending = 0
+
+    def report(tokens: int) -> None:
+        nonlocal pending
+        pending += tokens
+        if pending >= 50_000:
+            queue.put(pending)
+            pending = 0
+
+    record = run_cell(cell, settings, checkpoint, report)
+    queue.put(pending)
+    return record

@@ -1,0 +1,339 @@
+"""What papers found, as statements that a lab run can agree or disagree with.
+
+Numbers are those of the papers' tables; where only the abstract states a finding, it has none.
+The lab's models are a thousandth of the papers' in size and read characters, so a disagreement says
+that a finding does not carry over to such models, not that it is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rope_patch.lab.interval import seeded_difference
+from rope_patch.lab.measurement import SCALE
+from rope_patch.lab.results import LAST_HALF, RIGHT, LabResults, Measured
+from rope_patch.lab.settings import RECALL, TEXT
+from rope_patch.statistics import Interval
+
+AGREES, DISAGREES, UNCLEAR, UNMEASURED = "agrees", "disagrees", "cannot tell", "not measured"
+
+PRESS = "Press et al., ALiBi, arXiv:2108.12409"
+HAVIV = "Haviv et al., arXiv:2203.16634"
+KAZEMNEJAD = "Kazemnejad et al., arXiv:2305.19466"
+AL_KHATEEB = "Al-Khateeb et al., arXiv:2310.13017"
+WANG = "Wang et al., arXiv:2404.12224"
+
+_FLAT = 0.02  # nats; 2% of perplexity still count as no loss
+_RISE = 0.05  # nats, as 5% of perplexity
+_BEYOND = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A published statement: first - second is below a bound.
+
+    Attributes:
+        paper: Authors and arXiv id.
+        claim: The statement in words.
+        numbers: The paper's numbers, in words.
+        first: What is smaller according to the paper.
+        second: What it is compared with.
+        bound: See above; in the quantity's unit.
+        published: The paper's difference in the same unit, if it has numbers in it.
+    """
+
+    paper: str
+    claim: str
+    numbers: str
+    first: Measured
+    second: Measured
+    bound: float = 0.0
+    published: float | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a run says to a statement.
+
+    Attributes:
+        statement: The statement.
+        difference: What came out, with its interval; None if it was not measured.
+        verdict: "agrees", "disagrees", "cannot tell" or "not measured".
+    """
+
+    statement: Statement
+    difference: Interval | None
+    verdict: str
+
+
+def verdict(difference: Interval, bound: float) -> str:
+    """Return what an interval says of "the difference is below the bound".
+
+    Args:
+        difference: The difference with its interval.
+        bound: The bound.
+    """
+    if difference.high < bound:
+        return AGREES
+    return DISAGREES if difference.low > bound else UNCLEAR
+
+
+def compare(results: LabResults) -> list[Finding]:
+    """Return what a run says to each published statement."""
+    findings = []
+    for statement in STATEMENTS:
+        first, second = results.find(statement.first), results.find(statement.second)
+        if first is None or second is None:
+            findings.append(Finding(statement, None, UNMEASURED))
+            continue
+        difference = seeded_difference(first, second)
+        findings.append(Finding(statement, difference, verdict(difference, statement.bound)))
+    return findings
+
+
+def _text(encoding: str, multiple: int, method: str = "plain", quantity: str = "loss") -> Measured:
+    return Measured(TEXT, encoding, multiple, method, quantity)
+
+
+def _recall(encoding: str, multiple: int | tuple[int, ...], method: str = "plain") -> Measured:
+    return Measured(RECALL, encoding, multiple, method, RIGHT)
+
+
+def _perplexities(
+    paper: str,
+    claim: str,
+    first: Measured,
+    second: Measured,
+    numbers: tuple[float, float],
+    lengths: str,
+    bound: float = 0.0,
+) -> Statement:
+    """Return a statement of two perplexities; their ratio's logarithm is in nats."""
+    text = f"perplexity {numbers[0]:g} against {numbers[1]:g}{lengths}"
+    return Statement(paper, claim, text, first, second, bound, math.log(numbers[0] / numbers[1]))
+
+
+STATEMENTS: tuple[Statement, ...] = (
+    _perplexities(
+        PRESS,
+        "ALiBi reads far beyond its length at no loss",
+        _text("alibi", 8),
+        _text("alibi", 1),
+        (18.40, 19.73),
+        " (3,512 against 512 tokens)",
+        _FLAT,
+    ),
+    Statement(
+        PRESS,
+        "what ALiBi gains is fewer early tokens: the last half is flat",
+        "perplexity 17.98 to 18.3 under a sliding window",
+        _text("alibi", 8, quantity=LAST_HALF),
+        _text("alibi", 1, quantity=LAST_HALF),
+        _FLAT,
+        math.log(18.3 / 17.98),
+    ),
+    _perplexities(
+        PRESS,
+        "sinusoidal positions fail at twice the length",
+        _text("sinusoidal", 1),
+        _text("sinusoidal", 2),
+        (20.05, 43.54),
+        " (512 against 1,012 tokens)",
+        -_RISE,
+    ),
+    _perplexities(
+        PRESS,
+        "RoPE fails, too, farther out",
+        _text("rope", 1),
+        _text("rope", 8),
+        (20.07, 35.54),
+        " (512 against 3,512 tokens)",
+        -_RISE,
+    ),
+    _perplexities(
+        PRESS,
+        "T5's bias holds at twice the length",
+        _text("t5", 2),
+        _text("t5", 1),
+        (18.79, 19.65),
+        " (1,012 against 512 tokens)",
+        _FLAT,
+    ),
+    _perplexities(
+        PRESS,
+        "far out ALiBi is below T5's bias",
+        _text("alibi", 8),
+        _text("t5", 8),
+        (18.40, 22.91),
+        " (3,512 tokens)",
+    ),
+    _perplexities(
+        PRESS,
+        "far out T5's bias is below RoPE",
+        _text("t5", 8),
+        _text("rope", 8),
+        (22.91, 35.54),
+        " (3,512 tokens)",
+    ),
+    _perplexities(
+        PRESS,
+        "far out RoPE is below sinusoidal positions",
+        _text("rope", 8),
+        _text("sinusoidal", 8),
+        (35.54, 178.97),
+        " (3,512 tokens)",
+    ),
+    _perplexities(
+        PRESS,
+        "within the length ALiBi is below sinusoidal positions",
+        _text("alibi", 1),
+        _text("sinusoidal", 1),
+        (19.73, 20.05),
+        " (512 tokens)",
+    ),
+    _perplexities(
+        HAVIV,
+        "a decoder without positions comes within 0.05 nats of a learned table",
+        _text("none", 1),
+        _text("learned", 1),
+        (20.97, 20.42),
+        "",
+        _RISE,
+    ),
+    _perplexities(
+        HAVIV,
+        "a learned table is below no positions",
+        _text("learned", 1),
+        _text("none", 1),
+        (20.42, 20.97),
+        "",
+    ),
+    _perplexities(
+        HAVIV,
+        "sinusoidal positions are below a learned table",
+        _text("sinusoidal", 1),
+        _text("learned", 1),
+        (20.16, 20.42),
+        "",
+    ),
+    _perplexities(
+        HAVIV,
+        "ALiBi is below a learned table",
+        _text("alibi", 1),
+        _text("learned", 1),
+        (19.71, 20.42),
+        "",
+    ),
+    Statement(
+        KAZEMNEJAD,
+        "beyond the length no positions recall more than T5's bias",
+        "mean reciprocal rank 0.69 against 0.55 (ten tasks)",
+        _recall("t5", _BEYOND),
+        _recall("none", _BEYOND),
+    ),
+    Statement(
+        KAZEMNEJAD,
+        "beyond the length T5's bias recalls more than ALiBi",
+        "mean reciprocal rank 0.55 against 0.50 (ten tasks)",
+        _recall("alibi", _BEYOND),
+        _recall("t5", _BEYOND),
+    ),
+    Statement(
+        KAZEMNEJAD,
+        "beyond the length ALiBi recalls more than RoPE",
+        "mean reciprocal rank 0.50 against 0.33 (ten tasks)",
+        _recall("rope", _BEYOND),
+        _recall("alibi", _BEYOND),
+    ),
+    Statement(
+        KAZEMNEJAD,
+        "beyond the length RoPE recalls more than sinusoidal positions",
+        "mean reciprocal rank 0.33 against 0.22 (ten tasks)",
+        _recall("sinusoidal", _BEYOND),
+        _recall("rope", _BEYOND),
+    ),
+    _perplexities(
+        KAZEMNEJAD,
+        "within the length RoPE is below ALiBi",
+        _text("rope", 1),
+        _text("alibi", 1),
+        (2.40, 2.43),
+        " (512 tokens of code)",
+    ),
+    _perplexities(
+        KAZEMNEJAD,
+        "within the length ALiBi is below no positions",
+        _text("alibi", 1),
+        _text("none", 1),
+        (2.43, 2.46),
+        " (512 tokens of code)",
+    ),
+    _perplexities(
+        KAZEMNEJAD,
+        "beyond the length no positions are below RoPE",
+        _text("none", 2),
+        _text("rope", 2),
+        (536, 760),
+        " (2,560 tokens of code, trained on 1,024)",
+    ),
+    _perplexities(
+        KAZEMNEJAD,
+        "beyond the length ALiBi is below no positions",
+        _text("alibi", 2),
+        _text("none", 2),
+        (150, 536),
+        " (2,560 tokens of code, trained on 1,024)",
+    ),
+    Statement(
+        AL_KHATEEB,
+        "ALiBi with slopes divided by two keeps its loss at twice the length",
+        "the abstract; no number",
+        _text("alibi", 2, "linear"),
+        _text("alibi", 1),
+        _FLAT,
+    ),
+    Statement(
+        AL_KHATEEB,
+        "divided slopes recall more than plain ALiBi at twice the length",
+        "the abstract; no number",
+        _recall("alibi", 2),
+        _recall("alibi", 2, "linear"),
+    ),
+    Statement(
+        WANG,
+        "beyond the length no positions are below RoPE",
+        "the abstract; no number",
+        _text("none", 4),
+        _text("rope", 4),
+    ),
+    Statement(
+        WANG,
+        "beyond the length no positions recall more than RoPE",
+        "the abstract; no number",
+        _recall("rope", _BEYOND),
+        _recall("none", _BEYOND),
+    ),
+    Statement(
+        WANG,
+        "no positions reach an end, too",
+        "the abstract; no number",
+        _text("none", 1),
+        _text("none", 8),
+        -_RISE,
+    ),
+    Statement(
+        WANG,
+        "logits times a constant lower the loss of no positions beyond the length",
+        "a scale of 1.2, the smallest that its scripts try",
+        _text("none", 8, SCALE),
+        _text("none", 8),
+    ),
+    Statement(
+        WANG,
+        "logits times a constant let no positions recall more beyond the length",
+        "a scale of 1.2, the smallest that its scripts try",
+        _recall("none", _BEYOND),
+        _recall("none", _BEYOND, SCALE),
+    ),
+)

@@ -1,0 +1,1 @@
+"""The lab's report, on the templates of the evaluation's."""
