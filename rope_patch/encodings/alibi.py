@@ -32,7 +32,8 @@ def ntk_slopes(slopes: torch.Tensor, factor: float | torch.Tensor) -> torch.Tens
     """
     logs = slopes.log()
     spread = logs.max() - logs.min()
-    rank = (logs.max() - logs) / spread if spread > 0 else torch.ones_like(logs)
+    # One head has no spread and gets the whole factor; `where` keeps compiled graphs whole.
+    rank = torch.where(spread > 0, (logs.max() - logs) / spread.clamp(min=1e-9), 1.0)
     return slopes * factor**-rank
 
 

@@ -219,6 +219,19 @@ def test_a_patched_model_is_copied_and_pickled():
 
 
 @pytest.mark.parametrize(
+    ("family", "method"), [("BloomForCausalLM", "ntk"), ("MptForCausalLM", "dynamic-linear")]
+)
+def test_compiled_graphs_stay_whole(family, method):
+    model = alibi_model(family).bfloat16()
+    length = {} if method == "dynamic-linear" else {"factor": FACTOR}
+    rope_patch.patch(model, method, trained_length=TRAINED, **length)
+    expected = model(IDS, use_cache=False).logits
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(IDS, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize(
     ("family", "arguments", "message"),
     [
         ("MptForCausalLM", {"exact": True}, "no options for alibi positions of MptForCausalLM"),
