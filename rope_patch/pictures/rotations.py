@@ -116,6 +116,7 @@ def draw_angles(options: PictureOptions) -> Picture:
         Curve("seen in training", pairs, plain * (trained - 1) / turn),
         Curve("target length, as it is", pairs, plain * (target - 1) / turn),
         Curve(f"target length, {name}", pairs, scaled * (target - 1) / turn, marked=True),
+        Curve("one turn", pairs, torch.ones_like(plain)),
     ]
     return Picture(
         [

@@ -50,7 +50,7 @@ def _with_dark_colours(svg: str) -> str:
     """
     rules = [
         f'[style*="{what}: {light}"]{{{what}:{dark} !important}}'
-        for light, dark in dict(PALETTE.values()).items()
+        for light, dark in [*PALETTE.values(), ("#ffffff", PALETTE["paper"][1])]
         for what in ("fill", "stroke")
         if f"{what}: {light}" in svg
     ]
@@ -64,12 +64,13 @@ def _with_palette(encoded: str) -> str:
     from PIL import Image
 
     whole = Image.open(BytesIO(base64.b64decode(encoded))).convert("RGBA")
-    colours = whole.getcolors(256)
-    if colours is None:
+    raw = whole.tobytes()
+    pixels = [raw[at : at + 4] for at in range(0, len(raw), 4)]
+    numbers = {colour: number for number, colour in enumerate(sorted(set(pixels)))}
+    if len(numbers) > 256:
         return f"data:image/png;base64,{encoded}"
-    numbers = {colour: number for number, (_, colour) in enumerate(colours)}
-    small = Image.frombytes("P", whole.size, bytes(numbers[each] for each in whole.getdata()))
-    small.putpalette([part for colour in numbers for part in colour], rawmode="RGBA")
+    small = Image.frombytes("P", whole.size, bytes(numbers[pixel] for pixel in pixels))
+    small.putpalette(b"".join(numbers), rawmode="RGBA")
     file = BytesIO()
     small.save(file, format="png", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
