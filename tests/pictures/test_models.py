@@ -174,10 +174,10 @@ def test_what_a_model_cannot_show_is_refused(tmp_path):
         make_picture("table", model=gpt2, length=LENGTH + 1)
     with pytest.raises(
         Refused,
-        match="base must be left out, .*: the model decides it",
+        match="base must be left out",
     ):
         make_picture("clock", model=llama(), base=100.0)
-    with pytest.raises(Refused, match="width must be left out, .*: the encoding 'learned'"):
+    with pytest.raises(Refused, match="width must be left out"):
         make_picture("table", model=gpt2, width=8)
     with pytest.raises(Refused, match="trained must be left out"):
         make_picture("stretch", model=gpt2, trained=8)

@@ -196,9 +196,8 @@ def test_rope_is_shown_as_transformers_computes_it():
     (difference,) = panels("difference", encoding="rope", length=9, width=16, position=5)
     got = curve(difference, "5 minus 0").y
     # A vector of ones in complex numbers: (1 + i) e^(i angle).
-    turned = (1 + 1j) * torch.polar(
-        torch.ones(8).double(), 5 * 1e4 ** (-torch.arange(8).double() / 8)
-    )
+    angles = 5 * 1e4 ** (-torch.arange(8).double() / 8)
+    turned = (1 + 1j) * torch.polar(torch.ones_like(angles), angles)
     expected = torch.view_as_real(turned - (1 + 1j)).flatten()
     torch.testing.assert_close(got, expected)
 
