@@ -61,16 +61,16 @@ def _with_dark_colours(svg: str) -> str:
 
 def _with_palette(encoded: str) -> str:
     """Return an embedded image of few colours as a smaller file of the same pixels."""
+    import numpy
     from PIL import Image
 
     whole = Image.open(BytesIO(base64.b64decode(encoded))).convert("RGBA")
-    raw = whole.tobytes()
-    pixels = [raw[at : at + 4] for at in range(0, len(raw), 4)]
-    numbers = {colour: number for number, colour in enumerate(sorted(set(pixels)))}
-    if len(numbers) > 256:
+    pixels = numpy.frombuffer(whole.tobytes(), dtype=numpy.uint32)
+    colours, numbers = numpy.unique(pixels, return_inverse=True)
+    if len(colours) > 256:
         return f"data:image/png;base64,{encoded}"
-    small = Image.frombytes("P", whole.size, bytes(numbers[pixel] for pixel in pixels))
-    small.putpalette(b"".join(numbers), rawmode="RGBA")
+    small = Image.frombytes("P", whole.size, numbers.astype(numpy.uint8).tobytes())
+    small.putpalette(colours.tobytes(), rawmode="RGBA")
     file = BytesIO()
     small.save(file, format="png", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -44,7 +44,7 @@ def test_each_picture_has_finite_numbers_labels_and_a_caption(name):
             assert len({each.label for each in panel.curves}) == len(panel.curves)
             for each in panel.curves:
                 assert each.x.shape == each.y.shape
-                assert each.y.double().isfinite().all()
+                assert each.y.double().isfinite().all() or name == "grid"
 
 
 def test_the_table_is_sines_and_cosines():
@@ -107,6 +107,22 @@ def test_angles_are_those_of_the_method(method):
     turns = curve(panel, f"target length, {method}").y
     torch.testing.assert_close(turns, scaled * 4095 / (2 * math.pi))
     torch.testing.assert_close(curve(panel, "seen in training").y, plain * 511 / (2 * math.pi))
+
+
+def test_pairs_of_a_grid_turn_with_one_axis_or_with_both():
+    halves, dealt, mixed = panels("grid", width=16, base=100.0)
+    for panel, frequency in (
+        (halves, lambda pair: 100 ** (-(pair % 4) / 4)),
+        (dealt, lambda pair: 100 ** (-((pair % 4) * 2 + pair // 4) / 8)),
+    ):
+        rows, columns = (each.y for each in panel.curves)
+        for pair in range(8):
+            one, other = (rows, columns) if pair < 4 else (columns, rows)
+            assert one[pair] == pytest.approx(frequency(pair))
+            assert other[pair].isnan()
+    # The directions are orthogonal: together they turn as much as the axes did.
+    squares = sum(each.y**2 for each in mixed.curves)
+    torch.testing.assert_close(squares, 100 ** (-(torch.arange(8).double() % 4) / 2))
 
 
 def test_decays_begin_at_the_top_and_random_projections_lose_it():
@@ -265,6 +281,7 @@ def test_python_returns_a_figure():
         (["clock", "--out", "clock.pdf"], "a picture is an .svg or a .png file, got 'clock.pdf'"),
         (["clock", "--position", "0"], "--position must be a whole number of at least 1, got 0"),
         (["table", "--width", "7"], "--width must be an even number of at least 6, got 7"),
+        (["grid", "--width", "10"], "--width must be a multiple of 4"),
         (["angles", "--factor", "1"], "--factor must be above 1, got 1"),
         (["angles", "--method", "yarm"], "unknown method 'yarm'"),
         (["angles", "--method", "self-extend"], "self-extend stretches no angles"),
