@@ -83,6 +83,7 @@ GALLERY: dict[str, list[Shown]] = {
         _shown("clock"),
         _shown("clock", "clock-demo", model="demo", position=10000),
         _shown("wavelengths", "wavelengths-demo", model="demo"),
+        _shown("grid"),
     ],
     "Distances and biases": [
         _shown("decay"),
@@ -107,7 +108,7 @@ def gallery() -> str:
     """Return the page's gallery in Markdown."""
     parts = []
     for heading, pictures in GALLERY.items():
-        parts.append(f"## {heading}\n")
+        parts.append(f"### {heading}\n")
         for shown in pictures:
             parts.append(f"`{shown.command}`\n")
             parts.append(f"![{shown.file}](images/pictures/{shown.file}.svg)\n")

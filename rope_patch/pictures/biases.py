@@ -132,7 +132,9 @@ BIASES: dict[str, BiasKind] = {
         _t5,
         ("log-tail", "max-distance", "linear"),
         "T5 learns a number for each bucket of distances. Without a model the numbers here are "
-        "made up and fall with the bucket; the buckets' borders are T5's.",
+        "made up and fall with the bucket; the buckets' borders are T5's. log-tail puts far "
+        "distances into trained buckets, max-distance widens the buckets, linear divides all "
+        "distances.",
     ),
     "kerple": BiasKind(
         _kerple,
@@ -192,7 +194,7 @@ def draw_bias(options: PictureOptions) -> Picture:
     ]
     return Picture(
         panels,
-        f"{source} Darker keys get less attention"
+        f"{source}Darker keys get less attention"
         + ("" if request.table is not None else f"; {_LOWEST:g} and lower is darkest")
         + f". The dashed square is the trained length, {trained} tokens. {kind.about}",
         columns=len(chosen),
@@ -202,7 +204,8 @@ def draw_bias(options: PictureOptions) -> Picture:
 def _request(options: PictureOptions) -> tuple[str, BiasRequest, str]:
     """Return the encoding's name, what to compute, and the model's name as a sentence."""
     positions = torch.arange(options.length)
-    heads, table, settings, source = options.heads, None, {}, ""
+    heads, table, source = options.heads, None, ""
+    settings: dict[str, Any] = {}
     name = options.encoding or "alibi"
     if options.model is not None:
         options.refuse(("encoding", "heads"), "the model decides it")
@@ -213,7 +216,7 @@ def _request(options: PictureOptions) -> tuple[str, BiasRequest, str]:
         if site is None:
             kinds = " and ".join(dict.fromkeys(each.kind for each in sites)) or "unknown"
             raise Refused(f"model has {kinds} positions: expected ALiBi's slopes or T5's buckets")
-        name, source = site.kind, f"{site.name}."
+        name, source = site.kind, f"{site.name}. "
         if isinstance(site, SlopesSite):
             heads = site.heads
         else:

@@ -24,10 +24,12 @@ class Encoding:
 
     Attributes:
         tables: Computes its tables.
+        about: What to see in its rows.
         options: The options that decide them, besides the length.
     """
 
     tables: Callable[[PictureOptions], Tables]
+    about: str
     options: tuple[str, ...] = ("width",)
 
 
@@ -81,24 +83,53 @@ def _learned(options: PictureOptions) -> Tables:
     return tables
 
 
+_DIGITS = (
+    "Digit k changes every base^k positions, so rows are unique and bounded. But neighbours can "
+    "differ in all digits, and a longer text needs a digit that was 0 throughout training."
+)
+_SINUSOIDS = (
+    "Each pair of components is a sine and a cosine of one wavelength, from 6 tokens to many "
+    "thousands. Rows are bounded, change smoothly, and go on for any length."
+)
+
 ENCODINGS: dict[str, Encoding] = {
-    "integer": Encoding(lambda o: {"integers": integer_table(torch.arange(o.length), o.width)}),
-    "normalised": Encoding(
-        lambda o: {"integers / length": normalised_table(torch.arange(o.length), o.width, o.length)}
+    "integer": Encoding(
+        lambda o: {"integers": integer_table(torch.arange(o.length), o.width)},
+        "The number grows without bound, and soon drowns the embedding that it is added to.",
     ),
-    "binary": Encoding(_digits(2)),
-    "base4": Encoding(_digits(4)),
-    "base8": Encoding(_digits(8)),
-    "base16": Encoding(_digits(16)),
-    "sinusoidal": Encoding(_sinusoids("sinusoidal", "interleaved", "vaswani"), ("width", "base")),
+    "normalised": Encoding(
+        lambda o: {
+            "integers / length": normalised_table(torch.arange(o.length), o.width, o.length)
+        },
+        "Values stay below 1. But a step is 1 / length: in a text of another length the same "
+        "position has another number.",
+    ),
+    "binary": Encoding(_digits(2), _DIGITS),
+    "base4": Encoding(_digits(4), _DIGITS),
+    "base8": Encoding(_digits(8), _DIGITS),
+    "base16": Encoding(_digits(16), _DIGITS),
+    "sinusoidal": Encoding(
+        _sinusoids("sinusoidal", "interleaved", "vaswani"), _SINUSOIDS, ("width", "base")
+    ),
     "sinusoidal-halves": Encoding(
-        _sinusoids("sinusoidal, sines first", "halves", "vaswani"), ("width", "base")
+        _sinusoids("sinusoidal, sines first", "halves", "vaswani"), _SINUSOIDS, ("width", "base")
     ),
     "tensor2tensor": Encoding(
-        _sinusoids("tensor2tensor's sinusoids", "halves", "tensor2tensor"), ("width", "base")
+        _sinusoids("tensor2tensor's sinusoids", "halves", "tensor2tensor"),
+        "All sines come first, then all cosines. The slowest pair turns by exactly 1 / base a "
+        "token, a little more slowly than in the paper. XGLM, M2M-100 and Whisper use it.",
+        ("width", "base"),
     ),
-    "rope": Encoding(_rotated_ones, ("width", "base")),
-    "learned": Encoding(_learned, ("model",)),
+    "rope": Encoding(
+        _rotated_ones,
+        "RoPE turns each pair of a query or key. Here it turns a vector of ones.",
+        ("width", "base"),
+    ),
+    "learned": Encoding(
+        _learned,
+        "A learned table has a row for each position of training, and no formula for the next one.",
+        ("model",),
+    ),
 }
 _DECIDING = ("width", "base", "model")
 

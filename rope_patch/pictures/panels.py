@@ -63,6 +63,7 @@ class Curves:
         y_log: Whether y is logarithmic.
         bounds: Positions on x to mark, with their names.
         equal: Whether a unit is as long on both axes.
+        y_limits: The ends of the y axis, if some values may lie beyond.
     """
 
     title: str
@@ -72,6 +73,7 @@ class Curves:
     y_log: bool = False
     bounds: dict[str, float] = field(default_factory=dict)
     equal: bool = False
+    y_limits: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class PictureOptions:
         """
         for name in names:
             if name in self.given:
-                raise Refused(f"{name} would change nothing: {reason}; leave it out")
+                raise Refused(f"{name} must be left out, because it would change nothing: {reason}")
 
 
 Draw = Callable[[PictureOptions], Picture]
@@ -138,6 +138,6 @@ def make_picture(name: str, **given: Any) -> Picture:
     options = PictureOptions(**kind.options | given, given=frozenset(given))
     for key in given:
         if key not in kind.options:
-            takes = ", ".join(kind.options) or "no options"
-            raise Refused(f"{key} is no option of the picture {name!r}: expected {takes}")
+            takes = ", ".join(kind.options)
+            raise Refused(f"{key} must be left out: the picture {name!r} takes {takes}")
     return kind.draw(options)

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 # All lengths are in CSS pixels: at 72 dots per inch one point of matplotlib is one pixel.
 _WIDTH, _HEIGHT, _CAPTION_LINE = 912, 400, 19
-_ROW_HEIGHT = 216  # where there are several rows
-_LEFT, _RIGHT, _BAR_RIGHT = 78, 24, 84  # for labels of the y axis, and of colour bars
+_ROW_HEIGHT = 200  # where there are several rows, without labels
+_LEFT, _RIGHT, _BAR_RIGHT = 86, 24, 84  # for labels of the y axis, and of colour bars
 _GAP = 22  # between panels that share their labels
-_TITLE, _BELOW = 40, 52
+_TITLE, _BELOW, _NO_LABELS = 40, 52, 20
+_LEGEND_RIGHT, _LEGEND_LINE = 176, 17  # beside a single panel; below one of several
+_SLANTED = 30  # more below, for names of columns
 _CAPTION_COLUMNS = 128
 _COLOURS = ("m0", "m1", "m2", "m3", "m4", "m5", "m6", "m7")
 # Lines and marks differ in more than colour, for those who see or print none.
@@ -39,11 +41,30 @@ class _Cell:
         box: Left, bottom, width and height, in shares of the figure.
         x_labelled: Whether the x axis has its label.
         y_labelled: Whether the y axis has its label.
+        alone: Whether it is the only panel.
+        tall: Its height in pixels.
     """
 
     box: tuple[float, float, float, float]
     x_labelled: bool
     y_labelled: bool
+    alone: bool
+    tall: float
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The figure's measures in pixels.
+
+    Attributes:
+        height: Of the figure.
+        row_height: Of a row of panels with their titles.
+        below: Of the caption and of what stands below the last row's axes.
+    """
+
+    height: float
+    row_height: float
+    below: float
 
 
 def draw(picture: Picture) -> Figure:
@@ -59,22 +80,21 @@ def draw(picture: Picture) -> Figure:
     lines = textwrap.wrap(picture.caption, _CAPTION_COLUMNS)
     columns = picture.columns or len(picture.panels)
     rows = math.ceil(len(picture.panels) / columns)
-    below = _CAPTION_LINE * len(lines) + 24
-    row_height = _HEIGHT - 48 if rows == 1 else _ROW_HEIGHT
-    height = below + rows * row_height + 12
+    row_height = _ROW_HEIGHT if rows > 1 else _HEIGHT - 2 * _BELOW
+    below = _CAPTION_LINE * len(lines) + 24 + _BELOW - _NO_LABELS + _room_below(picture.panels)
+    frame = _Frame(below + rows * row_height + 12, row_height, below)
     shared = _shared_limits(picture.panels)
     with rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH / 72, height / 72))
+        figure = Figure(figsize=(_WIDTH / 72, frame.height / 72))
         image = None
         for number, panel in enumerate(picture.panels):
-            cell = _cell(number, columns, rows, row_height, height, bool(shared), picture.panels)
-            drawn = _draw_panel(figure, cell, panel, bar=not shared)
+            cell = _cell(picture.panels, number, columns, frame, shared=shared is not None)
+            drawn = _draw_panel(figure, cell, panel, bar=shared is None)
             image = drawn if drawn is not None else image
-        if shared:
-            _draw_shared_bar(figure, image, height, below, shared.unit)
-        figure.text(
-            24 / _WIDTH, 14 / height, "\n".join(lines), color=PAPER["ink"], va="bottom", ha="left"
-        )
+        if shared is not None:
+            _draw_shared_bar(figure, image, frame, shared.unit)
+        place: dict[str, Any] = {"va": "bottom", "ha": "left", "color": PAPER["ink"]}
+        figure.text(24 / _WIDTH, 14 / frame.height, "\n".join(lines), **place)
     return figure
 
 
@@ -87,30 +107,33 @@ def _shared_limits(panels: Sequence[Panel]) -> HeatMap | None:
     return maps[0] if len(alike) == 1 and maps[0].limits is not None else None
 
 
+def _room_below(panels: Sequence[Panel]) -> int:
+    """Return the pixels that legends or names of columns take below the axes."""
+    if len(panels) > 1:
+        lines = [len(panel.curves) for panel in panels if isinstance(panel, Curves)]
+        if lines:
+            return _LEGEND_LINE * max(lines) + 6
+    return _SLANTED if any(isinstance(p, HeatMap) and p.ticks for p in panels) else 0
+
+
 def _cell(
-    number: int,
-    columns: int,
-    rows: int,
-    row_height: float,
-    height: float,
-    shared: bool,
-    panels: Sequence[Panel],
+    panels: Sequence[Panel], number: int, columns: int, frame: _Frame, *, shared: bool
 ) -> _Cell:
     row, column = divmod(number, columns)
-    bottom = height - 12 - (row + 1) * row_height
+    bottom = frame.height - 12 - (row + 1) * frame.row_height + _NO_LABELS
+    tall = frame.row_height - _NO_LABELS - _TITLE
     if shared:
         width = (_WIDTH - _LEFT - _BAR_RIGHT - _GAP * (columns - 1)) / columns
         left = _LEFT + column * (width + _GAP)
-        # Labels once a row and a column; numbers of inner axes are left out, so rows are closer.
-        under = _BELOW if row == rows - 1 else 20
-        box = (left, bottom + under, width, row_height - under - _TITLE)
     else:
         right = _BAR_RIGHT if any(isinstance(panel, HeatMap) for panel in panels) else _RIGHT
+        if len(panels) == 1 and isinstance(panels[0], Curves):
+            right = _LEGEND_RIGHT
         width = (_WIDTH - (_LEFT + right) * columns) / columns
         left = _LEFT + column * (width + _LEFT + right)
-        box = (left, bottom + _BELOW, width, row_height - _BELOW - _TITLE)
-    share = (box[0] / _WIDTH, box[1] / height, box[2] / _WIDTH, box[3] / height)
-    return _Cell(share, not shared or row == rows - 1, not shared or column == 0)
+    box = (left / _WIDTH, bottom / frame.height, width / _WIDTH, tall / frame.height)
+    is_last = (row + 1) * columns >= len(panels)
+    return _Cell(box, not shared or is_last, not shared or column == 0, len(panels) == 1, tall)
 
 
 def _draw_panel(figure: Figure, cell: _Cell, panel: Panel, *, bar: bool) -> Any:
@@ -123,7 +146,7 @@ def _draw_panel(figure: Figure, cell: _Cell, panel: Panel, *, bar: bool) -> Any:
     if isinstance(panel, HeatMap):
         return _draw_heat_map(figure, axes, cell, panel, bar=bar)
     if isinstance(panel, Curves):
-        _draw_curves(axes, panel)
+        _draw_curves(axes, cell, panel)
     else:
         _draw_dials(axes, panel)
     return None
@@ -156,28 +179,30 @@ def _draw_heat_map(figure: Figure, axes: Axes, cell: _Cell, panel: HeatMap, *, b
             [-0.5, edge, edge], [edge, edge, -0.5], color="#8e8e8e", linestyle=(0, (4, 2)), lw=1.2
         )
     if bar:
-        colours = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03)
-        colours.outline.set_visible(False)
-        colours.set_label(panel.unit)
+        _style_bar(figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03), panel.unit)
     return image
 
 
-def _draw_shared_bar(figure: Figure, image: Any, height: float, below: float, unit: str) -> None:
-    bottom = below + _BELOW
-    box = ((_WIDTH - _BAR_RIGHT + 12) / _WIDTH, bottom / height, 12 / _WIDTH)
-    axes = figure.add_axes((*box, (height - 12 - _TITLE - bottom) / height))
-    colours = figure.colorbar(image, cax=axes)
+def _draw_shared_bar(figure: Figure, image: Any, frame: _Frame, unit: str) -> None:
+    bottom = frame.below + _NO_LABELS
+    box = ((_WIDTH - _BAR_RIGHT + 12) / _WIDTH, bottom / frame.height, 12 / _WIDTH)
+    axes = figure.add_axes((*box, (frame.height - 12 - _TITLE - bottom) / frame.height))
+    _style_bar(figure.colorbar(image, cax=axes), unit)
+
+
+def _style_bar(colours: Any, unit: str) -> None:
     colours.outline.set_visible(False)
     colours.set_label(unit)
+    colours.ax.grid(visible=False)
 
 
-def _draw_curves(axes: Axes, panel: Curves) -> None:
+def _draw_curves(axes: Axes, cell: _Cell, panel: Curves) -> None:
     if panel.y_log:
         axes.set_yscale("log")
         # The usual powers of ten would need mathtext.
         axes.yaxis.set_major_formatter(lambda number, _: f"{number:,.10g}")
     if panel.equal:
-        axes.set_aspect("equal", adjustable="datalim")
+        axes.set_aspect("equal", adjustable="box", anchor="W")
     for number, curve in enumerate(panel.curves):
         style: Any = {"color": PAPER[_COLOURS[number % len(_COLOURS)]], "label": curve.label}
         if curve.marked:
@@ -193,10 +218,11 @@ def _draw_curves(axes: Axes, panel: Curves) -> None:
         )  # fmt: skip
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    axes.legend(
-        fontsize=10, frameon=True, framealpha=0.85, edgecolor="none", facecolor=PAPER["paper"],
-        handlelength=3.4,
-    )  # fmt: skip
+    if panel.y_limits is not None:
+        axes.set_ylim(*panel.y_limits)
+    # Outside, so that it hides no line.
+    corner = (1.0, 1.0) if cell.alone else (-0.02, -_BELOW / cell.tall)
+    axes.legend(loc="upper left", bbox_to_anchor=corner, fontsize=10, handlelength=3.4)
 
 
 def _draw_dials(axes: Axes, panel: Dials) -> None:
@@ -204,7 +230,7 @@ def _draw_dials(axes: Axes, panel: Dials) -> None:
 
     columns = math.ceil(len(panel.dials) / 2)
     axes.set_axis_off()
-    axes.set_aspect("equal")
+    axes.set_aspect("equal", anchor="NW")
     for number, dial in enumerate(panel.dials):
         x, y = 2.6 * (number % columns), -3.1 * (number // columns)
         arc = math.degrees(dial.trained_arc)
@@ -221,7 +247,7 @@ def _draw_path(axes: Any, panel: Path) -> None:
     points = panel.points.numpy()
     axes.set_title(panel.title, loc="left", fontsize=STYLE["font.size"], color=PAPER["ink"])
     axes.plot(*points.T, color=PAPER["m0"], linewidth=1.2, marker="o", markersize=4)
-    axes.set_box_aspect((1, 1, 1), zoom=0.9)
+    axes.set_box_aspect((1, 1, 1), zoom=1.1)
     axes.set_facecolor("none")
     for axis, label in zip((axes.xaxis, axes.yaxis, axes.zaxis), panel.labels, strict=True):
         axis.set_ticklabels([])

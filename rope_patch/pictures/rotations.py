@@ -11,6 +11,7 @@ from rope_patch.geometry import Geometry
 from rope_patch.methods import build
 from rope_patch.methods.position_map import PositionMap
 from rope_patch.methods.registry import get_method
+from rope_patch.ops.n_dimensional import axial_frequencies, mixed_frequencies
 from rope_patch.pictures.panels import Curve, Curves, Dial, Dials, Picture
 from rope_patch.pictures.picture import PictureOptions, register_picture
 from rope_patch.pictures.subject import read_rotation
@@ -116,6 +117,7 @@ def draw_angles(options: PictureOptions) -> Picture:
         Curve("seen in training", pairs, plain * (trained - 1) / turn),
         Curve("target length, as it is", pairs, plain * (target - 1) / turn),
         Curve(f"target length, {name}", pairs, scaled * (target - 1) / turn, marked=True),
+        Curve("one turn", pairs, torch.ones_like(plain)),
     ]
     return Picture(
         [
@@ -130,4 +132,36 @@ def draw_angles(options: PictureOptions) -> Picture:
         "Above one turn every angle is known, whatever the length. Below it, a pair must not turn "
         "further than it did in training: there the method's points should lie on the line of what "
         "was seen.",
+    )
+
+
+@register_picture("grid", width=64, base=10000.0)
+def draw_grid(options: PictureOptions) -> Picture:
+    """Draw which axis of an image each pair serves, in three kinds of two-dimensional RoPE."""
+    width, base = options.width, options.base
+    if width % 4:
+        raise Refused(f"width must be a multiple of 4, two pairs for two axes, got {width}")
+    kinds = {
+        "axial, halves (Qwen2-VL)": axial_frequencies(width, 2, base),
+        "axial, in turn (Pixtral)": axial_frequencies(width, 2, base, spectrum="alternate"),
+        "mixed (RoPE-Mixed)": mixed_frequencies(
+            width, 2, base, generator=torch.Generator().manual_seed(0)
+        ),
+    }
+    panels = []
+    for title, frequencies in kinds.items():
+        # A pair of another axis does not turn: it has no point on a logarithmic axis.
+        sizes = frequencies.abs().where(frequencies != 0, math.nan)
+        pairs = torch.arange(len(sizes))
+        curves = [
+            Curve(name, pairs, sizes[:, axis], marked=True)
+            for axis, name in enumerate(("along the height", "along the width"))
+        ]
+        panels.append(Curves(title, curves, "pair", "radians per patch", y_log=True))
+    return Picture(
+        panels,
+        "Axial RoPE gives each pair one axis: it turns with the row or with the column, never with "
+        "both. Either each axis has a half of the pairs with all wavelengths, or the wavelengths "
+        "are dealt to the axes in turn. Mixed RoPE turns every pair with both axes, in directions "
+        "that are random at first and then learned.",
     )

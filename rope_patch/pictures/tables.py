@@ -10,7 +10,12 @@ import torch
 from rope_patch.encodings.counted import digit_count, digit_table
 from rope_patch.encodings.learned import stretch_table
 from rope_patch.encodings.sinusoidal import sinusoidal_table
-from rope_patch.pictures.encoding_tables import encoding_name, encoding_tables, rope_angles
+from rope_patch.pictures.encoding_tables import (
+    ENCODINGS,
+    encoding_name,
+    encoding_tables,
+    rope_angles,
+)
 from rope_patch.pictures.panels import Curve, Curves, HeatMap, Path, Picture
 from rope_patch.pictures.picture import PictureOptions, register_picture
 from rope_patch.pictures.subject import learned_tables
@@ -28,11 +33,12 @@ _TABLE: dict[str, Any] = {
 @register_picture("table", **_TABLE)
 def draw_table(options: PictureOptions) -> Picture:
     """Draw an encoding of absolute positions as a heat map."""
-    if encoding_name(options) == "rope":
+    name = encoding_name(options)
+    if name == "rope":
         angles = rope_angles(options)
         panels = [
-            HeatMap(f"{name} of RoPE's angles", values, "pair", "position (tokens)", (-1, 1), name)
-            for name, values in (("cosine", angles.cos()), ("sine", angles.sin()))
+            HeatMap(f"{wave} of RoPE's angles", values, "pair", "position (tokens)", (-1, 1), wave)
+            for wave, values in (("cosine", angles.cos()), ("sine", angles.sin()))
         ]
         return Picture(
             panels,
@@ -42,28 +48,25 @@ def draw_table(options: PictureOptions) -> Picture:
         )
     panels = []
     for title, table in encoding_tables(options).items():
-        # A few outliers of a learned table would leave one colour for all others.
-        limits = tuple(table.quantile(torch.tensor([0.01, 0.99]).double()).tolist())
         panels.append(
             HeatMap(
                 f"{title}, {len(table)} positions",
                 table,
                 "component",
                 "position (tokens)",
-                limits if options.model is not None else None,
+                _inner_limits(table) if options.model is not None else None,
             )
         )
-    caption = (
-        "Each row is what is added to the embedding of the token at that position. Rows must "
-        "differ, and for a model to reach further, rows beyond training should look like trained "
-        "ones."
-    )
+    caption = f"Each row is what is added to the token at that position. {ENCODINGS[name].about}"
     if options.model is not None:
-        caption += (
-            " A learned table has no formula for the next row: it ends. Colours end at the 1st and "
-            "99th percentile."
-        )
+        caption += " Colours end at the 1st and the 99th percentile."
     return Picture(panels, caption)
+
+
+def _inner_limits(values: torch.Tensor) -> tuple[float, float]:
+    """Return the 1st and the 99th percentile, because outliers would flatten all else."""
+    low, high = values.quantile(torch.tensor([0.01, 0.99], dtype=values.dtype)).tolist()
+    return low, high
 
 
 @register_picture("waves", **_TABLE)
@@ -76,17 +79,19 @@ def draw_waves(options: PictureOptions) -> Picture:
         chosen = sorted({0, width // 3, width // 2, width - 2})
         curves = [Curve(f"component {n}", positions, table[:, n]) for n in chosen]
         panels.append(Curves(title, curves, "position (tokens)", "value"))
-    if options.model is not None:
-        return Picture(
-            panels,
-            "Single columns of a learned table. Training gave neighbours similar values, so the "
-            "lines are mostly smooth; that is what lets a table be read between its rows.",
+    name = encoding_name(options)
+    see = ENCODINGS[name].about
+    if name == "learned":
+        see += (
+            " Neighbours came to be similar in training, so the lines are mostly smooth: that is "
+            "what lets a table be read between its rows."
         )
-    return Picture(
-        panels,
-        "The first components of a sinusoidal encoding change with every token, the last ones over "
-        "the whole text, as the digits of a number do.",
-    )
+    elif "base" in ENCODINGS[name].options:
+        see += (
+            " The fastest pair changes with every token, the slowest hardly at all, as the digits "
+            "of a number do."
+        )
+    return Picture(panels, f"Single components over positions. {see}")
 
 
 @register_picture("digits", length=32)
@@ -139,15 +144,28 @@ def draw_difference(options: PictureOptions) -> Picture:
         last = len(table) - 1
         pairs = sorted({(min(options.position, last), 0), (last, 0)})
         curves = [
-            Curve(f"position {a} minus position {b}", components, table[a] - table[b], marked=True)
+            Curve(f"{a:,} minus {b}", components, table[a] - table[b], marked=True)
             for a, b in pairs
         ]
-        panels.append(Curves(title, curves, "component", "difference"))
-    return Picture(
-        panels,
-        "What tells two positions apart. Of sinusoids, fast components differ between any two "
-        "positions, slow ones only where positions are far apart: they tell far from near.",
-    )
+        limits = None
+        if options.model is not None:
+            low, high = _inner_limits(torch.stack([curve.y for curve in curves]))
+            limits = (2 * low, 2 * high)
+        panels.append(
+            Curves(title, curves, "component", "difference of two positions", y_limits=limits)
+        )
+    about = "What tells two positions apart."
+    if "base" in ENCODINGS[encoding_name(options)].options:
+        about += (
+            " Fast components differ between any two positions, slow ones only where positions are "
+            "far apart: they tell far from near."
+        )
+    if options.model is not None:
+        about += (
+            " Every component of a learned table may take part. The axis ends at twice the 1st and "
+            "the 99th percentile, so single components may lie outside."
+        )
+    return Picture(panels, about)
 
 
 @register_picture("walk", length=32)
@@ -180,8 +198,9 @@ def draw_stretch(options: PictureOptions) -> Picture:
     else:
         options.refuse(("width", "base", "trained"), "the model's table decides it")
         name, table = next(iter(learned_tables(options.model).items()))
-        component = int(table[:_STRETCHED_ROWS].var(dim=0).argmax())
-        source = f"{name}, component {component}, which varies most"
+        # Not row 0: where all texts begin with one token, it is unlike the others.
+        component = int(table[1:_STRETCHED_ROWS].var(dim=0).argmax())
+        source = f"{name}, component {component}"
     column, trained = table[:, [component]], len(table)
     rows = round(trained * options.factor)
     places = torch.arange(rows) * trained / rows

@@ -50,7 +50,7 @@ def _with_dark_colours(svg: str) -> str:
     """
     rules = [
         f'[style*="{what}: {light}"]{{{what}:{dark} !important}}'
-        for light, dark in dict(PALETTE.values()).items()
+        for light, dark in [*PALETTE.values(), ("#ffffff", PALETTE["paper"][1])]
         for what in ("fill", "stroke")
         if f"{what}: {light}" in svg
     ]
@@ -61,15 +61,16 @@ def _with_dark_colours(svg: str) -> str:
 
 def _with_palette(encoded: str) -> str:
     """Return an embedded image of few colours as a smaller file of the same pixels."""
+    import numpy
     from PIL import Image
 
     whole = Image.open(BytesIO(base64.b64decode(encoded))).convert("RGBA")
-    colours = whole.getcolors(256)
-    if colours is None:
+    pixels = numpy.frombuffer(whole.tobytes(), dtype=numpy.uint32)
+    colours, numbers = numpy.unique(pixels, return_inverse=True)
+    if len(colours) > 256:
         return f"data:image/png;base64,{encoded}"
-    numbers = {colour: number for number, (_, colour) in enumerate(colours)}
-    small = Image.frombytes("P", whole.size, bytes(numbers[each] for each in whole.getdata()))
-    small.putpalette([part for colour in numbers for part in colour], rawmode="RGBA")
+    small = Image.frombytes("P", whole.size, numbers.astype(numpy.uint8).tobytes())
+    small.putpalette(colours.tobytes(), rawmode="RGBA")
     file = BytesIO()
     small.save(file, format="png", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
