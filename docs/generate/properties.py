@@ -13,7 +13,8 @@ import torch
 from rope_patch.encodings.counted import normalised_table
 from rope_patch.encodings.decay import xpos_factors
 from rope_patch.encodings.properties import PROPERTIES, Verdict, property_table
-from rope_patch.encodings.subject import Setting
+from rope_patch.encodings.subject import Content, Setting
+from rope_patch.ops import axial_frequencies, mixed_frequencies, n_dimensional_rope
 
 PAGE = Path(__file__).parents[1] / "encoding-properties.md"
 
@@ -173,6 +174,9 @@ def build() -> str:
         *_definitions(),
         "## Where popular lists are wrong",
         _slips(table, setting),
+        "## RoPE on two axes",
+        _fill(_AXES),
+        _axes_table(setting.width),
         _OWN,
     ]
     return "\n\n".join(parts) + "\n"
@@ -255,6 +259,51 @@ def _numbers(table: dict[str, dict[str, Verdict]], setting: Setting) -> dict[str
         "xpos_factor": f"{factor:,.0f}",
         "fire_term": number("fire", "relative"),
     }
+
+
+_AXES = """
+RoPE on two axes ([kernels](kernels.md#on-several-axes)) for one random query and key, at steps of 0
+to 7 rows and columns between them. "Shift": largest change of a product if both tokens move by 100
+rows and 37 columns. "Axes": smallest difference between n rows down and n columns right. "Norm":
+largest change of a vector's length. "Diagonal": what a product at r rows and c columns has beyond
+those at r rows and at c columns; axial pairs see no diagonal, mixed ones do. All are shares of the
+largest product or length; the base is 100.
+"""
+
+
+def _axes_table(width: int) -> str:
+    """Return what holds for RoPE on two axes."""
+    kinds = {
+        "axial": axial_frequencies(width, 2, 100.0),
+        "axial, alternate": axial_frequencies(width, 2, 100.0, spectrum="alternate"),
+        "mixed": mixed_frequencies(width, 2, 100.0, generator=torch.Generator().manual_seed(0)),
+    }
+    lines = ["| frequencies | shift | axes | norm | diagonal |", "|:--|:--|:--|:--|:--|"]
+    axis = torch.arange(8)
+    grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1).flatten(0, -2)
+    content = Content.draw(width, 0)
+    for name, frequencies in kinds.items():
+
+        def rotated(vector: torch.Tensor, positions: torch.Tensor, freqs=frequencies):
+            tokens = vector.expand(1, len(positions), 1, -1)
+            return n_dimensional_rope(tokens, None, positions, freqs)[0][0, :, 0]
+
+        def products(shift: torch.Tensor, turn=rotated) -> torch.Tensor:
+            query = turn(content.query, torch.zeros(1, 2) + shift)[0]
+            return (turn(content.key, grid + shift) @ query).view(8, 8)
+
+        here, moved = products(torch.zeros(2)), products(torch.tensor([100, 37]))
+        scale = here.abs().max()
+        left_over = here - here[:1] - here[:, :1] + here[0, 0]
+        norm = content.key.norm()
+        numbers = (
+            (moved - here).abs().max() / scale,
+            (here[1:, 0] - here[0, 1:]).abs().min() / scale,
+            (rotated(content.key, grid).norm(dim=1) / norm - 1).abs().max(),
+            left_over.abs().max() / scale,
+        )
+        lines.append(f"| {name} | " + " | ".join(show(float(n)) for n in numbers) + " |")
+    return "\n".join(lines)
 
 
 def _fill(text: str, indent: str = "") -> str:

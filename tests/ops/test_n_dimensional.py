@@ -210,6 +210,17 @@ def test_axial_pairs_ignore_other_axes():
         assert (half[0, :, 1] != half[1, :, 1]).all()
 
 
+@pytest.mark.parametrize(
+    ("kind", "separable"), [("axial", True), ("alternate", True), ("mixed", False)]
+)
+def test_only_mixed_frequencies_see_diagonals(kind, separable):
+    """A product of axial pairs is a sum over axes, so a diagonal is a row and a column."""
+    steps = products(torch.tensor([[0, 0], [0, 5], [3, 0], [3, 5]]), KINDS[kind])[:, :, 0]
+    none, right, down, diagonal = steps.unbind(1)
+    left_over = (diagonal - right - down + none).abs()
+    assert (left_over.max() < 1e-12) if separable else (left_over.min() > 1e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rounds_once(dtype):
     frequencies, positions = KINDS["mixed heads"], grid(3, 3) * 1000
