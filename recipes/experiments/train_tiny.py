@@ -46,6 +46,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rope_patch.lab import recall_task
 from rope_patch.tasks import texts
 
 # The vocabulary: 3 special ids, then bytes and merges. The task uses disjoint ranges of the latter.
@@ -61,6 +62,7 @@ STAGES = ((32, 3, 96), (64, 6, 64), (128, 8, 32), (256, 8, 16))  # (length, pair
 PASS_ACCURACY = 0.97  # over 20 steps, to move on
 FINAL_STEPS = 300  # after the last stage is passed, as the learning rate falls to zero
 WHOLE_SHARE = 0.2  # of the repeated segments that use the whole vocabulary
+VOCABULARY = recall_task.RecallVocabulary(FILLER_IDS, KEY_IDS, VALUE_IDS, VOCAB_SIZE, WHOLE_SHARE)
 SEED = 6
 FACTOR = 4.0
 TABLE_LENGTHS = (128, 256, 512, 1024)
@@ -146,78 +148,18 @@ def scaled(model: PreTrainedModel, rope_type: str) -> PreTrainedModel:
     return twin.eval()
 
 
-def sample_ids(generator: torch.Generator, ids: range, batch: int, count: int) -> torch.Tensor:
-    """Draw `count` different ids per row, uniformly, `[B, count]`."""
-    return ids[0] + torch.rand(batch, len(ids), generator=generator).argsort(-1)[:, :count]
-
-
-def zipf_filler(generator: torch.Generator, batch: int, length: int) -> torch.Tensor:
-    """Draw filler tokens by Zipf's law, the n-th id n times rarer than the first, `[B, S]`."""
-    zipf = 1.0 / torch.arange(1, len(FILLER_IDS) + 1)
-    indices = torch.multinomial(zipf, batch * length, replacement=True, generator=generator)
-    return FILLER_IDS[0] + indices.view(batch, length)
-
-
 def recall_batch(
     generator: torch.Generator, batch: int, length: int, pairs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sequences of filler with key-value pairs in it, and queries at the end.
-
-    Args:
-        generator: The torch.Generator of all random choices.
-        batch: Number of sequences B.
-        length: Tokens per sequence S, queries included.
-        pairs: Pairs per sequence P; the last 2P tokens are the queries, key value key value ...
-
-    Returns:
-        `(input_ids [B, S], labels [B, S])`; labels are the value at each queried value's own
-        position (transformers shifts them by one itself) and -100 elsewhere.
-
-    Raises:
-        ValueError: The pairs do not fit into the length.
-    """
-    body = length - 2 * pairs
-    if body < 2 * pairs:
-        raise ValueError(f"length {length} has no room for {pairs} pairs, at least {4 * pairs}")
-    input_ids = zipf_filler(generator, batch, length)
-    keys = sample_ids(generator, KEY_IDS, batch, pairs)
-    values = sample_ids(generator, VALUE_IDS, batch, pairs)
-    # P sorted places out of body - P, then one step apart: pairs of two tokens never overlap.
-    places = sample_ids(generator, range(body - pairs), batch, pairs).sort(-1).values
-    places = places + torch.arange(pairs)
-    input_ids.scatter_(1, places, keys).scatter_(1, places + 1, values)
-    order = sample_ids(generator, range(pairs), batch, pairs)
-    input_ids[:, body::2] = keys.gather(1, order)
-    input_ids[:, body + 1 :: 2] = values.gather(1, order)
-    labels = torch.full_like(input_ids, -100)
-    labels[:, body + 1 :: 2] = input_ids[:, body + 1 :: 2]
-    return input_ids, labels
+    """Return sequences of this vocabulary with key-value pairs in them, and queries at the end."""
+    return recall_task.recall_batch(generator, VOCABULARY, batch, length, pairs)
 
 
 def repeat_batch(
     generator: torch.Generator, batch: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random tokens with a repeated segment of S // 3, at a different distance per row.
-
-    Four rows in five consist of filler ids only, so that keys and values mostly occur in the recall
-    task.
-
-    Returns:
-        `(input_ids [B, S], labels [B, S])`; labels on the second occurrence after its first token
-        (which nothing announces), -100 elsewhere.
-    """
-    size, low = length // 3, FILLER_IDS[0]
-    is_whole = torch.rand(batch, 1, generator=generator) < WHOLE_SHARE
-    id_counts = torch.where(is_whole, VOCAB_SIZE - low, len(FILLER_IDS))
-    input_ids = low + (torch.rand(batch, length, generator=generator) * id_counts).long()
-    labels = torch.full_like(input_ids, -100)
-    starts = sample_ids(generator, range(length - 2 * size + 1), batch, 2).sort(-1).values
-    first = starts[:, :1] + torch.arange(size)
-    second = starts[:, 1:] + size + torch.arange(size)
-    segment = input_ids.gather(1, first)
-    input_ids.scatter_(1, second, segment)
-    labels.scatter_(1, second[:, 1:], segment[:, 1:])
-    return input_ids, labels
+    """Return random tokens of this vocabulary with a repeated segment of S // 3."""
+    return recall_task.repeat_batch(generator, VOCABULARY, batch, length)
 
 
 def correct_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

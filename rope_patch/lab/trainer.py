@@ -15,7 +15,7 @@ from rope_patch.utils.atomic_files import atomic_write
 
 LEARNING_RATE = 3e-3
 _WARMUP, _DECAY = 0.05, 0.3  # shares of the steps in which the rate rises from and falls to zero
-CHECKPOINT_STEPS = 100
+CHECKPOINT_STEPS = 50
 _POINTS = 40  # of the recorded training loss
 
 

@@ -1,0 +1,94 @@
+"""Test `rope-patch lab`: its report, that it continues, and its errors."""
+
+import json
+import re
+
+import pytest
+from helpers.commands import run_in_this_process
+
+from rope_patch.utils.checksums import verify_checksum
+
+WORDS = ("lab", "--encodings", "none,learned", "--length", "32", "--test", "32,64")
+WORDS = (*WORDS, "--steps", "text=4,recall=3", "--processes", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lab")
+    result = run_in_this_process(*WORDS, "--out", folder)
+    assert result.returncode == 0, result.stderr
+    (folder / "stdout").write_text(result.stdout)
+    return folder
+
+
+def test_the_report_is_one_page_in_light_and_dark(folder):
+    page = (folder / "report.html").read_text()
+    assert "prefers-color-scheme: dark" in page
+    assert page.count("<svg") == 4  # two figures, wide and narrow
+    assert not re.search(r'(src|href)="(?!#|https://arxiv)', page)
+    assert "no rows" in page
+    for arxiv in ("2108.12409", "2305.19466", "2203.16634", "2310.13017", "2404.12224"):
+        assert arxiv in page
+    assert "One seed" in page
+
+
+def test_numbers_of_the_page_are_those_of_the_json(folder):
+    results = verify_checksum((folder / "report.json").read_bytes(), "report.json")
+    cells = {(c["cell"]["task"], c["cell"]["encoding"]): c for c in results["cells"]}
+    assert cells.keys() == {(t, e) for t in ("text", "recall") for e in ("none", "learned")}
+    score = cells["text", "none"]["scores"][0]
+    assert (score["method"], score["length"], len(score["loss"])) == ("plain", 32, 16)
+    mean = f"{sum(score['loss']) / 16:.2f}"
+    page = (folder / "report.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| none |"))
+    assert row.split(" | ")[1].startswith(mean)
+    assert mean in (folder / "stdout").read_text()
+
+
+def test_the_same_command_trains_nothing_again_and_more_encodings_add_to_it(folder):
+    before = (folder / "cells.jsonl").read_bytes()
+    again = run_in_this_process(*WORDS, "--out", folder, "--json")
+    assert (folder / "cells.jsonl").read_bytes() == before
+    assert len(json.loads(again.stdout)["cells"]) == 4
+    more = [word.replace("none,learned", "none,learned,rope") for word in WORDS]
+    result = run_in_this_process(*more, "--tasks", "text", "--out", folder, "--json")
+    assert [c["cell"]["encoding"] for c in json.loads(result.stdout)["cells"]] == [
+        *("none", "learned", "rope")
+    ]
+    assert (folder / "cells.jsonl").read_bytes().startswith(before)
+    assert (folder / "cells.jsonl").read_bytes().count(b"\n") == 5
+
+
+def test_a_damaged_line_of_the_journal_is_trained_again(folder):
+    journal = folder / "cells.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lines[0] = lines[0].replace(b'"loss": [', b'"loss": [9.0, ', 1)
+    journal.write_bytes(b"".join(lines))
+    run_in_this_process(*WORDS, "--tasks", "text", "--out", folder)
+    assert journal.read_bytes().count(b"\n") == len(lines) + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--encodings", "alibbi"), "did you mean 'alibi'"),
+        (("--encodings", ","), "encodings must be among"),
+        (("--tasks", "texts"), "text"),
+        (("--length", "8"), "at least 32"),
+        (("--length", "0"), "at least 32"),
+        (("--test", "64,32"), "256"),
+        (("--test", "512"), "begin with the trained one, 256"),
+        (("--test", "a"), "--test takes lengths"),
+        (("--steps", "fast"), "--steps takes a number"),
+        (("--steps", "text=0"), "text_steps must be at least 1"),
+        (("--seeds", "0"), "--seeds must be at least 1"),
+        (("--processes", "0"), "--processes must be at least 1"),
+        (("--length", "100000"), "give fewer excerpts or shorter tests"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, words, message):
+    result = run_in_this_process("lab", *words, "--out", tmp_path / "out")
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
