@@ -194,7 +194,7 @@ def load(
         model = read_model(path, config=config, **loading)
     if extension is not None:
         handle = patch(model, extension)
-        if method is None and patch_sidecar is sidecar and isinstance(handle, EncodingPatch):
+        if method is None and trained_adapter is None and isinstance(handle, EncodingPatch):
             restore_tables(handle, tables)
     if adapter is None:
         return model
