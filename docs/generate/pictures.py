@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_patch.pictures import make_picture
+from rope_patch.pictures import PICTURES, make_picture
 from rope_patch.pictures.renderer import draw
 from rope_patch.utils.figure_file import write_figure
 
@@ -92,7 +92,7 @@ GALLERY: dict[str, list[Shown]] = {
             _shown("bias", f"bias-{encoding}", encoding=encoding)
             for encoding in ("alibi", "t5", "kerple", "sandwich")
         ),
-        _shown("bias", "bias-fire", encoding="fire", length=768),
+        _shown("bias", "bias-fire", encoding="fire", length=640),
     ],
     "Longer texts": [
         _shown("angles", "angles-linear", model="demo", method="linear"),
@@ -111,7 +111,9 @@ def gallery() -> str:
         parts.append(f"### {heading}\n")
         for shown in pictures:
             parts.append(f"`{shown.command}`\n")
-            parts.append(f"![{shown.file}](images/pictures/{shown.file}.svg)\n")
+            alt = PICTURES[shown.name].about.removeprefix("Draw ").rstrip(".")
+            alt = alt[0].upper() + alt[1:]
+            parts.append(f"![{alt}](images/pictures/{shown.file}.svg)\n")
     return "\n".join(parts)
 
 

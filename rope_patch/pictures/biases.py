@@ -124,7 +124,7 @@ BIASES: dict[str, BiasKind] = {
     "alibi": BiasKind(
         _alibi,
         ("ntk", "linear"),
-        "ALiBi's slope halves from head to head, so the last ones see far. Its ntk extension "
+        "Each head of ALiBi has a slope of its own, so some see far. Its ntk extension "
         "leaves the steepest head alone and divides the flattest one; linear divides all slopes, "
         "near order included.",
     ),
