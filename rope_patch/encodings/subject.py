@@ -49,10 +49,10 @@ class Setting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.width < 4 or self.width % 4 or self.length < 2 * self.width or self.reach < 2:
+        if self.width < 4 or self.width % 4 or self.length < 4 * self.width or self.reach < 2:
             raise Refused(
-                "expected a width that 4 divides, a length of at least twice the width and a reach "
-                f"of at least 2, got {self.width}, {self.length} and {self.reach}"
+                "expected a width that 4 divides, a length of at least 4 times the width and a "
+                f"reach of at least 2, got {self.width}, {self.length} and {self.reach}"
             )
 
     def generator(self) -> torch.Generator:

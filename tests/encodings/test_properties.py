@@ -237,11 +237,13 @@ def bias(function):
     ("function", "name", "answer"),
     [
         (lambda q, k: k - q, "decaying", "yes"),
+        (lambda q, k: (k - q).clamp(min=-100), "decaying", "yes"),
         (lambda q, k: q - k, "decaying", "no"),
         (lambda q, k: (k - q) + 3 * ((q - k) % 2), "decaying", "partly"),
         (lambda q, k: k - q, "relative", "yes"),
         (lambda q, k: k - q + 1e-3 * (q > 300), "relative", "no"),
         (lambda q, k: k - q + 1e-3 * (q > 600), "relative", "partly"),
+        (lambda q, k: k - q + q.double() * torch.inf, "relative", "no"),
         (lambda q, k: (k - q) / (q + 1), "translation-invariant", "no"),
         (lambda q, k: (k - q).clamp(min=-100), "bounded", "yes"),
         (lambda q, k: -(q - k).double().sqrt(), "bounded", "no"),
@@ -299,5 +301,5 @@ def test_refusals():
         make_subject("ropee")
     with pytest.raises(ValueError, match="did you mean 'unique'"):
         property_table(properties=["uniqe"])
-    with pytest.raises(ValueError, match="at least twice the width"):
+    with pytest.raises(ValueError, match="at least 4 times the width"):
         Setting(length=100)
