@@ -48,7 +48,8 @@ def patch(
 ) -> None:
     """Write a checkpoint that reads further: a new config, the same weights.
 
-    Reads the config only. The folder has the weights, the tokenizer and all other files of the
+    Reads the config only; of a model with a table of positions (GPT-2) the weights, too, which hold
+    it. The folder has the weights, the tokenizer and all other files of the
     checkpoint, the rotation in config.json, and rope_patch.json, by which rope_patch knows what was
     done. Measure what it gains before you serve it: `rope-patch compare`.
 
@@ -89,5 +90,5 @@ def patch(
         print("plain transformers loads it; what other engines need:")
         print(f"  rope-patch export {folder} --engine vllm")
     else:
-        print("no config of transformers says this rotation; load the folder with")
+        print("no config of transformers says this; load the folder with")
         print(f"  rope_patch.load({str(checkpoint.folder)!r})")

@@ -18,6 +18,7 @@ from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
 from rope_patch.original_config import FIELD, is_saved_patch, original_field
 from rope_patch.patching import check, check_encoding, patch
+from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.pretrained import demo
 from rope_patch.pretrained.adapters import (
     adapter_base,
@@ -27,7 +28,13 @@ from rope_patch.pretrained.adapters import (
 )
 from rope_patch.pretrained.device_map import require_device
 from rope_patch.pretrained.encoded_model import original_config, read_encoded, restore_encoded
+from rope_patch.pretrained.encoding_checkpoint import (
+    is_encoding_sidecar,
+    restore_tables,
+    unpatch_loaded,
+)
 from rope_patch.pretrained.gguf_weights import dense_options, unmark_quantized
+from rope_patch.pretrained.loading_error import MAX_LENGTH, loading_error, no_decoder_error
 from rope_patch.pretrained.model_class import auto_class
 from rope_patch.pretrained.model_folder import (
     has_tokenizer,
@@ -42,7 +49,6 @@ from rope_patch.utils.errors import (
     Refused,
     describe_error,
     is_weights_file_error,
-    one_line,
     parse_json,
 )
 
@@ -61,7 +67,6 @@ _HUB_ARGUMENTS = (
 )
 _UNKNOWN_CLASS = "Unrecognized configuration class"
 _FILE_ERRORS = (OSError, ValueError, SafetensorError, LookupError, AttributeError, ArithmeticError)
-_MAX_ERROR_LENGTH = 400  # characters of another library's error
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -113,7 +118,8 @@ def load(
     """
     path = demo.resolve_model_path(path) if isinstance(path, str) else path
     if (encoded := read_encoded(path)) is not None:
-        options, kwargs = _split_method_options(getattr(method, "method", method), kwargs)
+        name = method.method if isinstance(method, Extension) else method
+        options, kwargs = _split_method_options(name, kwargs)
         config = original_config(path, encoded)
         model = read_model(path, config=config, device_map=device_map, dtype=dtype, **kwargs)
         lengths = {"factor": factor, "length": length, "trained_length": trained_length}
@@ -158,7 +164,7 @@ def load(
             config = read_config(path, gguf_file=gguf_file, **kwargs)
         else:
             config = _original_config(Path(path), sidecar)
-        empty = empty_model(path, config)
+        empty = empty_model(path, config, any_kind=True)
     except ValueError as error:
         if adapter is None:
             raise
@@ -177,11 +183,18 @@ def load(
         if trained_adapter is not None:
             patch(empty, extension)
             require_same_rotation(empty, trained_adapter)
-    model = read_model(
-        path, config=config, device_map=device_map, dtype=dtype, gguf_file=gguf_file, **kwargs
-    )
+    loading = {"device_map": device_map, "dtype": dtype, "gguf_file": gguf_file, "any_kind": True}
+    loading |= kwargs
+    tables = {}
+    if sidecar is not None and is_encoding_sidecar(sidecar):
+        model = read_model(path, **loading)
+        tables = unpatch_loaded(model, empty, Path(path), sidecar)
+    else:
+        model = read_model(path, config=config, **loading)
     if extension is not None:
-        patch(model, extension)
+        handle = patch(model, extension)
+        if method is None and isinstance(handle, EncodingPatch):
+            restore_tables(handle, tables)
     if adapter is None:
         return model
     if "offload_folder" in kwargs:
@@ -200,10 +213,10 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         kwargs.pop("max_memory", None)
         config = AutoConfig.from_pretrained(path, **kwargs)
     except OSError as error:
-        raise _loading_error(path, error) from error
+        raise loading_error(path, error) from error
     except RecursionError as error:
         cause = ValueError("the lists or objects in its config are nested too deep")
-        raise _loading_error(path, cause) from error
+        raise loading_error(path, cause) from error
     except (
         ValueError,
         KeyError,
@@ -215,14 +228,14 @@ def read_config(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         try:
             require_valid_rope_config(PreTrainedConfig.get_config_dict(path)[0])
         except ValueError as cause:  # transformers' own message is about its code
-            raise _loading_error(path, cause) from error
+            raise loading_error(path, cause) from error
         except (OSError, KeyError, TypeError, AttributeError):
             pass
-        raise _loading_error(path, error) from error
+        raise loading_error(path, error) from error
     text = config.get_text_config(decoder=True)
     if kwargs.get("gguf_file") is None and not is_saved_patch(text):
         sidecar = read_sidecar(path)
-        if sidecar is not None:  # of an earlier release, without the field in config.json
+        if sidecar is not None and not is_encoding_sidecar(sidecar):  # of an earlier release
             setattr(text, FIELD, original_field(sidecar["original"]))
     return config
 
@@ -245,37 +258,39 @@ def read_tokenizer(path: str | os.PathLike[str], *, gguf_file: str | None = None
                 f"cannot load the tokenizer of {path}: the folder has none; save the model's there "
                 f"with tokenizer.save_pretrained({str(path)!r})"
             ) from error
-        reason = describe_error(error, _MAX_ERROR_LENGTH)
+        reason = describe_error(error, MAX_LENGTH)
         cause = ValueError(f"its files are damaged or of no known kind ({reason})")
-        raise _loading_error(path, cause, what="the tokenizer of ") from error
+        raise loading_error(path, cause, what="the tokenizer of ") from error
 
 
-def empty_model(path: str | os.PathLike[str], config: Any) -> Any:
+def empty_model(path: str | os.PathLike[str], config: Any, *, any_kind: bool = False) -> Any:
     """Build a model without weights, on the meta device, to check requests on.
 
     Args:
         path: Source of the config, for the error.
         config: The config of a model that generates text.
+        any_kind: Build an encoder, or an encoder with a decoder, too; see `auto_class`.
 
     Raises:
         ValueError: It is another kind of model's config, or invalid.
     """
     try:
         with torch.device("meta"):
-            return auto_class(config).from_config(copy.deepcopy(config))
+            kind = auto_class(config, any_kind=any_kind)
+            return kind.from_config(copy.deepcopy(config))
     except ValueError as error:
         if _UNKNOWN_CLASS in str(error):
-            raise _no_decoder_error(path, config) from error
-        raise _loading_error(path, _explain_config_error(config, error)) from error
+            raise no_decoder_error(path, config) from error
+        raise loading_error(path, _explain_config_error(config, error)) from error
     except KeyError as error:
         if not needs_registration(error.args[0]):
-            raise _loading_error(path, _explain_config_error(config, error)) from error
+            raise loading_error(path, _explain_config_error(config, error)) from error
         raise Refused(
             f"cannot load {path}: its config names the scaling {error.args[0]!r}, which plain "
             "transformers does not know; call rope_patch.register_rope_types() first"
         ) from error
     except (TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise _loading_error(path, _explain_config_error(config, error)) from error
+        raise loading_error(path, _explain_config_error(config, error)) from error
 
 
 def _explain_config_error(config: Any, error: Exception) -> Exception:
@@ -299,11 +314,12 @@ def require_dtype(name: str) -> None:
         raise Refused(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
 
 
-def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+def read_model(path: str | os.PathLike[str], *, any_kind: bool = False, **kwargs: Any) -> Any:
     """Read a model without patching it.
 
     Args:
         path: A folder, or a model's name on the Hub.
+        any_kind: Read an encoder, or an encoder with a decoder, too; see `auto_class`.
         **kwargs: Arguments of `from_pretrained`.
 
     Raises:
@@ -319,24 +335,24 @@ def read_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         config = read_config(path, **hub)
     try:
-        loaded: Any = auto_class(config).from_pretrained(
+        loaded: Any = auto_class(config, any_kind=any_kind).from_pretrained(
             path, **{**kwargs, **dense_options(gguf_file)}, output_loading_info=True
         )
         model, report = loaded
     except Exception as error:
         if "mismatched" in str(error):
             cause = ValueError("its weights are not of the sizes in its config")
-            raise _loading_error(path, cause) from error
+            raise loading_error(path, cause) from error
         if _UNKNOWN_CLASS in str(error):
-            raise _no_decoder_error(path, config) from error
+            raise no_decoder_error(path, config) from error
         if is_weights_file_error(error):
             cause = ValueError(
                 "its .bin file of weights is damaged, or holds code, which is never run "
                 f"({type(error).__name__}); download it again, or use safetensors"
             )
-            raise _loading_error(path, cause) from error
+            raise loading_error(path, cause) from error
         if isinstance(error, (*_FILE_ERRORS, RecursionError)):
-            raise _loading_error(path, error) from error
+            raise loading_error(path, error) from error
         raise  # such as no memory
     if missing := sorted(report["missing_keys"]):
         raise Refused(
@@ -362,7 +378,7 @@ def _original_config(folder: Path, sidecar: dict[str, Any]) -> Any:
         text.pop(FIELD, None)
         return AutoConfig.for_model(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _loading_error(folder, error) from error
+        raise loading_error(folder, error) from error
 
 
 def _split_method_options(
@@ -377,28 +393,3 @@ def _split_method_options(
         if key in names or get_close_matches(key, names, n=1, cutoff=0.8)
     }
     return options, {key: value for key, value in kwargs.items() if key not in options}
-
-
-def _loading_error(path: str | os.PathLike[str], error: Exception, what: str = "") -> ValueError:
-    is_readable = isinstance(error, ValueError | OSError | SafetensorError)  # written for readers
-    message = (one_line(str(error), _MAX_ERROR_LENGTH) if is_readable else "") or describe_error(
-        error, _MAX_ERROR_LENGTH
-    )
-    if Path(path).is_dir():
-        return ValueError(f"cannot load {what}{path}: {message}")
-    return ValueError(
-        f"cannot load {what}{str(path)!r}: there is no such folder, and the Hugging Face Hub did "
-        f"not give a model of that name ({message}); check the name, the network and "
-        "HF_HUB_OFFLINE, or give a local folder"
-    )
-
-
-def _no_decoder_error(path: str | os.PathLike[str], config: Any) -> ValueError:
-    """Return the error for a model that `auto_class` finds no class for."""
-    model_type = getattr(config, "model_type", type(config).__name__)
-    return ValueError(
-        f"cannot load {path}: transformers has no causal language model of the type "
-        f"{model_type!r}, with images or without; if it generates text in another way, load it in "
-        "Python with its own class and call rope_patch.patch(model, ...). `rope-patch diagnose` "
-        "reads its config as it is"
-    )

@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rope_patch.extension import Extension
-from rope_patch.patching import patch_rotation
+from rope_patch.patching import check_encoding, patch
+from rope_patch.patching.active import current
+from rope_patch.patching.encodings.table import TableSite
 from rope_patch.pretrained import demo
-from rope_patch.pretrained.loading import empty_model, read_config
+from rope_patch.pretrained.encoding_checkpoint import TABLES, is_encoding_sidecar
+from rope_patch.pretrained.loading import empty_model, load, read_config
 from rope_patch.pretrained.model_folder import require_complete_shards, require_model_folder
-from rope_patch.pretrained.saving import SIDECAR, raise_tokenizer_length, record_patch
+from rope_patch.pretrained.saving import (
+    SIDECAR,
+    raise_tokenizer_length,
+    read_sidecar,
+    record_patch,
+)
 from rope_patch.utils import atomic_files
 from rope_patch.utils.errors import Refused, describe_error
 from rope_patch.utils.progress import progress_bar
@@ -67,7 +75,7 @@ def patch_checkpoint(
     other files of the checkpoint, as hard links where the disk allows it. A link takes no space and
     stays when the source is deleted; a program that writes into one of both files in place changes
     both. The tokenizer's `model_max_length` is raised to the patch's length. A failure leaves no
-    folder behind.
+    folder behind. A table of positions is among the weights, so these are read and written there.
 
     Args:
         model: The checkpoint's folder, its name on the Hub, or `demo`.
@@ -93,27 +101,41 @@ def patch_checkpoint(
     source = _source_folder(demo.resolve_model_path(os.fspath(model)))
     if target.resolve().is_relative_to(source.resolve()):
         raise Refused(f"{target} lies in the checkpoint's own folder: expected another place")
-    empty = empty_model(source, read_config(source))
-    handle = patch_rotation(
-        empty,
+    empty = empty_model(source, read_config(source), any_kind=True)
+    extension = Extension.of(
         method,
         factor=factor,
         length=length,
         trained_length=trained_length,
         layer_types=layer_types,
         start=start,
-        kernels="hf",
         **options,
     )
-    files = _files(source)
+    plan = check_encoding(empty, extension)
+    rewrites = plan is not None and (
+        is_encoding_sidecar(read_sidecar(source))
+        or any(isinstance(site, TableSite) for site in plan.sites)
+    )
+    if rewrites:  # no config says the rows of a table, so the weights are read and written
+        empty = load(source, extension)
+        handle = current(empty)
+    else:
+        handle = patch(empty, extension if plan else replace(extension, kernels="hf"))
+    assert handle is not None
+    files = _files(source, rewrites)
     with atomic_files.explain_write_errors(
         target.parent, target.name, "Nothing of it is left: REMEDY, and try again"
     ):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
             staging = Path(temporary) / target.name
+            staging.mkdir()
+            if rewrites:
+                empty.save_pretrained(staging)
+                files = [f for f in files if not (staging / f.relative_to(source)).exists()]
             linked, copied = _take_files(files, source, staging, copy)
-            empty.config.save_pretrained(staging)
+            if not rewrites:
+                empty.config.save_pretrained(staging)
             native, problem = record_patch(staging, empty, handle)
             raise_tokenizer_length(staging, handle)
             if target.exists():
@@ -149,13 +171,20 @@ def _source_folder(model: str) -> Path:
     return source
 
 
-def _files(source: Path) -> list[Path]:
-    """Return the files that belong to a checkpoint, without those that are written anew."""
+def _files(source: Path, rewrites: bool) -> list[Path]:
+    """Return the files that belong to a checkpoint, without those that are written anew.
+
+    Args:
+        source: The checkpoint.
+        rewrites: Whether the weights are written anew, too.
+    """
     files = []
+    written = {"config.json", SIDECAR, TABLES}
+    skipped = (*_NOT_TAKEN, *_WEIGHTS, "*.index.json") if rewrites else _NOT_TAKEN
     for path in sorted(source.rglob("*")):
         parts = path.relative_to(source).parts
-        taken = not any(Path(part).match(name) for part in parts for name in _NOT_TAKEN)
-        if taken and path.is_file() and parts not in (("config.json",), (SIDECAR,)):
+        taken = not any(Path(part).match(name) for part in parts for name in skipped)
+        if taken and path.is_file() and str(path.relative_to(source)) not in written:
             files.append(path)
     return files
 
@@ -164,7 +193,6 @@ def _take_files(
     files: list[Path], source: Path, staging: Path, copy: bool
 ) -> tuple[list[str], list[str]]:
     """Link files into a folder, or copy those that cannot be linked; return the names of both."""
-    staging.mkdir()
     linked: list[str] = []
     to_copy: list[tuple[Path, Path]] = []
     for path in files:

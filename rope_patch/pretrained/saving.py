@@ -18,13 +18,15 @@ from transformers import AutoConfig
 from rope_patch.extension import Extension
 from rope_patch.methods.registry import find_method
 from rope_patch.original_config import FIELD, original_field
-from rope_patch.patching import Patch, current
+from rope_patch.patching import Patch
+from rope_patch.patching.active import current
 from rope_patch.patching.architecture.probe import reference_frequencies
 from rope_patch.patching.architecture.rotary_modules import find_rotaries
-from rope_patch.patching.encodings.handle import current_encoding
+from rope_patch.patching.encodings.handle import EncodingPatch
 from rope_patch.patching.mla_scale import config_mscale
 from rope_patch.patching.replacement.handle import EncodedModel, current_encode
 from rope_patch.pretrained.encoded_model import KIND, write_encoded
+from rope_patch.pretrained.encoding_checkpoint import TABLES, encoding_sidecar, record_encoding
 from rope_patch.pretrained.recorded_rotation import (
     OUTSIDE,
     is_missing,
@@ -85,23 +87,15 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
         OSError: Writing failed; says where and how to continue.
     """
     if (encoded := current_encode(model)) is not None:
-        _save_encoded(model, encoded, Path(folder), tokenizer)
+        _save_encoded(model, encoded, _require_folder(folder), tokenizer)
         return
     handle = current(model)
-    if handle is None and (encoding := current_encoding(model)) is not None:
-        raise Refused(
-            f"{encoding} changed no rotation, and its sidecar is not written yet: use "
-            "model.save_pretrained, which keeps stretched learned tables, and patch again after "
-            "loading where slopes, buckets or sinusoidal tables were extended"
-        )
     if handle is None:
         raise Refused(
             f"{type(model).__name__} is not patched: expected a model that rope_patch.patch or "
             "rope_patch.load returned; use model.save_pretrained for others"
         )
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise Refused(f"{folder} is a file: expected a folder to save into")
+    folder = _require_folder(folder)
     with atomic_files.explain_write_errors(folder.parent, folder.name, _DISK_ADVICE):
         adapters, native, problem = _write_folder(model, handle, folder, tokenizer)
     if adapters:
@@ -111,7 +105,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
             folder,
             handle,
         )
-    elif problem:
+    elif problem and isinstance(handle, Patch):
         logger.warning(
             "%s: plain transformers %s cannot load this folder at all (%s), and neither can "
             "releases before it; load it with rope_patch.load%s",
@@ -130,8 +124,16 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = N
         )
 
 
+def _require_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return a folder to save into, or raise if it is a file."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise Refused(f"{folder} is a file: expected a folder to save into")
+    return folder
+
+
 def _write_folder(
-    model: nn.Module, handle: Patch, folder: Path, tokenizer: Any
+    model: nn.Module, handle: Patch | EncodingPatch, folder: Path, tokenizer: Any
 ) -> tuple[list[Path], bool, str | None]:
     """Write a patched model into a temporary folder, then move it into place.
 
@@ -162,6 +164,8 @@ def _write_folder(
 
 def _save_encoded(model: nn.Module, handle: EncodedModel, folder: Path, tokenizer: Any) -> None:
     """Write a model that `rope_patch.encode` changed, and move it into place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _refuse_adapter_beside_model(folder, [])
     with (
         atomic_files.explain_write_errors(folder.parent, folder.name, _DISK_ADVICE),
         tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary,
@@ -172,7 +176,9 @@ def _save_encoded(model: nn.Module, handle: EncodedModel, folder: Path, tokenize
         _replace_files(Path(temporary), folder)
 
 
-def record_patch(folder: Path, model: nn.Module, handle: Patch) -> tuple[bool, str | None]:
+def record_patch(
+    folder: Path, model: nn.Module, handle: Patch | EncodingPatch
+) -> tuple[bool, str | None]:
     """Complete the config of a patched model in a folder, and write the sidecar beside it.
 
     Args:
@@ -184,6 +190,10 @@ def record_patch(folder: Path, model: nn.Module, handle: Patch) -> tuple[bool, s
         Whether plain transformers loads the model to the same logits, and why it cannot load it at
         all, if so.
     """
+    if isinstance(handle, EncodingPatch):
+        sidecar = record_encoding(folder, handle)
+        (folder / SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+        return sidecar["native"], None
     _complete_config(folder / "config.json", model, handle)
     problem = _loading_problem(folder, model)
     native = not problem and _loads_natively(folder, model, handle)
@@ -192,7 +202,7 @@ def record_patch(folder: Path, model: nn.Module, handle: Patch) -> tuple[bool, s
     return native, problem
 
 
-def raise_tokenizer_length(folder: Path, handle: Patch) -> None:
+def raise_tokenizer_length(folder: Path, handle: Patch | EncodingPatch) -> None:
     """Raise `model_max_length` of a tokenizer in a folder to the length of a patch.
 
     Serving engines take the smaller of the tokenizer's and the model's, and tokenizers warn beyond
@@ -267,7 +277,9 @@ def sidecar_target(sidecar: dict[str, Any]) -> int | None:
     return sidecar.get("target_length", sidecar.get("length"))
 
 
-def _make_sidecar(handle: Patch, native: bool) -> dict[str, Any]:
+def _make_sidecar(handle: Patch | EncodingPatch, native: bool) -> dict[str, Any]:
+    if isinstance(handle, EncodingPatch):
+        return encoding_sidecar(handle, native)
     # The kernels are for the machine at hand, not for the one that loads the folder.
     extension = replace(handle.extension, kernels="auto")
     return {
@@ -377,6 +389,6 @@ def _replace_files(staging: Path, folder: Path) -> None:
             shutil.rmtree(folder / path.name, ignore_errors=True)
         path.replace(folder / path.name)
     # transformers would prefer an earlier save's weights to the new shards.
-    for stale in folder.glob("model*.safetensors*"):
+    for stale in [*folder.glob("model*.safetensors*"), *folder.glob(TABLES)]:
         if stale.name not in new:
             stale.unlink()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from helpers.encoding_models import encoding_model, token_logits
 from helpers.tiny_models import logits, make_model
 
 import rope_patch
@@ -173,3 +174,34 @@ def test_a_failure_leaves_nothing_behind(source, tmp_path, monkeypatch):
 def test_names_that_the_hub_does_not_know_are_refused(tmp_path):
     with pytest.raises(ValueError, match="neither a folder nor a model that the Hub gives"):
         patch_checkpoint("nobody/nothing-at-all", tmp_path / "new", "yarn", factor=4)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "arguments", "native"),
+    [
+        ("GPT2LMHeadModel", "linear", {}, True),
+        ("BloomForCausalLM", "ntk", {"trained_length": 40}, False),
+        ("T5ForConditionalGeneration", "max-distance", {"trained_length": 512}, True),
+    ],
+)
+def test_models_that_do_not_rotate_are_written_as_save_writes_them(
+    family, method, arguments, native, tmp_path
+):
+    model = encoding_model(family)
+    model.save_pretrained(tmp_path / "source")
+    before = {
+        p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in (tmp_path / "source").iterdir()
+    }
+    written = patch_checkpoint(tmp_path / "source", tmp_path / "new", method, factor=4, **arguments)
+    rope_patch.patch(model, method, factor=4, **arguments)
+    rope_patch.save(model, tmp_path / "saved")
+    assert written.native is native
+    assert ("model.safetensors" in written.linked) is (family != "GPT2LMHeadModel")
+    for name in ("config.json", "rope_patch.json"):
+        ours, theirs = (
+            json.loads((tmp_path / folder / name).read_text()) for folder in ("new", "saved")
+        )
+        assert ours.items() >= {k: v for k, v in theirs.items() if k != "dtype"}.items()
+    loaded, saved = rope_patch.load(tmp_path / "new"), rope_patch.load(tmp_path / "saved")
+    assert token_logits(loaded, 60).equal(token_logits(saved, 60))
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "source").iterdir()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,6 +14,9 @@ from rope_patch.patching.encodings.plan import EncodingPlan, make_encoding_plan
 from rope_patch.patching.encodings.site import Site
 from rope_patch.patching.undo_log import UndoLog
 from rope_patch.utils.notebook import text_html
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger("rope_patch")
 _MARK = "_rope_patch_encoding"
@@ -30,6 +34,7 @@ class EncodingPatch:
         trained_length: Tokens of pretraining.
         length: Target length in tokens; None if the method follows the text.
         factor: length / trained_length, or None.
+        original: The config's fields that changed, with their values before the patch.
     """
 
     def __init__(self, plan: EncodingPlan) -> None:
@@ -39,6 +44,7 @@ class EncodingPatch:
         self.trained_length = stretch.trained_length
         self.length = stretch.length
         self.factor = None if stretch.length is None else stretch.factor
+        self.original: dict[str, Any] = {}
         self._plan = plan
         self._undo_log = UndoLog()
         self._config_override = ConfigOverride()
@@ -54,6 +60,15 @@ class EncodingPatch:
     def sites(self) -> list[Site]:
         """Return where positions enter, those that changed alone."""
         return self._plan.sites
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Return the transformers model that is extended, within what was given."""
+        return self._plan.model
+
+    def original_value(self, site: Site, attribute: str) -> Any:
+        """Return an attribute of a site's module as it was before the patch."""
+        return self._undo_log.original(site.module, attribute)
 
     def undo(self) -> None:
         """Restore the unpatched model, bit for bit; do nothing if the patch is not active.
@@ -79,6 +94,8 @@ class EncodingPatch:
         plan = self._plan
         try:
             fields = plan.config_fields
+            config = plan.model.config
+            self.original = {name: getattr(config, name) for name in fields}
             for site in plan.sites:
                 site.apply(plan.model, plan.stretch, self._undo_log)
             self._undo_log.set(plan.model, _MARK, self)

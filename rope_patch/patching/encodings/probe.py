@@ -103,8 +103,9 @@ def probe(model: PreTrainedModel) -> Sightings:
         ) from error
 
 
-def _small_config(model: PreTrainedModel) -> Any:
-    config = copy.deepcopy(model.config)
+def small_config(config: Any) -> Any:
+    """Return a copy of a config with one layer and a small vocabulary."""
+    config = copy.deepcopy(config)
     for name in ("quantization_config", "dtype", "torch_dtype"):
         config.__dict__.pop(name, None)
     for name in _LAYER_FIELDS:
@@ -126,7 +127,7 @@ def _small_config(model: PreTrainedModel) -> Any:
 
 
 def _copy(model: PreTrainedModel, **fields: Any) -> PreTrainedModel:
-    config = _small_config(model)
+    config = small_config(model.config)
     for name, value in fields.items():
         setattr(config, name, value)
     return type(model)(config).eval()

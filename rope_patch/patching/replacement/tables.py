@@ -63,7 +63,8 @@ class FixedTable(AbsoluteEncoding):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         rows = self.rows(positions.flatten()).view(*positions.shape, self.width)
-        return rows.float() * self.scale.float()
+        wide = torch.promote_types(self.scale.dtype, torch.float32)
+        return rows.to(wide) * self.scale.to(wide)
 
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the unscaled vectors of positions `[N]`, `[N, D]`."""

@@ -73,13 +73,6 @@ def test_a_second_patch_replaces_the_first():
     assert torch.equal(token_logits(model, 20), before)
 
 
-def test_saving_by_sidecar_is_refused_with_the_way_out(tmp_path):
-    model = encoding_model(GPT2)
-    rope_patch.patch(model, "linear", factor=2)
-    with pytest.raises(ValueError, match=r"use model\.save_pretrained"):
-        rope_patch.save(model, tmp_path)
-
-
 def test_the_summary_says_what_changed():
     model = encoding_model(T5)
     handle = rope_patch.patch(model, "log-tail", factor=2, trained_length=40)

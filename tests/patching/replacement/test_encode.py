@@ -1,0 +1,163 @@
+"""`rope_patch.encode`: what it adds to a model, copies, undo, and what it refuses."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import transformers
+from helpers.encoded_models import IDS, NAMES, ONE_EACH, VARIANTS, encoded, llama, logits, tokens
+
+import rope_patch
+
+TRAINED = {
+    "integer": 1,
+    "normalised": 1,
+    "binary": 1,
+    "sinusoidal": 1,
+    "learned": 16 * 32,
+    "t5": 32 * 4,
+    "kerple": 2 * 4,
+    "fire": (1 + 1) * 32 + (32 + 1) * 4 + 2,
+}
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=IDS)
+def test_undo_restores_the_model(name, options):
+    model = llama()
+    before, keys, config = logits(model, tokens()), set(model.state_dict()), model.config.to_dict()
+    handle = rope_patch.encode(model, name, **options)
+    assert handle.active
+    if (name, options) != ("rope", {}):
+        assert (logits(model, tokens()) - before).abs().max() > 1e-3
+    handle.undo()
+    assert not handle.active
+    assert torch.equal(logits(model, tokens()), before)
+    assert set(model.state_dict()) == keys
+    assert model.config.to_dict() == config
+    handle.undo()  # again: nothing
+
+
+@pytest.mark.parametrize("name", rope_patch.list_encodings())
+def test_trained_parts_are_in_the_model(name):
+    model = llama()
+    before = sum(p.numel() for p in model.parameters())
+    rope_patch.encode(model, name)
+    assert sum(p.numel() for p in model.parameters()) - before == TRAINED.get(name, 0)
+    own = [key for key in model.state_dict() if "position_encoding" in key]
+    assert bool(own) == (name in TRAINED)
+
+
+def test_a_second_encoding_replaces_the_first():
+    model, expected = llama(), llama()
+    rope_patch.encode(model, "learned")
+    rope_patch.encode(model, "rope", p=0.5)
+    first = rope_patch.encode(model, "alibi")
+    rope_patch.encode(expected, "alibi")
+    assert torch.equal(logits(model, tokens()), logits(expected, tokens()))
+    first.undo()
+    assert torch.equal(logits(model, tokens()), logits(llama(), tokens()))
+
+
+def test_a_refused_encoding_leaves_the_first():
+    model = encoded("alibi", {})
+    before = logits(model, tokens())
+    with pytest.raises(rope_patch.Refused):
+        rope_patch.encode(model, "sinusoidal", layout="thirds")
+    assert torch.equal(logits(model, tokens()), before)
+
+
+@pytest.mark.parametrize(("name", "options"), ONE_EACH, ids=NAMES)
+def test_copies_and_pickles_compute_the_same(name, options):
+    model = encoded(name, options)
+    expected = logits(model, tokens())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ]
+    rope_patch.encode(model, "none")  # copies have hooks of their own
+    for other in copies:
+        assert torch.equal(logits(other, tokens()), expected)
+        with torch.no_grad():
+            for parameter in other.model.position_encoding.parameters():
+                parameter.mul_(2)
+        if list(other.model.position_encoding.parameters()):
+            assert not torch.equal(logits(other, tokens()), expected)
+        rope_patch.encode(other, "none")
+        assert torch.equal(logits(other, tokens()), logits(model, tokens()))
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Mistral", "Gemma", "Olmo2", "Phi3"])
+@pytest.mark.parametrize("name", ["alibi", "learned", "rnope", "xpos"])
+def test_other_families_of_the_same_kind(kind, name):
+    """Positions enter at all: without any, two equal tokens with equal pasts would be alike."""
+    model = llama(kind)
+    none = encoded("none", {}, llama(kind))
+    ids = torch.full((1, 9), 7)
+    same = logits(none, ids)
+    torch.testing.assert_close(same, same[:, :1].expand_as(same), rtol=0, atol=1e-4)
+    got = logits(encoded(name, {}, model), tokens())
+    assert (got - logits(none, tokens())).abs().max() > 1e-3
+
+
+def test_learned_rows_end():
+    model = encoded("learned", {})
+    with pytest.raises(rope_patch.Refused, match=r"beyond the 16 rows.*length=17"):
+        logits(model, tokens(count=17))
+    assert logits(encoded("learned", {"length": 17}), tokens(count=17)).isfinite().all()
+
+
+def test_the_scale_is_trained_or_fixed():
+    trained = rope_patch.encode(llama(), "sinusoidal", scale=0.5)
+    assert "scale 0.5, trained" in trained.summary()
+    model = llama()
+    fixed = rope_patch.encode(model, "sinusoidal", scale=0.5, train_scale=False)
+    assert "scale 0.5, fixed" in fixed.summary()
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [
+        "model.position_encoding.scale"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("alibbi", {}, r"unknown encoding 'alibbi' \(did you mean 'alibi'\?\).*kerple"),
+        ("binary", {"bases": 4}, r"no option 'bases' \(did you mean 'base'\?\); its options are"),
+        ("alibi", {"base": 4}, r"no option 'base'; it has none"),
+        ("binary", {"base": 1}, "base must be a whole number from 2 on, got 1"),
+        ("binary", {"digits": 33}, "33 digits need as many components"),
+        ("learned", {"length": 0}, "length must be a whole number from 1 on"),
+        ("sinusoidal", {"layout": "thirds"}, "layout must be one of interleaved, halves"),
+        ("sinusoidal", {"scale": 0}, "scale must be a number above 0"),
+        ("t5", {"max_distance": 9}, "max_distance must be a whole number from 17 on"),
+        ("kerple", {"kind": "root"}, "kind must be one of log, power"),
+        ("rope", {"p": 0.5, "partial": 0.5}, "one of partial and p"),
+        ("rope", {"p": 1.5}, "p must be a share"),
+        ("rnope", {"every": 1}, "every must be a whole number from 2 on"),
+        ("fire", {"rate": "much"}, "rate must be a number above 0"),
+    ],
+)
+def test_bad_requests_are_refused(name, options, match):
+    model = llama()
+    with pytest.raises(rope_patch.Refused, match=match):
+        rope_patch.encode(model, name, **options)
+    assert not hasattr(model.model, "position_encoding")
+
+
+def test_other_models_are_refused():
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=60)
+    )
+    with pytest.raises(rope_patch.Refused, match="no rotary embedding"):
+        rope_patch.encode(gpt2, "alibi")
+    with pytest.raises(TypeError, match="expected a transformers model"):
+        rope_patch.encode(3, "alibi")
+    model = llama()
+    rope_patch.patch(model, "yarn", factor=4)
+    with pytest.raises(rope_patch.Refused, match="undo the patch first"):
+        rope_patch.encode(model, "alibi")
