@@ -185,7 +185,7 @@ def test_other_objects_and_models_without_rope_are_refused():
         rope_patch.diagnose(3)
     with pytest.raises(ValueError, match="no such folder"):
         rope_patch.diagnose("/no/such/folder")
-    plain = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
+    plain = AutoModelForCausalLM.from_config(tiny_config("mamba"))
     with pytest.raises(ValueError, match="rotary"):
         rope_patch.diagnose(plain)
 
